@@ -53,7 +53,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The architecture, named as in Hugging Face's config.json. Raises ValueError on wrong values."""
+    """The architecture, named as in Hugging Face's config.json. ValueError on wrong values."""
 
     hidden_size: int = 4096  # C, the width of the residual stream
     intermediate_size: int = 11008  # the width inside the MLP
@@ -82,7 +82,7 @@ class Config:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.hidden_size % heads or self.hidden_size // heads % 2:
             raise ValueError(
-                f"hidden_size {self.hidden_size} must be num_attention_heads {heads} x an even number"
+                f"hidden_size {self.hidden_size} must be num_attention_heads {heads} x an even size"
             )
         if heads % kv_heads:
             raise ValueError(
@@ -167,11 +167,12 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Cache:
-    """What one forward pass hands to the next: keys, values, RoPE tables, causal masks, the position.
+    """What one pass hands to the next: keys, values, RoPE tables, causal masks, the position.
 
-    It is allocated once for `max_seq_len` tokens (default: the model's context) and owns the position,
-    so that no caller can be off by one. `padding` (B,) says how many tokens at the left of each row are
-    filler: prompts of different lengths are aligned at their ends. Raises ValueError when it is full.
+    It is allocated once for `max_seq_len` tokens (default: the model's context) and owns the
+    position, so that no caller can be off by one. `padding` (B,) says how many tokens at the left of
+    each row are filler: prompts of different lengths are aligned at their ends. A full cache raises
+    ValueError.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Cache:
         return self.cos[where], self.sin[where]
 
     def mask(self, T: int) -> Tensor | None:
-        """Which of the S = pos + T tokens each new one sees: bool (T, S), with padding (B, 1, T, S).
+        """Which of the S = pos + T tokens a new one sees: bool (T, S), with padding (B, 1, T, S).
 
         Aligned at the lower right, a new token sees the past and itself: for pos = 2 and T = 3,
 
@@ -381,14 +382,14 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The whole model. state_dict() has Hugging Face's keys less the leading "model.".
 
-    The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb): a Hugging Face state dict
-    must come through load(), which permutes them; load_state_dict() would accept it and be wrong.
+    The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb): a Hugging Face state
+    dict must come through load(), which permutes them; load_state_dict() would take it and be wrong.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        # As small as nn.Linear's: nn.Embedding's own N(0, 1) would make tied logits sqrt(C) too large.
+        # As small as nn.Linear's: the N(0, 1) of nn.Embedding makes tied logits sqrt(C) too large.
         rows = torch.empty(config.vocab_size, config.hidden_size)
         rows.uniform_(-(config.hidden_size**-0.5), config.hidden_size**-0.5)
         self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
@@ -405,8 +406,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens (B, T) int64 -> logits float32: (B, V) of the last position, or (B, T, V) of all.
 
-        With a cache the tokens continue what it holds. Without one they stand alone: one causal pass,
-        all positions, differentiable. Raises ValueError if the cache is full or for another batch.
+        With a cache the tokens continue what it holds. Without one they stand alone: one causal
+        pass, all positions, differentiable. ValueError if the cache is full or for another batch.
         """
         B, T = tokens.shape
         if T == 0 or (cache is not None and cache.batch_size != B):
@@ -469,7 +470,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """Rows of W, dequantised when they are looked up; W is the file's blocks as in QuantizedLinear."""
+    """Rows of W, dequantised when looked up; W is the file's blocks as in QuantizedLinear."""
 
     def __init__(self, blocks: Tensor, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -503,7 +504,7 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta
 
 @dataclass
 class Weight:
-    """One tensor of a checkpoint as it lies in the file: uint8 (rows, bytes per row), mapped, unread."""
+    """One tensor as it lies in the file: uint8 (rows, bytes per row), mapped, unread."""
 
     kind: str  # its ggml type
     shape: tuple[int, ...]  # in torch's order, (out, in)
@@ -548,8 +549,8 @@ GGUF_STRING, GGUF_ARRAY = 8, 9
 class GGUF:
     """A GGUF file's metadata and tensors (ggml's gguf.md); all is checked before anything is used.
 
-    gguf.GGUFReader gives the same but takes seconds for a vocabulary of 32000. Tensors are views of the
-    mapped file. Raises ValueError that names the file and the item, FileNotFoundError.
+    gguf.GGUFReader gives the same but takes seconds for a vocabulary of 32000. Tensors are views of
+    the mapped file. Raises FileNotFoundError, and ValueError that names the file and the item.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -589,7 +590,7 @@ class GGUF:
             end = start + size
             if end > self.size:
                 raise ValueError(
-                    f"{self.path}: {name} ends at byte {end}, the file at {self.size}: is it cut off?"
+                    f"{self.path}: {name} ends at byte {end}, the file at {self.size}: cut off?"
                 )
             self.tensors[name] = Weight(kind, shape, whole[start:end].view(-1, row_bytes))
 
@@ -633,7 +634,7 @@ class GGUF:
         return list(self.unpack(f"{count}{letter}", item))
 
     def tensor_info(self, item: str) -> tuple[str, str, tuple[int, ...], int, int]:
-        """The next entry of the tensor table: name, type, shape, bytes per row, offset of the data."""
+        """The next entry of the tensor table: name, type, shape, bytes per row, data offset."""
         name = self.string(item)
         (n_dims,) = self.unpack("I", name)
         if not 1 <= n_dims <= 4:
@@ -646,7 +647,7 @@ class GGUF:
         return name, type_name, dims[::-1], dims[0] // block * block_bytes, offset
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The metadata value of `key`, checked to be of `kind`; without a default the key must exist."""
+        """The metadata value of `key`, checked to be of `kind`; needed if it has no default."""
         value = self.metadata.get(key, default)
         if value is None:
             raise ValueError(f"{self.path}: the key {key} is missing")
@@ -656,7 +657,7 @@ class GGUF:
 
 
 def gguf_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a Llama-family GGUF file, or the first part of a split one. ValueError on anything else."""
+    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     gguf = GGUF(path)
     get, tensors = gguf.get, dict(gguf.tensors)
     fail = f"{gguf.path}: this is not a Llama 2 model: "
@@ -743,7 +744,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
 def rename(
     tensors: dict[str, Weight], form: int, config: Config, path: str | Path
 ) -> dict[str, Weight]:
-    """Translate names by column `form` of NAMES. ValueError unless names and shapes are just the model's."""
+    """Translate names by column `form` of NAMES. ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(tensors):  # before anything that size is built
         raise ValueError(f"{path}: {config.num_hidden_layers} layers but {len(tensors)} tensors")
     with torch.device("meta"):
@@ -784,8 +785,8 @@ def build_model(
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
-    Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit ones
-    keep their 16 bits too: half the memory, and the same numbers.
+    Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit
+    ones keep their 16 bits too: half the memory, and the same numbers.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
@@ -817,7 +818,7 @@ def build_model(
 def load(
     path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[Llama, Tokenizer]:
-    """A .gguf file -> model and tokenizer. Raises ValueError or FileNotFoundError that says what is wrong."""
+    """A .gguf file -> model and tokenizer. ValueError or FileNotFoundError says what is wrong."""
     checkpoint = open_checkpoint(path)
     return build_model(checkpoint, device, dtype or torch.float32), checkpoint.tokenizer()
 
@@ -829,9 +830,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
-    """The vocabulary of a GGUF file as SentencePiece's ModelProto, serialised (sentencepiece_model.proto).
+    """A GGUF file's vocabulary as SentencePiece's ModelProto, serialised (sentencepiece_model.proto).
 
-    Written by hand since sentencepiece's own class for it needs protobuf, which it does not install.
+    Written by hand: sentencepiece's own class for it needs protobuf, which it does not install.
     """
     pieces = gguf.get("tokenizer.ggml.tokens", list)
     scores = gguf.get("tokenizer.ggml.scores", list, [])
@@ -879,7 +880,7 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
 class Tokenizer:
     """SentencePiece, from a tokenizer.model or from a GGUF's own vocabulary.
 
-    Text never becomes BOS, EOS or another control id, whatever it says: `<s>` typed by a user is text.
+    Text never becomes BOS, EOS or another control id, whatever it says: a typed `<s>` is text.
     """
 
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
@@ -942,7 +943,7 @@ codecs.register_error("replace_each_byte", lambda e: ("\ufffd" * (e.end - e.star
 
 
 class StreamDecoder:
-    """Ids -> text one by one: a character that takes several byte tokens comes out once it is whole.
+    """Ids -> text one by one: a character of several byte tokens comes out once it is whole.
 
     SentencePiece puts a space before a text; it is taken off the first piece again unless the text
     continues another (`first=False`). What it yields joins to Tokenizer.decode of all ids.
@@ -1037,8 +1038,8 @@ def sample(
     if top_k:
         drop[..., top_k:] = True
     probs = probs.masked_fill(drop, 0.0).cumsum(-1)
-    # The inverse of the cumulative distribution at one random number per row. That comes from the CPU,
-    # so that a seed means the same on every device.
+    # The inverse of the cumulative distribution at one random number per row. That one comes from
+    # the CPU, so that a seed means the same on every device.
     u = torch.rand(logits.shape[:-1], generator=generator).to(probs.device)[..., None]
     place = torch.searchsorted(probs, u * probs[..., -1:], right=True)
     place = place.clamp(max=(~drop).sum(-1, keepdim=True) - 1)  # u near 1 and rounding
@@ -1057,9 +1058,14 @@ class Report:
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0  # until the first new token is known
-    new_tokens: int = 0
-    new_seconds: float = 0.0  # for all further ones; the consumer's own time is not counted
-    stop_reasons: list[str] = field(default_factory=list)  # one per row; "" while it goes on
+    new_ids: list[list[int]] = field(default_factory=list)  # per row
+    new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
+    stop_reasons: list[str] = field(default_factory=list)  # per row; "" while it goes on
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were generated, in all rows together."""
+        return sum(map(len, self.new_ids))
 
 
 def generate(
@@ -1075,10 +1081,10 @@ def generate(
     cache: Cache | None = None,
     report: Report | None = None,
 ) -> Iterator[int] | Iterator[list[int | None]]:
-    """Continue a prompt: yields its new ids one by one, without the one that stops it (default: EOS).
+    """Continue a prompt: yields new ids one by one, without the one that stops it (default: EOS).
 
-    A list of prompts yields a list per step, None in rows that have finished; row i draws from seed + i,
-    so that it gets what it would get alone. `cache`: the prompt continues what is stored there.
+    A list of prompts yields a list per step, None in rows that have finished; row i draws from seed
+    + i, so that it gets what it would get alone. `cache`: the prompt continues what is stored there.
     Raises ValueError for an empty prompt, ids out of range, and a prompt beyond the context.
     """
     single = len(prompt) == 0 or isinstance(prompt[0], int)
@@ -1106,7 +1112,7 @@ def generate(
         raise ValueError("prompts of different lengths cannot continue a cache")
     tokens = torch.tensor([[0] * (max(lengths) - len(row)) + row for row in rows])
     report = Report() if report is None else report
-    report.prompt_tokens, report.stop_reasons = sum(lengths), [""] * len(rows)
+    report.__init__(sum(lengths), new_ids=[[] for _ in rows], stop_reasons=[""] * len(rows))
     stop_ids = (config.eos_token_id,) if stop_ids is None else stop_ids
     generators = [torch.Generator() for _ in rows]
     for i, generator in enumerate(generators):
@@ -1128,18 +1134,19 @@ def generate(
                 ]
                 ids = torch.stack(draws).tolist()
             seconds = time.perf_counter() - start
-            if report.new_tokens == 0:
-                report.prompt_seconds = seconds
-            else:
+            if report.prompt_seconds:
                 report.new_seconds += seconds
+            else:
+                report.prompt_seconds = seconds
             if -1 in ids:
                 raise ValueError("the logits are not finite: NaN or infinity in the weights")
             for i, token_id in enumerate(ids):
                 if not reasons[i] and token_id in stop_ids:
                     reasons[i] = f"stop token {token_id}"
+                elif not reasons[i]:
+                    report.new_ids[i].append(token_id)
             if all(reasons):
                 return
-            report.new_tokens += reasons.count("")
             yield [None if reason else i for i, reason in zip(ids, reasons, strict=True)]
             room[:] = [n - 1 for n in room]
             set_ends()
@@ -1277,7 +1284,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def weight_bytes(model: Llama) -> int:
-    """Bytes of weights that one decoded token reads: all but the embedding, of which it reads a row."""
+    """Bytes of weights that a decoded token reads: all but the embedding (one row of it)."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     if model.lm_head.state_dict().keys() and not model.config.tie_word_embeddings:
         for t in (*model.embed_tokens.parameters(), *model.embed_tokens.buffers()):
@@ -1360,7 +1367,7 @@ def chat(model: Llama, tokenizer: Tokenizer, args: argparse.Namespace, options: 
         while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
             same += 1
         cache.truncate(same)
-        answer, new_ids = "", []
+        answer = ""
         try:
             for text in stream_text(model, tokenizer, ids[same:], stop=args.stop, **options):
                 text = text.lstrip() if not answer else text
@@ -1370,7 +1377,7 @@ def chat(model: Llama, tokenizer: Tokenizer, args: argparse.Namespace, options: 
             report.stop_reasons = ["interrupted"]
         write("\n")
         messages.append({"role": "assistant", "content": answer})
-        stored = (ids + new_ids)[: cache.pos]
+        stored = (ids + report.new_ids[0])[: cache.pos]
 
 
 def run(args: argparse.Namespace) -> None:
