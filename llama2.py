@@ -1052,6 +1052,92 @@ def sample(
 PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
 
 
+class StaticCache(Cache):
+    """A Cache as a step of one token sees it: the position is a tensor, so that no shape changes.
+
+    The same compiled code, on CUDA the same graph, then serves every position: it attends to the
+    first `window` slots and masks those that are still empty.
+    """
+
+    def __init__(self, cache: Cache, window: int) -> None:
+        vars(self).update(vars(cache))  # the same tensors
+        self.window = window
+        self.slot = torch.zeros(1, dtype=torch.int64, device=cache.k.device)  # the position
+
+    def rope(self, T: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the position: (1, D/2), with padding (B, 1, D/2)."""
+        where = self.slot if self.padding is None else (self.slot - self.padding)[:, None]
+        return self.cos[where], self.sin[where]
+
+    def mask(self, T: int) -> Tensor:
+        """Which slots are filled: (1, window), with padding (B, 1, 1, window)."""
+        column = torch.arange(self.window, device=self.slot.device)
+        mask = (column <= self.slot)[None]
+        return (
+            mask if self.padding is None else mask & (column >= self.padding[:, None, None, None])
+        )
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (B, G, 1, D) of one layer; return the window, (B, G, window, D)."""
+        self.k[layer].index_copy_(2, self.slot, k)
+        self.v[layer].index_copy_(2, self.slot, v)
+        return self.k[layer, :, :, : self.window], self.v[layer, :, :, : self.window]
+
+    def advance(self, T: int) -> None:
+        """The position is set from outside, by CompiledStep."""
+
+
+class CompiledStep:
+    """model(tokens, cache) with its one-token steps compiled; longer passes run as they are.
+
+    On CUDA the compiled step is captured as a graph: no launches, no Python, no wait per token. There
+    is one per window, which doubles as the cache fills, so that empty slots are hardly read.
+    """
+
+    def __init__(self, model: Llama, cache: Cache, backend: str = "inductor") -> None:
+        self.model, self.cache, self.backend = model, cache, backend
+        device = cache.k.device
+        self.tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
+        self.steps: dict[int, tuple[StaticCache, Callable[[], Tensor]]] = {}  # by window
+
+    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
+        if tokens.shape[1] > 1:
+            return self.model(tokens, cache)
+        end = cache.slots(1).stop
+        window = min(max(512, 1 << (end - 1).bit_length()), cache.max_seq_len)
+        if window not in self.steps:
+            self.steps[window] = self.capture(window)
+        static, step = self.steps[window]
+        self.tokens.copy_(tokens)
+        static.slot.fill_(cache.pos)
+        logits = step()  # (B, V)
+        cache.advance(1)
+        return logits
+
+    def capture(self, window: int) -> tuple[StaticCache, Callable[[], Tensor]]:
+        """Compile the step for one window. What it stores while that runs is written again later."""
+        static = StaticCache(self.cache, window)
+        static.slot.fill_(self.cache.pos)
+        forward = torch.compile(self.model, fullgraph=True, backend=self.backend)
+        if self.tokens.device.type != "cuda":
+            return static, lambda: forward(self.tokens, static)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(3):  # compile and warm up before the capture, as torch.cuda.graph asks
+                forward(self.tokens, static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            logits = forward(self.tokens, static)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return static, replay
+
+
 @dataclass
 class Report:
     """What generate() did; filled in while it runs."""
