@@ -1094,8 +1094,8 @@ class CompiledStep:
     is one per window, which doubles as the cache fills, so that empty slots are hardly read.
     """
 
-    def __init__(self, model: Llama, cache: Cache, backend: str = "inductor") -> None:
-        self.model, self.cache, self.backend = model, cache, backend
+    def __init__(self, model: Llama, cache: Cache, **options: Any) -> None:
+        self.model, self.cache, self.options = model, cache, options  # options of torch.compile
         device = cache.k.device
         self.tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
         self.steps: dict[int, tuple[StaticCache, Callable[[], Tensor]]] = {}  # by window
@@ -1118,7 +1118,7 @@ class CompiledStep:
         """Compile the step for one window. What it stores while that runs is written again later."""
         static = StaticCache(self.cache, window)
         static.slot.fill_(self.cache.pos)
-        forward = torch.compile(self.model, fullgraph=True, backend=self.backend)
+        forward = torch.compile(self.model, **self.options)
         if self.tokens.device.type != "cuda":
             return static, lambda: forward(self.tokens, static)
         stream = torch.cuda.Stream()
