@@ -152,7 +152,7 @@ def rope_tables(
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos, sin: ([B,] T, D/2).
 
-    This is the order of Meta's and GGUF's weights. Hugging Face pairs i with i + D/2 and stores the
+    This is the order of Meta's weights. Hugging Face pairs i with i + D/2 and stores the
     rows of q_proj and k_proj in another order to match: rotated here, those would write gibberish.
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
