@@ -660,18 +660,6 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     gguf = GGUF(path)
     get, tensors = gguf.get, dict(gguf.tensors)
-    fail = f"{gguf.path}: this is not a Llama 2 model: "
-    architecture = get("general.architecture", str)
-    if architecture != "llama" or get("general.type", str, "model") != "model":
-        raise ValueError(
-            f"{fail}architecture {architecture!r}, type {get('general.type', str, 'model')!r}"
-        )
-    if get("llama.expert_count", int, 0):
-        raise ValueError(f"{fail}a mixture of {get('llama.expert_count', int)} experts")
-    vocabulary = get("tokenizer.ggml.model", str)
-    if vocabulary != "llama":
-        raise ValueError(f"{fail}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
-
     parts = get("split.count", int, 1)
     if parts > 1:
         stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", gguf.path.name)
@@ -684,6 +672,23 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
                 raise ValueError(f"{part.path}: not part {i} of {gguf.path}")
             tensors |= part.tensors
+
+    fail = f"{gguf.path}: this is not a Llama 2 model: "
+    architecture = get("general.architecture", str)
+    if architecture != "llama" or get("general.type", str, "model") != "model":
+        raise ValueError(
+            f"{fail}architecture {architecture!r}, type {get('general.type', str, 'model')!r}"
+        )
+    if get("llama.expert_count", int, 0):
+        raise ValueError(f"{fail}a mixture of {get('llama.expert_count', int)} experts")
+    vocabulary = get("tokenizer.ggml.model", str)
+    if vocabulary != "llama":
+        raise ValueError(f"{fail}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
+    for kind, name in {weight.kind: name for name, weight in tensors.items()}.items():
+        try:
+            dequantize(tensors[name].data[:1], kind)
+        except NotImplementedError:
+            raise ValueError(f"{gguf.path}: {name} is of type {kind}, which is no weight") from None
 
     def count(key: str, default: int | None = None) -> int:
         value = gguf.metadata.get(key, default)  # some counts may be given for each layer
