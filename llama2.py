@@ -1035,13 +1035,13 @@ def sample(
     finite = logits.isfinite().all(-1)
     if temperature == 0:
         return logits.argmax(-1).where(finite, -1)
-    probs, ids = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)  # (..., V)
-    drop = (
-        probs.cumsum(-1) - probs > top_p
-    )  # what stands before it reaches top_p: the first one stays
-    drop |= probs < min_p * probs[..., :1]
+    logits = logits.float() - logits.amax(-1, keepdim=True)  # a tiny temperature would overflow
+    probs, ids = (logits / temperature).softmax(-1).sort(-1, descending=True)  # (..., V)
     if top_k:
-        drop[..., top_k:] = True
+        probs, ids = probs[..., :top_k], ids[..., :top_k]
+    before = probs.cumsum(-1) - probs  # what stands before each one; 0 for the first, which stays
+    drop = (before >= top_p * probs.sum(-1, keepdim=True)) & (top_p < 1)
+    drop |= probs < min_p * probs[..., :1]
     probs = probs.masked_fill(drop, 0.0).cumsum(-1)
     # The inverse of the cumulative distribution at one random number per row. That one comes from
     # the CPU, so that a seed means the same on every device.
