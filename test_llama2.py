@@ -1117,3 +1117,533 @@ def test_types_that_hold_no_weights_are_refused(tmp_path, vocabulary, kind):
     path = write_gguf(tmp_path / "x.gguf", keys, weights)
     with pytest.raises(ValueError, match=rf"x.gguf: output.weight.*{kind}"):
         llama2.open_checkpoint(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizer
+
+
+def random_texts(count, seed=0):
+    """Strings of any code points but surrogates, with runs of spaces and pieces of TALE."""
+    chance = random.Random(seed)
+    some = [" ", "  ", "\n", "\t", "\u2581", "<s>", "</s>", "<0x0A>", "\U0001f469\u200d\U0001f680"]
+    for _ in range(count):
+        text = ""
+        for _ in range(chance.randrange(12)):
+            start = chance.randrange(len(TALE))
+            kind = chance.randrange(4)
+            point = chance.choice((0x80, 0x800, 0xD800, 0x110000 - 0x800))
+            point = chance.randrange(point)
+            text += (
+                TALE[start : start + chance.randrange(9)]
+                if kind == 0
+                else chance.choice(some)
+                if kind == 1
+                else chr(point if point < 0xD800 else point + 0x800)
+            )
+        yield text
+
+
+@pytest.fixture(scope="session")
+def rebuilt(model_path):
+    """The tokenizer that is rebuilt from a GGUF file."""
+    return llama2.Tokenizer.from_gguf(model_path)
+
+
+def test_tokenizer_from_gguf_equals_sentencepiece(vocabulary, tokenizer, rebuilt):
+    """Catches every default of the model file that has to be written: prefix, spaces, type, bytes."""
+    sp = vocabulary[1]
+    assert (rebuilt.bos_id, rebuilt.eos_id, rebuilt.vocab_size) == (1, 2, 320)
+    for text in ["", *TALE.splitlines(), *random_texts(1000)]:
+        wanted = sp.encode(text)
+        assert rebuilt.encode(text, bos=False) == tokenizer.encode(text, bos=False) == wanted
+        assert rebuilt.encode(text) == [1, *wanted]
+        assert rebuilt.decode(wanted) == sp.decode(wanted)
+        if "\u2581" not in text:  # which is how SentencePiece writes a space
+            assert rebuilt.decode(wanted) == text
+
+
+def streamed(tokenizer, ids, first=True):
+    """Ids through a StreamDecoder, joined."""
+    decoder = llama2.StreamDecoder(tokenizer, first)
+    return "".join([*map(decoder.decode, ids), decoder.flush()])
+
+
+def test_stream_joins_to_decode(rebuilt):
+    """Of real encodings and of ids in any order, with broken UTF-8 and control tokens."""
+    chance = random.Random(0)
+    for text in random_texts(300):
+        ids = rebuilt.encode(text)
+        assert streamed(rebuilt, ids) == rebuilt.decode(ids)
+        ids = [chance.randrange(320) for _ in range(chance.randrange(20))]
+        assert streamed(rebuilt, ids) == rebuilt.decode(ids)
+        prompt = rebuilt.encode("fox")
+        assert "fox" + streamed(rebuilt, ids, first=False) == rebuilt.decode(prompt + ids)
+
+
+def test_stream_waits_for_whole_characters(rebuilt):
+    """Catches decoding token by token, which shows U+FFFD for each byte of an emoji."""
+    ids, decoder = rebuilt.encode("\U0001f999", bos=False), llama2.StreamDecoder(rebuilt)
+    assert [decoder.decode(i) for i in ids[-4:]] == ["", "", "", "\U0001f999"]
+    assert decoder.decode(ids[-4]) == "" and decoder.flush() == "\ufffd" and decoder.flush() == ""
+
+
+def test_tokenizer_never_raises_on_text_and_names_wrong_ids(rebuilt):
+    assert "\ufffd" in rebuilt.decode(rebuilt.encode("a\ud800b"))  # as in argv with broken bytes
+    for call in (rebuilt.decode, lambda ids: streamed(rebuilt, ids)):
+        for bad in (320, -1):
+            with pytest.raises(ValueError, match=f"{bad}.*319"):
+                call([5, bad])
+
+
+@pytest.mark.parametrize("kind", [3, 4])
+def test_unknown_piece_of_another_type(tmp_path, keys, kind, rebuilt):
+    """Converters type <unk> as CONTROL, which SentencePiece refuses."""
+    types = keys["tokenizer.ggml.token_type"]
+    changed = keys | {"tokenizer.ggml.token_type": [kind, *types[1:]]}
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", changed, {}))
+    assert found.encode(TALE) == rebuilt.encode(TALE)
+
+
+def test_flags_of_the_vocabulary(tmp_path, keys, rebuilt):
+    changed = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys | changed, {}))
+    assert not found.add_bos and rebuilt.add_bos
+    assert found.encode(" fox", bos=False) == rebuilt.encode("fox", bos=False)
+
+
+def test_file_that_is_no_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # as Llama 3 has
+    with pytest.raises(ValueError, match=r"tokenizer\.model"):
+        llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
+
+
+# The real Llama 2 vocabulary as far as the strings below can reach it: all its pieces that occur in
+# them, with their ids. Merging any two neighbours asks for no other piece, so the ids are the real ones.
+PIECES = """
+259:▁▁ 260:▁t 263:▁a 265:on 267:es 269:▁s 272:or 274:▁c 281:▁w 289:▁b 295:el 298:▁h 302:▁n 318:▁u
+321:▁e 326:im 345:ve 346:ce 353:▁= 379:▁H 417:lo 430:ld 438:▁O 514:ell 518:▁[ 529:▁< 562:ac 603:ime
+645:ll 701:▁up 718:▁+ 778:ces 786:up 805:▁sp 815:ace 827:wo 829:</ 931:▁time 940:▁He 1004:me
+1023:▁two 1028:sp 1055:▁na 1056:na 1112:pon 1113:ca 1129:po 1177:IN 1254:ST 1551:▁On 1577:▁?
+1613:orld 1678:▁▁▁ 2034:ti 2096:rl 2142:af 2230:time 2501:▁upon 2913:▁space 2918:hi 2951:On 3059:NS
+3156:ello 3186:▁world 3252:▁tw 3274:pa 3302:aces 3493:space 3532:▁<< 3535:pace 3868:He 5335:▁tim
+5777:▁ca 6162:▁Hel 6365:▁wor 6778:>> 7251:▁hi 7516:tw 7658:Hel 8162:▁spaces 8879:▁wo 9038:▁Once
+9314:<< 9346:tim 10184:two 10994:Hello 11526:world 13762:wor 14816:SY 15043:▁Hello 17608:nc
+19339:▁Hell 19538:▁ti 21554:YS 22459:paces 22854:spaces 24566:>[ 25580:INST 26222:Once 26325:▁spac
+28059:afé 29871:▁ 29872:e 29873:t 29874:a 29875:i 29876:n 29877:o 29878:r 29879:s 29880:l 29881:d
+29882:h 29883:c 29884:u 29885:m 29886:p 29888:f 29889:. 29890:b 29892:, 29893:w 29894:v 29896:1
+29902:I 29903:S 29906:2 29911:T 29914:/ 29916:x 29922:= 29929:9 29940:N 29941:3 29945:5 29946:4
+29948:é 29949:O 29950:H 29958:> 29961:[ 29962:] 29966:< 29973:? 29974:+ 29979:Y 30085:ï 30103:́
+30248:≤ 30293:Δ 30325:日 30346:本 30968:語
+"""
+
+# The ids that Meta's tokenizer.model gives, without BOS.
+ENCODED = {
+    "": [],
+    "Hello world": [15043, 3186],
+    " Hello": [29871, 15043],
+    "  two  spaces ": [259, 1023, 29871, 8162, 29871],
+    "a\n\nb\tc": [263, 13, 13, 29890, 12, 29883],
+    "na\xefve caf\xe9": [1055, 30085, 345, 274, 28059],
+    "\u65e5\u672c\u8a9e \U0001f999": [29871, 30325, 30346, 30968, 29871, 243, 162, 169, 156],
+    "<s>[INST]</s>": [529, 29879, 24566, 25580, 29962, 829, 29879, 29958],
+    "3.14159 + 2 = ?": [
+        29871,
+        29941,
+        29889,
+        29896,
+        29946,
+        29896,
+        29945,
+        29929,
+        718,
+        29871,
+        29906,
+        353,
+        1577,
+    ],
+    "Once upon a time, \u0394x \u2264 1": [
+        9038,
+        2501,
+        263,
+        931,
+        29892,
+        29871,
+        30293,
+        29916,
+        29871,
+        30248,
+        29871,
+        29896,
+    ],
+    "[/INST] <<SYS>>": [518, 29914, 25580, 29962, 3532, 14816, 29903, 6778],
+    "\u2581 e\u0301\x00": [259, 321, 30103, 3],
+}
+
+INST, END_INST = [518, 25580, 29962], [518, 29914, 25580, 29962]
+SYS = [3532, 14816, 29903, 6778, 13, 29903, 13, 29966, 829, 14816, 29903, 6778, 13, 13]
+# The ids that Meta's chat_completion makes of a dialogue: s is the system message, u a, u a, ..., u.
+CHATS = [
+    ("u:hi", [1, *INST, 7251, *END_INST]),
+    ("s:S u:hi", [1, *INST, *SYS, 2918, *END_INST]),
+    ("u:a a:_b_ u:c", [1, *INST, 263, *END_INST, 289, 29871, 2, 1, *INST, 274, *END_INST]),
+    ("u:", [1, *INST, 29871, *END_INST]),
+    ("s:S u:", [1, *INST, *SYS[:-2], *END_INST]),
+    (
+        "s:S u:hi a:a u:b a:c u:hi",
+        [1, *INST, *SYS, 2918, *END_INST, 263, 29871, 2]
+        + [1, *INST, 289, *END_INST, 274, 29871, 2, 1, *INST, 7251, *END_INST],
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory):
+    """A tokenizer with Llama 2's own ids: PIECES in a vocabulary of 32000, the rest unused."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += [f"<unused {i}>" for i in range(len(pieces), 32000)]
+    scores, types = [0.0] * 259, [2, 3, 3] + [6] * 256 + [5] * (32000 - 259)
+    scores += [float(259 - i) for i in range(259, 32000)]
+    for entry in PIECES.split():
+        i, _, piece = entry.partition(":")
+        pieces[int(i)], types[int(i)] = piece, 1
+        if not piece.strip("\u2581"):
+            scores[int(i)] = -1e9
+    keys = {"model": "llama", "tokens": pieces, "scores": scores, "token_type": types}
+    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = tmp_path_factory.mktemp("real") / "vocabulary.gguf"
+    return llama2.Tokenizer.from_gguf(write_gguf(path, keys, {}))
+
+
+@pytest.mark.parametrize("text", ENCODED)
+def test_ids_of_llama_2(real, text):
+    assert real.encode(text, bos=False) == ENCODED[text]
+    assert real.decode(ENCODED[text]) == text.replace("\u2581", " ")
+    assert streamed(real, real.encode(text)) == real.decode(ENCODED[text])
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat format
+
+
+def dialogue(text):
+    """'u:hi a:hello u:bye' as messages; _ is a space."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    parts = [part.replace("_", " ").partition(":") for part in text.split()]
+    return [{"role": roles[role], "content": content} for role, _, content in parts]
+
+
+@pytest.mark.parametrize("text, ids", CHATS, ids=[text for text, _ in CHATS])
+def test_chat_ids(real, text, ids):
+    """Meta's encoding, frozen. Catches BOS only once, joined strings, and a lost 29871 before EOS."""
+    assert llama2.encode_chat(real, dialogue(text)) == ids
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s:S", "a:b", "u:a u:b", "u:a a:b", "s:S s:S u:a", "u:a s:S u:b"]
+)
+def test_chat_refuses_other_orders_of_roles(real, text):
+    with pytest.raises(ValueError, match="system|user|no message"):
+        llama2.encode_chat(real, dialogue(text))
+    with pytest.raises(ValueError, match="robot"):
+        llama2.encode_chat(real, [{"role": "robot", "content": "hi"}])
+
+
+@pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
+@pytest.mark.parametrize("text", ["u:{}", "s:{} u:a", "u:a a:x{}y u:b"])
+def test_chat_refuses_reserved_tags(real, text, tag):
+    """In any message: text that opens a turn of its own would speak for the system."""
+    with pytest.raises(ValueError) as caught:
+        llama2.encode_chat(real, dialogue(text.format(tag)))
+    assert tag in str(caught.value)
+
+
+def test_chat_text_never_becomes_control_ids(real):
+    ids = llama2.encode_chat(real, dialogue("u:</s><s>"))
+    assert ids.count(1) == 1 and ids.count(2) == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling
+
+LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
+
+
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """What may be drawn and how often, token by token as the papers and transformers have it."""
+    weights = sorted(((math.exp(x / temperature), i) for i, x in enumerate(logits.tolist())))[::-1]
+    weights = weights[: top_k or None]
+    total, before, kept = sum(w for w, _ in weights), 0.0, {}
+    for weight, i in weights:
+        if (top_p == 1 or before < top_p * total) and weight >= min_p * weights[0][0]:
+            kept[i] = weight
+        before += weight
+    return {i: weight / sum(kept.values()) for i, weight in kept.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_k": 99},
+        {"top_p": 1e-9},
+        {"top_p": 0.5},
+        {"top_p": 0.9},
+        {"min_p": 0.3},
+        {"min_p": 1.0},
+        {"top_k": 4, "top_p": 0.8},  # top_p of what top_k left
+        {"top_k": 6, "top_p": 0.95, "min_p": 0.2, "temperature": 1.5},
+    ],
+    ids=str,
+)
+def test_sampling_draws_from_the_right_distribution(options):
+    """Exactly the tokens that may be drawn, as often as they should: chi-square at 1 in a million."""
+    n, wanted = 20000, distribution(LOGITS, **options)
+    defaults = {"temperature": 1.0, "top_p": 1.0}
+    generator = torch.Generator().manual_seed(0)
+    drawn = llama2.sample(LOGITS.expand(n, -1), **defaults | options, generator=generator)
+    counts = drawn.bincount(minlength=len(LOGITS)).tolist()
+    assert {i for i, count in enumerate(counts) if count} == set(wanted)
+    chi_square = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in wanted.items())
+    assert chi_square < 42
+
+
+def test_top_p_is_the_fewest_that_reach_it():
+    """Four of eight equal tokens reach 0.5; catches the one too many of `>` for `>=`."""
+    drawn = llama2.sample(torch.zeros(5000, 8), 1.0, 0, 0.5, generator=torch.Generator())
+    assert drawn.unique().numel() == 4
+
+
+def test_temperature_zero_is_greedy_and_tiny_ones_nearly():
+    for temperature in (0.0, 1e-3, 1e-30):
+        assert llama2.sample(1e4 * LOGITS, temperature).item() == 1
+    tie = torch.tensor([1.0, 3.0, 3.0])
+    assert llama2.sample(tie, 0.0).item() == llama2.sample(tie, 0.0, top_k=1).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_told(temperature, bad):
+    logits = torch.stack([LOGITS, LOGITS])
+    logits[1, 3] = bad
+    first, second = llama2.sample(logits, temperature).tolist()
+    assert first >= 0 and second == -1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+    ],
+    ids=str,
+)
+def test_sampling_refuses(model, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        llama2.sample(LOGITS, **options)
+    with pytest.raises(ValueError, match=name):
+        llama2.generate(model, [1, 5], **options)  # at once, not at the first token
+
+
+def test_sampling_leaves_logits_and_global_state_alone():
+    logits, state = LOGITS.clone(), torch.get_rng_state()
+    llama2.sample(logits, 1.0, 3, 0.5, 0.1, torch.Generator())
+    assert logits.equal(LOGITS) and torch.get_rng_state().equal(state)
+
+
+# --------------------------------------------------------------------------------------------------
+# Generation
+
+
+class Scripted(llama2.Llama):
+    """A model that says `script`, whatever it hears; with no script all tokens are equally likely."""
+
+    script, start = (), 0
+
+    def forward(self, tokens, cache=None, all_positions=False):
+        cache.advance(tokens.shape[1])
+        logits = torch.zeros(len(tokens), self.config.vocab_size)
+        if self.script:
+            logits[:, self.script[cache.pos - self.start]] = 9.0
+        return logits
+
+
+def scripted(script=(), start=0, **shape):
+    """A Scripted model for prompts of `start` tokens."""
+    model = Scripted(llama2.Config(**SHAPE | {"num_hidden_layers": 1} | shape))
+    model.script, model.start = list(script), start
+    return model
+
+
+PROMPTS = [[1, 5, 9, 200, 31], [1, 7], [1, 300, 301, 302, 303, 304, 305, 306, 307]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_equals_argmax_of_the_whole_text_each_time(model, prompt):
+    """Catches any mistake of positions or cache, since no cache is used for the wanted ids."""
+    wanted = list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            wanted.append(model(torch.tensor([wanted]))[0, -1].argmax().item())
+    found = list(llama2.generate(model, prompt, max_new_tokens=12, stop_ids=()))
+    assert found == wanted[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "drawn"]
+)
+def test_batch_of_different_lengths_equals_rows_alone(model, options):
+    """Row i draws from seed + i. A stop id ends one row and not the others, which stay as they are."""
+    alone = [
+        list(llama2.generate(model, p, 10, seed=7 + i, stop_ids=(), **options))
+        for i, p in enumerate(PROMPTS)
+    ]
+    stop = alone[1][3]
+    for stop_ids in ((), (stop,)):
+        reports = [llama2.Report() for _ in range(4)]
+        wanted = [
+            list(llama2.generate(model, p, 10, seed=7 + i, stop_ids=stop_ids, report=r, **options))
+            for i, (p, r) in enumerate(zip(PROMPTS, reports, strict=False))
+        ]
+        steps = list(
+            llama2.generate(
+                model, PROMPTS, 10, seed=7, stop_ids=stop_ids, report=reports[3], **options
+            )
+        )
+        assert all(len(step) == 3 for step in steps)
+        rows = [[i for i in row if i is not None] for row in zip(*steps, strict=True)]
+        assert rows == wanted and reports[3].new_ids == wanted
+        assert reports[3].stop_reasons == [r.stop_reasons[0] for r in reports[:3]]
+    assert len(wanted[1]) <= 3 and reports[3].stop_reasons[1] == f"stop token {stop}"
+
+
+def test_seeds():
+    """The same seed, the same ids; another one or none, others. Equal prompts draw differently."""
+    model = scripted()
+
+    def draw(prompt=(1, 5), **options):
+        return list(llama2.generate(model, list(prompt), 20, 1.0, stop_ids=(), **options))
+
+    assert draw(seed=3) == draw(seed=3) != draw(seed=4)
+    assert draw() != draw()
+    first, second = zip(*draw(([1, 5], [1, 5]), seed=3), strict=True)
+    assert list(first) == draw(seed=3) and list(second) == draw(seed=4)
+    assert draw(seed=3, top_k=1) == draw(seed=4, top_k=1)
+
+
+def test_stop_ids_and_report():
+    report = llama2.Report()
+    model = scripted([7, 8, 2, 9], start=2)
+    assert list(llama2.generate(model, [1, 5], report=report)) == [7, 8]
+    assert (report.prompt_tokens, report.new_tokens, report.new_ids) == (2, 2, [[7, 8]])
+    assert report.stop_reasons == ["stop token 2"] and report.prompt_seconds > 0
+    assert list(llama2.generate(model, [1, 5], 4, stop_ids=(), report=report)) == [7, 8, 2, 9]
+    assert report.stop_reasons == ["max new tokens"] and report.new_seconds > 0
+    assert list(llama2.generate(model, [1, 5], stop_ids={8, 9}, report=report)) == [7]
+    assert list(llama2.generate(model, [1, 5], 0, report=report)) == []
+    assert report.stop_reasons == ["max new tokens"] and report.new_ids == [[]]
+
+
+def test_generation_ends_with_the_context(model):
+    """64 positions: every one is used, none twice; a prompt that fills it all gets no answer."""
+    report = llama2.Report()
+    prompt = TOKENS[0].tolist()
+    assert len(list(llama2.generate(model, prompt, 999, stop_ids=(), report=report))) == 24
+    assert report.stop_reasons == ["context full"]
+    assert list(llama2.generate(model, prompt + prompt[:24], 5, report=report)) == []
+    assert report.stop_reasons == ["context full"]
+    with pytest.raises(ValueError, match=r"65.*64"):
+        llama2.generate(model, prompt + prompt[:25])
+
+
+def test_generate_continues_a_cache(model):
+    """Two turns with one cache equal one prompt that holds both."""
+    cache = llama2.Cache(CONFIG, max_seq_len=30)
+    first = list(llama2.generate(model, [1, 5, 9], 4, stop_ids=(), cache=cache))
+    cache.truncate(3)
+    turn = [*first, 17, 18]
+    second = list(llama2.generate(model, turn, 5, stop_ids=(), cache=cache))
+    assert second == list(llama2.generate(model, [1, 5, 9, *turn], 5, stop_ids=()))
+    with pytest.raises(ValueError, match="30|holds"):
+        llama2.generate(model, [5] * 30, cache=cache)
+
+
+def test_generation_is_the_same_in_chunks(model, monkeypatch):
+    wanted = list(llama2.generate(model, PROMPTS, 6, stop_ids=()))
+    monkeypatch.setattr(llama2, "PREFILL_CHUNK", 4)
+    assert list(llama2.generate(model, PROMPTS, 6, stop_ids=())) == wanted
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ([], "empty"),
+        ([[1], []], "empty"),
+        ([1, 320], "320"),
+        ([1, -1], "-1"),
+        ([[1], [2**40]], str(2**40)),
+    ],
+)
+def test_generate_refuses_prompts(model, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        llama2.generate(model, prompt)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        llama2.generate(model, [1], -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_in_weights_is_an_error(weights, temperature):
+    """Not the text that argmax makes of it."""
+    broken = make_model(CONFIG, weights)
+    broken.norm.weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="NaN"):
+        list(llama2.generate(broken, [1, 5], temperature=temperature))
+
+
+def test_generate_takes_no_gradient_and_leaves_the_prompt(model):
+    prompt = [1, 5]
+    next(llama2.generate(model, prompt))
+    assert prompt == [1, 5] and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "stop, wanted",
+    [
+        ((), "the fox saw the moon and laughed"),
+        (["moon and"], "the fox saw the "),  # a stop text of several tokens
+        (["nothing"], "the fox saw the moon and laughed"),
+        (["laughed!"], "the fox saw the moon and laughed"),  # held back, then shown
+        (["zzz", " and", "moon"], "the fox saw the "),  # the one that comes first
+        (["the fox"], ""),
+        (["d"], "the fox saw the moon an"),
+    ],
+)
+def test_stop_texts(tokenizer, stop, wanted):
+    """What is shown never holds a part of the stop text, whichever way tokens cut it."""
+    script = [*tokenizer.encode("the fox saw the moon and laughed", bos=False), 2]
+    report = llama2.Report()
+    pieces = list(
+        llama2.stream_text(scripted(script, 2), tokenizer, [1, 5], stop=stop, report=report)
+    )
+    assert "".join(pieces) == wanted and "" not in pieces
+    if wanted.endswith("laughed"):
+        assert report.stop_reasons == ["stop token 2"] and (stop or len(pieces) > 5)
+    else:
+        assert report.stop_reasons[0].startswith("stop text")
+
+
+def test_stream_text_flushes_a_broken_character(tokenizer):
+    script = [*tokenizer.encode("fox\U0001f999", bos=False)[:-1], 2]
+    text = "".join(llama2.stream_text(scripted(script, 1), tokenizer, [1]))
+    assert text == "fox\ufffd\ufffd\ufffd"
