@@ -152,7 +152,7 @@ def rope_tables(
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos, sin: ([B,] T, D/2).
 
-    This is the order of Meta's and GGUF's weights. Hugging Face pairs i with i + D/2 and stores the
+    This is the order of Meta's weights. Hugging Face pairs i with i + D/2 and stores the
     rows of q_proj and k_proj in another order to match: rotated here, those would write gibberish.
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
@@ -660,18 +660,6 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     gguf = GGUF(path)
     get, tensors = gguf.get, dict(gguf.tensors)
-    fail = f"{gguf.path}: this is not a Llama 2 model: "
-    architecture = get("general.architecture", str)
-    if architecture != "llama" or get("general.type", str, "model") != "model":
-        raise ValueError(
-            f"{fail}architecture {architecture!r}, type {get('general.type', str, 'model')!r}"
-        )
-    if get("llama.expert_count", int, 0):
-        raise ValueError(f"{fail}a mixture of {get('llama.expert_count', int)} experts")
-    vocabulary = get("tokenizer.ggml.model", str)
-    if vocabulary != "llama":
-        raise ValueError(f"{fail}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
-
     parts = get("split.count", int, 1)
     if parts > 1:
         stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", gguf.path.name)
@@ -684,6 +672,23 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
                 raise ValueError(f"{part.path}: not part {i} of {gguf.path}")
             tensors |= part.tensors
+
+    fail = f"{gguf.path}: this is not a Llama 2 model: "
+    architecture = get("general.architecture", str)
+    if architecture != "llama" or get("general.type", str, "model") != "model":
+        raise ValueError(
+            f"{fail}architecture {architecture!r}, type {get('general.type', str, 'model')!r}"
+        )
+    if get("llama.expert_count", int, 0):
+        raise ValueError(f"{fail}a mixture of {get('llama.expert_count', int)} experts")
+    vocabulary = get("tokenizer.ggml.model", str)
+    if vocabulary != "llama":
+        raise ValueError(f"{fail}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
+    for kind, name in {weight.kind: name for name, weight in tensors.items()}.items():
+        try:
+            dequantize(tensors[name].data[:1], kind)
+        except NotImplementedError:
+            raise ValueError(f"{gguf.path}: {name} is of type {kind}, which is no weight") from None
 
     def count(key: str, default: int | None = None) -> int:
         value = gguf.metadata.get(key, default)  # some counts may be given for each layer
@@ -1030,13 +1035,13 @@ def sample(
     finite = logits.isfinite().all(-1)
     if temperature == 0:
         return logits.argmax(-1).where(finite, -1)
-    probs, ids = (logits.float() / temperature).softmax(-1).sort(-1, descending=True)  # (..., V)
-    drop = (
-        probs.cumsum(-1) - probs > top_p
-    )  # what stands before it reaches top_p: the first one stays
-    drop |= probs < min_p * probs[..., :1]
+    logits = logits.float() - logits.amax(-1, keepdim=True)  # a tiny temperature would overflow
+    probs, ids = (logits / temperature).softmax(-1).sort(-1, descending=True)  # (..., V)
     if top_k:
-        drop[..., top_k:] = True
+        probs, ids = probs[..., :top_k], ids[..., :top_k]
+    before = probs.cumsum(-1) - probs  # what stands before each one; 0 for the first, which stays
+    drop = (before >= top_p * probs.sum(-1, keepdim=True)) & (top_p < 1)
+    drop |= probs < min_p * probs[..., :1]
     probs = probs.masked_fill(drop, 0.0).cumsum(-1)
     # The inverse of the cumulative distribution at one random number per row. That one comes from
     # the CPU, so that a seed means the same on every device.

@@ -1,0 +1,1649 @@
+"""Tests of llama2.py: every layer and the whole model against independent implementations.
+
+They run offline on the CPU, on tiny models that they make themselves. Where a test compares with an
+oracle, that is transformers (skipped if it is not installed; frozen logits remain), gguf's reader and
+dequantisers, SentencePiece, or a formula written out here. `pytest` runs them all in about a minute.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import random
+import struct
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Kind
+
+import llama2
+
+SCRIPT = Path(llama2.__file__)
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,  # grouped in every test: equal counts hide a wrong one
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 2.0**-16,  # comes back from a file's float32 as it is
+}
+CONFIG = llama2.Config(**SHAPE)
+
+# --------------------------------------------------------------------------------------------------
+# Making models, vocabularies and files
+
+
+def make_weights(config, seed=0):
+    """Random weights by this file's names; RandomState gives the same numbers in every numpy."""
+    with torch.device("meta"):
+        shapes = {n: tuple(p.shape) for n, p in llama2.Llama(config).named_parameters()}
+    random_state = np.random.RandomState(seed)
+    weights = {}
+    for name in sorted(shapes):
+        noise = random_state.standard_normal(shapes[name]).astype(np.float32)
+        weights[name] = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
+    return weights
+
+
+def make_model(config=CONFIG, weights=None, cls=llama2.Llama):
+    """A model that holds `weights`, without any loader."""
+    weights = dict(make_weights(config) if weights is None else weights)
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    model = cls(config)
+    model.load_state_dict({name: torch.as_tensor(w) for name, w in weights.items()})
+    return model.eval()
+
+
+def make_hf(config, weights, **options):
+    """transformers' model with the same weights: the rows of q and k go to Hugging Face's order."""
+    transformers = pytest.importorskip("transformers")
+    shape = {name: getattr(config, name) for name in (*SHAPE, "tie_word_embeddings")}
+    options.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": config.rope_theta})
+    hf_config = transformers.LlamaConfig(**shape, **options)
+    state = {}
+    for name, weight in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            pairs = weight.reshape(-1, config.head_dim // 2, 2, config.hidden_size)
+            weight = pairs.swapaxes(1, 2).reshape(weight.shape)
+        state[name if name == "lm_head.weight" else f"model.{name}"] = torch.as_tensor(weight)
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model = transformers.LlamaForCausalLM(hf_config)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+GGUF_NAMES = {
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "layers.": "blk.",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_name(name):
+    """The name of a weight in a GGUF file."""
+    if name == "norm.weight":
+        return "output_norm.weight"
+    for ours, theirs in GGUF_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def vocabulary_keys(sp):
+    """The metadata keys of a SentencePiece vocabulary, as converters write them."""
+    n = sp.vocab_size()
+    kinds = [
+        3 if sp.is_control(i) else 2 if sp.is_unknown(i) else 6 if sp.is_byte(i) else 1
+        for i in range(n)
+    ]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [sp.id_to_piece(i) for i in range(n)],
+        "tokenizer.ggml.scores": [sp.get_score(i) for i in range(n)],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": sp.bos_id(),
+        "tokenizer.ggml.eos_token_id": sp.eos_id(),
+        "tokenizer.ggml.unknown_token_id": sp.unk_id(),
+    }
+
+
+def config_keys(config):
+    """The metadata keys of an architecture, as converters write them."""
+    return {
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    }
+
+
+def write_gguf(path, keys, tensors, arch="llama", **options):
+    """A GGUF file. Values of None are left out; a tensor may be (blocks, type) instead of floats."""
+    writer = gguf.GGUFWriter(path, arch, **options)
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    for key, value in keys.items():
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
+    for name, tensor in tensors.items():
+        blocks, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
+        if blocks is not None:
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+TALE = """Once upon a time, there was a little fox. The fox lived in a small house near the forest,
+and every day it ran to the river. "Where are you going?" asked the old bear. "I am going to the
+river," said the fox, "to look for the moon in the water." The bear laughed and laughed: how could
+anyone find the moon in the water? But at night they went there together, and they saw it shine.
+Ein kleiner B\u00e4r; \u00fcber Stra\u00dfen; na\u00efve caf\u00e9 \u2013 \u65e5\u672c\u8a9e. 0123456789 (+-*/=) <s> [INST]
+"""
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory):
+    """A SentencePiece model of 320 pieces with byte fallback, trained on TALE: path and processor."""
+    path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TALE.splitlines() * 3),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=SHAPE["vocab_size"],
+            character_coverage=0.98,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
+    return path, sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
+@pytest.fixture(scope="session")
+def keys(vocabulary):
+    """All metadata keys of the tiny model."""
+    return config_keys(CONFIG) | vocabulary_keys(vocabulary[1])
+
+
+@pytest.fixture(scope="session")
+def weights():
+    """The tiny model's weights by this file's names."""
+    return make_weights(CONFIG)
+
+
+@pytest.fixture(scope="session")
+def tensors(weights):
+    """The tiny model's weights by GGUF's names."""
+    return {gguf_name(name): weight for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory, keys, tensors):
+    """The tiny model as a GGUF file."""
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", keys, tensors)
+
+
+@pytest.fixture(scope="session")
+def model(weights):
+    """The tiny model."""
+    return make_model(CONFIG, weights)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(vocabulary):
+    """The tokenizer of the tiny model."""
+    return llama2.Tokenizer.from_file(vocabulary[0])
+
+
+TOKENS = torch.tensor(np.random.RandomState(1).randint(0, 320, (3, 40)))  # rows of any ids
+
+
+def assert_close(found, wanted, tolerance=1e-4):
+    """Equal to `tolerance` of the largest value wanted."""
+    assert found.shape == wanted.shape
+    worst, largest = (found - wanted).abs().max().item(), max(1, wanted.abs().max().item())
+    assert worst <= tolerance * largest
+
+
+# --------------------------------------------------------------------------------------------------
+# Config
+
+
+@pytest.mark.parametrize(
+    "size, count", [("7b", 6_738_415_616), ("13b", 13_015_864_320), ("70b", 68_976_648_192)]
+)
+def test_presets_have_the_published_number_of_parameters(size, count):
+    with torch.device("meta"):
+        model = llama2.Llama(getattr(llama2.Config, f"llama2_{size}")())
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert "layers.0.self_attn.q_proj.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 65}, "hidden_size"),
+        ({"hidden_size": 12}, "hidden_size 12"),  # heads of 3 have no pairs
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"rope_scaling_factor": math.inf}, "rope_scaling_factor"),
+        ({"rope_freq_factors": (1.0,)}, "rope_freq_factors"),
+    ],
+)
+def test_config_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        llama2.Config(**SHAPE | change)
+
+
+def test_config_is_frozen():
+    with pytest.raises(AttributeError):
+        CONFIG.hidden_size = 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+
+
+def test_rope_shape():
+    x = torch.randn(3, 7, 4, CONFIG.head_dim)
+    cos, sin = llama2.rope_tables(CONFIG, 7)
+    assert cos.shape == sin.shape == (7, CONFIG.head_dim // 2)
+    assert llama2.apply_rotary_emb(x, cos, sin).shape == x.shape
+    assert llama2.apply_rotary_emb(x.bfloat16(), cos, sin).dtype == torch.bfloat16
+
+
+def test_rope_no_nan():
+    x = torch.randn(1, 4096, 2, CONFIG.head_dim)
+    assert llama2.apply_rotary_emb(x, *llama2.rope_tables(CONFIG, 4096)).isfinite().all()
+
+
+def test_rope_turns_each_pair_as_a_complex_number():
+    """Catches the other pairing (i with i + D/2), which is right for the first token only."""
+    x = torch.randn(2, 9, 3, CONFIG.head_dim)
+    i = torch.arange(CONFIG.head_dim // 2, dtype=torch.float64)
+    angle = torch.outer(torch.arange(9), 10000.0 ** (-2 * i / CONFIG.head_dim))
+    turned = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
+    turned = turned * torch.polar(torch.ones_like(angle), angle)[:, None]
+    wanted = torch.view_as_real(turned).flatten(-2).float()
+    assert_close(llama2.apply_rotary_emb(x, *llama2.rope_tables(CONFIG, 9)), wanted, 1e-6)
+
+
+def test_rope_sees_distances_only():
+    q, k = torch.randn(2, CONFIG.head_dim)
+    cos, sin = llama2.rope_tables(CONFIG, 50)
+
+    def place(x, p):
+        return llama2.apply_rotary_emb(x.view(1, 1, 1, -1), cos[p][None], sin[p][None])
+
+    scores = [(place(q, p + 5) * place(k, p)).sum() for p in (0, 3, 44)]
+    assert max(scores) - min(scores) < 1e-4
+
+
+def test_rope_tables_stay_exact_far_out():
+    """Catches tables in 16 bits, in which neighbouring positions become the same."""
+    cos, _ = llama2.rope_tables(CONFIG, 4096)
+    assert cos.dtype == torch.float32
+    wanted = math.cos(4095 * 10000 ** (-2 / CONFIG.head_dim))
+    assert abs(cos[4095, 1].item() - wanted) < 1e-3
+
+
+def test_rms_norm_shape():
+    assert llama2.RMSNorm(64, 1e-5)(torch.randn(2, 5, 64)).shape == (2, 5, 64)
+
+
+def test_rms_norm_no_nan():
+    """Catches squares in float16, which overflow from 256 on, and a division by zero."""
+    norm = llama2.RMSNorm(64, 1e-5).half()
+    for x in (torch.full((1, 64), 300.0), torch.zeros(1, 64)):
+        assert norm(x.half()).isfinite().all()
+
+
+def test_rms_norm_is_the_formula():
+    norm = llama2.RMSNorm(64, 0.5)  # an eps that shows
+    norm.weight.data.normal_()
+    x = torch.randn(2, 3, 64)
+    wanted = F.rms_norm(x.double(), (64,), norm.weight.double(), 0.5).float()
+    assert_close(norm(x), wanted, 1e-6)
+
+
+def qkv(attention, x):
+    """What the three projections of an attention layer give for x."""
+    return [getattr(attention, f"{letter}_proj")(x) for letter in "qkv"]
+
+
+def test_qkv_projection_shape(model):
+    q, k, v = qkv(model.layers[0].self_attn, torch.randn(2, 5, 64))
+    assert q.shape == (2, 5, 64)
+    assert k.shape == v.shape == (2, 5, CONFIG.num_key_value_heads * CONFIG.head_dim)
+
+
+def test_qkv_projection_no_nan(model):
+    for projected in qkv(model.layers[0].self_attn, torch.randn(2, 5, 64)):
+        assert projected.isfinite().all()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_is_the_formula(kv_heads):
+    """Written out head by head. Catches a wrong scale, mask, or order of the grouped heads."""
+    config = llama2.Config(**SHAPE | {"num_key_value_heads": kv_heads})
+    attention, T, D = llama2.CausalSelfAttention(config, 0), 6, config.head_dim
+    x = torch.randn(2, T, 64)
+    cos, sin = llama2.rope_tables(config, T)
+    q, k, v = (y.unflatten(-1, (-1, D)) for y in qkv(attention, x))
+    q, k = (llama2.apply_rotary_emb(y, cos, sin) for y in (q, k))
+    wanted = torch.zeros(2, T, 4, D)
+    for b, t, h in np.ndindex(2, T, 4):
+        g = h * kv_heads // 4
+        scores = (k[b, : t + 1, g] @ q[b, t, h]) / math.sqrt(D)
+        wanted[b, t, h] = scores.softmax(0) @ v[b, : t + 1, g]
+    wanted = attention.o_proj(wanted.flatten(2))
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    assert_close(attention(x, cos, sin, mask, None), wanted, 1e-5)
+
+
+def test_mlp_is_the_formula(model):
+    """Catches gate and up exchanged."""
+    mlp, x = model.layers[0].mlp, torch.randn(3, 64)
+    gate = mlp.gate_proj(x)
+    assert_close(mlp(x), mlp.down_proj(gate * torch.sigmoid(gate) * mlp.up_proj(x)), 1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Cache
+
+
+def test_mask_values():
+    """Lower right: catches is_causal=True, which is upper left, once something is stored."""
+    cache = llama2.Cache(CONFIG)
+    assert cache.mask(3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    cache.pos = 2
+    assert cache.mask(3).int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert cache.mask(2).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert cache.mask(1) is None
+    assert cache.mask(3).data_ptr() == cache.mask(3).data_ptr()  # built once
+
+
+def test_mask_with_padding_hides_filler_and_never_hides_everything():
+    cache = llama2.Cache(CONFIG, 2, padding=torch.tensor([0, 2]))
+    mask = cache.mask(3).expand(2, 1, 3, 3)[:, 0]
+    assert mask[0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert mask[1, 2].int().tolist() == [0, 0, 1]
+    assert mask.any(-1).all()
+
+
+def test_cache_errors_name_both_numbers(model):
+    """Nothing is stored and the position stays when tokens do not fit."""
+    cache = llama2.Cache(CONFIG, max_seq_len=8)
+    model(TOKENS[:1, :6], cache)
+    with pytest.raises(ValueError, match=r"8.*6.*3"):
+        model(TOKENS[:1, :3], cache)
+    assert cache.pos == 6
+    model(TOKENS[:1, :2], cache)
+    with pytest.raises(ValueError, match="8"):
+        model(TOKENS[:1, :1], cache)
+    with pytest.raises(ValueError, match=r"9.*8"):
+        cache.truncate(9)
+    with pytest.raises(ValueError, match="-1"):
+        cache.truncate(-1)
+    cache.reset()
+    assert cache.pos == 0
+
+
+def test_cache_for_another_batch_is_refused(model):
+    with pytest.raises(ValueError, match="rows"):
+        model(TOKENS[:2, :4], llama2.Cache(CONFIG, batch_size=3))
+    with pytest.raises(ValueError, match=r"\(1, 0\)"):
+        model(TOKENS[:1, :0])
+    for wrong in ({"batch_size": 0}, {"max_seq_len": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            llama2.Cache(CONFIG, **wrong)
+
+
+def test_cache_is_allocated_once_to_the_length_asked_for():
+    assert llama2.Cache(CONFIG).max_seq_len == CONFIG.max_position_embeddings
+    cache = llama2.Cache(CONFIG, 2, 8, torch.bfloat16)
+    assert cache.k.shape == cache.v.shape == (2, 2, 2, 8, CONFIG.head_dim)
+    assert cache.k.dtype == torch.bfloat16 and cache.cos.dtype == cache.sin.dtype == torch.float32
+    place = cache.k.data_ptr()
+    make_model().bfloat16()(TOKENS[:2, :4], cache)
+    assert cache.k.data_ptr() == place
+
+
+# --------------------------------------------------------------------------------------------------
+# The whole model
+
+# transformers 5.23, float32: logits of make_weights(CONFIG) for the first 32 of TOKENS[0].
+GOLDEN = {
+    0: [-2.55747, 0.89836, 2.23095, -0.22189, -1.81622, -2.10445, 0.41482, 0.89637],
+    15: [-2.08948, 0.34709, -0.6463, -0.86681, 1.25555, 0.38074, 0.3405, 2.44079],
+    31: [-0.77474, 2.95821, 0.36937, -2.59838, 2.61025, 0.30019, -0.98091, 1.49082],
+}
+
+
+def in_steps(model, tokens, steps, cache=None):
+    """Logits of all positions, computed with a cache in calls of so many tokens."""
+    cache = llama2.Cache(model.config, len(tokens)) if cache is None else cache
+    parts = tokens.split(steps, dim=1)
+    return torch.cat([model(part, cache, all_positions=True) for part in parts], dim=1)
+
+
+@torch.no_grad()
+def test_logits_equal_transformers(weights, model):
+    hf = make_hf(CONFIG, weights)
+    wanted = hf(TOKENS[:, :32]).logits
+    assert wanted.std() > 0.5  # flat logits would prove nothing
+    assert_close(model(TOKENS[:, :32]), wanted)
+    assert_close(in_steps(model, TOKENS[:, :32], [1] * 32), wanted)
+
+
+@torch.no_grad()
+def test_logits_equal_frozen_ones(model):
+    """The same without transformers, so that a run without it proves the pairing and the groups."""
+    found = model(TOKENS[:1, :32])[0]
+    for position, wanted in GOLDEN.items():
+        assert_close(found[position, : len(wanted)], torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("steps", [[32], [31, 1], [1, 31], [5, 11, 16], [1] * 32])
+@torch.no_grad()
+def test_cache_in_any_steps_equals_one_pass(model, steps):
+    """Catches positions that are off by one and masks that are wrong when something is stored."""
+    tokens = TOKENS[:, :32]
+    wanted = model(tokens)
+    cache = llama2.Cache(CONFIG, len(tokens))
+    assert_close(in_steps(model, tokens, steps, cache), wanted)
+    assert cache.pos == 32
+    cache.reset()
+    for part in tokens.split(steps, dim=1):
+        last = model(part, cache)
+    assert_close(last, wanted[:, -1])
+
+
+@pytest.mark.parametrize("kept", [0, 1, 10, 31])
+@torch.no_grad()
+def test_second_turn_after_truncate(model, kept):
+    """What was cut off must leave no trace."""
+    cache = llama2.Cache(CONFIG)
+    model(TOKENS[:1, :32], cache)
+    cache.truncate(kept)
+    turn = torch.cat([TOKENS[:1, :kept], TOKENS[1:2, :20]], dim=1)
+    assert_close(in_steps(model, turn[:, kept:], [7, 1, 12], cache), model(turn)[:, kept:])
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_are_independent(model):
+    found = model(TOKENS[:, :20])
+    for row, tokens in enumerate(TOKENS[:, :20]):
+        assert_close(found[row : row + 1], model(tokens[None]))
+
+
+@torch.no_grad()
+def test_padded_rows_equal_rows_alone(model):
+    """Prompts of 20, 13 and 1 tokens, aligned at their ends: prefill in chunks, then single tokens."""
+    lengths, new = [20, 13, 1], 6
+    tokens = torch.zeros(3, 20 + new, dtype=torch.int64)
+    for row, n in enumerate(lengths):
+        tokens[row, 20 - n :] = TOKENS[row, : n + new]
+    cache = llama2.Cache(CONFIG, 3, padding=torch.tensor([20 - n for n in lengths]))
+    found = in_steps(model, tokens, [8, 12] + [1] * new, cache)
+    for row, n in enumerate(lengths):
+        assert_close(found[row, 20 - n :], model(TOKENS[row : row + 1, : n + new])[0])
+    assert found.isfinite().all()  # filler too: a NaN would spread through 0 * NaN
+
+
+@torch.no_grad()
+def test_bfloat16_is_near_float32(model):
+    wanted = model(TOKENS[:1, :32])
+    low = make_model().bfloat16()
+    cache = llama2.Cache(CONFIG, dtype=torch.bfloat16)
+    found = in_steps(low, TOKENS[:1, :32], [20] + [1] * 12, cache)
+    assert found.dtype == torch.float32
+    assert (found - wanted).std() < 0.05 * wanted.std()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_autograd_reaches_every_parameter_and_training_lowers_the_loss(tied):
+    torch.manual_seed(0)
+    model = llama2.Llama(llama2.Config(**SHAPE | {"tie_word_embeddings": tied}))
+    losses = []
+    for _ in range(8):
+        logits = model(TOKENS[:, :-1])
+        assert logits.shape == (3, 39, 320)
+        loss = F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+        loss.backward()
+        for name, p in model.named_parameters():
+            assert p.grad.isfinite().all() and p.grad.any(), name
+            p.data -= 1.0 * p.grad
+            p.grad = None
+        losses.append(loss.item())
+    assert losses[0] < math.log(320) + 0.5  # a fresh model knows nothing, and does not pretend to
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_gradient_equals_the_slope():
+    """The derivative of the loss along a random direction, from autograd and from two passes."""
+    model = make_model().double()
+    tokens, parameters = TOKENS[:1, :9], list(model.parameters())
+
+    def loss():
+        return model(tokens).double().logsumexp(-1).mean()
+
+    gradients = torch.autograd.grad(loss(), parameters)
+    torch.manual_seed(0)
+    along, step = [torch.randn_like(p) for p in parameters], 1e-4
+    wanted = sum((g * d).sum() for g, d in zip(gradients, along, strict=True)).item()
+    ends = []
+    with torch.no_grad():
+        for sign in (1, -2):
+            for p, d in zip(parameters, along, strict=True):
+                p += sign * step * d
+            ends.append(loss().item())
+    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(wanted, rel=0.02)
+
+
+def test_a_cache_takes_no_gradient(model):
+    cache = llama2.Cache(CONFIG)
+    assert not model(TOKENS[:1, :3], cache).requires_grad and not cache.k.requires_grad
+
+
+# --------------------------------------------------------------------------------------------------
+# The model half by itself
+
+
+def model_half():
+    """The text from Config to the end of the model, to be cut out as it stands."""
+    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("class Config")) - 1
+    end = next(i for i, line in enumerate(lines) if line.startswith("# End of the model"))
+    assert lines[start].startswith("@dataclass")
+    return lines[start : end - 1]
+
+
+def test_model_half_is_pure():
+    """It knows torch, math and dataclasses; no files, no printing, no formats of weights."""
+    half = "\n".join(model_half())
+    assert len(model_half()) < 400
+    tree = ast.parse(half)
+    assert not [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules = {name for name in names if inspect.ismodule(getattr(llama2, name, None))}
+    assert modules == {"math", "torch", "F", "nn"}
+    assert not names & {"print", "open", "os", "sys", "Path", "eval", "exec"}
+    assert not [word for word in ("gguf", "ggml", "quant", "import ") if word in half.lower()]
+
+
+@torch.no_grad()
+def test_model_half_runs_cut_out(weights, model):
+    header = (
+        "from __future__ import annotations\nimport math, torch\nimport torch.nn.functional as F\n"
+        "from dataclasses import dataclass, field, fields\nfrom torch import Tensor, nn\n"
+    )
+    cut = {"__name__": "cut"}
+    sys.modules["cut"] = type(sys)("cut")  # dataclass looks its module up
+    exec(compile(header + "\n".join(model_half()), "cut", "exec"), cut)  # noqa: S102
+    copy = cut["Llama"](cut["Config"](**SHAPE)).eval()
+    copy.load_state_dict(model.state_dict())
+    assert_close(copy(TOKENS[:1, :9], cut["Cache"](copy.config)), model(TOKENS[:1, :9])[:, -1])
+
+
+def test_written_names_exist():
+    """The names that others rely on, with their parameters in this order."""
+    signatures = {
+        "Llama": "config",
+        "Cache": "config batch_size max_seq_len dtype device",
+        "load": "path device dtype",
+        "encode_chat": "tokenizer messages",
+        "sample": "logits temperature top_k top_p min_p generator",
+        "generate": "model prompt max_new_tokens temperature top_k top_p min_p seed",
+        "rope_tables": "config length device",
+        "apply_rotary_emb": "x cos sin",
+        "RMSNorm": "size eps",
+        "CausalSelfAttention": "config layer",
+        "MLP": "config",
+        "Block": "config layer",
+        "stream_text": "model tokenizer prompt first stop",
+        "main": "argv",
+    }
+    for name, wanted in signatures.items():
+        found = list(inspect.signature(getattr(llama2, name)).parameters)
+        assert found[: len(wanted.split())] == wanted.split(), name
+    assert list(inspect.signature(llama2.Llama.forward).parameters) == [
+        *("self", "tokens", "cache", "all_positions")
+    ]
+    for name in ("from_gguf", "from_file", "encode", "decode"):
+        assert callable(getattr(llama2.Tokenizer, name))
+    for name in ("reset", "truncate", "mask", "update"):
+        assert callable(getattr(llama2.Cache, name))
+    for name in ("QuantizedLinear", "StreamDecoder", "Report"):
+        assert inspect.isclass(getattr(llama2, name))
+
+
+# --------------------------------------------------------------------------------------------------
+# GGUF: the reader
+
+
+def assert_same_as_gguf_reader(path):
+    """All keys, and the type, shape and bytes of all tensors."""
+    ours, theirs = llama2.GGUF(path), gguf.GGUFReader(path)
+    wanted = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert list(ours.metadata) == list(wanted)
+    for key, value in wanted.items():
+        assert ours.metadata[key] == value, key
+    assert set(ours.tensors) == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        found = ours.tensors[tensor.name]
+        assert found.kind == tensor.tensor_type.name
+        assert list(found.shape) == tensor.shape.tolist()[::-1]
+        assert found.data.numpy().tobytes() == tensor.data.tobytes(), tensor.name
+    return ours
+
+
+def test_reader_equals_gguf_reader(model_path):
+    assert_same_as_gguf_reader(model_path)
+
+
+def test_reader_equals_gguf_reader_on_every_value_type(tmp_path):
+    writer, types = gguf.GGUFWriter(tmp_path / "x.gguf", "llama"), gguf.GGUFValueType
+    values = {
+        "UINT8": 255,
+        "INT8": -128,
+        "UINT16": 65535,
+        "INT16": -32768,
+        "UINT32": 2**32 - 1,
+        "INT32": -(2**31),
+        "FLOAT32": 0.1,
+        "BOOL": True,
+        "STRING": "\u65e5\n\U0001f999",
+        "UINT64": 2**64 - 1,
+        "INT64": -(2**63),
+        "FLOAT64": 0.1,
+    }
+    for name, value in values.items():
+        writer.add_key_value(f"one.{name}", value, types[name])
+        writer.add_key_value(f"many.{name}", [value] * 3, types.ARRAY, types[name])
+    writer.add_key_value("false", False, types.BOOL)
+    writer.add_custom_alignment(64)
+    for i, dtype in enumerate(("float16", "float32", "float64", "int8", "int32")):
+        writer.add_tensor(f"tensor.{i}", np.arange(6 * (i + 1), dtype=dtype).reshape(2, 3, i + 1))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = assert_same_as_gguf_reader(tmp_path / "x.gguf").metadata
+    assert found["false"] is False and found["one.BOOL"] is True
+
+
+@pytest.fixture(scope="session")
+def large_header(tmp_path_factory):
+    """A header like that of a published 7B file: 32000 tokens, 61249 merges, 291 small tensors."""
+    n = 32000
+    keys = config_keys(llama2.Config()) | {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [f"\u2581piece{i}" for i in range(n)],
+        "tokenizer.ggml.scores": [float(-i) for i in range(n)],
+        "tokenizer.ggml.token_type": [1 + i % 6 for i in range(n)],
+        "tokenizer.ggml.merges": [f"\u2581a{i} b{i}" for i in range(61249)],
+    }
+    tensors = {f"tensor.{i}.weight": np.full((2, 32), i, np.float32) for i in range(291)}
+    return write_gguf(tmp_path_factory.mktemp("large") / "large.gguf", keys, tensors)
+
+
+def test_reader_equals_gguf_reader_on_a_large_vocabulary(large_header):
+    """GGUFReader takes seconds for such a file; ours must not, and must read the same."""
+    assert_same_as_gguf_reader(large_header)
+
+
+@pytest.mark.parametrize("part", [0, 3, 11, 23, 24, 100, 1000, 9000, -70000, -1])
+def test_truncated_files_are_refused(tmp_path, model_path, part):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(model_path.read_bytes()[:part])
+    with pytest.raises(ValueError, match=r"cut\.gguf"):
+        llama2.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "start, message",
+    [
+        (b"GGML" + struct.pack("<I", 3), "GGML"),
+        (b"GGUF" + struct.pack("<I", 1), "version 0x1"),
+        (b"GGUF" + struct.pack(">I", 3), "little-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "bad.gguf"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "bad.gguf"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "beyond"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 13), "type 13"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**60), "array"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 5, 2**60), "array"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "array"),
+        (b"GGUF" + struct.pack("<IQQQ1s", 3, 0, 1, 1, b"\xff"), "UTF-8"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9), "9 dimensions"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 99, 0), "type 99"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 33, 2, 0), "33"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 2**63, 0, 0), "t of type"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 0, 2**63),
+            "t: offset|t ends",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_headers_are_refused(tmp_path, start, message):
+    """Each is met before anything of the size it claims is allocated."""
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(start + bytes(64))
+    with pytest.raises(ValueError, match=message):
+        llama2.GGUF(path)
+
+
+def test_corrupted_headers_never_end_in_another_error(tmp_path, model_path):
+    """Flips bytes of the header: the file is read or refused, never a KeyError or the like."""
+    original, chance = model_path.read_bytes(), random.Random(0)
+    path, header = tmp_path / "flipped.gguf", llama2.GGUF(model_path).offset
+    refused = 0
+    for _ in range(150):
+        data = bytearray(original)
+        for _ in range(chance.choice((1, 1, 1, 8))):
+            data[chance.randrange(header)] = chance.choice((0, 1, 127, 128, 255))
+        path.write_bytes(data)
+        try:
+            llama2.open_checkpoint(path).tokenizer()
+        except (ValueError, OSError):
+            refused += 1
+    assert 20 < refused < 150
+
+
+# --------------------------------------------------------------------------------------------------
+# GGUF: from a file to a model
+
+
+def logits_of(path, **options):
+    """What the model in a file says to TOKENS."""
+    model, _ = llama2.load(path, **options)
+    with torch.no_grad():
+        return model(TOKENS[:2, :24])
+
+
+@torch.no_grad()
+def test_gguf_equals_the_same_weights_without_a_file(model_path, model):
+    loaded, tokenizer = llama2.load(model_path)
+    assert loaded.config == model.config and tokenizer.vocab_size == 320
+    assert_close(loaded(TOKENS[:2, :24]), model(TOKENS[:2, :24]), 1e-6)
+
+
+def test_defaults_of_keys_that_may_be_absent(tmp_path, keys, tensors):
+    """And the keys that llama.cpp ignores for this architecture are ignored."""
+    optional = {
+        "llama.rope.dimension_count": 16,
+        "llama.attention.key_length": 16,
+        "llama.attention.value_length": 16,
+        "llama.attention.head_count_kv": [2, 2],
+        "llama.feed_forward_length": [96, 96],
+        "llama.vocab_size": 31000,
+        "llama.expert_count": 0,
+        "llama.attention.sliding_window": 4,
+        "llama.attention.scale": 3.0,
+        "llama.logit_scale": 3.0,
+        "general.type": "model",
+        "general.alignment": 64,
+        "general.file_type": 7,
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    path = write_gguf(tmp_path / "all.gguf", keys | optional, tensors)
+    assert llama2.open_checkpoint(path).config == CONFIG
+    tokenizer_ids = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos", "unknown")}
+    heads = llama2.Config(**SHAPE | {"num_key_value_heads": 4})
+    weights = {gguf_name(n): w for n, w in make_weights(heads).items()}
+    least = keys | tokenizer_ids | {"llama.attention.head_count_kv": None}
+    found = llama2.open_checkpoint(write_gguf(tmp_path / "least.gguf", least, weights))
+    assert found.config == heads  # with theta 10000, factor 1, BOS 1, EOS 2
+    assert found.tokenizer().encode("fox")[0] == 1
+
+
+def test_values_of_keys(tmp_path, keys, tensors):
+    changed = {
+        "llama.rope.freq_base": 1e6,
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "llama.context_length": 48,
+        "tokenizer.ggml.eos_token_id": 5,
+    }
+    config = llama2.open_checkpoint(write_gguf(tmp_path / "x.gguf", keys | changed, tensors)).config
+    assert config.rope_theta == 1e6 and config.rms_norm_eps == pytest.approx(1e-6)
+    assert config.max_position_embeddings == 48 and config.eos_token_id == 5
+
+
+@pytest.mark.parametrize(
+    "changed, factor",
+    [
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, 4),
+        ({"llama.rope.scaling.factor": 4.0}, 4),  # active without a type
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, 1),
+        ({"llama.rope.scale_linear": 4.0}, 4),  # the key of older files
+        ({"llama.rope.scaling.factor": 0.0}, 1),
+        ({"llama.rope.scaling.type": "linear"}, 1),
+    ],
+)
+@torch.no_grad()
+def test_linear_rope_scaling(tmp_path, keys, weights, tensors, changed, factor):
+    found = logits_of(write_gguf(tmp_path / "x.gguf", keys | changed, tensors))
+    scaled = llama2.Config(**SHAPE, rope_scaling_factor=float(factor))
+    assert_close(found, make_model(scaled, weights)(TOKENS[:2, :24]), 1e-6)
+    if changed.get("llama.rope.scaling.type") == "linear":
+        options = {"rope_type": "linear", "factor": float(factor), "rope_theta": 10000.0}
+        hf = make_hf(CONFIG, weights, rope_parameters=options)
+        assert_close(found, hf(TOKENS[:2, :24]).logits)
+
+
+@torch.no_grad()
+def test_rope_freqs_divide_the_frequencies(tmp_path, keys, weights, tensors):
+    """The tensor that converters write for transformers' llama3 scaling; catches multiplying."""
+    hf = make_hf(
+        CONFIG,
+        weights,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    )
+    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    divisors = plain / hf.model.rotary_emb.inv_freq
+    assert divisors.max() > 4 and divisors.min() == pytest.approx(1)
+    path = tmp_path / "x.gguf"
+    write_gguf(path, keys, tensors | {"rope_freqs.weight": divisors.numpy()})
+    assert_close(logits_of(path), hf(TOKENS[:2, :24]).logits)
+
+
+@torch.no_grad()
+def test_tied_embeddings(tmp_path, keys, weights, tensors):
+    """Only the absence of the output matrix ties it."""
+    path = write_gguf(tmp_path / "x.gguf", keys, tensors | {"output.weight": (None, None)})
+    loaded, _ = llama2.load(path)
+    assert loaded.config.tie_word_embeddings
+    assert loaded.lm_head.weight is loaded.embed_tokens.weight
+    wanted = dict(weights) | {"lm_head.weight": weights["embed_tokens.weight"]}
+    assert_close(loaded(TOKENS[:2, :24]), make_model(CONFIG, wanted)(TOKENS[:2, :24]), 1e-6)
+
+
+@pytest.fixture
+def split_paths(tmp_path, keys, tensors):
+    """The tiny model in several files."""
+    write_gguf(tmp_path / "x.gguf", keys, tensors, split_max_tensors=8)
+    paths = sorted(tmp_path.glob("x-*.gguf"))
+    assert len(paths) == 3
+    return paths
+
+
+@torch.no_grad()
+def test_split_files(split_paths, model):
+    assert_close(logits_of(split_paths[0]), model(TOKENS[:2, :24]), 1e-6)
+    with pytest.raises(ValueError, match="00001-of-00003"):
+        llama2.open_checkpoint(split_paths[1])
+    split_paths[2].unlink()
+    with pytest.raises(FileNotFoundError, match="00003-of-00003"):
+        llama2.open_checkpoint(split_paths[0])
+
+
+@torch.no_grad()
+def test_fused_qkv(tmp_path, keys, tensors, model):
+    fused = dict(tensors)
+    for layer in range(2):
+        parts = [fused.pop(f"blk.{layer}.attn_{letter}.weight") for letter in "qkv"]
+        fused[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
+    path = write_gguf(tmp_path / "x.gguf", keys, fused)
+    assert_close(logits_of(path), model(TOKENS[:2, :24]), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
+@torch.no_grad()
+def test_files_of_16_bits(tmp_path, keys, weights, kind, dtype):
+    """In float32 exact, in 16 bits near; norms stay in float32 in the file, as converters write."""
+    rounded, stored = dict(weights), {}
+    for name, weight in weights.items():
+        blocks, as_kind = weight, None
+        if "norm" not in name:
+            blocks, as_kind = gguf.quants.quantize(weight, kind), kind
+            rounded[name] = gguf.quants.dequantize(blocks, kind)
+        stored[gguf_name(name)] = (blocks, as_kind)
+    path = write_gguf(tmp_path / "x.gguf", keys, stored)
+    wanted = make_model(CONFIG, rounded)(TOKENS[:2, :24])
+    found = logits_of(path, dtype=dtype)
+    assert found.dtype == torch.float32
+    if dtype == torch.float32:
+        assert_close(found, wanted, 1e-5)
+    assert (found - wanted).std() < 0.05 * wanted.std()
+
+
+REFUSED = {
+    "architecture": ({}, {}, "falcon", "falcon"),
+    "adapter": ({"general.type": "adapter"}, {}, "llama", "adapter"),
+    "experts": ({"llama.expert_count": 8}, {}, "llama", "8 experts"),
+    "llama 3": ({"tokenizer.ggml.model": "gpt2"}, {}, "llama", "gpt2"),
+    "no vocabulary": ({"tokenizer.ggml.model": "no_vocab"}, {}, "llama", "no_vocab"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, {}, "llama", "yarn"),
+    "longrope": ({"llama.rope.scaling.type": "longrope"}, {}, "llama", "longrope"),
+    "head size": ({"llama.attention.key_length": 32}, {}, "llama", "key_length is 32"),
+    "rope size": ({"llama.rope.dimension_count": 8}, {}, "llama", "dimension_count is 8"),
+    "uneven heads": ({"llama.attention.head_count": [4, 2]}, {}, "llama", "head_count"),
+    "alignment": ({"general.alignment": 33}, {}, "llama", "alignment is 33"),
+    "a string": ({"llama.block_count": "2"}, {}, "llama", "block_count"),
+    "layers": ({"llama.block_count": 2**31 - 1}, {}, "llama", "2147483647 layers"),
+    "no heads": ({"llama.attention.head_count": 0}, {}, "llama", "head"),
+    "one layer too many": ({"llama.block_count": 3}, {}, "llama", r"missing.*blk\.2\."),
+    "one layer too few": ({"llama.block_count": 1}, {}, "llama", r"unknown.*blk\.1\."),
+    "kv heads": ({"llama.attention.head_count_kv": None}, {}, "llama", "attn_k.weight is .32, 64"),
+    "bias": ({}, {"blk.0.attn_q.bias": np.ones(64, np.float32)}, "llama", r"blk\.0\.attn_q\.bias"),
+    "extra": ({}, {"extra.weight": np.ones(3, np.float32)}, "llama", "unknown.*extra.weight"),
+    "missing": ({}, {"blk.1.ffn_up.weight": (None, None)}, "llama", r"missing.*blk\.1\.ffn_up"),
+    "no embedding": ({}, {"token_embd.weight": (None, None)}, "llama", "token_embd"),
+    "shape": ({}, {"output.weight": np.ones((320, 32), np.float32)}, "llama", "output.*320, 32"),
+    "rows": ({}, {"token_embd.weight": np.ones((9, 64), np.float32)}, "llama", "9"),
+    "divisors": ({}, {"rope_freqs.weight": np.zeros(8, np.float32)}, "llama", "rope_freq"),
+    "scores": ({"tokenizer.ggml.scores": [0.0]}, {}, "llama", "1 scores"),
+    "eos": ({"tokenizer.ggml.eos_token_id": 320}, {}, "llama", "320"),
+}
+for name in ("context_length", "embedding_length", "block_count", "feed_forward_length"):
+    REFUSED[name] = ({f"llama.{name}": None}, {}, "llama", name)
+for name in ("attention.head_count", "attention.layer_norm_rms_epsilon"):
+    REFUSED[name] = ({f"llama.{name}": None}, {}, "llama", name)
+for name in ("model", "tokens", "scores"):
+    REFUSED[f"no {name}"] = ({f"tokenizer.ggml.{name}": None}, {}, "llama", f"ggml.{name}|0 {name}")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_files_that_are_not_llama_2_are_refused_by_name(tmp_path, keys, tensors, case):
+    """Silently ignored, each of them would give a model that writes something else."""
+    changed, other, arch, message = REFUSED[case]
+    path = write_gguf(tmp_path / "x.gguf", keys | changed, tensors | other, arch)
+    with pytest.raises(ValueError, match=message):
+        llama2.open_checkpoint(path).tokenizer()
+
+
+def test_paths_that_are_no_model(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        llama2.load(tmp_path / "nothing.gguf")
+    with pytest.raises(ValueError, match=tmp_path.name):
+        llama2.load(tmp_path)
+    (tmp_path / "text.gguf").write_text("not a model, but long enough to be one")
+    with pytest.raises(ValueError, match="text.gguf"):
+        llama2.load(tmp_path / "text.gguf")
+
+
+# --------------------------------------------------------------------------------------------------
+# Quantised weights
+
+# Where the float16 scales are in a block; random bytes elsewhere are legal values.
+SCALES = {
+    **{name: (0,) for name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ1_S")},
+    **{name: (0,) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+    **{name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "NVFP4": (),
+    "IQ1_M": (),
+}
+
+
+def random_blocks(kind, rows, columns, seed):
+    """Random blocks (rows, bytes) of a type, with weights of a sensible size."""
+    state, (elements, size) = np.random.RandomState(seed), gguf.GGML_QUANT_SIZES[Kind[kind]]
+    blocks = state.randint(0, 256, (rows, columns // elements, size)).astype(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = 120 + blocks[..., 0] % 4  # an exponent
+    elif kind == "NVFP4":
+        blocks[..., :4] = 16 + blocks[..., :4] % 16
+    elif kind == "IQ1_M":
+        blocks[..., 55] = blocks[..., 55] % 16 + 16  # the top of a scattered float16
+    scales = {o: state.uniform(0.5, 1.5, blocks.shape[:2]) for o in SCALES[kind]}
+    for factor in (1.0, None):
+        if factor is None:
+            factor = 0.05 / gguf.quants.dequantize(blocks.reshape(rows, -1), Kind[kind]).std()
+        for offset, scale in scales.items():
+            half = (factor * scale).astype("<f2")[..., None]
+            blocks[..., offset : offset + 2] = half.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+WIDE = llama2.Config(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=320,
+    max_position_embeddings=64,
+)
+
+
+def quantised(vocabulary, path, kinds, config=WIDE):
+    """A file with blocks of these types in turn, and its weights as gguf dequantises them."""
+    weights, stored = make_weights(config), {}
+    for i, name in enumerate(sorted(weights)):
+        blocks, kind = weights[name], None
+        if "norm" not in name:
+            kind = Kind[kinds[i % len(kinds)]]
+            blocks = random_blocks(kind.name, *weights[name].shape, seed=i)
+            weights[name] = gguf.quants.dequantize(blocks, kind)
+            assert np.isfinite(weights[name]).all()
+        stored[gguf_name(name)] = (blocks, kind)
+    if config.tie_word_embeddings:
+        assert "output.weight" not in stored
+    write_gguf(path, config_keys(config) | vocabulary_keys(vocabulary[1]), stored)
+    return path, weights
+
+
+@pytest.mark.parametrize("kind", [name for name in SCALES if hasattr(Kind, name)])
+@torch.no_grad()
+def test_every_type_gives_the_logits_of_dequantised_weights(tmp_path, vocabulary, kind):
+    """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind])
+    loaded, _ = llama2.load(path)
+    for name, module in loaded.named_modules():
+        if name.endswith("_proj") or name == "lm_head":
+            weight = torch.from_numpy(weights[f"{name}.weight"])
+            torch.manual_seed(0)
+            for x in (torch.randn(1, 1, weight.shape[1]), torch.randn(2, 24, weight.shape[1])):
+                assert_close(module(x), F.linear(x, weight))
+    found = loaded.embed_tokens(TOKENS[:2, :24])
+    assert_close(found, torch.from_numpy(weights["embed_tokens.weight"])[TOKENS[:2, :24]], 1e-6)
+    wanted = make_model(WIDE, weights)(TOKENS[:2, :24])
+    assert wanted.std() > 0.1
+    assert_close(loaded(TOKENS[:2, :24]), wanted)
+    assert_close(in_steps(loaded, TOKENS[:2, :24], [20, 1, 1, 1, 1]), wanted)
+
+
+@torch.no_grad()
+def test_types_are_read_per_tensor(tmp_path, vocabulary):
+    """A file called Q4_K_M holds several types, and its header's file_type names but one."""
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"])
+    assert len({w.kind for w in llama2.GGUF(path).tensors.values()}) == 5
+    assert_close(logits_of(path), make_model(WIDE, weights)(TOKENS[:2, :24]))
+    wanted = make_model(WIDE, weights)(TOKENS[:2, :24])
+    found = logits_of(path, dtype=torch.bfloat16)
+    assert (found - wanted).std() < 0.05 * wanted.std()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "IQ4_NL"])
+@torch.no_grad()
+def test_tied_quantised_embeddings(tmp_path, vocabulary, kind):
+    tied = llama2.Config(**{**vars(WIDE), "tie_word_embeddings": True})
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind], tied)
+    assert_close(logits_of(path), make_model(tied, weights)(TOKENS[:2, :24]))
+
+
+@pytest.mark.parametrize("kind", ["I8", "I32", "F64", "Q8_1", "Q8_K"])
+def test_types_that_hold_no_weights_are_refused(tmp_path, vocabulary, kind):
+    """gguf cannot dequantise them: known when the file is opened, not at the first token."""
+    weights = {gguf_name(name): weight for name, weight in make_weights(WIDE).items()}
+    elements, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    rows, columns = weights["output.weight"].shape
+    blocks = np.zeros((rows, columns // elements * size), np.uint8)
+    weights["output.weight"] = (blocks, Kind[kind])
+    keys = config_keys(WIDE) | vocabulary_keys(vocabulary[1])
+    path = write_gguf(tmp_path / "x.gguf", keys, weights)
+    with pytest.raises(ValueError, match=rf"x.gguf: output.weight.*{kind}"):
+        llama2.open_checkpoint(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizer
+
+
+def random_texts(count, seed=0):
+    """Strings of any code points but surrogates, with runs of spaces and pieces of TALE."""
+    chance = random.Random(seed)
+    some = [" ", "  ", "\n", "\t", "\u2581", "<s>", "</s>", "<0x0A>", "\U0001f469\u200d\U0001f680"]
+    for _ in range(count):
+        text = ""
+        for _ in range(chance.randrange(12)):
+            start = chance.randrange(len(TALE))
+            kind = chance.randrange(4)
+            point = chance.choice((0x80, 0x800, 0xD800, 0x110000 - 0x800))
+            point = chance.randrange(point)
+            text += (
+                TALE[start : start + chance.randrange(9)]
+                if kind == 0
+                else chance.choice(some)
+                if kind == 1
+                else chr(point if point < 0xD800 else point + 0x800)
+            )
+        yield text
+
+
+@pytest.fixture(scope="session")
+def rebuilt(model_path):
+    """The tokenizer that is rebuilt from a GGUF file."""
+    return llama2.Tokenizer.from_gguf(model_path)
+
+
+def test_tokenizer_from_gguf_equals_sentencepiece(vocabulary, tokenizer, rebuilt):
+    """Catches every default of the model file that has to be written: prefix, spaces, type, bytes."""
+    sp = vocabulary[1]
+    assert (rebuilt.bos_id, rebuilt.eos_id, rebuilt.vocab_size) == (1, 2, 320)
+    for text in ["", *TALE.splitlines(), *random_texts(1000)]:
+        wanted = sp.encode(text)
+        assert rebuilt.encode(text, bos=False) == tokenizer.encode(text, bos=False) == wanted
+        assert rebuilt.encode(text) == [1, *wanted]
+        assert rebuilt.decode(wanted) == sp.decode(wanted)
+        if "\u2581" not in text:  # which is how SentencePiece writes a space
+            assert rebuilt.decode(wanted) == text
+
+
+def streamed(tokenizer, ids, first=True):
+    """Ids through a StreamDecoder, joined."""
+    decoder = llama2.StreamDecoder(tokenizer, first)
+    return "".join([*map(decoder.decode, ids), decoder.flush()])
+
+
+def test_stream_joins_to_decode(rebuilt):
+    """Of real encodings and of ids in any order, with broken UTF-8 and control tokens."""
+    chance = random.Random(0)
+    for text in random_texts(300):
+        ids = rebuilt.encode(text)
+        assert streamed(rebuilt, ids) == rebuilt.decode(ids)
+        ids = [chance.randrange(320) for _ in range(chance.randrange(20))]
+        assert streamed(rebuilt, ids) == rebuilt.decode(ids)
+        prompt = rebuilt.encode("fox")
+        assert "fox" + streamed(rebuilt, ids, first=False) == rebuilt.decode(prompt + ids)
+
+
+def test_stream_waits_for_whole_characters(rebuilt):
+    """Catches decoding token by token, which shows U+FFFD for each byte of an emoji."""
+    ids, decoder = rebuilt.encode("\U0001f999", bos=False), llama2.StreamDecoder(rebuilt)
+    assert [decoder.decode(i) for i in ids[-4:]] == ["", "", "", "\U0001f999"]
+    assert decoder.decode(ids[-4]) == "" and decoder.flush() == "\ufffd" and decoder.flush() == ""
+
+
+def test_tokenizer_never_raises_on_text_and_names_wrong_ids(rebuilt):
+    assert "\ufffd" in rebuilt.decode(rebuilt.encode("a\ud800b"))  # as in argv with broken bytes
+    for call in (rebuilt.decode, lambda ids: streamed(rebuilt, ids)):
+        for bad in (320, -1):
+            with pytest.raises(ValueError, match=f"{bad}.*319"):
+                call([5, bad])
+
+
+@pytest.mark.parametrize("kind", [3, 4])
+def test_unknown_piece_of_another_type(tmp_path, keys, kind, rebuilt):
+    """Converters type <unk> as CONTROL, which SentencePiece refuses."""
+    types = keys["tokenizer.ggml.token_type"]
+    changed = keys | {"tokenizer.ggml.token_type": [kind, *types[1:]]}
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", changed, {}))
+    assert found.encode(TALE) == rebuilt.encode(TALE)
+
+
+def test_flags_of_the_vocabulary(tmp_path, keys, rebuilt):
+    changed = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys | changed, {}))
+    assert not found.add_bos and rebuilt.add_bos
+    assert found.encode(" fox", bos=False) == rebuilt.encode("fox", bos=False)
+
+
+def test_file_that_is_no_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # as Llama 3 has
+    with pytest.raises(ValueError, match=r"tokenizer\.model"):
+        llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
+
+
+# The real Llama 2 vocabulary as far as the strings below can reach it: all its pieces that occur in
+# them, with their ids. Merging any two neighbours asks for no other piece, so the ids are the real ones.
+PIECES = """
+259:▁▁ 260:▁t 263:▁a 265:on 267:es 269:▁s 272:or 274:▁c 281:▁w 289:▁b 295:el 298:▁h 302:▁n 318:▁u
+321:▁e 326:im 345:ve 346:ce 353:▁= 379:▁H 417:lo 430:ld 438:▁O 514:ell 518:▁[ 529:▁< 562:ac 603:ime
+645:ll 701:▁up 718:▁+ 778:ces 786:up 805:▁sp 815:ace 827:wo 829:</ 931:▁time 940:▁He 1004:me
+1023:▁two 1028:sp 1055:▁na 1056:na 1112:pon 1113:ca 1129:po 1177:IN 1254:ST 1551:▁On 1577:▁?
+1613:orld 1678:▁▁▁ 2034:ti 2096:rl 2142:af 2230:time 2501:▁upon 2913:▁space 2918:hi 2951:On 3059:NS
+3156:ello 3186:▁world 3252:▁tw 3274:pa 3302:aces 3493:space 3532:▁<< 3535:pace 3868:He 5335:▁tim
+5777:▁ca 6162:▁Hel 6365:▁wor 6778:>> 7251:▁hi 7516:tw 7658:Hel 8162:▁spaces 8879:▁wo 9038:▁Once
+9314:<< 9346:tim 10184:two 10994:Hello 11526:world 13762:wor 14816:SY 15043:▁Hello 17608:nc
+19339:▁Hell 19538:▁ti 21554:YS 22459:paces 22854:spaces 24566:>[ 25580:INST 26222:Once 26325:▁spac
+28059:afé 29871:▁ 29872:e 29873:t 29874:a 29875:i 29876:n 29877:o 29878:r 29879:s 29880:l 29881:d
+29882:h 29883:c 29884:u 29885:m 29886:p 29888:f 29889:. 29890:b 29892:, 29893:w 29894:v 29896:1
+29902:I 29903:S 29906:2 29911:T 29914:/ 29916:x 29922:= 29929:9 29940:N 29941:3 29945:5 29946:4
+29948:é 29949:O 29950:H 29958:> 29961:[ 29962:] 29966:< 29973:? 29974:+ 29979:Y 30085:ï 30103:́
+30248:≤ 30293:Δ 30325:日 30346:本 30968:語
+"""
+
+# The ids that Meta's tokenizer.model gives, without BOS.
+ENCODED = {
+    "": [],
+    "Hello world": [15043, 3186],
+    " Hello": [29871, 15043],
+    "  two  spaces ": [259, 1023, 29871, 8162, 29871],
+    "a\n\nb\tc": [263, 13, 13, 29890, 12, 29883],
+    "na\xefve caf\xe9": [1055, 30085, 345, 274, 28059],
+    "\u65e5\u672c\u8a9e \U0001f999": [29871, 30325, 30346, 30968, 29871, 243, 162, 169, 156],
+    "<s>[INST]</s>": [529, 29879, 24566, 25580, 29962, 829, 29879, 29958],
+    "3.14159 + 2 = ?": [
+        29871,
+        29941,
+        29889,
+        29896,
+        29946,
+        29896,
+        29945,
+        29929,
+        718,
+        29871,
+        29906,
+        353,
+        1577,
+    ],
+    "Once upon a time, \u0394x \u2264 1": [
+        9038,
+        2501,
+        263,
+        931,
+        29892,
+        29871,
+        30293,
+        29916,
+        29871,
+        30248,
+        29871,
+        29896,
+    ],
+    "[/INST] <<SYS>>": [518, 29914, 25580, 29962, 3532, 14816, 29903, 6778],
+    "\u2581 e\u0301\x00": [259, 321, 30103, 3],
+}
+
+INST, END_INST = [518, 25580, 29962], [518, 29914, 25580, 29962]
+SYS = [3532, 14816, 29903, 6778, 13, 29903, 13, 29966, 829, 14816, 29903, 6778, 13, 13]
+# The ids that Meta's chat_completion makes of a dialogue: s is the system message, u a, u a, ..., u.
+CHATS = [
+    ("u:hi", [1, *INST, 7251, *END_INST]),
+    ("s:S u:hi", [1, *INST, *SYS, 2918, *END_INST]),
+    ("u:a a:_b_ u:c", [1, *INST, 263, *END_INST, 289, 29871, 2, 1, *INST, 274, *END_INST]),
+    ("u:", [1, *INST, 29871, *END_INST]),
+    ("s:S u:", [1, *INST, *SYS[:-2], *END_INST]),
+    (
+        "s:S u:hi a:a u:b a:c u:hi",
+        [1, *INST, *SYS, 2918, *END_INST, 263, 29871, 2]
+        + [1, *INST, 289, *END_INST, 274, 29871, 2, 1, *INST, 7251, *END_INST],
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory):
+    """A tokenizer with Llama 2's own ids: PIECES in a vocabulary of 32000, the rest unused."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += [f"<unused {i}>" for i in range(len(pieces), 32000)]
+    scores, types = [0.0] * 259, [2, 3, 3] + [6] * 256 + [5] * (32000 - 259)
+    scores += [float(259 - i) for i in range(259, 32000)]
+    for entry in PIECES.split():
+        i, _, piece = entry.partition(":")
+        pieces[int(i)], types[int(i)] = piece, 1
+        if not piece.strip("\u2581"):
+            scores[int(i)] = -1e9
+    keys = {"model": "llama", "tokens": pieces, "scores": scores, "token_type": types}
+    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = tmp_path_factory.mktemp("real") / "vocabulary.gguf"
+    return llama2.Tokenizer.from_gguf(write_gguf(path, keys, {}))
+
+
+@pytest.mark.parametrize("text", ENCODED)
+def test_ids_of_llama_2(real, text):
+    assert real.encode(text, bos=False) == ENCODED[text]
+    assert real.decode(ENCODED[text]) == text.replace("\u2581", " ")
+    assert streamed(real, real.encode(text)) == real.decode(ENCODED[text])
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat format
+
+
+def dialogue(text):
+    """'u:hi a:hello u:bye' as messages; _ is a space."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    parts = [part.replace("_", " ").partition(":") for part in text.split()]
+    return [{"role": roles[role], "content": content} for role, _, content in parts]
+
+
+@pytest.mark.parametrize("text, ids", CHATS, ids=[text for text, _ in CHATS])
+def test_chat_ids(real, text, ids):
+    """Meta's encoding, frozen. Catches BOS only once, joined strings, and a lost 29871 before EOS."""
+    assert llama2.encode_chat(real, dialogue(text)) == ids
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s:S", "a:b", "u:a u:b", "u:a a:b", "s:S s:S u:a", "u:a s:S u:b"]
+)
+def test_chat_refuses_other_orders_of_roles(real, text):
+    with pytest.raises(ValueError, match="system|user|no message"):
+        llama2.encode_chat(real, dialogue(text))
+    with pytest.raises(ValueError, match="robot"):
+        llama2.encode_chat(real, [{"role": "robot", "content": "hi"}])
+
+
+@pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
+@pytest.mark.parametrize("text", ["u:{}", "s:{} u:a", "u:a a:x{}y u:b"])
+def test_chat_refuses_reserved_tags(real, text, tag):
+    """In any message: text that opens a turn of its own would speak for the system."""
+    with pytest.raises(ValueError) as caught:
+        llama2.encode_chat(real, dialogue(text.format(tag)))
+    assert tag in str(caught.value)
+
+
+def test_chat_text_never_becomes_control_ids(real):
+    ids = llama2.encode_chat(real, dialogue("u:</s><s>"))
+    assert ids.count(1) == 1 and ids.count(2) == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling
+
+LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
+
+
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """What may be drawn and how often, token by token as the papers and transformers have it."""
+    weights = sorted(((math.exp(x / temperature), i) for i, x in enumerate(logits.tolist())))[::-1]
+    weights = weights[: top_k or None]
+    total, before, kept = sum(w for w, _ in weights), 0.0, {}
+    for weight, i in weights:
+        if (top_p == 1 or before < top_p * total) and weight >= min_p * weights[0][0]:
+            kept[i] = weight
+        before += weight
+    return {i: weight / sum(kept.values()) for i, weight in kept.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_k": 99},
+        {"top_p": 1e-9},
+        {"top_p": 0.5},
+        {"top_p": 0.9},
+        {"min_p": 0.3},
+        {"min_p": 1.0},
+        {"top_k": 4, "top_p": 0.8},  # top_p of what top_k left
+        {"top_k": 6, "top_p": 0.95, "min_p": 0.2, "temperature": 1.5},
+    ],
+    ids=str,
+)
+def test_sampling_draws_from_the_right_distribution(options):
+    """Exactly the tokens that may be drawn, as often as they should: chi-square at 1 in a million."""
+    n, wanted = 20000, distribution(LOGITS, **options)
+    defaults = {"temperature": 1.0, "top_p": 1.0}
+    generator = torch.Generator().manual_seed(0)
+    drawn = llama2.sample(LOGITS.expand(n, -1), **defaults | options, generator=generator)
+    counts = drawn.bincount(minlength=len(LOGITS)).tolist()
+    assert {i for i, count in enumerate(counts) if count} == set(wanted)
+    chi_square = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in wanted.items())
+    assert chi_square < 42
+
+
+def test_top_p_is_the_fewest_that_reach_it():
+    """Four of eight equal tokens reach 0.5; catches the one too many of `>` for `>=`."""
+    drawn = llama2.sample(torch.zeros(5000, 8), 1.0, 0, 0.5, generator=torch.Generator())
+    assert drawn.unique().numel() == 4
+
+
+def test_temperature_zero_is_greedy_and_tiny_ones_nearly():
+    for temperature in (0.0, 1e-3, 1e-30):
+        assert llama2.sample(1e4 * LOGITS, temperature).item() == 1
+    tie = torch.tensor([1.0, 3.0, 3.0])
+    assert llama2.sample(tie, 0.0).item() == llama2.sample(tie, 0.0, top_k=1).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_told(temperature, bad):
+    logits = torch.stack([LOGITS, LOGITS])
+    logits[1, 3] = bad
+    first, second = llama2.sample(logits, temperature).tolist()
+    assert first >= 0 and second == -1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+    ],
+    ids=str,
+)
+def test_sampling_refuses(model, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        llama2.sample(LOGITS, **options)
+    with pytest.raises(ValueError, match=name):
+        llama2.generate(model, [1, 5], **options)  # at once, not at the first token
+
+
+def test_sampling_leaves_logits_and_global_state_alone():
+    logits, state = LOGITS.clone(), torch.get_rng_state()
+    llama2.sample(logits, 1.0, 3, 0.5, 0.1, torch.Generator())
+    assert logits.equal(LOGITS) and torch.get_rng_state().equal(state)
+
+
+# --------------------------------------------------------------------------------------------------
+# Generation
+
+
+class Scripted(llama2.Llama):
+    """A model that says `script`, whatever it hears; with no script all tokens are equally likely."""
+
+    script, start = (), 0
+
+    def forward(self, tokens, cache=None, all_positions=False):
+        cache.advance(tokens.shape[1])
+        logits = torch.zeros(len(tokens), self.config.vocab_size)
+        if self.script:
+            logits[:, self.script[cache.pos - self.start]] = 9.0
+        return logits
+
+
+def scripted(script=(), start=0, **shape):
+    """A Scripted model for prompts of `start` tokens."""
+    model = Scripted(llama2.Config(**SHAPE | {"num_hidden_layers": 1} | shape))
+    model.script, model.start = list(script), start
+    return model
+
+
+PROMPTS = [[1, 5, 9, 200, 31], [1, 7], [1, 300, 301, 302, 303, 304, 305, 306, 307]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_equals_argmax_of_the_whole_text_each_time(model, prompt):
+    """Catches any mistake of positions or cache, since no cache is used for the wanted ids."""
+    wanted = list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            wanted.append(model(torch.tensor([wanted]))[0, -1].argmax().item())
+    found = list(llama2.generate(model, prompt, max_new_tokens=12, stop_ids=()))
+    assert found == wanted[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "drawn"]
+)
+def test_batch_of_different_lengths_equals_rows_alone(model, options):
+    """Row i draws from seed + i. A stop id ends one row and not the others, which stay as they are."""
+    alone = [
+        list(llama2.generate(model, p, 10, seed=7 + i, stop_ids=(), **options))
+        for i, p in enumerate(PROMPTS)
+    ]
+    stop = alone[1][3]
+    for stop_ids in ((), (stop,)):
+        reports = [llama2.Report() for _ in range(4)]
+        wanted = [
+            list(llama2.generate(model, p, 10, seed=7 + i, stop_ids=stop_ids, report=r, **options))
+            for i, (p, r) in enumerate(zip(PROMPTS, reports, strict=False))
+        ]
+        steps = list(
+            llama2.generate(
+                model, PROMPTS, 10, seed=7, stop_ids=stop_ids, report=reports[3], **options
+            )
+        )
+        assert all(len(step) == 3 for step in steps)
+        rows = [[i for i in row if i is not None] for row in zip(*steps, strict=True)]
+        assert rows == wanted and reports[3].new_ids == wanted
+        assert reports[3].stop_reasons == [r.stop_reasons[0] for r in reports[:3]]
+    assert len(wanted[1]) <= 3 and reports[3].stop_reasons[1] == f"stop token {stop}"
+
+
+def test_seeds():
+    """The same seed, the same ids; another one or none, others. Equal prompts draw differently."""
+    model = scripted()
+
+    def draw(prompt=(1, 5), **options):
+        return list(llama2.generate(model, list(prompt), 20, 1.0, stop_ids=(), **options))
+
+    assert draw(seed=3) == draw(seed=3) != draw(seed=4)
+    assert draw() != draw()
+    first, second = zip(*draw(([1, 5], [1, 5]), seed=3), strict=True)
+    assert list(first) == draw(seed=3) and list(second) == draw(seed=4)
+    assert draw(seed=3, top_k=1) == draw(seed=4, top_k=1)
+
+
+def test_stop_ids_and_report():
+    report = llama2.Report()
+    model = scripted([7, 8, 2, 9], start=2)
+    assert list(llama2.generate(model, [1, 5], report=report)) == [7, 8]
+    assert (report.prompt_tokens, report.new_tokens, report.new_ids) == (2, 2, [[7, 8]])
+    assert report.stop_reasons == ["stop token 2"] and report.prompt_seconds > 0
+    assert list(llama2.generate(model, [1, 5], 4, stop_ids=(), report=report)) == [7, 8, 2, 9]
+    assert report.stop_reasons == ["max new tokens"] and report.new_seconds > 0
+    assert list(llama2.generate(model, [1, 5], stop_ids={8, 9}, report=report)) == [7]
+    assert list(llama2.generate(model, [1, 5], 0, report=report)) == []
+    assert report.stop_reasons == ["max new tokens"] and report.new_ids == [[]]
+
+
+def test_generation_ends_with_the_context(model):
+    """64 positions: every one is used, none twice; a prompt that fills it all gets no answer."""
+    report = llama2.Report()
+    prompt = TOKENS[0].tolist()
+    assert len(list(llama2.generate(model, prompt, 999, stop_ids=(), report=report))) == 24
+    assert report.stop_reasons == ["context full"]
+    assert list(llama2.generate(model, prompt + prompt[:24], 5, report=report)) == []
+    assert report.stop_reasons == ["context full"]
+    with pytest.raises(ValueError, match=r"65.*64"):
+        llama2.generate(model, prompt + prompt[:25])
+
+
+def test_generate_continues_a_cache(model):
+    """Two turns with one cache equal one prompt that holds both."""
+    cache = llama2.Cache(CONFIG, max_seq_len=30)
+    first = list(llama2.generate(model, [1, 5, 9], 4, stop_ids=(), cache=cache))
+    cache.truncate(3)
+    turn = [*first, 17, 18]
+    second = list(llama2.generate(model, turn, 5, stop_ids=(), cache=cache))
+    assert second == list(llama2.generate(model, [1, 5, 9, *turn], 5, stop_ids=()))
+    with pytest.raises(ValueError, match="30|holds"):
+        llama2.generate(model, [5] * 30, cache=cache)
+
+
+def test_generation_is_the_same_in_chunks(model, monkeypatch):
+    wanted = list(llama2.generate(model, PROMPTS, 6, stop_ids=()))
+    monkeypatch.setattr(llama2, "PREFILL_CHUNK", 4)
+    assert list(llama2.generate(model, PROMPTS, 6, stop_ids=())) == wanted
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ([], "empty"),
+        ([[1], []], "empty"),
+        ([1, 320], "320"),
+        ([1, -1], "-1"),
+        ([[1], [2**40]], str(2**40)),
+    ],
+)
+def test_generate_refuses_prompts(model, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        llama2.generate(model, prompt)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        llama2.generate(model, [1], -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_in_weights_is_an_error(weights, temperature):
+    """Not the text that argmax makes of it."""
+    broken = make_model(CONFIG, weights)
+    broken.norm.weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="NaN"):
+        list(llama2.generate(broken, [1, 5], temperature=temperature))
+
+
+def test_generate_takes_no_gradient_and_leaves_the_prompt(model):
+    prompt = [1, 5]
+    next(llama2.generate(model, prompt))
+    assert prompt == [1, 5] and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "stop, wanted",
+    [
+        ((), "the fox saw the moon and laughed"),
+        (["moon and"], "the fox saw the "),  # a stop text of several tokens
+        (["nothing"], "the fox saw the moon and laughed"),
+        (["laughed!"], "the fox saw the moon and laughed"),  # held back, then shown
+        (["zzz", " and", "moon"], "the fox saw the "),  # the one that comes first
+        (["the fox"], ""),
+        (["d"], "the fox saw the moon an"),
+    ],
+)
+def test_stop_texts(tokenizer, stop, wanted):
+    """What is shown never holds a part of the stop text, whichever way tokens cut it."""
+    script = [*tokenizer.encode("the fox saw the moon and laughed", bos=False), 2]
+    report = llama2.Report()
+    pieces = list(
+        llama2.stream_text(scripted(script, 2), tokenizer, [1, 5], stop=stop, report=report)
+    )
+    assert "".join(pieces) == wanted and "" not in pieces
+    if wanted.endswith("laughed"):
+        assert report.stop_reasons == ["stop token 2"] and (stop or len(pieces) > 5)
+    else:
+        assert report.stop_reasons[0].startswith("stop text")
+
+
+def test_stream_text_flushes_a_broken_character(tokenizer):
+    script = [*tokenizer.encode("fox\U0001f999", bos=False)[:-1], 2]
+    text = "".join(llama2.stream_text(scripted(script, 1), tokenizer, [1]))
+    assert text == "fox\ufffd\ufffd\ufffd"
