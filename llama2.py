@@ -35,13 +35,17 @@ import math
 import mmap
 import os
 import re
+import signal
 import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +77,9 @@ class Config:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            count = isinstance(value, int) and 0 < value < 2**31
+            count = isinstance(value, int) and 0 < value <= 2**28  # no product of two overflows
             if item.type == "int" and not count and not item.name.endswith("_token_id"):
-                raise ValueError(f"{item.name} is {value!r}; accepted is 1 to 2**31 - 1")
+                raise ValueError(f"{item.name} is {value!r}; accepted is 1 to 2**28")
             number = isinstance(value, (int, float)) and 0 < value < math.inf
             if item.type == "float" and not number:
                 raise ValueError(f"{item.name} is {value!r}; accepted is a positive number")
@@ -92,9 +96,8 @@ class Config:
         if factors is not None and (
             len(factors) != self.head_dim // 2 or not all(0 < f < math.inf for f in factors)
         ):
-            raise ValueError(
-                f"rope_freq_factors must be {self.head_dim // 2} positive numbers, found {factors}"
-            )
+            needed = f"needed are {self.head_dim // 2} positive numbers"
+            raise ValueError(f"rope_freq_factors has {len(factors)} values; {needed}")
 
     @property
     def head_dim(self) -> int:
@@ -537,9 +540,11 @@ def ggml_type(number: int, item: str) -> tuple[str, int, int]:
 
     try:
         kind = gguf.GGMLQuantizationType(number)
-    except ValueError:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        dequantize(torch.zeros(1, size, dtype=torch.uint8), kind.name)  # not all can be read
+    except (ValueError, NotImplementedError):
         raise ValueError(f"{item} has the unknown type {number}") from None
-    return kind.name, *gguf.GGML_QUANT_SIZES[kind]
+    return kind.name, block, size
 
 
 GGUF_SCALARS = dict(enumerate("BbHhIif?--Qqd"))  # value type -> struct letter
@@ -709,9 +714,13 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(f"{fail}RoPE scaling {scaling!r}; accepted are 'none' and 'linear'")
     factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
     divisors = tensors.pop("rope_freqs.weight", None)
+    if divisors:
+        divisors = tuple(divisors.dense(torch.float32, "cpu").flatten().tolist())
     for name in [name for name in tensors if name.endswith(".attn_qkv.weight")]:
         fused = tensors.pop(name)  # the rows of q, k and v in one tensor
         kv_rows = (fused.shape[0] - hidden) // 2
+        if len(fused.shape) != 2 or kv_rows < 1 or hidden < 1 or fused.shape[0] % 2 != hidden % 2:
+            raise ValueError(f"{gguf.path}: {name} is {list(fused.shape)}; hidden size {hidden}")
         for part, rows in zip("qkv", fused.data.split([hidden, kv_rows, kv_rows]), strict=True):
             weight = Weight(fused.kind, (len(rows), fused.shape[1]), rows)
             tensors[name.replace("attn_qkv", f"attn_{part}")] = weight
@@ -732,7 +741,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
         rope_theta=get("llama.rope.freq_base", float, 10000.0),
         rope_scaling_factor=1.0 if scaling == "none" else factor or 1.0,
-        rope_freq_factors=divisors and tuple(divisors.dense(torch.float32, "cpu").tolist()),
+        rope_freq_factors=divisors,
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=get("tokenizer.ggml.bos_token_id", int, 1),
         eos_token_id=get("tokenizer.ggml.eos_token_id", int, 2),
@@ -752,14 +761,16 @@ def rename(
     """Translate names by column `form` of NAMES. ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(tensors):  # before anything that size is built
         raise ValueError(f"{path}: {config.num_hidden_layers} layers but {len(tensors)} tensors")
-    with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
-    theirs = {}
+    with torch.device("meta"):  # all layers are like the first
+        parameters = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
+    theirs, wanted = {}, {}
     for row in NAMES:
+        parameter = parameters.get(row[0].format(0) + ".weight")
         for layer in range(config.num_hidden_layers) if "{}" in row[0] else (0,):
-            ours = row[0].format(layer) + ".weight"
-            if ours in wanted:
+            if parameter is not None:
+                ours = row[0].format(layer) + ".weight"
                 theirs[row[form].format(layer) + ".weight"] = ours
+                wanted[ours] = tuple(parameter.shape)
     missing, unknown = theirs.keys() - tensors.keys(), tensors.keys() - theirs.keys()
     if missing or unknown:
         problem, names = ("missing", missing) if missing else ("unknown", unknown)
@@ -775,11 +786,15 @@ def rename(
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Recognise a model file or directory and check its header; no tensor is read yet."""
     path = Path(path)
-    if path.is_file():
-        return gguf_checkpoint(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or directory")
-    raise ValueError(f"{path}: a directory; accepted is a .gguf file")
+    try:
+        if path.is_file():
+            return gguf_checkpoint(path)
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file or directory")
+        raise ValueError("not a file; accepted is a .gguf file")
+    except ValueError as error:  # every message names the file, and none repeats pages of it
+        text = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise ValueError(text[:400]) from None
 
 
 def build_model(
@@ -846,11 +861,19 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     bos = gguf.get("tokenizer.ggml.bos_token_id", int, 1)
     eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
     n = len(pieces)
-    if len(scores) != n or len(types) != n:
-        raise ValueError(f"{gguf.path}: {n} tokens, {len(scores)} scores, {len(types)} token types")
+    for name, values, fits in (  # what SentencePiece would trust blindly
+        ("tokens", pieces, lambda piece: isinstance(piece, str)),
+        ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
+        ("token_type", types, lambda kind: isinstance(kind, int) and NORMAL <= kind <= BYTE),
+    ):
+        bad = [repr(value)[:40] for value in values if not fits(value)]
+        if bad or len(values) != n:
+            found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
+            raise ValueError(f"{gguf.path}: tokenizer.ggml.{name} has {found}")
     if not all(0 <= i < n for i in (unk, bos, eos)):
         raise ValueError(f"{gguf.path}: unknown, BOS, EOS ids {unk}, {bos}, {eos} of {n} tokens")
-    types[unk] = UNKNOWN  # converters often write CONTROL, which SentencePiece refuses
+    types[bos] = types[eos] = CONTROL  # the ids decide: converters have left them NORMAL, and
+    types[unk] = UNKNOWN  # this one CONTROL, which SentencePiece refuses
 
     def varint(number: int) -> bytes:
         out = bytearray()
@@ -893,10 +916,11 @@ class Tokenizer:
 
         try:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
+            self.vocab_size = self.sp.vocab_size()
         except RuntimeError as error:
-            raise ValueError(f"{source}: not a SentencePiece model: {error}") from None
+            problem = f"not a SentencePiece model: {error}"
+            raise ValueError(f"{source}: {problem}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
-        self.vocab_size = self.sp.vocab_size()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
 
     @classmethod
@@ -1035,8 +1059,8 @@ def sample(
     finite = logits.isfinite().all(-1)
     if temperature == 0:
         return logits.argmax(-1).where(finite, -1)
-    logits = logits.float() - logits.amax(-1, keepdim=True)  # a tiny temperature would overflow
-    probs, ids = (logits / temperature).softmax(-1).sort(-1, descending=True)  # (..., V)
+    logits = logits.float() - logits.amax(-1, keepdim=True)  # no temperature can overflow these
+    probs, ids = (logits / max(temperature, 1e-6)).softmax(-1).sort(-1, descending=True)  # (..., V)
     if top_k:
         probs, ids = probs[..., :top_k], ids[..., :top_k]
     before = probs.cumsum(-1) - probs  # what stands before each one; 0 for the first, which stays
@@ -1544,4 +1568,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(main())
