@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import datetime
+import json
 import math
 import mmap
 import os
@@ -39,8 +41,11 @@ import signal
 import struct
 import sys
 import time
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +54,7 @@ if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes second
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 # --------------------------------------------------------------------------------------------------
 # 1. Config
@@ -488,35 +493,88 @@ class QuantizedEmbedding(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 10. Checkpoints
 
-# The one name table, and the reader's dictionary. Every name ends in ".weight".
-NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta
-    ("embed_tokens", "token_embd", "tok_embeddings"),
-    ("layers.{}.input_layernorm", "blk.{}.attn_norm", "layers.{}.attention_norm"),
-    ("layers.{}.self_attn.q_proj", "blk.{}.attn_q", "layers.{}.attention.wq"),
-    ("layers.{}.self_attn.k_proj", "blk.{}.attn_k", "layers.{}.attention.wk"),
-    ("layers.{}.self_attn.v_proj", "blk.{}.attn_v", "layers.{}.attention.wv"),
-    ("layers.{}.self_attn.o_proj", "blk.{}.attn_output", "layers.{}.attention.wo"),
-    ("layers.{}.post_attention_layernorm", "blk.{}.ffn_norm", "layers.{}.ffn_norm"),
-    ("layers.{}.mlp.gate_proj", "blk.{}.ffn_gate", "layers.{}.feed_forward.w1"),
-    ("layers.{}.mlp.up_proj", "blk.{}.ffn_up", "layers.{}.feed_forward.w3"),
-    ("layers.{}.mlp.down_proj", "blk.{}.ffn_down", "layers.{}.feed_forward.w2"),
-    ("norm", "output_norm", "norm"),
-    ("lm_head", "output", "output"),
+# The one name table, and the reader's dictionary. Every name ends in ".weight". The axis is the one
+# along which Meta's shards and our ranks divide a matrix: 0 by its outputs, 1 by its inputs.
+NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axis
+    ("embed_tokens", "token_embd", "tok_embeddings", 1),
+    ("layers.{}.input_layernorm", "blk.{}.attn_norm", "layers.{}.attention_norm", None),
+    ("layers.{}.self_attn.q_proj", "blk.{}.attn_q", "layers.{}.attention.wq", 0),
+    ("layers.{}.self_attn.k_proj", "blk.{}.attn_k", "layers.{}.attention.wk", 0),
+    ("layers.{}.self_attn.v_proj", "blk.{}.attn_v", "layers.{}.attention.wv", 0),
+    ("layers.{}.self_attn.o_proj", "blk.{}.attn_output", "layers.{}.attention.wo", 1),
+    ("layers.{}.post_attention_layernorm", "blk.{}.ffn_norm", "layers.{}.ffn_norm", None),
+    ("layers.{}.mlp.gate_proj", "blk.{}.ffn_gate", "layers.{}.feed_forward.w1", 0),
+    ("layers.{}.mlp.up_proj", "blk.{}.ffn_up", "layers.{}.feed_forward.w3", 0),
+    ("layers.{}.mlp.down_proj", "blk.{}.ffn_down", "layers.{}.feed_forward.w2", 1),
+    ("norm", "output_norm", "norm", None),
+    ("lm_head", "output", "output", 0),
 )
+DENSE = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}  # safetensors' names too
+
+
+def last_name(name: str) -> str:
+    """layers.0.self_attn.q_proj.weight -> q_proj."""
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 @dataclass
 class Weight:
-    """One tensor as it lies in the file: uint8 (rows, bytes per row), mapped, unread."""
+    """One tensor of a checkpoint where it lies: mapped files, read when data or dense is asked for.
+
+    Its pieces are uint8 (rows, bytes per row), joined along `axis`: Meta's shards are several.
+    """
 
     kind: str  # its ggml type
     shape: tuple[int, ...]  # in torch's order, (out, in)
-    data: Tensor
+    pieces: list[Tensor]
+    axis: int = 0
+    hf_heads: int = 0  # the rows of so many heads are in Hugging Face's order
 
-    def dense(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    @property
+    def block(self) -> tuple[int, int]:
+        """Elements and bytes of one block: columns are cut between blocks only."""
+        import gguf
+
+        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) // self.block[0] * self.block[1]
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 (rows, bytes per row) in Meta's order: the mapped file if nothing has to move."""
+        data = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, self.axis)
+        if self.hf_heads:  # per head, rows 0, 2, 4, ... and then 1, 3, 5, ...: see apply_rotary_emb
+            data = data.unflatten(0, (self.hf_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        return data.contiguous()
+
+    def part(self, axis: int, start: int, stop: int) -> Weight:
+        """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads nothing else."""
+        shape, hf_heads = list(self.shape), self.hf_heads
+        shape[axis] = stop - start
+        if axis == 0:
+            hf_heads = hf_heads * (stop - start) // self.shape[0]
+        else:
+            start, stop = (i // self.block[0] * self.block[1] for i in (start, stop))
+        pieces = []
+        for piece in self.pieces:
+            pieces.append(piece[start:stop] if axis == 0 else piece[:, start:stop])
+            if axis == self.axis:  # the next piece begins where this one ends
+                start, stop = (max(i - piece.shape[axis], 0) for i in (start, stop))
+        pieces = [piece for piece in pieces if piece.numel()] or pieces[:1]
+        return replace(self, shape=tuple(shape), pieces=pieces, hf_heads=hf_heads)
+
+    def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a tensor of its own in memory, converted a few rows at a time."""
         out = torch.empty(self.shape, dtype=dtype, device=device)
-        rows, flat = self.data, out.view(len(self.data), -1)
+        rows = self.data
+        flat = out.view(len(rows), -1)
         step = max(1, 2**20 // flat.shape[1])  # temporaries that stay in the processor's cache
         for i in range(0, len(rows), step):
             flat[i : i + step] = dequantize(rows[i : i + step], self.kind)
@@ -531,7 +589,19 @@ class Checkpoint:
     config: Config
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
-    chat: bool  # whether it claims to be tuned for conversation
+    chat_template: str = ""  # empty: it does not claim to be tuned for conversation
+
+
+def lookup(path: Path, settings: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """The value of `key`, checked to be of `kind`; needed if it has no default. ValueError."""
+    value = settings.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"{path}: the key {key} is missing")
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool) or value in (math.inf, -math.inf):
+        raise ValueError(f"{path}: {key} is {str(value)[:40]!r}, not {kind.__name__}")
+    return value
 
 
 def ggml_type(number: int, item: str) -> tuple[str, int, int]:
@@ -597,7 +667,7 @@ class GGUF:
                 raise ValueError(
                     f"{self.path}: {name} ends at byte {end}, the file at {self.size}: cut off?"
                 )
-            self.tensors[name] = Weight(kind, shape, whole[start:end].view(-1, row_bytes))
+            self.tensors[name] = Weight(kind, shape, [whole[start:end].view(-1, row_bytes)])
 
     def unpack(self, letters: str, item: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
@@ -653,12 +723,7 @@ class GGUF:
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The metadata value of `key`, checked to be of `kind`; needed if it has no default."""
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise ValueError(f"{self.path}: the key {key} is missing")
-        if isinstance(value, (int, float) if kind is float else kind):
-            return value
-        raise ValueError(f"{self.path}: {key} is {str(value)[:40]!r}, not {kind.__name__}")
+        return lookup(self.path, self.metadata, key, kind, default)
 
 
 def gguf_checkpoint(path: str | Path) -> Checkpoint:
@@ -721,22 +786,21 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         kv_rows = (fused.shape[0] - hidden) // 2
         if len(fused.shape) != 2 or kv_rows < 1 or hidden < 1 or fused.shape[0] % 2 != hidden % 2:
             raise ValueError(f"{gguf.path}: {name} is {list(fused.shape)}; hidden size {hidden}")
-        for part, rows in zip("qkv", fused.data.split([hidden, kv_rows, kv_rows]), strict=True):
-            weight = Weight(fused.kind, (len(rows), fused.shape[1]), rows)
-            tensors[name.replace("attn_qkv", f"attn_{part}")] = weight
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ValueError(f"{gguf.path}: the tensor token_embd.weight is missing")
-    if len(get("tokenizer.ggml.tokens", list)) != embedding.shape[0]:
-        tokens = len(gguf.metadata["tokenizer.ggml.tokens"])
-        raise ValueError(f"{gguf.path}: {tokens} tokens but {embedding.shape[0]} embedding rows")
+        for letter, start, rows in zip(
+            "qkv", (0, hidden, hidden + kv_rows), (hidden, kv_rows, kv_rows)
+        ):
+            tensors[name.replace("qkv", letter)] = fused.part(0, start, start + rows)
+    vocab_size = matrix_shape(tensors, "token_embd", gguf.path)[0]
+    tokens = len(get("tokenizer.ggml.tokens", list))
+    if tokens != vocab_size:
+        raise ValueError(f"{gguf.path}: {tokens} tokens but {vocab_size} embedding rows")
     config = Config(
         hidden_size=hidden,
         intermediate_size=count("llama.feed_forward_length"),
         num_hidden_layers=count("llama.block_count"),
         num_attention_heads=heads,
         num_key_value_heads=count("llama.attention.head_count_kv", heads),
-        vocab_size=embedding.shape[0],
+        vocab_size=vocab_size,
         max_position_embeddings=count("llama.context_length"),
         rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
         rope_theta=get("llama.rope.freq_base", float, 10000.0),
@@ -751,8 +815,23 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         config=config,
         weights=rename(tensors, 1, config, path),
         tokenizer=lambda: Tokenizer.from_gguf(gguf),
-        chat="tokenizer.chat_template" in gguf.metadata,
+        chat_template=get("tokenizer.chat_template", str, ""),
     )
+
+
+def matrix_shape(tensors: dict[str, Weight], name: str, path: Path) -> tuple[int, ...]:
+    """Rows and columns of a matrix that a configuration is read from. Raises ValueError."""
+    weight = tensors.get(name + ".weight")
+    if weight is None or len(weight.shape) != 2:
+        raise ValueError(f"{path}: the matrix {name}.weight is missing")
+    return weight.shape
+
+
+def name_map(form: int, config: Config) -> Iterator[tuple[str, str]]:
+    """The name of each tensor here and in column `form` of NAMES."""
+    for row in NAMES:
+        for layer in range(config.num_hidden_layers) if "{}" in row[0] else (0,):
+            yield row[0].format(layer) + ".weight", row[form].format(layer) + ".weight"
 
 
 def rename(
@@ -762,15 +841,12 @@ def rename(
     if config.num_hidden_layers > len(tensors):  # before anything that size is built
         raise ValueError(f"{path}: {config.num_hidden_layers} layers but {len(tensors)} tensors")
     with torch.device("meta"):  # all layers are like the first
-        parameters = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
+        first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
     theirs, wanted = {}, {}
-    for row in NAMES:
-        parameter = parameters.get(row[0].format(0) + ".weight")
-        for layer in range(config.num_hidden_layers) if "{}" in row[0] else (0,):
-            if parameter is not None:
-                ours = row[0].format(layer) + ".weight"
-                theirs[row[form].format(layer) + ".weight"] = ours
-                wanted[ours] = tuple(parameter.shape)
+    for ours, their in name_map(form, config):
+        parameter = first.get(re.sub(r"^layers\.\d+", "layers.0", ours))
+        if parameter is not None:
+            theirs[their], wanted[ours] = ours, tuple(parameter.shape)
     missing, unknown = theirs.keys() - tensors.keys(), tensors.keys() - theirs.keys()
     if missing or unknown:
         problem, names = ("missing", missing) if missing else ("unknown", unknown)
@@ -783,18 +859,225 @@ def rename(
     return {ours: tensors[name] for name, ours in theirs.items()}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError on anything else."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a JSON object: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Weight]:
+    """What a .safetensors file or one of torch.save holds, mapped (the oldest of torch: read).
+
+    Nothing in it is executed. Raises ValueError on damaged files and on anything but dense tensors.
+    """
+    import gguf
+
+    try:
+        if path.suffix == ".safetensors":
+            content, size = {}, path.stat().st_size
+            for name, t in gguf.utility.SafetensorsLocal(path).tensors.items():
+                start, stop = t.data_range.offset, t.data_range.offset + t.data_range.size
+                if t.dtype not in DENSE or not 8 < start < stop <= size:
+                    raise ValueError(f"{name}: {t.dtype}, bytes {start} to {stop} of {size}")
+                content[name] = torch.from_numpy(t.mmap_bytes()).view(DENSE[t.dtype]).view(t.shape)
+        else:
+            mapped = zipfile.is_zipfile(path)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 (a damaged or hostile file may cause any)
+        reason = str(error).partition("\n")[0][:120]
+        raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
+    weights, kinds = {}, {dtype: kind for kind, dtype in DENSE.items()}
+    for name, t in content.items() if isinstance(content, dict) else [("the content", content)]:
+        plain = isinstance(t, Tensor) and t.layout == torch.strided and t.device.type == "cpu"
+        if not (
+            plain and t.dtype in kinds and 1 <= t.dim() <= 2 and t.numel() and t.is_contiguous()
+        ):
+            found = f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+            accepted = f"contiguous matrices and vectors of {', '.join(DENSE)}"
+            raise ValueError(f"{path}: {name} is {found}; accepted are {accepted}")
+        rows = t.detach().view(-1, t.shape[-1]).view(torch.uint8)
+        weights[name] = Weight(kinds[t.dtype], tuple(t.shape), [rows])
+    return weights
+
+
+def find_tokenizer(*directories: Path) -> Path:
+    """The first tokenizer.model in them. Raises FileNotFoundError."""
+    for directory in directories:
+        if (directory / "tokenizer.model").is_file():
+            return directory / "tokenizer.model"
+    needed = "tokenizer.model (SentencePiece) is missing; tokenizer.json cannot stand in for it"
+    raise FileNotFoundError(f"{directories[0]}: {needed}")
+
+
+META_SETTINGS = (
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "norm_eps"),
+    *("ffn_dim_multiplier", "rope_theta", "max_seq_len", "max_batch_size"),
+)
+
+
+def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
+    """Open Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
+    if [file.name for file in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
+        raise ValueError(f"{path}: of the shards to {files[-1].name} there are {len(files)}")
+    shards = [read_tensors(file) for file in files]
+    axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
+    for name, weight in shards[0].items():
+        parts = [shard.get(name) for shard in shards]
+        if any(w is None or (w.kind, w.shape) != (weight.kind, weight.shape) for w in parts):
+            raise ValueError(f"{path}: {name} differs in type or shape from shard to shard")
+        axis, shape = axes.get(last_name(name)), list(weight.shape)
+        if axis is not None and len(shape) == 2:
+            shape[axis] *= len(parts)
+            weight = Weight(weight.kind, tuple(shape), [w.pieces[0] for w in parts], axis)
+        tensors[name] = weight
+    tensors.pop("rope.freqs", None)  # frequencies as Meta's code computed them, nothing learned
+
+    params = path / "params.json"
+    settings = read_json(params)
+    get = partial(lookup, params, settings)
+    for key in settings:
+        if settings[key] and key not in META_SETTINGS:
+            raise ValueError(f"{params}: {key} is none of Llama 2's: {', '.join(META_SETTINGS)}")
+    hidden, heads, multiple = get("dim", int), get("n_heads", int), get("multiple_of", int, 256)
+    vocab_size, columns = matrix_shape(tensors, "tok_embeddings", path)
+    if columns != hidden:
+        found = f"{len(files)} shards have {columns} columns of tok_embeddings, dim is {hidden}"
+        raise ValueError(f"{path}: {found}: are shards missing?")
+    intermediate = matrix_shape(tensors, "layers.0.feed_forward.w1", path)[0]
+    formula = int(int(8 * hidden / 3) * get("ffn_dim_multiplier", float, 1.0))
+    formula = -(-formula // max(multiple, 1)) * multiple
+    if intermediate != formula:
+        raise ValueError(f"{params}: gives {formula} rows of w1, the shards have {intermediate}")
+    if get("vocab_size", int, -1) not in (-1, vocab_size):
+        raise ValueError(f"{params}: vocab_size is not {vocab_size}, as of tok_embeddings")
+    config = Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=get("n_layers", int),
+        num_attention_heads=heads,
+        num_key_value_heads=get("n_kv_heads", int, heads),
+        vocab_size=vocab_size,
+        rms_norm_eps=get("norm_eps", float),
+        rope_theta=get("rope_theta", float, 10000.0),
+    )
+    pieces = find_tokenizer(path, path.resolve().parent)
+    return Checkpoint(
+        form=f"Meta's directory, {len(files)} .pth",
+        config=config,
+        weights=rename(tensors, 2, config, path),
+        tokenizer=lambda: Tokenizer.from_file(pieces, vocab_size),
+    )
+
+
+def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
+    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files."""
+    file = path / "config.json"
+    settings = read_json(file)
+    for key in ("rope_scaling", "rope_parameters"):  # the latter since transformers 5, with theta
+        rope = lookup(file, settings, key, dict, {})
+        settings |= {"rope_type": rope.get("type", "default")} | rope if rope else {}
+    get = partial(lookup, file, settings)
+    heads = get("num_attention_heads", int)
+    linear = get("rope_type", str, "default") == "linear"
+    for key, accepted in {
+        "model_type": "llama",
+        "quantization_config": None,  # GPTQ, AWQ, bitsandbytes, ...
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "head_dim": get("hidden_size", int) // max(heads, 1),
+        "partial_rotary_factor": 1.0,
+        "rope_type": "linear" if linear else "default",
+    }.items():
+        found = settings.get(key)
+        if found is not None and found != accepted:
+            raise ValueError(f"{file}: {key} is {str(found)[:60]}; accepted is {accepted}")
+
+    base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
+    index = path / f"{base}.index.json"
+    if index.is_file():  # without one, all files that are there
+        names = lookup(index, read_json(index), "weight_map", dict).values()
+        files = sorted({path / Path(str(name)).name for name in names})
+    tensors: dict[str, Weight] = {}
+    for part in files:
+        for name, weight in read_tensors(part).items():
+            ours = name.removeprefix("model.")
+            if ours in tensors:
+                raise ValueError(f"{part}: {name} stands in another file, too")
+            if not ours.endswith(".rotary_emb.inv_freq"):  # nothing learned
+                tensors[ours] = weight
+    names = "hidden_size intermediate_size num_hidden_layers vocab_size max_position_embeddings"
+    tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
+    config = Config(
+        **{name: get(name, int) for name in names.split()},  # the keys are Config's names
+        num_attention_heads=heads,
+        num_key_value_heads=get("num_key_value_heads", int, heads),
+        rms_norm_eps=get("rms_norm_eps", float),
+        rope_theta=get("rope_theta", float, 10000.0),
+        rope_scaling_factor=get("factor", float, 1.0) if linear else 1.0,
+        tie_word_embeddings=tied,
+    )
+    weights = rename(tensors, 0, config, path)
+    for name, weight in weights.items():
+        if last_name(name) in ("q_proj", "k_proj"):
+            weight.hf_heads = weight.shape[0] // config.head_dim
+    pieces, jinja = find_tokenizer(path), path / "chat_template.jinja"
+    template = jinja.read_text("utf-8", "replace") if jinja.is_file() else ""
+    if not template and (path / "tokenizer_config.json").is_file():
+        template = read_json(path / "tokenizer_config.json").get("chat_template")
+    return Checkpoint(
+        form=f"Hugging Face directory, {len(files)} {files[0].suffix}",
+        config=config,
+        weights=weights,
+        tokenizer=lambda: Tokenizer.from_file(pieces, config.vocab_size),
+        chat_template=template if isinstance(template, str) else "",
+    )
+
+
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Recognise a model file or directory and check its header; no tensor is read yet."""
+    """Recognise a model file or directory and check its headers; no tensor is read yet."""
     path = Path(path)
     try:
-        if path.is_file():
-            return gguf_checkpoint(path)
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or directory")
-        raise ValueError("not a file; accepted is a .gguf file")
+        if path.is_file() and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
+            return gguf_checkpoint(path)
+        for settings, pattern, form in (
+            ("config.json", "model*.safetensors", hf_checkpoint),
+            ("config.json", "pytorch_model*.bin", hf_checkpoint),
+            ("params.json", "consolidated.*.pth", meta_checkpoint),
+        ):
+            files = sorted(path.glob(pattern))
+            if files and (path / settings).is_file():
+                return form(path, files)
+        found = (
+            ", ".join(sorted(os.listdir(path))[:5]) if path.is_dir() else "one file of a directory"
+        )
+        raise ValueError(
+            f"{path}: found {found or 'nothing'}; accepted is a .gguf file, or a directory with params.json"
+            " and consolidated.00.pth (Meta) or config.json and model*.safetensors or pytorch_model*.bin"
+        )
     except ValueError as error:  # every message names the file, and none repeats pages of it
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
         raise ValueError(text[:400]) from None
+
+
+def show_progress(items: Collection, label: str, show: bool) -> Iterable:
+    """The items, with a progress bar on stderr."""
+    if not show:
+        return items
+    from tqdm import tqdm
+
+    return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr)
+
+
+def keeps_blocks(weight: Weight) -> bool:
+    """Whether a weight is quantised in memory, too: a matrix of a type that is not dense."""
+    return weight.kind not in DENSE and len(weight.shape) == 2
 
 
 def build_model(
@@ -810,37 +1093,114 @@ def build_model(
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
-    items = checkpoint.weights.items()
-    if progress:
-        from tqdm import tqdm
-
-        items = tqdm(items, "loading", unit="tensor", leave=False, file=sys.stderr)
-    for name, weight in items:
+    for name, weight in show_progress(checkpoint.weights.items(), "loading", progress):
         parent, _, attribute = name.removesuffix(".weight").rpartition(".")
-        module = model.get_submodule(f"{parent}.{attribute}".lstrip("."))
-        keep = weight.kind not in ("F32", "F16", "BF16")
-        if keep and isinstance(module, nn.Linear):
-            module = QuantizedLinear(weight.data, weight.kind)
-        elif keep and isinstance(module, nn.Embedding):
-            module = QuantizedEmbedding(weight.data, weight.kind, dtype)
-        else:
+        module = model.get_submodule(name.removesuffix(".weight"))
+        if not keeps_blocks(weight):
             module.weight = nn.Parameter(weight.dense(dtype, device), requires_grad=False)
-        setattr(model.get_submodule(parent), attribute, module)
-    if checkpoint.config.tie_word_embeddings:
-        embedding = checkpoint.weights["embed_tokens.weight"]
-        if isinstance(model.embed_tokens, QuantizedEmbedding):
-            model.lm_head = QuantizedLinear(embedding.data, embedding.kind)
+            continue
+        data = weight.data.to(device)
+        if isinstance(module, nn.Embedding):
+            module = QuantizedEmbedding(data, weight.kind, dtype)
+            if checkpoint.config.tie_word_embeddings:
+                model.lm_head = QuantizedLinear(data, weight.kind)
         else:
-            model.lm_head.weight = model.embed_tokens.weight
+            module = QuantizedLinear(data, weight.kind)
+        setattr(model.get_submodule(parent), attribute, module)
+    if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
+        model.lm_head.weight = model.embed_tokens.weight
     return model.eval()
 
 
 def load(
     path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[Llama, Tokenizer]:
-    """A .gguf file -> model and tokenizer. ValueError or FileNotFoundError says what is wrong."""
+    """A .gguf file, a Meta or Hugging Face directory -> model and tokenizer.
+
+    Raises ValueError or FileNotFoundError that says what is wrong.
+    """
     checkpoint = open_checkpoint(path)
     return build_model(checkpoint, device, dtype or torch.float32), checkpoint.tokenizer()
+
+
+SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+
+
+def save_kind(weight: Weight, kind: str | None) -> str:
+    """The type that a weight gets in a file of `kind`: vectors F32, rows not of whole blocks F16."""
+    if len(weight.shape) == 1:
+        return "F32"
+    fits = weight.shape[-1] % replace(weight, kind=kind or weight.kind).block[0] == 0
+    return (kind or weight.kind) if fits else "F16"
+
+
+def save_gguf(
+    checkpoint: Checkpoint, path: str | Path, kind: str | None = None, progress: bool = False
+) -> None:
+    """Write any checkpoint as one GGUF file, tensor by tensor. Without `kind` the types stay.
+
+    The file appears under its name once it is complete. Raises ValueError for other types.
+    """
+    import gguf
+    import numpy
+
+    if kind is not None and kind not in SAVE_TYPES:
+        raise ValueError(f"cannot write the type {kind}; accepted are {', '.join(SAVE_TYPES)}")
+    config, path = checkpoint.config, Path(path)
+    unfinished = path.with_name(path.name + ".unfinished")
+    writer = gguf.GGUFWriter(unfinished, "llama")
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_vocab_size(config.vocab_size)
+    if config.rope_scaling_factor != 1:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling_factor)
+    tokenizer = checkpoint.tokenizer()
+    pieces, scores, types = tokenizer.pieces(config.vocab_size)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_unk_token_id(tokenizer.sp.unk_id())
+    writer.add_bos_token_id(tokenizer.bos_id)
+    writer.add_eos_token_id(tokenizer.eos_id)
+    writer.add_add_bos_token(tokenizer.add_bos)
+    writer.add_add_space_prefix(tokenizer.sp.encode_as_pieces("a")[0] != "a")
+    if checkpoint.chat_template:
+        writer.add_chat_template(checkpoint.chat_template)
+    names = {ours: theirs for ours, theirs in name_map(1, config)}
+    weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
+    if config.rope_freq_factors is not None:
+        factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
+        weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
+    for name, weight in weights.items():
+        target = replace(weight, kind=save_kind(weight, kind))
+        raw = gguf.GGMLQuantizationType[target.kind]
+        writer.add_tensor_info(name, weight.shape, numpy.dtype("f4"), target.nbytes, raw)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for weight in show_progress(weights.values(), "saving", progress):
+            target = save_kind(weight, kind)
+            if target == weight.kind:
+                rows = weight.data.numpy()
+            else:
+                values = weight.dense(torch.float32).numpy()
+                rows = gguf.quants.quantize(values, gguf.GGMLQuantizationType[target])
+            writer.write_tensor_data(rows)
+        writer.close()
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -905,6 +1265,28 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     return b"".join((*out, message(2, trainer), message(3, normalizer)))
 
 
+def proto_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protocol buffer's message, (number, integer or bytes): the inverse of those."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        start = place
+        while data[place] > 127:
+            place += 1
+        place += 1
+        return sum((byte & 127) << 7 * i for i, byte in enumerate(data[start:place]))
+
+    while place < len(data):
+        number, wire = divmod(varint(), 8)
+        if wire == 0:
+            yield number, varint()
+        else:
+            size = {1: 8, 5: 4}.get(wire) or varint()
+            place += size
+            yield number, data[place - size : place]
+
+
 class Tokenizer:
     """SentencePiece, from a tokenizer.model or from a GGUF's own vocabulary.
 
@@ -924,9 +1306,12 @@ class Tokenizer:
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
 
     @classmethod
-    def from_file(cls, path: str | Path) -> Tokenizer:
-        """Read SentencePiece's tokenizer.model."""
-        return cls(Path(path).read_bytes(), path)
+    def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
+        """Read SentencePiece's tokenizer.model. ValueError if it has more pieces than the model."""
+        tokenizer = cls(Path(path).read_bytes(), path)
+        if max_pieces is not None and tokenizer.vocab_size > max_pieces:
+            raise ValueError(f"{path}: {tokenizer.vocab_size} pieces; the model has {max_pieces}")
+        return tokenizer
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
@@ -965,6 +1350,14 @@ class Tokenizer:
         if self.sp.is_byte(token_id):
             return bytes((int(text[3:5], 16),)), BYTE
         return text.replace("\u2581", " ").encode(), NORMAL
+
+    def pieces(self, count: int) -> tuple[list[bytes], list[float], list[int]]:
+        """The text, score and type of each piece, filled up to `count` with unused ones."""
+        proto = self.sp.serialized_model_proto()
+        found = [dict(proto_fields(value)) for number, value in proto_fields(proto) if number == 1]
+        found += [{1: f"[PAD{i}]".encode(), 3: UNUSED} for i in range(len(found), count)]
+        scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in found]
+        return [piece[1] for piece in found], scores, [piece.get(3, NORMAL) for piece in found]
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
@@ -1319,7 +1712,158 @@ def stream_text(
 
 
 # --------------------------------------------------------------------------------------------------
-# 15. Command line
+# 15. Larger than one device
+
+
+def start_ranks() -> int:
+    """Meet the other processes that torchrun started, if it did; return this one's rank."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and not distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        patience = datetime.timedelta(days=30)  # in a chat, the others wait for what rank 0 reads
+        distributed.init_process_group(backend, timeout=patience)
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def all_ranks(value: Any) -> list[Any]:
+    """What each process has as `value`, by rank; a process alone has its own."""
+    if not distributed.is_initialized():
+        return [value]
+    values = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(read: Callable[[], Any]) -> Any:
+    """What `read` returns on rank 0, which alone calls it: they share one standard input."""
+    return all_ranks(read() if start_ranks() == 0 else None)[0]
+
+
+def rank_part(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
+    """What one of several devices holds of a model: a part of every matrix (tensor parallelism).
+
+    Of attention it is key/value heads with their query heads, of the MLP some of its width: rows of
+    the first matrices, the same columns of the last. (Megatron-LM, arXiv:1909.08053, section 3; not
+    torch's DTensor, which cuts tensors of numbers, not of blocks, and reads them whole first.)
+    Raises ValueError for more ranks than the heads or the blocks allow.
+    """
+    config, weights = checkpoint.config, dict(checkpoint.weights)
+    kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
+    if kv_heads % ranks:
+        counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+        raise ValueError(f"{ranks} ranks for {kv_heads} key/value heads; accepted are {counts}")
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    for name, weight in list(weights.items()):
+        axis = axes[last_name(name)]
+        if axis is None:
+            continue
+        size = weight.shape[axis]
+        if ".self_attn." in name:
+            run = size // kv_heads  # what must stay together: a head,
+        elif ".mlp." in name:  # or a block, of down_proj, whose columns are the rows of the others
+            run = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
+        else:
+            run = weight.block[0] if axis == 1 else 1
+        start, stop = (size // run * r // ranks * run for r in (rank, rank + 1))
+        block = weight.block[0] if axis == 1 else 1
+        if start == stop or start % block or stop % block:
+            found = f"{size} cannot be divided by {ranks} ranks into runs of {run}"
+            raise ValueError(f"{name}, {weight.kind} in blocks of {block}: {found}")
+        weights[name] = weight.part(axis, start, stop)
+    config = replace(config, num_key_value_heads=kv_heads // ranks, tie_word_embeddings=False)
+    return replace(checkpoint, config=config, weights=weights)
+
+
+def connect_ranks(model: Llama) -> None:
+    """Make the model of a rank_part() one with those of the other ranks: same logits on each.
+
+    The products of o_proj and down_proj are added up. Those of embed_tokens and lm_head stand side by
+    side: each rank puts its own into zeros, so that adding them up is exact.
+    """
+
+    def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        distributed.all_reduce(y)
+        return y
+
+    def join(start: int, size: int, module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        whole = y.new_zeros(*y.shape[:-1], size)
+        whole[..., start : start + y.shape[-1]] = y
+        return add(module, args, whole)
+
+    device, rank = model.norm.weight.device, distributed.get_rank()
+    for layer in model.layers:
+        layer.self_attn.o_proj.register_forward_hook(add)
+        layer.mlp.down_proj.register_forward_hook(add)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    for module, x in ((model.embed_tokens, token), (model.lm_head, model.norm.weight[None])):
+        widths = all_ranks(module(x).shape[-1])
+        module.register_forward_hook(partial(join, sum(widths[:rank]), sum(widths)))
+
+
+def memory_plan(
+    config: Config, weights: Iterable[Weight], context: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
+    weights, item = list(weights), dtype.itemsize
+    held = [w.nbytes if keeps_blocks(w) else math.prod(w.shape) * item for w in weights]
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    widths = 4 * config.hidden_size + 3 * config.intermediate_size
+    largest = config.hidden_size * config.intermediate_size * item  # one matrix dequantised
+    return {
+        "weights": sum(held),
+        "cache": 2 * heads * config.head_dim * context * item,
+        "overhead": min(context, PREFILL_CHUNK) * (widths * item + context) + largest,
+    }
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a process can have on a device, what others use and may give back not counted."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = int(found[1]) * 1024  # with the page cache
+        group = Path("/sys/fs/cgroup")  # of a container
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        cached = re.search(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, int(limit) - int(used) + int(cached[1]))
+    except (OSError, TypeError, ValueError):
+        pass
+    return free
+
+
+def check_memory(
+    checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises ValueError, before anything is loaded, if a model cannot fit: with what would."""
+    config, weights = checkpoint.config, checkpoint.weights.values()
+    plan = memory_plan(config, weights, context, dtype)
+    free = min(all_ranks(free_memory(device)))
+    if sum(plan.values()) <= free:
+        return
+    fits = []
+    room = (free - plan["weights"] - plan["overhead"]) * context // plan["cache"]
+    if room > 0:
+        fits.append(f"--context {room}")
+    for kind in ("Q8_0", "Q4_0"):
+        smaller = [replace(w, kind=save_kind(w, kind)) for w in weights]
+        need = sum(memory_plan(config, smaller, context, dtype).values())
+        if need <= free:
+            fits.append(f"type {kind} ({need / 1e9:.1f} GB; --save converts)")
+    raise ValueError(
+        f"the model needs {gigabytes(plan)}, {free / 1e9:.1f} GB are free on {device};"
+        f" what would fit: {', '.join(fits) or 'more devices, with torchrun'}"
+    )
+
+
+def gigabytes(plan: dict[str, int]) -> str:
+    """A memory plan as text."""
+    parts = [f"{name} {size / 1e9:.2f}" for name, size in plan.items()]
+    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.2f} GB"
+
+
+# --------------------------------------------------------------------------------------------------
+# 16. Command line
 
 VERSION = "0.1.0"
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
@@ -1330,7 +1874,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="llama2.py", description="Run Llama 2 models.")
     parser.error = lambda message: sys.exit(fail(message))
     add = parser.add_argument
-    add("--model", metavar="PATH", type=Path, default=DEFAULT_MODEL, help=".gguf file")
+    add("--model", metavar="PATH", type=Path, default=DEFAULT_MODEL, help=".gguf file or directory")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="text to continue (default: standard input)")
     text.add_argument(
@@ -1356,21 +1900,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the activations")
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
+    add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
+    add("--type", choices=SAVE_TYPES, help="with --save: of the matrices (default: as they are)")
     add("--info", action="store_true", help="describe the model and exit")
     add("--quiet", action="store_true", help="nothing on stderr but errors")
     add("--version", action="version", version=f"llama2.py {VERSION}, torch {torch.__version__}")
     args = parser.parse_args(argv)
     if args.system is not None and not args.chat:
         parser.error("--system needs --chat")
+    if args.type is not None and args.save is None:
+        parser.error("--type needs --save")
     if args.prompt_file is not None:
         args.prompt = args.prompt_file.read_bytes().decode("utf-8", "replace")
     elif args.prompt is not None:
         args.prompt = args.prompt.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-    elif not args.chat and not args.info:
+    elif not args.chat and not args.info and not args.save:
         if sys.stdin is None or sys.stdin.isatty():
             parser.print_usage(sys.stderr)
             sys.exit(2)
-        args.prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
+        args.prompt = from_rank_0(sys.stdin.buffer.read).decode("utf-8", "replace")
     return args
 
 
@@ -1379,6 +1927,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def fail(message: object) -> int:
     """One line on stderr; 2, the exit status for what the user or a file got wrong."""
+    if start_ranks():
+        return 2  # rank 0 says it
     print("llama2.py: error:", " ".join(str(message).split()), file=sys.stderr)
     return 2
 
@@ -1395,7 +1945,10 @@ def choose_device(name: str) -> torch.device:
     if not there[name]:
         found = ", ".join(device for device, is_there in there.items() if is_there)
         raise ValueError(f"--device {name} is not available; accepted here: {found}")
-    return torch.device(name)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "cuda" and rank >= torch.cuda.device_count():
+        raise ValueError(f"rank {rank} has no GPU: there are {torch.cuda.device_count()}")
+    return torch.device(name, rank if name == "cuda" else None)
 
 
 def weight_bytes(model: Llama) -> int:
@@ -1415,6 +1968,20 @@ def peak_memory(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def describe_checkpoint(checkpoint: Checkpoint, context: int, dtype: torch.dtype) -> str:
+    """What --info prints."""
+    config, weights = checkpoint.config, checkpoint.weights.values()
+    kinds = Counter(weight.kind for weight in weights)
+    rows = {
+        "form": checkpoint.form,
+        **{item.name: getattr(config, item.name) for item in fields(config)},
+        "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
+        "size": f"{sum(weight.nbytes for weight in weights) / 1e9:.2f} GB",
+        f"memory at {context} tokens": gigabytes(memory_plan(config, weights, context, dtype)),
+    }
+    return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
 
 
 def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> str:
@@ -1454,7 +2021,7 @@ def chat(model: Llama, tokenizer: Tokenizer, args: argparse.Namespace, options: 
         if question is None:
             if sys.stdin.isatty() and sys.stderr.isatty():
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.buffer.readline().decode("utf-8", "replace")
+            line = from_rank_0(sys.stdin.buffer.readline).decode("utf-8", "replace")
             if not line:
                 return
             question = line.rstrip("\n")
@@ -1505,19 +2072,33 @@ def run(args: argparse.Namespace) -> None:
     device = choose_device(args.device)
     if args.model == DEFAULT_MODEL and not args.model.exists():
         raise FileNotFoundError(f"the bundled model {args.model} is missing; pass --model PATH")
-    checkpoint = open_checkpoint(args.model)
+    progress = not args.quiet and sys.stderr.isatty()
+    checkpoint, rank, ranks = open_checkpoint(args.model), start_ranks(), len(all_ranks(None))
+    if args.save is not None:
+        return save_gguf(checkpoint, args.save, args.type, progress) if rank == 0 else None
+    if ranks > 1:
+        checkpoint = rank_part(checkpoint, rank, ranks)
     config = checkpoint.config
     context = config.max_position_embeddings if args.context is None else args.context
     if not 1 <= context <= config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
-    if args.info:
-        return print(checkpoint.form, config, sep="\n")
     dtype = DTYPES.get(args.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    model = build_model(checkpoint, device, dtype, progress=not args.quiet and sys.stderr.isatty())
+    if args.info:
+        return write(describe_checkpoint(checkpoint, context, dtype))
     tokenizer = checkpoint.tokenizer()
+    size = context
+    if not args.chat:
+        ids = tokenizer.encode(args.prompt, bos=tokenizer.add_bos)
+        if len(ids) > context:
+            raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}")
+        size = min(context, len(ids) + max(args.max_new_tokens, 1))
+    check_memory(checkpoint, size, dtype, device)
+    model = build_model(checkpoint, device, dtype, progress)
+    if ranks > 1:
+        connect_ranks(model)
     load_seconds = time.perf_counter() - start
-    seed = args.seed if args.seed >= 0 else torch.seed() % 2**31
+    seed = args.seed if args.seed >= 0 else from_rank_0(torch.seed) % 2**31
     report = Report()
     options = {
         "max_new_tokens": args.max_new_tokens,
@@ -1527,17 +2108,12 @@ def run(args: argparse.Namespace) -> None:
         "min_p": args.min_p,
         "seed": seed,
         "report": report,
+        "cache": Cache(config, 1, size, dtype, device),
     }
     if args.chat:
-        if not checkpoint.chat and not args.quiet:
+        if not checkpoint.chat_template and not args.quiet:
             print("note: this model does not say that it was tuned for chat", file=sys.stderr)
-        options["cache"] = Cache(config, 1, context, dtype, device)
         return chat(model, tokenizer, args, options)
-    ids = tokenizer.encode(args.prompt, bos=tokenizer.add_bos)
-    if len(ids) > context:
-        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}")
-    size = min(context, len(ids) + max(args.max_new_tokens, 1))
-    options["cache"] = Cache(config, 1, size, dtype, device)
     if not args.no_echo:
         write(args.prompt)
     try:
@@ -1556,7 +2132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
     try:
-        run(parse_args(argv))
+        if start_ranks():
+            sys.stdout = Path(os.devnull).open("w")  # rank 0 alone prints
+        args = parse_args(argv)
+        args.quiet |= start_ranks() > 0
+        run(args)
         return 0
     except KeyboardInterrupt:
         return 130
