@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import math
+import os
 import random
+import re
+import signal
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -1647,3 +1652,236 @@ def test_stream_text_flushes_a_broken_character(tokenizer):
     script = [*tokenizer.encode("fox\U0001f999", bos=False)[:-1], 2]
     text = "".join(llama2.stream_text(scripted(script, 1), tokenizer, [1]))
     assert text == "fox\ufffd\ufffd\ufffd"
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+
+@pytest.fixture(scope="session")
+def cli_path(tmp_path_factory, keys, tensors):
+    """The tiny model with room for a conversation."""
+    path = tmp_path_factory.mktemp("cli") / "cli.gguf"
+    return write_gguf(path, keys | {"llama.context_length": 400}, tensors)
+
+
+@pytest.fixture(scope="session")
+def cli_model(cli_path):
+    """What the command line loads: model and tokenizer."""
+    return llama2.load(cli_path)
+
+
+@pytest.fixture
+def cli(cli_path, capsys, monkeypatch):
+    """Runs the command line: cli(arguments, standard input) -> status, stdout, stderr."""
+
+    def run(*arguments, stdin=b"", model=cli_path):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        arguments = ["--model", str(model), "--temperature", "0", *map(str, arguments)]
+        try:
+            status = llama2.main(arguments)
+        except SystemExit as error:
+            status = error.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def continuation(cli_model, prompt, n):
+    """What follows a prompt, from Python."""
+    model, tokenizer = cli_model
+    ids = tokenizer.encode(prompt)
+    new = list(llama2.generate(model, ids, n))
+    return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
+
+
+def test_text_goes_to_stdout_and_the_report_to_stderr(cli, cli_model):
+    wanted = continuation(cli_model, "The fox", 20)
+    status, out, err = cli("--prompt", "The fox", "--max-new-tokens", 20)
+    assert (status, out) == (0, f"The fox{wanted}\n")
+    for word in ("load", "prompt", "generated 20 tokens", "tokens/s", "GB/s", "memory", "max new"):
+        assert word in err
+    assert len(err.splitlines()) == 1
+    status, out, err = cli("--prompt", "The fox", "--max-new-tokens", 20, "--quiet", "--no-echo")
+    assert (status, out, err) == (0, f"{wanted}\n", "")
+
+
+@pytest.mark.parametrize("prompt", ["The fox", "", " two\nlines ", "\u65e5\u672c \U0001f999"])
+def test_prompt_from_argument_file_and_pipe_are_one(cli, cli_model, tmp_path, prompt):
+    (tmp_path / "prompt.txt").write_bytes(prompt.encode())
+    options = ("--quiet", "--max-new-tokens", 9)
+    found = cli("--prompt", prompt, *options)
+    assert found == cli("--prompt-file", tmp_path / "prompt.txt", *options)
+    assert found == cli(*options, stdin=prompt.encode())
+    assert found[0] == 0 and found[1].startswith(prompt)
+    if prompt:
+        assert found[1] == prompt + continuation(cli_model, prompt, 9) + "\n"
+
+
+def test_seed_stop_and_sampling_options(cli):
+    options = ("--prompt", "The fox", "--quiet", "--max-new-tokens", 30, "--temperature", 1)
+    text = cli(*options, "--seed", 5)[1]
+    assert text == cli(*options, "--seed", 5)[1] != cli(*options, "--seed", 6)[1]
+    stop = text.rstrip("\n")[30:33]
+    stopped = cli(*options, "--seed", 5, "--stop", "\x00\x01", "--stop", stop)[1]
+    assert stopped == text[: text.index(stop, len("The fox"))] + "\n"
+    greedy = cli(*options, "--temperature", 0)[1]
+    for one in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1)):
+        assert cli(*options, *one)[1] == greedy
+
+
+def test_version_and_info(cli, cli_path):
+    status, out, err = cli("--version")
+    assert status == 0 and llama2.VERSION in out and not err
+    status, out, err = cli("--info", stdin=b"not read")
+    assert status == 0 and not err
+    for word in ("F32", "GGUF", "400", "320", str(os.path.getsize(cli_path))[:2]):
+        assert word in out
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
+    """Each answer is that of the whole conversation; only what is new is computed for it."""
+    model, tokenizer = cli_model
+    calls, forward = [], llama2.Llama.forward
+
+    def counted(self, tokens, cache=None, all_positions=False):
+        calls.append((cache.pos, tokens.shape[1]))
+        return forward(self, tokens, cache, all_positions)
+
+    questions, messages, stored = ["hi", "", "and you?", " so? "], [], []
+    messages.append({"role": "system", "content": "Be brief"})
+    wanted_text, wanted_calls = "", []
+    for question in filter(None, questions):
+        messages.append({"role": "user", "content": question})
+        ids = llama2.encode_chat(tokenizer, messages)
+        new = list(llama2.generate(model, ids, size))
+        same = 0
+        while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
+            same += 1
+        wanted_calls.append((same, len(ids) - same))
+        stored = (ids + new)[: len(ids) + size - 1]
+        messages.append({"role": "assistant", "content": tokenizer.decode(new).lstrip()})
+        wanted_text += messages[-1]["content"] + "\n"
+    monkeypatch.setattr(llama2.Llama, "forward", counted)
+    stdin = "\n".join(questions[1:]).encode()
+    options = ("--chat", "--system", "Be brief", "--max-new-tokens", size, "--prompt", "hi")
+    status, out, err = cli(*options, "--quiet", stdin=stdin)
+    assert (status, out, err) == (0, wanted_text, "")
+    assert [call for call in calls if call[1] > 1] == wanted_calls
+    assert wanted_calls[1][0] >= 10  # the first question at least is not computed again
+
+
+def test_chat_says_what_is_wrong_and_goes_on(cli):
+    stdin = b"[INST]\nhi\n" + b"long " * 400 + b"\nhi\n"
+    status, out, err = cli("--chat", "--max-new-tokens", 3, stdin=stdin)
+    assert status == 0 and len(out.splitlines()) >= 2
+    assert "[INST]" in err and "context" in err and "chat" in err  # a note: not tuned for it
+    status, out, err = cli("--chat", "--quiet")
+    assert (status, out, err) == (0, "", "")
+
+
+def test_chat_forgets_the_oldest_turns_when_the_context_is_full(cli):
+    stdin = b"".join(b"question number %d\n" % i for i in range(20))
+    status, out, err = cli("--chat", "--max-new-tokens", 4, stdin=stdin)
+    assert status == 0 and "forgot" in err and len(out.splitlines()) >= 20
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--nonsense"], "--nonsense"),
+        (["--prompt", "a", "--prompt-file", "b"], "--prompt-file"),
+        (["--prompt", "a", "--system", "b"], "--system"),
+        (["--prompt", "a", "--top-p", "2"], "top_p 2"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature -1"),
+        (["--prompt", "a", "--max-new-tokens", "-1"], "max_new_tokens|max-new-tokens"),
+        (["--prompt", "a", "--max-new-tokens", "x"], "max-new-tokens"),
+        (["--prompt", "a", "--context", "401"], "401.*400"),
+        (["--prompt", "a", "--context", "0"], "context 0"),
+        (["--prompt", "a", "--threads", "0"], "threads 0"),
+        (["--prompt", "a", "--dtype", "int8"], "int8"),
+        (["--prompt", "fox " * 400], "tokens.*400"),
+        (["--prompt-file", "/nothing/here"], "/nothing/here"),
+        (["--model", "/nothing/here", "--prompt", "a"], "/nothing/here"),
+        (["--model", str(SCRIPT), "--prompt", "a"], "llama2.py.*GGUF"),
+        (["--model", str(SCRIPT.parent), "--prompt", "a"], "."),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_and_status_2(cli, arguments, message):
+    arguments = [a[:40] + a[40:] for a in arguments]
+    status, out, err = cli(*arguments)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1 and "Traceback" not in err
+    assert re.search(message, err)
+
+
+def test_device_that_is_not_there(cli):
+    if not torch.cuda.is_available():
+        status, _, err = cli("--prompt", "a", "--device", "cuda")
+        assert status == 2 and "cpu" in err
+
+
+@pytest.fixture(scope="session")
+def endless_path(tmp_path_factory, keys, tensors):
+    """The tiny model with room for a hundred thousand tokens, to be interrupted."""
+    path = tmp_path_factory.mktemp("endless") / "endless.gguf"
+    return write_gguf(path, keys | {"llama.context_length": 2**17}, tensors)
+
+
+def start(path, *arguments, stdout=subprocess.PIPE):
+    """llama2.py as a process of its own."""
+    command = [sys.executable, str(SCRIPT), "--model", str(path), *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE)
+
+
+def test_processes(cli_path, endless_path):
+    """Ctrl-C, `| head`, a full disk and a pipe of words: a status, and never a traceback."""
+    endless = ("--prompt", "fox", "--max-new-tokens", "100000")
+    interrupted, closed = start(endless_path, *endless), start(endless_path, *endless)
+    piped = start(cli_path, "--temperature", "0", "--max-new-tokens", "5", "--quiet")
+    with open("/dev/full" if os.path.exists("/dev/full") else os.devnull, "wb") as full:
+        full_disk = start(cli_path, "--prompt", "fox", stdout=full)
+    out, err = piped.communicate(b"fox \xff\xf0\x9f", timeout=100)
+    assert (piped.returncode, err) == (0, b"") and out.startswith(b"fox \xef\xbf\xbd")
+    assert interrupted.stdout.read(4)
+    interrupted.send_signal(signal.SIGINT)
+    _, err = interrupted.communicate(timeout=100)
+    assert interrupted.returncode == 130 and b"Traceback" not in err
+    assert closed.stdout.read(4)
+    closed.stdout.close()
+    err = closed.stderr.read()
+    assert closed.wait(timeout=100) in (0, 141) and b"Traceback" not in err
+    assert b"Exception" not in err and b"BrokenPipe" not in err
+    err = full_disk.stderr.read()
+    assert full_disk.wait(timeout=100) == (2 if os.path.exists("/dev/full") else 0)
+    assert b"Traceback" not in err and b"Exception" not in err
+
+
+def test_import_is_quick():
+    """`import llama2` pulls in neither gguf, sentencepiece nor transformers; torch is enough."""
+    code = "import sys, llama2; print(*(m for m in ('gguf', 'sentencepiece') if m in sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, check=True
+    )
+    assert found.stdout.strip() == b""
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiled steps
+
+
+@pytest.mark.parametrize("padding", [None, [0, 3]])
+@torch.no_grad()
+def test_compiled_steps_equal_plain_ones(model, padding):
+    """One window after another, with the eager backend: the tensors of a step, not the compiler."""
+    padding = padding and torch.tensor(padding)
+    caches = [llama2.Cache(CONFIG, 2, padding=padding) for _ in range(2)]
+    compiled = llama2.CompiledStep(model, caches[1], backend="eager")
+    for part in TOKENS[:2].split([20, 1, 1, 3, 1, 14], dim=1):
+        assert_close(compiled(part, caches[1]), model(part, caches[0]), 1e-5)
+    assert caches[0].pos == caches[1].pos == 40
+    caches[1].truncate(30)
+    caches[0].truncate(30)
+    assert_close(compiled(TOKENS[:2, :1], caches[1]), model(TOKENS[:2, :1], caches[0]), 1e-5)
