@@ -44,6 +44,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -1576,6 +1577,22 @@ class Report:
         return sum(map(len, self.new_ids))
 
 
+def check_options(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+) -> None:
+    """Raises ValueError for parameters of generate() that are out of range."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; accepted is 0 or more")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; accepted is 0 to 2**63 - 1")
+    sample(torch.zeros(1), temperature, top_k, top_p, min_p)
+
+
 def generate(
     model: Llama,
     prompt: Sequence[int] | Sequence[Sequence[int]],
@@ -1604,12 +1621,10 @@ def generate(
         if not row or bad:
             problem = f"holds the token id {bad[0]}" if bad else "is empty"
             raise ValueError(f"the prompt {problem}; accepted are ids below {config.vocab_size}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; accepted is 0 or more")
+    check_options(max_new_tokens, temperature, top_k, top_p, min_p, seed)
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
     if max(lengths) > limit:
         raise ValueError(f"the prompt has {max(lengths)} tokens, the context holds {limit}")
-    sample(torch.zeros(1), temperature, top_k, top_p, min_p)  # wrong parameters are told now
     room = [min(max_new_tokens, limit - n) for n in lengths]  # new tokens per row
     padding = torch.tensor([max(lengths) - n for n in lengths])
     if cache is None:
@@ -1866,6 +1881,7 @@ def gigabytes(plan: dict[str, int]) -> str:
 # 16. Command line
 
 VERSION = "0.1.0"
+CHAT_CONTEXT = 8192  # tokens that a chat makes room for if not told: a file may claim any context
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
 
 
@@ -1873,25 +1889,32 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a wrong one ends in one line on stderr and exit status 2."""
     parser = argparse.ArgumentParser(prog="llama2.py", description="Run Llama 2 models.")
     parser.error = lambda message: sys.exit(fail(message))
+
+    def text_type(argument: str) -> str:
+        return os.fsencode(argument).decode("utf-8", "replace")  # the shell passes any bytes
+
     add = parser.add_argument
     add("--model", metavar="PATH", type=Path, default=DEFAULT_MODEL, help=".gguf file or directory")
     text = parser.add_mutually_exclusive_group()
-    text.add_argument("--prompt", metavar="TEXT", help="text to continue (default: standard input)")
+    text.add_argument(
+        "--prompt", metavar="TEXT", type=text_type, help="text to continue (default: stdin)"
+    )
     text.add_argument(
         "--prompt-file", metavar="FILE", type=Path, help="the prompt, read from a file"
     )
     add("--chat", action="store_true", help="converse; the prompt is the first question")
-    add("--system", metavar="TEXT", help="with --chat: what the model is told beforehand")
+    add("--system", metavar="TEXT", type=text_type, help="with --chat: what it is told beforehand")
     add("--max-new-tokens", metavar="N", type=int, default=256, help="default: %(default)s")
     add("--temperature", metavar="T", type=float, default=0.8, help="default: 0.8; 0 is greedy")
     add("--top-k", metavar="K", type=int, default=0, help="only the K likeliest (default: all)")
     add("--top-p", metavar="P", type=float, default=0.95, help="default: 0.95; 1 is off")
     add("--min-p", metavar="P", type=float, default=0.0, help="default: 0, off")
     add("--seed", metavar="N", type=int, default=0, help="default: 0; -1 draws another each time")
-    add("--context", metavar="N", type=int, help="tokens to make room for (default: the model's)")
+    add("--context", metavar="N", type=int, help="tokens at most (default: all that the model can)")
     add(
         "--stop",
         metavar="TEXT",
+        type=text_type,
         action="append",
         default=[],
         help="end before this text; repeatable",
@@ -1910,12 +1933,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--system needs --chat")
     if args.type is not None and args.save is None:
         parser.error("--type needs --save")
+    if "" in args.stop:
+        parser.error("--stop needs a text that is not empty")
     if args.prompt_file is not None:
         args.prompt = args.prompt_file.read_bytes().decode("utf-8", "replace")
-    elif args.prompt is not None:
-        args.prompt = args.prompt.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-    elif not args.chat and not args.info and not args.save:
-        if sys.stdin is None or sys.stdin.isatty():
+    elif args.prompt is None and not args.chat and not args.info and not args.save:
+        if sys.stdin.isatty():
             parser.print_usage(sys.stderr)
             sys.exit(2)
         args.prompt = from_rank_0(sys.stdin.buffer.read).decode("utf-8", "replace")
@@ -1925,11 +1948,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def note(text: str) -> None:
+    """A line on stderr; nothing if that cannot be written."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def fail(message: object) -> int:
     """One line on stderr; 2, the exit status for what the user or a file got wrong."""
-    if start_ranks():
-        return 2  # rank 0 says it
-    print("llama2.py: error:", " ".join(str(message).split()), file=sys.stderr)
+    if start_ranks() == 0:  # the others would say the same
+        note("llama2.py: error: " + " ".join((str(message) or type(message).__name__).split()))
     return 2
 
 
@@ -2016,6 +2044,7 @@ def chat(model: Llama, tokenizer: Tokenizer, args: argparse.Namespace, options: 
     report, cache = options["report"], options["cache"]
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages, stored = [], []  # the conversation; the ids that the cache holds
+    stop = (*args.stop, *RESERVED_TAGS)  # where a model begins to speak for the user
     question = args.prompt
     while True:
         if question is None:
@@ -2028,43 +2057,48 @@ def chat(model: Llama, tokenizer: Tokenizer, args: argparse.Namespace, options: 
         if not question.strip():
             question = None
             continue
-        messages.append({"role": "user", "content": question})
+        turns, dropped = [*messages, {"role": "user", "content": question}], 0
         question = None
         reserve = min(args.max_new_tokens, cache.max_seq_len // 4)  # room for an answer
         try:
-            ids, dropped = encode_chat(tokenizer, system + messages), 0
-            while len(ids) + reserve > cache.max_seq_len and len(messages) > 1:
-                del messages[:2]
+            ids = encode_chat(tokenizer, system + turns)
+            while len(ids) + reserve > cache.max_seq_len and len(turns) > 1:
+                del turns[:2]
                 dropped += 1
-                ids = encode_chat(tokenizer, system + messages)
+                ids = encode_chat(tokenizer, system + turns)
             if len(ids) > cache.max_seq_len:
                 raise ValueError(f"{len(ids)} tokens; the context holds {cache.max_seq_len}")
         except ValueError as error:
             fail(error)
-            messages.pop()
             continue
+        messages = turns
         if dropped and not args.quiet:
-            print(f"context full: forgot the oldest {dropped} turns", file=sys.stderr)
+            note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
         same = 0
         while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
             same += 1
         cache.truncate(same)
         answer = ""
         try:
-            for text in stream_text(model, tokenizer, ids[same:], stop=args.stop, **options):
+            for text in stream_text(model, tokenizer, ids[same:], stop=stop, **options):
                 text = text.lstrip() if not answer else text
                 answer += text
                 write(text)
         except KeyboardInterrupt:
             report.stop_reasons = ["interrupted"]
         write("\n")
+        if "context full" in report.stop_reasons and not args.quiet:
+            note("context full: the answer ends here")
         messages.append({"role": "assistant", "content": answer})
-        stored = (ids + report.new_ids[0])[: cache.pos]
+        stored = [*ids, *(report.new_ids or [[]])[0]][: cache.pos]
 
 
 def run(args: argparse.Namespace) -> None:
     """Load the model and do what the command line says."""
     start = time.perf_counter()
+    seed = args.seed if args.seed != -1 else from_rank_0(torch.seed) % 2**31
+    sampling = (args.temperature, args.top_k, args.top_p, args.min_p)
+    check_options(args.max_new_tokens, *sampling, seed)  # before seconds are spent on loading
     if args.threads is not None:
         if not 1 <= args.threads <= (os.cpu_count() or 1):
             raise ValueError(f"--threads {args.threads}; accepted is 1 to {os.cpu_count()}")
@@ -2087,7 +2121,7 @@ def run(args: argparse.Namespace) -> None:
     if args.info:
         return write(describe_checkpoint(checkpoint, context, dtype))
     tokenizer = checkpoint.tokenizer()
-    size = context
+    size = context if args.context else min(context, CHAT_CONTEXT)
     if not args.chat:
         ids = tokenizer.encode(args.prompt, bos=tokenizer.add_bos)
         if len(ids) > context:
@@ -2098,7 +2132,6 @@ def run(args: argparse.Namespace) -> None:
     if ranks > 1:
         connect_ranks(model)
     load_seconds = time.perf_counter() - start
-    seed = args.seed if args.seed >= 0 else from_rank_0(torch.seed) % 2**31
     report = Report()
     options = {
         "max_new_tokens": args.max_new_tokens,
@@ -2112,7 +2145,7 @@ def run(args: argparse.Namespace) -> None:
     }
     if args.chat:
         if not checkpoint.chat_template and not args.quiet:
-            print("note: this model does not say that it was tuned for chat", file=sys.stderr)
+            note("note: this model does not say that it was tuned for chat")
         return chat(model, tokenizer, args, options)
     if not args.no_echo:
         write(args.prompt)
@@ -2122,18 +2155,25 @@ def run(args: argparse.Namespace) -> None:
         ):
             write(text)
         write("\n")
+    except KeyboardInterrupt:
+        report.stop_reasons = ["interrupted"]
+        note("")  # the terminal shows ^C at the end of the text
+        raise
     finally:
-        if not args.quiet:
-            print(describe(report, model, load_seconds, seed), file=sys.stderr)
+        if not args.quiet and all(report.stop_reasons):
+            note(describe(report, model, load_seconds, seed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
     try:
         if start_ranks():
-            sys.stdout = Path(os.devnull).open("w")  # rank 0 alone prints
+            sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # rank 0 alone prints
         args = parse_args(argv)
         args.quiet |= start_ranks() > 0
         run(args)
@@ -2141,10 +2181,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, MemoryError) as error:
-        return fail(error)
+    except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
+        return fail(error)  # RuntimeError is torch's: out of memory, not possible on this device
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # a full disk, a closed pipe: the interpreter would try again at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
