@@ -31,16 +31,23 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import ctypes
 import datetime
+import functools
+import hashlib
 import json
 import math
 import mmap
 import os
 import re
+import shutil
 import signal
 import struct
+import subprocess
 import sys
+import tempfile
 import time
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -456,26 +463,352 @@ class Llama(nn.Module):
 
 # --------------------------------------------------------------------------------------------------
 # 9. Quantised weights
+#
+# A block is a run of 32 or 256 weights of a row: integers q of 2 to 8 bits, and for every 16 or 32 of
+# them a scale s and, in some types, a minimum m; a weight is s * q - m. What follows is the reference,
+# bit for bit equal to the gguf package; the C++ below it does the same many times faster.
+
+
+def half(b: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of each block: (n, bytes) -> (n, 1)."""
+    return b[:, at : at + 2].view(torch.float16).float()
+
+
+def bits(b: Tensor, width: int, n: int) -> Tensor:
+    """Unpack n-bit integers: each `width` bytes hold `width` of them in their lowest n bits, and so on."""
+    b = b.reshape(len(b), -1, width)
+    return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
+
+
+def minus(q: Tensor, offset: int) -> Tensor:
+    """Unsigned integers, made signed."""
+    return q.view(torch.int8) - offset
+
+
+def scaled(q: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
+    """(n, block) integers, (n, groups) scales and minima -> (n, block) weights."""
+    q = q.view(len(q), scale.shape[1], -1)
+    w = scale[..., None] * q
+    return (w if minimum is None else w - minimum[..., None]).flatten(1)
+
+
+def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
+    """8 scales, 8 minima of Q4_K and Q5_K, 6 bits each: the last four have their top bits elsewhere."""
+    low, top = bits(b[:, 12:16], 4, 4), b[:, 4:12] >> 6 << 4
+    scale = torch.cat((b[:, 4:8] & 63, low[:, :4] | top[:, :4]), 1)
+    minimum = torch.cat((b[:, 8:12] & 63, low[:, 4:] | top[:, 4:]), 1)
+    return half(b, 0) * scale, half(b, 2) * minimum
+
+
+def q2_k(b: Tensor) -> Tensor:
+    """Q2_K: 16 scales and 16 minima of 4 bits."""
+    scale, minimum = half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
+    return scaled(bits(b[:, 16:80], 32, 2), scale, minimum)
+
+
+def q3_k(b: Tensor) -> Tensor:
+    """Q3_K: the third bits apart, 16 scales of 6 bits."""
+    scale = minus(bits(b[:, 96:104], 8, 4) | bits(b[:, 104:108], 4, 2) << 4, 32)
+    q = bits(b[:, 32:96], 32, 2) | bits(b[:, :32], 32, 1) << 2
+    return scaled(minus(q, 4), half(b, 108) * scale)
+
+
+def q6_k(b: Tensor) -> Tensor:
+    """Q6_K: the upper two bits apart, 16 scales of 8 bits."""
+    q = bits(b[:, :128], 64, 4) | bits(b[:, 128:192], 32, 2) << 4
+    return scaled(minus(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8))
+
+
+def fifth(b: Tensor, width: int) -> Tensor:
+    """One bit per weight, the fifth of each."""
+    return bits(b, width, 1) << 4
+
+
+GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
+    # weights and bytes per block, (n, bytes) uint8 -> (n, weights) float32
+    "F32": (1, 4, lambda b: b.view(torch.float32)),
+    "F16": (1, 2, lambda b: b.view(torch.float16).float()),
+    "BF16": (1, 2, lambda b: b.view(torch.bfloat16).float()),
+    "Q4_0": (32, 18, lambda b: scaled(minus(bits(b[:, 2:], 16, 4), 8), half(b, 0))),
+    "Q4_1": (32, 20, lambda b: scaled(bits(b[:, 4:], 16, 4), half(b, 0), -half(b, 2))),
+    "Q5_0": (
+        32,
+        22,
+        lambda b: scaled(minus(bits(b[:, 6:], 16, 4) | fifth(b[:, 2:6], 1), 16), half(b, 0)),
+    ),
+    "Q5_1": (
+        32,
+        24,
+        lambda b: scaled(bits(b[:, 8:], 16, 4) | fifth(b[:, 4:8], 1), half(b, 0), -half(b, 2)),
+    ),
+    "Q8_0": (32, 34, lambda b: scaled(b[:, 2:].view(torch.int8), half(b, 0))),
+    "Q2_K": (256, 84, q2_k),
+    "Q3_K": (256, 110, q3_k),
+    "Q4_K": (256, 144, lambda b: scaled(bits(b[:, 16:], 32, 4), *scales_k4(b))),
+    "Q5_K": (
+        256,
+        176,
+        lambda b: scaled(bits(b[:, 48:], 32, 4) | fifth(b[:, 16:48], 32), *scales_k4(b)),
+    ),
+    "Q6_K": (256, 210, q6_k),
+}
 
 
 def dequantize(blocks: Tensor, kind: str) -> Tensor:
-    """uint8 blocks (..., bytes) of one ggml type -> float32 (..., elements)."""
+    """uint8 blocks (rows, bytes) of one ggml type -> float32 (rows, weights); rare types by gguf."""
+    if kind in GGML_TYPES:
+        _, size, function = GGML_TYPES[kind]
+        return function(blocks.reshape(-1, size)).view(len(blocks), -1)
     import gguf
 
     array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
     return torch.from_numpy(array)
 
 
-class QuantizedLinear(nn.Module):
-    """x @ W.T with W kept as the file's blocks: uint8 (rows, bytes per row) of one ggml type."""
+# The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
+# dequantize_TYPE. F16 and BF16 are handled as blocks of 32, too.
+KERNELS = r"""
+// Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has (AVX-512, AVX2,
+// NEON); three intrinsics help where GCC does not see the one instruction that does it.
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+#define INLINE static inline __attribute__((always_inline))
+typedef const uint8_t *Bytes;
+typedef float Floats __attribute__((vector_size(64)));   // 16 weights are handled at a time
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+static const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, LOW6 = 0x3f3f3f3f;
 
-    def __init__(self, blocks: Tensor, kind: str) -> None:
+template <class V> INLINE V load(const void *p) { V v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *to, Floats f) { memcpy(to, &f, sizeof f); }
+static const struct Halves {  // float16 -> float by table: converting one number is slow on x86
+  float f[65536];
+  Halves() { for (int i = 0; i < 65536; i++) { uint16_t h = i; f[i] = load<_Float16>(&h); } }
+} halves;
+INLINE float half(Bytes p) { return halves.f[load<uint16_t>(p)]; }
+INLINE Floats floats(Ints v) { return __builtin_convertvector(v, Floats); }
+
+template <class To, class From> INLINE To widen(Bytes p) {  // 16 numbers of one type to another
+  To v;
+  for (int i = 0; i < 16; i++) v[i] = load<From>(p + i * sizeof(From));
+  return v;
+}
+#ifdef __AVX512F__
+#define WIDEN(To, From, f) template <> inline __attribute__((always_inline)) To widen<To, From>(Bytes p) { return (To)f; }
+WIDEN(Ints, uint8_t, _mm512_cvtepu8_epi32(load<__m128i>(p)))
+WIDEN(Ints, int8_t, _mm512_cvtepi8_epi32(load<__m128i>(p)))
+WIDEN(Ints, uint16_t, _mm512_cvtepu16_epi32(load<__m256i>(p)))
+WIDEN(Floats, _Float16, _mm512_cvtph_ps(load<__m256i>(p)))
+#endif
+INLINE Ints bits(Bytes p, int from, int mask, int to = 0) {  // mask << from of each byte, moved to bit `to`
+  Ints v = widen<Ints, uint8_t>(p);
+  v = from > to ? v >> (from - to) : v << (to - from);
+  return to == 0 && 255 >> from <= mask ? v : v & mask << to;
+}
+INLINE Ints fifth(Bytes p, int i) { return (load<int32_t>(p) >> (LANE + 16 * i) & 1) << 4; }
+
+INLINE void scales_k4(Bytes b, float *s, float *m) {  // 8 scales, 8 minima: 6 bits each in 12 bytes
+  Words v = load<Words>(b);
+  v = (__builtin_shufflevector(v, v, 1, 3, 2, 3) >> (Words){0, 0, 0, 4} & (Words){LOW6, LOW4, LOW6, LOW4}) |
+      (__builtin_shufflevector(v, v, 1, 1, 2, 2) >> (Words){0, 2, 0, 2} & (Words){0, LOW6 - LOW4, 0, LOW6 - LOW4});
+  Floats f = floats(widen<Ints, uint8_t>((Bytes)&v));
+  store(s, f * half(b)), store(m - 8, f * half(b + 2));
+}
+INLINE void scales_k3(Bytes b, float *s, float *m) {  // 16 scales of 6 bits in 12 bytes
+  Words v = {load<uint32_t>(b + 96), load<uint32_t>(b + 100), load<uint32_t>(b + 104)};
+  v = (__builtin_shufflevector(v, v, 0, 1, 0, 1) >> (Words){0, 0, 4, 4} & LOW4) |
+      (__builtin_shufflevector(v, v, 2, 2, 2, 2) >> (Words){0, 2, 4, 6} & LOW2) << 4;
+  Floats f = (floats(widen<Ints, uint8_t>((Bytes)&v)) - 32.f) * half(b + 108);
+  store(s, f), store(m, f * 4.f);
+}
+INLINE void scales_k2(Bytes b, float *s, float *m) {
+  store(s, floats(bits(b, 0, 15)) * half(b + 80)), store(m, floats(bits(b, 4, 15)) * half(b + 82));
+}
+INLINE void scales_k6(Bytes b, float *s, float *m) {
+  Floats f = floats(widen<Ints, int8_t>(b + 192)) * half(b + 208);
+  store(s, f), store(m, f * 32.f);
+}
+
+// The i-th 16 weights of a block
+template <class T> INLINE Floats weights(Bytes b, int i, const float *s, const float *m) {
+  int g = 16 * i / T::GROUP;
+  auto q = T::values(b, i);
+  if constexpr (T::BITS >= 16) return (Floats)q;
+#ifdef __AVX512F__
+  // 4 bits: one instruction looks up 16 weights in a table of the 16 there are (and ignores higher bits)
+  else if constexpr (T::BITS == 4)
+    return (Floats)_mm512_permutexvar_ps((__m512i)q, (__m512)(floats(LANE) * s[g] - m[g]));
+#endif
+  else return floats(T::BITS == 4 ? q & 15 : q) * s[g] - m[g];
+}
+// y[r] = (row w) . x[r] for R rows of x
+template <class T, int R> INLINE void dot(Bytes w, const float *x, float *y, long N, long K) {
+  Floats total[R][2] = {};
+  alignas(64) float s[32], *m = s + 16;
+  for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
+    for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 4096 + j);
+    T::scales(w, s, m);
+    if (T::BLOCK == 256) asm volatile("" : : "r"(s) : "memory");  // a scale is free when broadcast from memory
+#pragma GCC unroll 16
+    for (int i = 0; i < T::BLOCK / 16; i++) {
+      Floats f = weights<T>(w, i, s, m);
+      for (int r = 0; r < R; r++) total[r][i & 1] += f * load<Floats>(x + r * K + k + 16 * i);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    Floats t = total[r][0] + total[r][1];
+    float sum = 0;
+    for (int i = 0; i < 16; i++) sum += t[i];
+    y[r * N] = sum;
+  }
+}
+// (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y
+template <class T> void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
+#pragma omp parallel for schedule(dynamic, 64)
+  for (long n = 0; n < N; n++) {
+    Bytes b = w + n * (K / T::BLOCK * T::SIZE);
+    long r = 0;
+    for (; r + 4 <= rows; r += 4) dot<T, 4>(b, x + r * K, y + r * N + n, N, K);
+    if (rows - r >= 2) dot<T, 2>(b, x + r * K, y + r * N + n, N, K), r += 2;
+    if (rows - r >= 1) dot<T, 1>(b, x + r * K, y + r * N + n, N, K);
+  }
+}
+template <class T> void dequantize(Bytes w, float *y, long blocks) {
+#pragma omp parallel for
+  for (long n = 0; n < blocks; n++) {
+    alignas(64) float s[32], *m = s + 16;
+    T::scales(w + n * T::SIZE, s, m);
+#pragma GCC unroll 16
+    for (int i = 0; i < T::BLOCK / 16; i++)
+      store(y + n * T::BLOCK + 16 * i, weights<T>(w + n * T::SIZE, i, s, m));
+  }
+}
+
+#define TYPE(name, block, size, group, bits_, get_scales, get_values)                                  \
+  struct name {                                                                                        \
+    enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_ };                                  \
+    INLINE void scales(Bytes b, float *s, float *m) { get_scales; }                                    \
+    INLINE auto values(Bytes b, int i) { return get_values; }                                          \
+  };                                                                                                   \
+  extern "C" void linear_##name(Bytes w, const float *x, float *y, long rows, long N, long K) {        \
+    linear<name>(w, x, y, rows, N, K);                                                                 \
+  }                                                                                                    \
+  extern "C" void dequantize_##name(Bytes w, float *y, long blocks) { dequantize<name>(w, y, blocks); }
+
+// type, weights and bytes per block, weights per scale, bits, scale(s) and minima, the i-th 16 integers
+TYPE(F32, 32, 128, 32, 32, , load<Floats>(b + 64 * i))
+TYPE(F16, 32, 64, 32, 16, , (widen<Floats, _Float16>(b + 32 * i)))
+TYPE(BF16, 32, 64, 32, 16, , (widen<Ints, uint16_t>(b + 32 * i)) << 16)
+TYPE(Q4_0, 32, 18, 32, 4, (*s = half(b), *m = 8 * *s), bits(b + 2, 4 * i, 255))
+TYPE(Q4_1, 32, 20, 32, 4, (*s = half(b), *m = -half(b + 2)), bits(b + 4, 4 * i, 255))
+TYPE(Q5_0, 32, 22, 32, 5, (*s = half(b), *m = 16 * *s), bits(b + 6, 4 * i, 15) | fifth(b + 2, i))
+TYPE(Q5_1, 32, 24, 32, 5, (*s = half(b), *m = -half(b + 2)), bits(b + 8, 4 * i, 15) | fifth(b + 4, i))
+TYPE(Q8_0, 32, 34, 32, 8, (*s = half(b), *m = 0), (widen<Ints, int8_t>(b + 2 + 16 * i)))
+TYPE(Q2_K, 256, 84, 16, 2, scales_k2(b, s, m), bits(b + 16 + i / 8 * 32 + i % 2 * 16, i / 2 % 4 * 2, 3))
+TYPE(Q3_K, 256, 110, 16, 3, scales_k3(b, s, m),
+     bits(b + 32 + i / 8 * 32 + i % 2 * 16, i / 2 % 4 * 2, 3) | bits(b + i % 2 * 16, i / 2, 1, 2))
+TYPE(Q4_K, 256, 144, 32, 4, scales_k4(b, s, m), bits(b + 16 + i / 4 * 32 + i % 2 * 16, i / 2 % 2 * 4, 255))
+TYPE(Q5_K, 256, 176, 32, 5, scales_k4(b, s, m),
+     bits(b + 48 + i / 4 * 32 + i % 2 * 16, i / 2 % 2 * 4, 15) | bits(b + 16 + i % 2 * 16, i / 2, 1, 4))
+TYPE(Q6_K, 256, 210, 16, 6, scales_k6(b, s, m),
+     bits(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) | bits(b + 128 + i / 8 * 32 + i % 2 * 16, i / 2 % 4 * 2, 3, 4))
+"""
+
+
+@functools.cache
+def kernels() -> tuple[ctypes.CDLL, float]:
+    """KERNELS, compiled once per machine and then found in the cache, and the seconds that took.
+
+    They run on torch's own threads. Raises OSError where there is no compiler, or none that can.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise OSError("no C++ compiler (g++, clang++ or the one that $CXX names)")
+    start = time.perf_counter()
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"{compiler} failed: {done.stderr.strip()[:200]}")
+        return done.stdout
+
+    # The predefined macros name the compiler's version and the processor's instruction sets.
+    macros = run("-march=native", "-dM", "-E", "-x", "c++", os.devnull)
+    key = hashlib.sha256((KERNELS + macros).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama2.py"
+    library = cache / f"kernels-{key}.so"
+    if not library.exists():
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as build:
+            source, new = Path(build, "kernels.cpp"), Path(build, library.name)
+            source.write_text(KERNELS)
+            flags = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-w", "-shared", "-fPIC")
+            run(*flags, str(source), "-o", str(new))
+            new.replace(library)  # at once: two processes may do this at the same time
+    return ctypes.CDLL(str(library)), time.perf_counter() - start
+
+
+FEW_ROWS = 8  # up to here multiply block by block, above dequantise and use a matrix product
+CHUNK = 2**20  # weights dequantised at a time: 4 MB stay in the processor's cache
+
+
+class QuantizedLinear(nn.Module):
+    """y = x W^T with W kept as the file's blocks, uint8 (out, bytes per row), most often mapped.
+
+    The result is that of F.linear(x, dequantize(W)) in float32, but for the order of summation
+    (1e-6 relative). `library`: the compiled kernels; without them all is done by torch.
+    """
+
+    def __init__(self, blocks: Tensor, kind: str, library: ctypes.CDLL | None = None) -> None:
         super().__init__()
         self.kind = kind
         self.register_buffer("blocks", blocks)
+        block, size, _ = GGML_TYPES[kind]
+        self.out_features, self.in_features = len(blocks), blocks.shape[1] // size * block
+        if self.in_features % 32:  # rows of F16 that the kernels cannot read
+            library = None
+        self.native = library and (library[f"linear_{kind}"], library[f"dequantize_{kind}"])
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{self.in_features}, {self.out_features}, {self.kind}"
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, dequantize(self.blocks, self.kind).to(x.dtype))
+        """x (..., in) -> (..., out) of x's dtype."""
+        rows = x.reshape(-1, self.in_features)
+        compiling = torch.compiler.is_compiling()
+        if len(rows) <= FEW_ROWS and self.native and not compiling:
+            rows = rows.float().contiguous()
+            y = rows.new_empty(len(rows), self.out_features)
+            pointers = (ctypes.c_void_p(t.data_ptr()) for t in (self.blocks, rows, y))
+            sizes = (ctypes.c_long(n) for n in (*y.shape, self.in_features))
+            self.native[0](*pointers, *sizes)
+        elif len(rows) <= FEW_ROWS and compiling:  # one fused loop: W is never unpacked to memory
+            y = (dequantize(self.blocks, self.kind) * rows.float()[:, None]).sum(-1)
+        else:
+            y = self.matmul(rows)
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """Dequantise some rows of W, multiply, go on with the next: (n, in) -> (n, out)."""
+        step = max(1, CHUNK // self.in_features) if x.device.type == "cpu" else self.out_features
+        y = x.new_empty(len(x), self.out_features)
+        buffer = torch.empty(step, self.in_features) if self.native else None
+        for start in range(0, self.out_features, step):
+            blocks = self.blocks[start : start + step]
+            if buffer is None:
+                w = dequantize(blocks, self.kind)
+            else:
+                w = buffer[: len(blocks)]
+                count = ctypes.c_long(w.numel() // max(GGML_TYPES[self.kind][0], 32))
+                pointers = (ctypes.c_void_p(t.data_ptr()) for t in (blocks, w))
+                self.native[1](*pointers, count)
+            torch.mm(x, w.to(x.dtype).T, out=y[:, start : start + step])
+        return y
 
 
 class QuantizedEmbedding(nn.Module):
@@ -487,6 +820,7 @@ class QuantizedEmbedding(nn.Module):
         self.register_buffer("blocks", blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (...) -> (..., C)."""
         rows = self.blocks[tokens.flatten()]
         return dequantize(rows, self.kind).view(*tokens.shape, -1).to(self.dtype)
 
@@ -572,7 +906,9 @@ class Weight:
         return replace(self, shape=tuple(shape), pieces=pieces, hf_heads=hf_heads)
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """The weight as a tensor of its own in memory, converted a few rows at a time."""
+        """The weight as a dense tensor, converted a few rows at a time; mapped if nothing changes."""
+        if DENSE.get(self.kind) == dtype and self.data.storage_offset() % dtype.itemsize == 0:
+            return self.data.view(dtype).view(self.shape).to(device)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         rows = self.data
         flat = out.view(len(rows), -1)
@@ -1076,9 +1412,10 @@ def show_progress(items: Collection, label: str, show: bool) -> Iterable:
     return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr)
 
 
-def keeps_blocks(weight: Weight) -> bool:
-    """Whether a weight is quantised in memory, too: a matrix of a type that is not dense."""
-    return weight.kind not in DENSE and len(weight.shape) == 2
+def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether a weight stays in memory as it is in the file, for activations of `dtype`."""
+    dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
+    return len(weight.shape) == 2 and weight.kind in GGML_TYPES and weight.kind not in dense
 
 
 def build_model(
@@ -1086,27 +1423,36 @@ def build_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
+    compile: bool = True,
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
     Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit
-    ones keep their 16 bits too: half the memory, and the same numbers.
+    ones keep their 16 bits too: half the memory, and the same numbers. `compile`: use the kernels,
+    on the CPU; where they cannot be compiled, it is slow and a warning says why.
     """
+    library = None
+    kept = any(keeps_blocks(weight, dtype) for weight in checkpoint.weights.values())
+    if compile and kept and torch.device(device).type == "cpu":
+        try:
+            library, _ = kernels()
+        except OSError as error:
+            warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     for name, weight in show_progress(checkpoint.weights.items(), "loading", progress):
         parent, _, attribute = name.removesuffix(".weight").rpartition(".")
         module = model.get_submodule(name.removesuffix(".weight"))
-        if not keeps_blocks(weight):
+        if not keeps_blocks(weight, dtype):
             module.weight = nn.Parameter(weight.dense(dtype, device), requires_grad=False)
             continue
         data = weight.data.to(device)
         if isinstance(module, nn.Embedding):
             module = QuantizedEmbedding(data, weight.kind, dtype)
             if checkpoint.config.tie_word_embeddings:
-                model.lm_head = QuantizedLinear(data, weight.kind)
+                model.lm_head = QuantizedLinear(data, weight.kind, library)
         else:
-            module = QuantizedLinear(data, weight.kind)
+            module = QuantizedLinear(data, weight.kind, library)
         setattr(model.get_submodule(parent), attribute, module)
     if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
         model.lm_head.weight = model.embed_tokens.weight
@@ -1820,7 +2166,7 @@ def memory_plan(
 ) -> dict[str, int]:
     """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
     weights, item = list(weights), dtype.itemsize
-    held = [w.nbytes if keeps_blocks(w) else math.prod(w.shape) * item for w in weights]
+    held = [w.nbytes if keeps_blocks(w, dtype) else math.prod(w.shape) * item for w in weights]
     heads = config.num_hidden_layers * config.num_key_value_heads
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
     largest = config.hidden_size * config.intermediate_size * item  # one matrix dequantised
