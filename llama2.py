@@ -1725,9 +1725,9 @@ class StreamDecoder:
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
         data, kind = self.tokenizer.piece(token_id)
-        if kind == CONTROL:
-            return ""
         text = "" if kind == BYTE else self.flush()  # bytes before another piece stay incomplete
+        if kind == CONTROL:
+            return text
         if self.first and kind == NORMAL:
             data = data.removeprefix(b" ")
         self.first = False
