@@ -696,8 +696,8 @@ def test_reader_equals_gguf_reader_on_every_value_type(tmp_path):
         writer.add_key_value(f"many.{name}", [value] * 3, types.ARRAY, types[name])
     writer.add_key_value("false", False, types.BOOL)
     writer.add_custom_alignment(64)
-    for i, dtype in enumerate(("float16", "float32", "float64", "int8", "int32")):
-        writer.add_tensor(f"tensor.{i}", np.arange(6 * (i + 1), dtype=dtype).reshape(2, 3, i + 1))
+    for i, dtype in enumerate(("float16", "float32")):
+        writer.add_tensor(f"tensor.{i}", np.arange(24, dtype=dtype).reshape(2, 3, 4)[: i + 1])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -962,7 +962,7 @@ REFUSED = {
     "uneven heads": ({"llama.attention.head_count": [4, 2]}, {}, "llama", "head_count"),
     "alignment": ({"general.alignment": 33}, {}, "llama", "alignment is 33"),
     "a string": ({"llama.block_count": "2"}, {}, "llama", "block_count"),
-    "layers": ({"llama.block_count": 2**31 - 1}, {}, "llama", "2147483647 layers"),
+    "layers": ({"llama.block_count": 2**31 - 1}, {}, "llama", "2147483647"),
     "no heads": ({"llama.attention.head_count": 0}, {}, "llama", "head"),
     "one layer too many": ({"llama.block_count": 3}, {}, "llama", r"missing.*blk\.2\."),
     "one layer too few": ({"llama.block_count": 1}, {}, "llama", r"unknown.*blk\.1\."),
@@ -974,7 +974,7 @@ REFUSED = {
     "shape": ({}, {"output.weight": np.ones((320, 32), np.float32)}, "llama", "output.*320, 32"),
     "rows": ({}, {"token_embd.weight": np.ones((9, 64), np.float32)}, "llama", "9"),
     "divisors": ({}, {"rope_freqs.weight": np.zeros(8, np.float32)}, "llama", "rope_freq"),
-    "scores": ({"tokenizer.ggml.scores": [0.0]}, {}, "llama", "1 scores"),
+    "scores": ({"tokenizer.ggml.scores": [0.0]}, {}, "llama", "scores.* 1 "),
     "eos": ({"tokenizer.ggml.eos_token_id": 320}, {}, "llama", "320"),
 }
 for name in ("context_length", "embedding_length", "block_count", "feed_forward_length"):
@@ -1120,7 +1120,7 @@ def test_types_that_hold_no_weights_are_refused(tmp_path, vocabulary, kind):
     weights["output.weight"] = (blocks, Kind[kind])
     keys = config_keys(WIDE) | vocabulary_keys(vocabulary[1])
     path = write_gguf(tmp_path / "x.gguf", keys, weights)
-    with pytest.raises(ValueError, match=rf"x.gguf: output.weight.*{kind}"):
+    with pytest.raises(ValueError, match="x.gguf: output.weight.*type"):
         llama2.open_checkpoint(path)
 
 
@@ -1191,6 +1191,8 @@ def test_stream_waits_for_whole_characters(rebuilt):
     ids, decoder = rebuilt.encode("\U0001f999", bos=False), llama2.StreamDecoder(rebuilt)
     assert [decoder.decode(i) for i in ids[-4:]] == ["", "", "", "\U0001f999"]
     assert decoder.decode(ids[-4]) == "" and decoder.flush() == "\ufffd" and decoder.flush() == ""
+    broken = [*ids[-4:-2], 2, *ids[-2:]]  # a control token within: its halves are no character
+    assert streamed(rebuilt, broken) == rebuilt.decode(broken) == "\ufffd" * 4
 
 
 def test_tokenizer_never_raises_on_text_and_names_wrong_ids(rebuilt):
@@ -1730,12 +1732,12 @@ def test_seed_stop_and_sampling_options(cli):
         assert cli(*options, *one)[1] == greedy
 
 
-def test_version_and_info(cli, cli_path):
+def test_version_and_info(cli):
     status, out, err = cli("--version")
     assert status == 0 and llama2.VERSION in out and not err
     status, out, err = cli("--info", stdin=b"not read")
     assert status == 0 and not err
-    for word in ("F32", "GGUF", "400", "320", str(os.path.getsize(cli_path))[:2]):
+    for word in ("GGUF", "F32", "hidden_size", "320", "memory", "400"):
         assert word in out
 
 
