@@ -88,29 +88,13 @@ def make_hf(config, weights, **options):
     return model.eval()
 
 
-GGUF_NAMES = {
-    "embed_tokens": "token_embd",
-    "lm_head": "output",
-    "layers.": "blk.",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+NAME_MAP = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 8)  # what llama.cpp's converter goes by
 
 
 def gguf_name(name):
     """The name of a weight in a GGUF file."""
-    if name == "norm.weight":
-        return "output_norm.weight"
-    for ours, theirs in GGUF_NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
+    prefix = "" if name == "lm_head.weight" else "model."
+    return NAME_MAP.get_name(prefix + name, try_suffixes=(".weight",))
 
 
 def vocabulary_keys(sp):
@@ -968,6 +952,7 @@ REFUSED = {
     "one layer too few": ({"llama.block_count": 1}, {}, "llama", r"unknown.*blk\.1\."),
     "kv heads": ({"llama.attention.head_count_kv": None}, {}, "llama", "attn_k.weight is .32, 64"),
     "bias": ({}, {"blk.0.attn_q.bias": np.ones(64, np.float32)}, "llama", r"blk\.0\.attn_q\.bias"),
+    "fused": ({}, {"blk.0.attn_qkv.weight": np.ones((99, 64), np.float32)}, "llama", "qkv|attn_v"),
     "extra": ({}, {"extra.weight": np.ones(3, np.float32)}, "llama", "unknown.*extra.weight"),
     "missing": ({}, {"blk.1.ffn_up.weight": (None, None)}, "llama", r"missing.*blk\.1\.ffn_up"),
     "no embedding": ({}, {"token_embd.weight": (None, None)}, "llama", "token_embd"),
@@ -1044,13 +1029,7 @@ def random_blocks(kind, rows, columns, seed):
 
 
 WIDE = llama2.Config(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=320,
-    max_position_embeddings=64,
+    **SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 )
 
 
@@ -1133,20 +1112,14 @@ def random_texts(count, seed=0):
     chance = random.Random(seed)
     some = [" ", "  ", "\n", "\t", "\u2581", "<s>", "</s>", "<0x0A>", "\U0001f469\u200d\U0001f680"]
     for _ in range(count):
-        text = ""
+        parts = []
         for _ in range(chance.randrange(12)):
             start = chance.randrange(len(TALE))
-            kind = chance.randrange(4)
-            point = chance.choice((0x80, 0x800, 0xD800, 0x110000 - 0x800))
-            point = chance.randrange(point)
-            text += (
-                TALE[start : start + chance.randrange(9)]
-                if kind == 0
-                else chance.choice(some)
-                if kind == 1
-                else chr(point if point < 0xD800 else point + 0x800)
-            )
-        yield text
+            point = chance.randrange(chance.choice((0x80, 0x800, 0xD800, 0x10F800)))
+            any_character = chr(point + 0x800 * (point >= 0xD800))
+            tale = TALE[start : start + chance.randrange(9)]
+            parts.append(chance.choice((tale, chance.choice(some), any_character, any_character)))
+        yield "".join(parts)
 
 
 @pytest.fixture(scope="session")
