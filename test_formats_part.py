@@ -262,18 +262,13 @@ def test_save_copies_quantised_blocks_and_vocabulary(forms, tmp_path):
         assert torch.equal(weight.data, second.tensors[name].data), name
 
 
-def test_vocabulary_keeps_user_defined_and_padding(tmp_path):
-    (tmp_path / "text").write_text("a b c the bear\n" * 50)
-    sentencepiece.SentencePieceTrainer.train(
-        input=tmp_path / "text", model_prefix=tmp_path / "t", model_type="bpe", vocab_size=290,
-        byte_fallback=True, normalization_rule_name="identity", hard_vocab_limit=False,
-        user_defined_symbols=["<|x|>"], minloglevel=2, num_threads=1,
-    )  # fmt: skip
-    tokenizer = llama2.Tokenizer.from_file(tmp_path / "t.model")
-    pieces, scores, kinds = tokenizer.pieces(tokenizer.vocab_size + 2)
-    assert kinds[pieces.index(b"<|x|>")] == llama2.USER_DEFINED
-    assert pieces[-2:] == [f"[PAD{tokenizer.vocab_size + i}]".encode() for i in (0, 1)]
-    assert scores[5:8] == [tokenizer.sp.get_score(i) for i in (5, 6, 7)]
+def test_vocabulary_smaller_than_the_embedding(forms):
+    tokenizer = llama2.Tokenizer.from_file(forms[0] / "tokenizer.model")
+    vocabulary = tokenizer.vocabulary(tokenizer.vocab_size + 2)
+    assert vocabulary["tokenizer.ggml.tokens"][-2:] == ["[PAD300]", "[PAD301]"]
+    assert vocabulary["tokenizer.ggml.token_type"][-3:] == [1, 5, 5]
+    with pytest.raises(ValueError, match="300 pieces; the model has 299"):
+        llama2.Tokenizer.from_file(forms[0] / "tokenizer.model", 299)
 
 
 def test_a_hostile_pickle_is_refused_and_not_executed(forms, tmp_path):
@@ -322,11 +317,11 @@ REFUSED = [
     ("hf", {"intermediate_size": 96}, r"gate_proj.weight is \[160, 128\]; needed is \[96, 128\]"),
     ("hf", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
     ("hf", {"vocab_size": 299}, "embed_tokens.weight is"),
-    ("meta1", {"use_scaled_rope": True}, "use_scaled_rope is none of Llama 2's"),
-    ("meta1", {"ffn_dim_multiplier": 1.3}, "rows of w1"),
+    ("meta1", {"use_scaled_rope": True}, "use_scaled_rope is not of Llama 2"),
+    ("meta1", {"ffn_dim_multiplier": 1.3}, "follow from it"),
     ("meta1", {"dim": 512}, "are shards missing"),
     ("meta1", {"n_heads": 0}, "num_attention_heads is 0"),
-    ("meta1", {"vocab_size": 7}, "vocab_size is not"),
+    ("meta1", {"vocab_size": 7}, "follow from it"),
 ]
 
 
