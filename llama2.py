@@ -1526,6 +1526,8 @@ def save_gguf(
                 rows = weight.data.numpy()
             else:
                 values = weight.dense(torch.float32).numpy()
+                if target == "F16" and abs(values).max() > 65504:
+                    raise ValueError("a weight is beyond the range of F16; BF16 can hold it")
                 rows = gguf.quants.quantize(values, gguf.GGMLQuantizationType[target])
             writer.write_tensor_data(rows)
         writer.close()
@@ -2102,15 +2104,13 @@ def rank_part(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
         axis = axes[last_name(name)]
         if axis is None:
             continue
-        size = weight.shape[axis]
-        if ".self_attn." in name:
-            run = size // kv_heads  # what must stay together: a head,
-        elif ".mlp." in name:  # or a block, of down_proj, whose columns are the rows of the others
+        size, block = weight.shape[axis], weight.block[0] if axis == 1 else 1
+        run = block  # what must stay together: a block, of the MLP one of down_proj's columns, ...
+        if ".mlp." in name:
             run = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-        else:
-            run = weight.block[0] if axis == 1 else 1
+        elif ".self_attn." in name:  # ... a key/value head with its query heads
+            run = size // kv_heads
         start, stop = (size // run * r // ranks * run for r in (rank, rank + 1))
-        block = weight.block[0] if axis == 1 else 1
         if start == stop or start % block or stop % block:
             found = f"{size} cannot be divided by {ranks} ranks into runs of {run}"
             raise ValueError(f"{name}, {weight.kind} in blocks of {block}: {found}")
@@ -2165,16 +2165,17 @@ def free_memory(device: torch.device) -> int:
     """Bytes that a process can have on a device, what others use and may give back not counted."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free = int(found[1]) * 1024  # with the page cache
-        group = Path("/sys/fs/cgroup")  # of a container
+    if not Path("/proc/meminfo").exists():  # not Linux: all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    free, group = int(found[1]) * 1024, Path("/sys/fs/cgroup")  # with the page cache
+    try:  # the limit of a container
         limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
         cached = re.search(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
         free = min(free, int(limit) - int(used) + int(cached[1]))
-    except (OSError, TypeError, ValueError):
+    except (OSError, ValueError):  # there is none
         pass
-    return free
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes share it
 
 
 def check_memory(
@@ -2286,7 +2287,7 @@ def note(text: str) -> None:
 
 def fail(message: object) -> int:
     """One line on stderr; 2, the exit status for what the user or a file got wrong."""
-    if start_ranks() == 0:  # the others would say the same
+    if start_ranks() == 0 or isinstance(message, RuntimeError):  # the others would say the same
         note("llama2.py: error: " + " ".join((str(message) or type(message).__name__).split()))
     return 2
 
