@@ -2204,8 +2204,8 @@ def check_memory(
 
 def gigabytes(plan: dict[str, int]) -> str:
     """A memory plan as text."""
-    parts = [f"{name} {size / 1e9:.2f}" for name, size in plan.items()]
-    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.2f} GB"
+    parts = [f"{name} {size / 1e9:.3g}" for name, size in plan.items()]
+    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.3g} GB"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2337,7 +2337,7 @@ def describe_checkpoint(checkpoint: Checkpoint, context: int, dtype: torch.dtype
         "form": checkpoint.form,
         **{item.name: getattr(config, item.name) for item in fields(config)},
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
-        "size": f"{sum(weight.nbytes for weight in weights) / 1e9:.2f} GB",
+        "size": f"{sum(weight.nbytes for weight in weights) / 1e9:.3g} GB",
         f"memory at {context} tokens": gigabytes(memory_plan(config, weights, context, dtype)),
     }
     return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
