@@ -844,11 +844,8 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
     ("norm", "output_norm", "norm", None),
     ("lm_head", "output", "output", 0),
 )
-DENSE = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}  # safetensors' names too
+# The types that are no blocks, as GGUF and safetensors name them.
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def last_name(name: str) -> str:
@@ -867,7 +864,7 @@ class Weight:
     shape: tuple[int, ...]  # in torch's order, (out, in)
     pieces: list[Tensor]
     axis: int = 0
-    hf_heads: int = 0  # the rows of so many heads are in Hugging Face's order
+    hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
 
     @property
     def block(self) -> tuple[int, int]:
@@ -885,25 +882,22 @@ class Weight:
     def data(self) -> Tensor:
         """uint8 (rows, bytes per row) in Meta's order: the mapped file if nothing has to move."""
         data = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, self.axis)
-        if self.hf_heads:  # per head, rows 0, 2, 4, ... and then 1, 3, 5, ...: see apply_rotary_emb
-            data = data.unflatten(0, (self.hf_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if self.hf_head_dim:  # each head's rows 0, 2, 4, ... before 1, 3, 5, ...
+            heads = data.unflatten(0, (-1, 2, self.hf_head_dim // 2))
+            data = heads.transpose(1, 2).flatten(0, 2)
         return data.contiguous()
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
         """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads nothing else."""
-        shape, hf_heads = list(self.shape), self.hf_heads
+        shape, pieces = list(self.shape), []
         shape[axis] = stop - start
-        if axis == 0:
-            hf_heads = hf_heads * (stop - start) // self.shape[0]
-        else:
+        if axis == 1:
             start, stop = (i // self.block[0] * self.block[1] for i in (start, stop))
-        pieces = []
         for piece in self.pieces:
             pieces.append(piece[start:stop] if axis == 0 else piece[:, start:stop])
             if axis == self.axis:  # the next piece begins where this one ends
                 start, stop = (max(i - piece.shape[axis], 0) for i in (start, stop))
-        pieces = [piece for piece in pieces if piece.numel()] or pieces[:1]
-        return replace(self, shape=tuple(shape), pieces=pieces, hf_heads=hf_heads)
+        return replace(self, shape=tuple(shape), pieces=[p for p in pieces if p.numel()])
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a dense tensor, converted a few rows at a time; mapped if nothing changes."""
@@ -1250,16 +1244,14 @@ def find_tokenizer(*directories: Path) -> Path:
     raise FileNotFoundError(f"{directories[0]}: {needed}")
 
 
-META_SETTINGS = (
-    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "norm_eps"),
-    *("ffn_dim_multiplier", "rope_theta", "max_seq_len", "max_batch_size"),
-)
+META_SETTINGS = "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps"
+META_SETTINGS += " rope_theta max_seq_len max_batch_size"
 
 
 def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     """Open Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
     if [file.name for file in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(f"{path}: of the shards to {files[-1].name} there are {len(files)}")
+        raise ValueError(f"{path}: of the shards up to {files[-1].name} there are {len(files)}")
     shards = [read_tensors(file) for file in files]
     axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
     for name, weight in shards[0].items():
@@ -1271,14 +1263,14 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
             shape[axis] *= len(parts)
             weight = Weight(weight.kind, tuple(shape), [w.pieces[0] for w in parts], axis)
         tensors[name] = weight
-    tensors.pop("rope.freqs", None)  # frequencies as Meta's code computed them, nothing learned
+    tensors.pop("rope.freqs", None)  # computed, not learned
 
     params = path / "params.json"
     settings = read_json(params)
     get = partial(lookup, params, settings)
-    for key in settings:
-        if settings[key] and key not in META_SETTINGS:
-            raise ValueError(f"{params}: {key} is none of Llama 2's: {', '.join(META_SETTINGS)}")
+    odd = [key for key in settings if settings[key] and key not in META_SETTINGS.split()]
+    if odd:
+        raise ValueError(f"{params}: {odd[0]} is not of Llama 2; accepted are {META_SETTINGS}")
     hidden, heads, multiple = get("dim", int), get("n_heads", int), get("multiple_of", int, 256)
     vocab_size, columns = matrix_shape(tensors, "tok_embeddings", path)
     if columns != hidden:
@@ -1286,11 +1278,13 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         raise ValueError(f"{path}: {found}: are shards missing?")
     intermediate = matrix_shape(tensors, "layers.0.feed_forward.w1", path)[0]
     formula = int(int(8 * hidden / 3) * get("ffn_dim_multiplier", float, 1.0))
-    formula = -(-formula // max(multiple, 1)) * multiple
-    if intermediate != formula:
-        raise ValueError(f"{params}: gives {formula} rows of w1, the shards have {intermediate}")
-    if get("vocab_size", int, -1) not in (-1, vocab_size):
-        raise ValueError(f"{params}: vocab_size is not {vocab_size}, as of tok_embeddings")
+    formula = -(-formula // max(multiple, 1)) * multiple  # rounded up
+    if (formula, get("vocab_size", int, -1)) not in (
+        (intermediate, -1),
+        (intermediate, vocab_size),
+    ):
+        found = f"the shards have {intermediate} rows of w1 and {vocab_size} tokens"
+        raise ValueError(f"{params}: {formula} rows of w1 follow from it; {found}")
     config = Config(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -1301,13 +1295,10 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         rms_norm_eps=get("norm_eps", float),
         rope_theta=get("rope_theta", float, 10000.0),
     )
+    weights = rename(tensors, 2, config, path)
     pieces = find_tokenizer(path, path.resolve().parent)
-    return Checkpoint(
-        form=f"Meta's directory, {len(files)} .pth",
-        config=config,
-        weights=rename(tensors, 2, config, path),
-        tokenizer=lambda: Tokenizer.from_file(pieces, vocab_size),
-    )
+    tokenizer = partial(Tokenizer.from_file, pieces, vocab_size)
+    return Checkpoint(f"Meta's directory, {len(files)} .pth", config, weights, tokenizer)
 
 
 def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
@@ -1334,7 +1325,8 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         if found is not None and found != accepted:
             raise ValueError(f"{file}: {key} is {str(found)[:60]}; accepted is {accepted}")
 
-    base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
+    kind = files[0].suffix
+    base = "model.safetensors" if kind == ".safetensors" else "pytorch_model.bin"
     index = path / f"{base}.index.json"
     if index.is_file():  # without one, all files that are there
         names = lookup(index, read_json(index), "weight_map", dict).values()
@@ -1345,10 +1337,10 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
             ours = name.removeprefix("model.")
             if ours in tensors:
                 raise ValueError(f"{part}: {name} stands in another file, too")
-            if not ours.endswith(".rotary_emb.inv_freq"):  # nothing learned
+            if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
+    tied = get("tie_word_embeddings", bool, False)
     names = "hidden_size intermediate_size num_hidden_layers vocab_size max_position_embeddings"
-    tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
     config = Config(
         **{name: get(name, int) for name in names.split()},  # the keys are Config's names
         num_attention_heads=heads,
@@ -1356,23 +1348,20 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         rms_norm_eps=get("rms_norm_eps", float),
         rope_theta=get("rope_theta", float, 10000.0),
         rope_scaling_factor=get("factor", float, 1.0) if linear else 1.0,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=tied and "lm_head.weight" not in tensors,
     )
     weights = rename(tensors, 0, config, path)
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
-            weight.hf_heads = weight.shape[0] // config.head_dim
-    pieces, jinja = find_tokenizer(path), path / "chat_template.jinja"
-    template = jinja.read_text("utf-8", "replace") if jinja.is_file() else ""
-    if not template and (path / "tokenizer_config.json").is_file():
-        template = read_json(path / "tokenizer_config.json").get("chat_template")
-    return Checkpoint(
-        form=f"Hugging Face directory, {len(files)} {files[0].suffix}",
-        config=config,
-        weights=weights,
-        tokenizer=lambda: Tokenizer.from_file(pieces, config.vocab_size),
-        chat_template=template if isinstance(template, str) else "",
-    )
+            weight.hf_head_dim = config.head_dim
+    template, other = path / "chat_template.jinja", path / "tokenizer_config.json"
+    if template.is_file():
+        template = template.read_text("utf-8", "replace")
+    else:
+        template = read_json(other).get("chat_template") if other.is_file() else ""
+    form = f"Hugging Face directory, {len(files)} {kind}"
+    tokenizer = partial(Tokenizer.from_file, find_tokenizer(path), config.vocab_size)
+    return Checkpoint(form, config, weights, tokenizer, str(template or ""))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -1496,34 +1485,29 @@ def save_gguf(
     config, path = checkpoint.config, Path(path)
     unfinished = path.with_name(path.name + ".unfinished")
     writer = gguf.GGUFWriter(unfinished, "llama")
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_vocab_size(config.vocab_size)
-    if config.rope_scaling_factor != 1:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope_scaling_factor)
-    tokenizer = checkpoint.tokenizer()
-    pieces, scores, types = tokenizer.pieces(config.vocab_size)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(pieces)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
-    writer.add_unk_token_id(tokenizer.sp.unk_id())
-    writer.add_bos_token_id(tokenizer.bos_id)
-    writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_add_bos_token(tokenizer.add_bos)
-    writer.add_add_space_prefix(tokenizer.sp.encode_as_pieces("a")[0] != "a")
-    if checkpoint.chat_template:
-        writer.add_chat_template(checkpoint.chat_template)
-    names = {ours: theirs for ours, theirs in name_map(1, config)}
+    settings = {
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": float(config.rope_theta),
+        "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
+        "llama.rope.scaling.factor": float(config.rope_scaling_factor),
+        "llama.vocab_size": config.vocab_size,
+        "tokenizer.chat_template": checkpoint.chat_template,
+    }
+    for key, value in (settings | checkpoint.tokenizer().vocabulary(config.vocab_size)).items():
+        kind_of_value = gguf.GGUFValueType.get_type(value)  # of 32 bits, as llama.cpp wants them
+        if type(value) is int:
+            kind_of_value = gguf.GGUFValueType.UINT32
+        if value not in ("", [], -1):
+            writer.add_key_value(key, value, kind_of_value)
+    names = dict(name_map(1, config))
     weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
     if config.rope_freq_factors is not None:
         factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
@@ -1542,6 +1526,8 @@ def save_gguf(
                 rows = weight.data.numpy()
             else:
                 values = weight.dense(torch.float32).numpy()
+                if target == "F16" and abs(values).max() > 65504:
+                    raise ValueError("a weight is beyond the range of F16; BF16 can hold it")
                 rows = gguf.quants.quantize(values, gguf.GGMLQuantizationType[target])
             writer.write_tensor_data(rows)
         writer.close()
@@ -1612,28 +1598,6 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     return b"".join((*out, message(2, trainer), message(3, normalizer)))
 
 
-def proto_fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer's message, (number, integer or bytes): the inverse of those."""
-    place = 0
-
-    def varint() -> int:
-        nonlocal place
-        start = place
-        while data[place] > 127:
-            place += 1
-        place += 1
-        return sum((byte & 127) << 7 * i for i, byte in enumerate(data[start:place]))
-
-    while place < len(data):
-        number, wire = divmod(varint(), 8)
-        if wire == 0:
-            yield number, varint()
-        else:
-            size = {1: 8, 5: 4}.get(wire) or varint()
-            place += size
-            yield number, data[place - size : place]
-
-
 class Tokenizer:
     """SentencePiece, from a tokenizer.model or from a GGUF's own vocabulary.
 
@@ -1651,6 +1615,7 @@ class Tokenizer:
             raise ValueError(f"{source}: {problem}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
+        self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
 
     @classmethod
     def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
@@ -1665,7 +1630,10 @@ class Tokenizer:
         """Rebuild SentencePiece's model from the vocabulary inside a GGUF file."""
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
         add_bos = gguf.get("tokenizer.ggml.add_bos_token", bool, True)
-        return cls(sentencepiece_model(gguf), gguf.path, add_bos)
+        tokenizer = cls(sentencepiece_model(gguf), gguf.path, add_bos)
+        keys = [key for key in gguf.metadata if key.startswith("tokenizer.")]
+        tokenizer.metadata = {key: gguf.metadata[key] for key in keys}
+        return tokenizer
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Text -> ids. Raises ValueError when BOS is asked for and the vocabulary has none."""
@@ -1698,13 +1666,31 @@ class Tokenizer:
             return bytes((int(text[3:5], 16),)), BYTE
         return text.replace("\u2581", " ").encode(), NORMAL
 
-    def pieces(self, count: int) -> tuple[list[bytes], list[float], list[int]]:
-        """The text, score and type of each piece, filled up to `count` with unused ones."""
-        proto = self.sp.serialized_model_proto()
-        found = [dict(proto_fields(value)) for number, value in proto_fields(proto) if number == 1]
-        found += [{1: f"[PAD{i}]".encode(), 3: UNUSED} for i in range(len(found), count)]
-        scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in found]
-        return [piece[1] for piece in found], scores, [piece.get(3, NORMAL) for piece in found]
+    def vocabulary(self, count: int) -> dict[str, Any]:
+        """By the keys of GGUF, filled up to `count` pieces with unused ones.
+
+        SentencePiece does not tell which pieces are user-defined: they become normal ones.
+        """
+        sp, found, padding = self.sp, range(self.vocab_size), range(self.vocab_size, count)
+        tests = {
+            sp.is_unknown: UNKNOWN,
+            sp.is_control: CONTROL,
+            sp.is_byte: BYTE,
+            sp.is_unused: UNUSED,
+        }
+        types = [next((t for test, t in tests.items() if test(i)), NORMAL) for i in found]
+        return self.metadata or {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": sp.id_to_piece([*found]) + [f"[PAD{i}]" for i in padding],
+            "tokenizer.ggml.scores": sp.get_score([*found]) + [0.0 for _ in padding],
+            "tokenizer.ggml.token_type": types + [UNUSED for _ in padding],
+            "tokenizer.ggml.unknown_token_id": sp.unk_id(),
+            "tokenizer.ggml.bos_token_id": sp.bos_id(),
+            "tokenizer.ggml.eos_token_id": sp.eos_id(),
+            "tokenizer.ggml.add_bos_token": self.add_bos,
+            "tokenizer.ggml.add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
+            "tokenizer.ggml.remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
+        }
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
@@ -2118,15 +2104,13 @@ def rank_part(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
         axis = axes[last_name(name)]
         if axis is None:
             continue
-        size = weight.shape[axis]
-        if ".self_attn." in name:
-            run = size // kv_heads  # what must stay together: a head,
-        elif ".mlp." in name:  # or a block, of down_proj, whose columns are the rows of the others
+        size, block = weight.shape[axis], weight.block[0] if axis == 1 else 1
+        run = block  # what must stay together: a block, of the MLP one of down_proj's columns, ...
+        if ".mlp." in name:
             run = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-        else:
-            run = weight.block[0] if axis == 1 else 1
+        elif ".self_attn." in name:  # ... a key/value head with its query heads
+            run = size // kv_heads
         start, stop = (size // run * r // ranks * run for r in (rank, rank + 1))
-        block = weight.block[0] if axis == 1 else 1
         if start == stop or start % block or stop % block:
             found = f"{size} cannot be divided by {ranks} ranks into runs of {run}"
             raise ValueError(f"{name}, {weight.kind} in blocks of {block}: {found}")
@@ -2181,16 +2165,17 @@ def free_memory(device: torch.device) -> int:
     """Bytes that a process can have on a device, what others use and may give back not counted."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free = int(found[1]) * 1024  # with the page cache
-        group = Path("/sys/fs/cgroup")  # of a container
+    if not Path("/proc/meminfo").exists():  # not Linux: all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    free, group = int(found[1]) * 1024, Path("/sys/fs/cgroup")  # with the page cache
+    try:  # the limit of a container
         limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
         cached = re.search(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
         free = min(free, int(limit) - int(used) + int(cached[1]))
-    except (OSError, TypeError, ValueError):
+    except (OSError, ValueError):  # there is none
         pass
-    return free
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes share it
 
 
 def check_memory(
@@ -2219,8 +2204,8 @@ def check_memory(
 
 def gigabytes(plan: dict[str, int]) -> str:
     """A memory plan as text."""
-    parts = [f"{name} {size / 1e9:.2f}" for name, size in plan.items()]
-    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.2f} GB"
+    parts = [f"{name} {size / 1e9:.3g}" for name, size in plan.items()]
+    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.3g} GB"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2302,7 +2287,7 @@ def note(text: str) -> None:
 
 def fail(message: object) -> int:
     """One line on stderr; 2, the exit status for what the user or a file got wrong."""
-    if start_ranks() == 0:  # the others would say the same
+    if start_ranks() == 0 or isinstance(message, RuntimeError):  # the others would say the same
         note("llama2.py: error: " + " ".join((str(message) or type(message).__name__).split()))
     return 2
 
@@ -2352,7 +2337,7 @@ def describe_checkpoint(checkpoint: Checkpoint, context: int, dtype: torch.dtype
         "form": checkpoint.form,
         **{item.name: getattr(config, item.name) for item in fields(config)},
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
-        "size": f"{sum(weight.nbytes for weight in weights) / 1e9:.2f} GB",
+        "size": f"{sum(weight.nbytes for weight in weights) / 1e9:.3g} GB",
         f"memory at {context} tokens": gigabytes(memory_plan(config, weights, context, dtype)),
     }
     return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
