@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
-import collections
 import contextlib
+import gc
+import io
 import math
 import os
 import random
 import resource
+import shlex
 import signal
 import struct
 import subprocess
@@ -24,6 +25,7 @@ import torch
 import llama2
 
 SCRIPT = Path(llama2.__file__)
+DEVICES = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, CONTEXT = 32, 64, 2, 4, 2, 64
 PIECES = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]
 PIECES += [(f"<0x{i:02X}>", 6) for i in range(256)]
@@ -39,7 +41,7 @@ LETTERS = dict(enumerate("BbHhIif?--Qqd"))
 def tiny_keys():
     """The metadata of the tiny model: [name, type, value]; an array's value is (type, values)."""
     n = len(PIECES)
-    llama = dict(context_length=CONTEXT, embedding_length=HIDDEN, block_count=LAYERS)
+    llama = {"context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": LAYERS}
     llama |= {"feed_forward_length": FFN, "attention.head_count": HEADS}
     llama |= {"attention.head_count_kv": KV_HEADS, "rope.dimension_count": HIDDEN // HEADS}
     return [
@@ -63,12 +65,12 @@ def tiny_keys():
 def tiny_tensors(hidden=HIDDEN, ffn=FFN, kinds=("Q4_0", "Q8_0", "F16", "BF16", "Q5_1")):
     """The tensors of the tiny model: [name, dims (fastest first), type, offset or None, bytes]."""
     kv, rng, tensors = hidden * KV_HEADS // HEADS, np.random.RandomState(0), []
-    shapes = dict(attn_q=(hidden, hidden), attn_k=(hidden, kv), attn_v=(hidden, kv))
-    shapes |= dict(attn_output=(hidden, hidden), ffn_gate=(hidden, ffn), ffn_up=(hidden, ffn))
-    shapes |= dict(ffn_down=(ffn, hidden), attn_norm=(hidden,), ffn_norm=(hidden,))
+    shapes = {"attn_q": (hidden, hidden), "attn_k": (hidden, kv), "attn_v": (hidden, kv)}
+    shapes |= {"attn_output": (hidden, hidden), "ffn_gate": (hidden, ffn), "ffn_up": (hidden, ffn)}
+    shapes |= {"ffn_down": (ffn, hidden), "attn_norm": (hidden,), "ffn_norm": (hidden,)}
     shapes = {f"blk.{i}.{name}": dims for i in range(LAYERS) for name, dims in shapes.items()}
     vocabulary = (hidden, len(PIECES))
-    shapes |= dict(token_embd=vocabulary, output=vocabulary, output_norm=(hidden,))
+    shapes |= {"token_embd": vocabulary, "output": vocabulary, "output_norm": (hidden,)}
     for i, (name, dims) in enumerate(shapes.items()):
         kind = gguf.GGMLQuantizationType[kinds[i % len(kinds)] if len(dims) == 2 else "F32"]
         weight = (rng.standard_normal(dims[::-1]) * 0.2 + (len(dims) == 1)).astype(np.float32)
@@ -79,6 +81,15 @@ def tiny_tensors(hidden=HIDDEN, ffn=FFN, kinds=("Q4_0", "Q8_0", "F16", "BF16", "
             data = rng.randint(0, 24, (weight.size // block, size)).astype(np.uint8).tobytes()
         tensors.append([name + ".weight", list(dims), int(kind), None, data])
     return tensors
+
+
+def number_bytes(kind, number):
+    """A number of one GGUF type; integers that do not fit lose their high bits."""
+    letter = LETTERS.get(kind, "I").replace("-", "I")
+    if letter in "BbHhIiQq":
+        size = struct.calcsize(letter)
+        return (int(number) % 256**size).to_bytes(size, "little")
+    return struct.pack("<" + letter, number)
 
 
 class Writer:
@@ -104,14 +115,14 @@ class Writer:
             self.put(struct.pack("<I", inner))
             self.put(struct.pack("<Q", len(values)))
             if LETTERS.get(inner, "-") != "-":
-                self.put(struct.pack(f"<{len(values)}{LETTERS[inner]}", *values))
+                self.put(b"".join(number_bytes(inner, item) for item in values))
             else:
                 for i, item in enumerate(values):
                     spans = list(self.spans)
                     self.value(inner, item)
                     self.spans = spans if i > 2 else self.spans  # a few boundaries of many
         else:
-            self.put(struct.pack("<" + LETTERS.get(kind, "I"), value))
+            self.put(number_bytes(kind, value))
 
 
 def gguf_file(keys, tensors, align=32, version=3):
@@ -174,11 +185,12 @@ def mutate_value(rng, entry):
     """Another value or another type for one metadata key."""
     _, kind, value = entry
     choice = rng.randrange(4)
-    if kind == ARRAY and choice:
+    if kind == ARRAY and choice and value[1]:
         inner, values = value[0], list(value[1])
         where = rng.randrange(len(values))
         if choice == 1:
-            pool = {STRING: TEXTS + tuple(values[:5]), F32: FLOATS[:7]}.get(inner, NUMBERS[:4])
+            pool = {STRING: TEXTS + tuple(values[:5]), F32: FLOATS[:7], ARRAY: [(U8, [1, 2])]}
+            pool = pool.get(inner, NUMBERS)
             for _ in range(rng.choice((1, 3, 50))):
                 values[rng.randrange(len(values))] = rng.choice(pool)
         elif choice == 2:
@@ -234,7 +246,7 @@ def mutate_structure(rng, keys, tensors):
         data[rng.randrange(len(data)) :: rng.choice((1, 7, 10**9))] = bad
         tensor[4] = data.tobytes()
     else:
-        tensor[4] = tensor[4][: rng.randrange(1, len(tensor[4]))]
+        tensor[4] = tensor[4][: len(tensor[4]) // rng.choice((2, 3, 100)) + 1]
     if choice in (8, 9, 10) and rng.randrange(3):
         fit_data(tensor)
 
@@ -300,3 +312,568 @@ def bounded_outcome(path):
         said = outcome(path)
     assert time.perf_counter() - start < 5
     return said
+
+
+def test_tiny_model_runs(tiny):
+    """The file that all mutations start from is valid."""
+    assert outcome(tiny) == "runs"
+
+
+@pytest.mark.parametrize("start", range(0, 400, 50))
+def test_mutated_files(tiny, tmp_path, start):
+    """Fifty mutations: an error that names the file, or a model that runs, in bounded time and memory."""
+    said = []
+    for seed in range(start, start + 50):
+        path = tmp_path / f"{seed}.gguf"
+        path.write_bytes(mutation(seed))
+        said.append(bounded_outcome(path))
+    assert 1 <= said.count("runs") <= 40  # neither all valid nor all refused at the first byte
+
+
+def test_mutated_files_by_hypothesis(tiny, tmp_path):
+    """The same, with mutations that hypothesis looks for and shrinks."""
+    hypothesis = pytest.importorskip("hypothesis")
+    data, spans, _ = gguf_file(tiny_keys(), tiny_tensors())
+    places = hypothesis.strategies.sampled_from(spans)
+    pieces = hypothesis.strategies.one_of(
+        hypothesis.strategies.binary(max_size=24),
+        hypothesis.strategies.integers(0, 2**64 - 1).map(lambda n: n.to_bytes(8, "little")),
+    )
+    path = tmp_path / "m.gguf"
+
+    @hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(hypothesis.strategies.lists(hypothesis.strategies.tuples(places, pieces)))
+    def check(changes):
+        changed = bytearray(data)
+        for (place, size), piece in changes[:5]:
+            changed[place : place + size] = piece
+        path.write_bytes(changed)
+        bounded_outcome(path)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "key, number, said",
+    [
+        ("llama.block_count", 2**31, "num_hidden_layers"),
+        ("llama.block_count", 2**28, "layers"),
+        ("llama.block_count", 20, "missing"),
+        ("llama.context_length", 2**28, "runs"),
+        ("llama.context_length", 2**31, "max_position_embeddings"),
+        ("llama.embedding_length", 2**27, "head size"),
+        ("llama.feed_forward_length", 2**28, "needed is"),
+        ("llama.attention.head_count", 2**28, "head size"),
+        ("llama.attention.head_count_kv", 3, "multiple"),
+        ("llama.attention.head_count_kv", 0, "num_key_value_heads"),
+        ("split.count", 65535, "65535"),
+        ("general.alignment", 2**31, "alignment"),
+    ],
+)
+def test_absurd_counts_do_not_allocate(tmp_path, key, number, said):
+    """A count is believed only as far as the file or the request bears it out."""
+    keys = [entry for entry in tiny_keys() if entry[0] != key] + [[key, U32, number]]
+    assert said in bounded_outcome(tiny_model(tmp_path / "absurd.gguf", keys))
+
+
+N = len(PIECES)
+
+
+@pytest.mark.parametrize(
+    "name, kind, value, said",
+    [
+        ("tokens", ARRAY, (STRING, [f"t{i}" for i in range(N - 1)]), f"{N - 1} tokens"),
+        ("tokens", ARRAY, (STRING, []), "0 tokens"),
+        ("tokens", ARRAY, (STRING, ["same"] * N), "already defined"),
+        ("tokens", ARRAY, (STRING, ["<unk>", "<s>", "</s>"] + [""] * (N - 3)), "SentencePiece"),
+        ("tokens", ARRAY, (STRING, [p for p, _ in PIECES[:-1]] + ["\0x"]), "null"),
+        ("tokens", ARRAY, (STRING, [p for p, _ in PIECES[:-1]] + ["x" * 10**6]), "too long"),
+        ("tokens", ARRAY, (U32, list(range(N))), "values for"),
+        ("tokens", U32, 5, "not list"),
+        ("scores", ARRAY, (F32, [math.nan] * N), "nan"),
+        ("scores", ARRAY, (F64, [-1e300] * N), "scores"),
+        ("scores", ARRAY, (STRING, ["1"] * N), "scores"),
+        ("scores", ARRAY, (F32, [0.0]), "1 values"),
+        ("token_type", ARRAY, (I32, [9] * N), "token_type"),
+        ("token_type", ARRAY, (I32, [-(2**31)] * N), "token_type"),
+        ("token_type", ARRAY, (F32, [1.0] * N), "token_type"),
+        ("token_type", ARRAY, (I32, [6] * N), "byte piece"),
+        ("token_type", ARRAY, (I32, [4] * N), "runs"),
+        ("token_type", ARRAY, (I32, [3] * N), "runs"),
+        ("bos_token_id", U32, N, "BOS"),
+        ("eos_token_id", U32, 2**32 - 1, "EOS"),
+        ("unknown_token_id", U32, N, "unknown"),
+        ("bos_token_id", U32, 0, "no BOS"),
+        ("bos_token_id", STRING, "1", "not int"),
+    ],
+)
+def test_hostile_vocabularies(tmp_path, name, kind, value, said):
+    """SentencePiece is C++: what it would choke on is refused before, or by it, as ValueError."""
+    name = f"tokenizer.ggml.{name}"
+    keys = [entry for entry in tiny_keys() if entry[0] != name] + [[name, kind, value]]
+    assert said in bounded_outcome(tiny_model(tmp_path / "vocabulary.gguf", keys))
+
+
+def test_chains_of_merges_end(tmp_path):
+    """Merges nested 19 deep and a text of a million equal letters: linear, not quadratic."""
+    pieces = [(piece, kind) for piece, kind in PIECES if len(piece) == 1 or kind != 1]
+    pieces += [("a" * 2**i, 1) for i in range(1, 10)]
+    for kind in (1, 4, 5):  # normal, user-defined, unused
+        rows = {"tokens": (STRING, [p for p, _ in pieces])}
+        rows["scores"] = (F32, [-float(i) for i in range(len(pieces))])
+        rows["token_type"] = (I32, [k if len(p) < 2 or k != 1 else kind for p, k in pieces])
+        keys = [entry for entry in tiny_keys() if entry[0].split(".")[-1] not in rows]
+        keys += [[f"tokenizer.ggml.{name}", ARRAY, value] for name, value in rows.items()]
+        path = tmp_path / f"{kind}.gguf"
+        path.write_bytes(gguf_file(keys, [])[0])
+        tokenizer, start = llama2.Tokenizer.from_gguf(path), time.perf_counter()
+        assert len(tokenizer.encode("a" * 10**6)) > 1000
+        assert time.perf_counter() - start < 5
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad numbers
+
+QUANTS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "F16", "BF16", "F32"]
+QUANTS += [f"Q{bits}_K" for bits in (2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("kind", QUANTS)
+def test_bytes_of_no_sense_in_weights(tmp_path, kind):
+    """Every scale NaN or infinity: told at the logits; random bytes: told or run, never a crash."""
+    keys, n = tiny_keys(), 256
+    for entry in keys:
+        entry[2] = {"llama.embedding_length": n, "llama.feed_forward_length": n}.get(
+            entry[0], n // HEADS if entry[0] == "llama.rope.dimension_count" else entry[2]
+        )
+    good = tiny_tensors(n, n, (kind,))
+    for data in (b"\xff", b"\x7c\x7c", bytes(random.Random(0).randbytes(997))):
+        tensors = [list(tensor) for tensor in good]
+        for tensor in tensors:
+            if tensor[0] in ("blk.1.ffn_up.weight", "output.weight"):
+                size = len(tensor[4])
+                tensor[4] = (data * (size // len(data) + 1))[:size]
+        said = bounded_outcome(tiny_model(tmp_path / "bad.gguf", keys, tensors))
+        assert "not finite" in said or (said == "runs" and data != b"\xff")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["output_norm", "blk.0.attn_norm", "blk.1.ffn_norm"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_norms_that_are_not_finite(tmp_path, name, bad, temperature):
+    """One bad number in a norm ends in an error, in no row of a batch in a sampled token."""
+    tensors = tiny_tensors()
+    for tensor in tensors:
+        if tensor[0] == name + ".weight":
+            tensor[4] = struct.pack("<f", bad) + tensor[4][4:]
+    model, _ = llama2.load(tiny_model(tmp_path / "bad.gguf", None, tensors))
+    for prompt in ([1, 268], [[1, 268], [1, 265, 266]]):
+        with pytest.raises(ValueError, match="not finite"):
+            list(llama2.generate(model, prompt, 4, temperature))
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompts
+
+
+class Stdin(io.TextIOWrapper):
+    """Bytes on standard input."""
+
+    def __init__(self, data):
+        super().__init__(io.BytesIO(data))
+
+
+@pytest.fixture
+def cli(tiny, capsys, monkeypatch):
+    """Run the command line in this process: -> exit status, stdout, stderr."""
+
+    def run(*argv, stdin=b"", model=tiny):
+        monkeypatch.setattr(sys, "stdin", Stdin(stdin))
+        try:
+            status = llama2.main(["--model", str(model), *map(str, argv)])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err and "\x1b" not in err and "\r" not in err
+        return status, out, err
+
+    return run
+
+
+TEXTS_TO_CONTINUE = {
+    "empty": "",
+    "spaces": "   ",
+    "newlines": "\n\t\r\n",
+    "NUL": "a\0b",
+    "controls": "".join(map(chr, range(1, 32))) + "\x7f\x80\x9f",
+    "right to left": "\u202e\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+    "joined emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467\ufe0f",
+    "noncharacters": "\ufffe\uffff\U0010ffff\u2581\ufeff",
+    "combining": "e\u0301\u0300" * 4,
+    "control tokens": "<s></s><unk><0x0A>",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS_TO_CONTINUE.values(), ids=TEXTS_TO_CONTINUE.keys())
+@pytest.mark.parametrize("way", ["argument", "file", "stdin"])
+def test_prompts(cli, tmp_path, text, way):
+    """Any text is continued, whichever way it comes, and comes out as it went in."""
+    (tmp_path / "prompt").write_bytes(text.encode())
+    ways = {"argument": ["--prompt", text], "file": ["--prompt-file", tmp_path / "prompt"]}
+    argv, stdin = ways.get(way, []), text.encode() * (way == "stdin")
+    status, out, err = cli(*argv, "--max-new-tokens", 2, stdin=stdin)
+    assert (status, err.count("\n")) == (0, 1)
+    assert out.replace("\r\n", "\n").startswith(text.replace("\r\n", "\n"))
+
+
+@pytest.mark.parametrize("text", ["<s>", "</s>", "<unk>", "[INST]", "<<SYS>>", "<0x0A>", "a</s>b"])
+def test_text_like_special_tokens_is_text(tiny, text):
+    """A typed control token is never that token."""
+    tokenizer = llama2.Tokenizer.from_gguf(tiny)
+    ids = tokenizer.encode(text, bos=False)
+    assert not {0, 1, 2} & set(ids) and tokenizer.decode(ids) == text
+
+
+def test_any_bytes_on_stdin(cli):
+    """Bytes that are not UTF-8 become U+FFFD; nothing raises."""
+    rng = random.Random(0)
+    samples = [bytes([i]) for i in (0, 0x80, 0xC3, 0xE2, 0xED, 0xF4, 0xFF)] + [b"\xed\xa0\x80"]
+    for data in samples + [rng.randbytes(rng.randrange(1, 15)) for _ in range(12)]:
+        status, out, _ = cli("--max-new-tokens", 1, "--quiet", stdin=data)
+        assert status == 0 and out.startswith(io.StringIO(data.decode("utf-8", "replace")).read())
+
+
+@pytest.mark.parametrize("text", ["a\udcff", "\udcc3\udca9", "\ud800", "\udfff\ud800"])
+def test_lone_surrogates(cli, tiny, text):
+    """Arguments of bytes that are not UTF-8 arrive as lone surrogates."""
+    ids = llama2.Tokenizer.from_gguf(tiny).encode(text)
+    assert ids[0] == 1
+    status, out, err = cli("--prompt", text, "--max-new-tokens", 1)
+    assert status in (0, 2) and err.count("\n") == 1
+    assert status or out.startswith(
+        text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    )
+
+
+def test_prompt_beyond_the_context(cli):
+    """A megabyte of text: an error with both numbers before anything is written, no silent cut."""
+    status, out, err = cli(stdin=b"ab cd" * 200_000)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"the context holds {CONTEXT}" in err and "tokens" in err
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("--temperature -1", "temperature -1"),
+        ("--temperature nan", "temperature nan"),
+        ("--temperature inf", "temperature inf"),
+        ("--top-k -1", "top_k -1"),
+        ("--top-p 0", "top_p 0"),
+        ("--top-p 1.01", "top_p 1.01"),
+        ("--min-p -0.5", "min_p -0.5"),
+        ("--seed -2", "seed is -2"),
+        ("--seed 9223372036854775808", "seed is 9223372036854775808"),
+        ("--max-new-tokens -1", "max_new_tokens is -1"),
+        ("--max-new-tokens many", "--max-new-tokens"),
+        ("--context 0", "--context 0"),
+        ("--context 65", "--context 65"),
+        ("--context 2", "the context holds 2"),
+        ("--threads 0", "--threads 0"),
+        ("--threads 100000", "--threads 100000"),
+        ("--device tpu", "tpu"),
+        ("--dtype float8", "float8"),
+        ("--stop=", "--stop"),
+        ("--system x", "--chat"),
+        ("--prompt-file absent.txt", "absent.txt"),
+        ("--model absent.gguf", "absent.gguf"),
+        ("--model {dir}", "{dir}"),
+        ("--model /dev/null", "/dev/null"),
+        ("--unheard-of", "--unheard-of"),
+        *[(f"--device {name}", name) for name in ("cuda", "mps") if not DEVICES[name]],
+    ],
+)
+def test_one_line_and_status_2(cli, tmp_path, argv, said):
+    """A wrong argument is told in one line that names it; nothing is written to stdout."""
+    argv = argv.format(dir=tmp_path).split()
+    prompt = [] if "--prompt-file" in argv else ["--prompt", "ab"]
+    status, out, err = cli(*prompt, *argv)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("llama2.py: error: ") and said.format(dir=tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--max-new-tokens 0",
+        "--temperature 1e-300",
+        "--temperature 1e300",
+        "--top-k 99999999999999999999",
+        "--top-p 1e-300",
+        "--seed -1",
+        "--context 3",
+        "--threads 1",
+        "--dtype float16",
+        "--dtype bfloat16",
+        "--max-new-tokens 99999999999999999999",
+    ],
+)
+def test_extremes_that_are_fine(cli, argv):
+    """What is unusual and means something works."""
+    status, out, err = cli("--prompt", "ab", *argv.split(), "--stop", "never seen")
+    assert status == 0 and out.startswith("ab") and err.count("\n") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file(cli, tmp_path):
+    path = tiny_model(tmp_path / "secret.gguf")
+    path.chmod(0)
+    status, out, err = cli("--prompt", "ab", model=path)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "secret.gguf" in err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()])
+def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
+    """Out of memory, a kernel that the device lacks: torch raises RuntimeError."""
+
+    def refuse(*args):
+        raise error
+
+    monkeypatch.setattr(llama2.Llama, "forward", refuse)
+    status, _, err = cli("--prompt", "ab")
+    assert (status, err.count("\n")) == (2, 1) and err.startswith("llama2.py: error: ")
+
+
+# --------------------------------------------------------------------------------------------------
+# Streams and signals
+
+LAUNCH = f"{shlex.quote(sys.executable)} {shlex.quote(str(SCRIPT))} --model $MODEL --threads 1 "
+LAUNCH += "--temperature 0 --prompt 'ab \u00e9' --max-new-tokens 30"
+SHELL = {  # -> exit status, a part of stdout, lines on stderr
+    "head": (f"{LAUNCH} | head -c 2", 0, b"ab", None),
+    "stdout full": (f"{LAUNCH} > /dev/full", 2, b"", 1),
+    "stdout closed": (f"{LAUNCH} >&-", 0, b"", 1),
+    "stderr full": (f"{LAUNCH} 2> /dev/full", 0, b"ab", 0),
+    "all closed": (f"{LAUNCH} <&- >&- 2>&-", 0, b"", 0),
+    "help, full": (f"{LAUNCH} --help > /dev/full", 0, b"", 0),
+    "ascii": (f"PYTHONIOENCODING=ascii {LAUNCH}", 0, rb"ab \xe9", 1),
+    "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {LAUNCH}", 0, rb"ab \xe9", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tiny):
+    """The commands of SHELL, started side by side: each spends its time on importing torch."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    environment = os.environ | {"MODEL": str(tiny), "LC_ALL": "C.UTF-8"}
+    environment.pop("PYTHONIOENCODING", None)
+    shell = ["bash", "-o", "pipefail", "-c"]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return {
+        name: subprocess.Popen([*shell, command], env=environment, **pipes)
+        for name, (command, *_) in SHELL.items()
+    }
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_streams(started, name):
+    """A reader that leaves, a full disk, closed streams, other encodings: no traceback, no status 120."""
+    _, status, text, lines = SHELL[name]
+    out, err = started[name].communicate(timeout=120)
+    assert b"Traceback" not in err and b"Exception" not in err and b"\x1b" not in err
+    assert started[name].returncode == status and text in out
+    assert lines is None or err.count(b"\n") == lines
+
+
+def test_interrupt_while_torch_is_imported(tiny):
+    """Ctrl-C in the seconds before main() ends quietly."""
+    command = [sys.executable, str(SCRIPT), "--model", str(tiny), "--prompt", "ab"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    maps = Path(f"/proc/{process.pid}/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    while "libtorch" not in maps.read_text() and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (out, err) == (b"", b"") and process.returncode in (-signal.SIGINT, 130)
+
+
+@pytest.mark.parametrize(
+    "owner, name, calls, written, reported",
+    [
+        (llama2, "open_checkpoint", 1, "", False),
+        (llama2, "build_model", 1, "", False),
+        (llama2.Llama, "forward", 1, "ab", True),
+        (llama2.Llama, "forward", 5, "ab", True),
+        (llama2.StreamDecoder, "decode", 3, "ab", True),
+    ],
+    ids=["opening", "loading", "prefill", "generating", "decoding"],
+)
+def test_interrupt(cli, monkeypatch, owner, name, calls, written, reported):
+    """Ctrl-C at any moment: status 130, what was written stays, the report tells it."""
+    interrupt_call(monkeypatch, owner, name, calls)
+    status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20)
+    assert status == 130 and out.startswith(written) and ("interrupted" in err) == reported
+
+
+def interrupt_call(monkeypatch, owner, name, calls):
+    """Press Ctrl-C in the given call of a function."""
+    original, count = getattr(owner, name), iter(range(1, 10**6))
+
+    def function(*args, **options):
+        if next(count) == calls:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """The tiny model with room for a conversation: its vocabulary spends a token on most letters."""
+    keys = [entry for entry in tiny_keys() if entry[0] != "llama.context_length"]
+    path = tmp_path_factory.mktemp("talker") / "talker.gguf"
+    return tiny_model(path, [*keys, ["llama.context_length", U32, 320]])
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """What each turn of a chat fed to the model, as the ids that its cache then stood for."""
+    turns, content, wanted = [], [], []
+    forward, encode, sample = llama2.Llama.forward, llama2.encode_chat, llama2.sample
+
+    def spy_forward(model, tokens, cache, *args):
+        content[cache.pos :] = tokens[0].tolist()
+        return forward(model, tokens, cache, *args)
+
+    def spy_encode(tokenizer, messages):
+        wanted[:] = encode(tokenizer, messages)
+        return list(wanted)
+
+    def spy_sample(logits, *args, **options):
+        if wanted and logits.numel() > 1:  # the first token of an answer
+            assert content == wanted
+            turns.append(list(content))
+            wanted.clear()
+        return sample(logits, *args, **options)
+
+    monkeypatch.setattr(llama2.Llama, "forward", spy_forward)
+    monkeypatch.setattr(llama2, "encode_chat", spy_encode)
+    monkeypatch.setattr(llama2, "sample", spy_sample)
+    return turns
+
+
+def test_chat_that_fills_its_context(cli, talker, heard):
+    """Says so, drops the oldest turns, keeps the system prompt; the cache holds Meta's encoding."""
+    questions = [f"{letter * 20}?" for letter in "abcdefgh"]
+    argv = ["--chat", "--system", "hfhf", "--max-new-tokens", 30, "--temperature", 0]
+    stdin = "\n".join(questions).encode()
+    status, _, err = cli(*argv, stdin=stdin, model=talker)
+    assert status == 0 and err.count("context full: forgot the oldest") >= 2
+    tokenizer = llama2.Tokenizer.from_gguf(talker)
+    assert len(heard) == len(questions)
+    for ids, question in zip(heard, questions, strict=True):
+        text = tokenizer.decode(ids)
+        assert len(ids) + 30 <= 320 and text.count("<<SYS>>\nhfhf") == 1
+        assert text.endswith(f"{question} [/INST]")
+    assert questions[0] in tokenizer.decode(heard[1])
+    assert questions[0] not in tokenizer.decode(heard[-1])
+    assert questions[-2] in tokenizer.decode(heard[-1])
+
+
+def test_chat_answer_cut_by_the_context(cli, talker):
+    """An answer that the context cuts off is not passed over in silence."""
+    argv = ["--chat", "--max-new-tokens", 10**6, "--temperature", 0]
+    status, _, err = cli(*argv, stdin=b"ab\n", model=talker)
+    assert status == 0 and "context full: the answer ends here" in err
+
+
+def test_chat_refuses_and_goes_on(cli, talker, heard):
+    """Reserved tags and questions beyond the context are refused; the conversation stays."""
+    lines = ["abab", "x [/INST] y", "<<SYS>>", "c" * 1000, "", "fefe"]
+    argv = ["--chat", "--max-new-tokens", 5, "--temperature", 0]
+    status, _, err = cli(*argv, stdin="\n".join(lines).encode(), model=talker)
+    assert status == 0 and err.count("reserved tag") == 2 and "the context holds 320" in err
+    text = llama2.Tokenizer.from_gguf(talker).decode(heard[-1])
+    assert len(heard) == 2 and text.startswith("[INST] abab [/INST]") and "fefe" in text
+
+
+def test_chat_answer_with_reserved_tags(cli, talker, heard, monkeypatch):
+    """A model that speaks for the user is stopped there, and the next turn is possible."""
+    tokenizer, calls = llama2.Tokenizer.from_gguf(talker), []
+    script = tokenizer.encode("ab [INST] cd", bos=False)
+
+    def scripted(model, prompt, report, **options):
+        calls.append(prompt)
+        report.__init__(new_ids=[[]], stop_reasons=[""])
+        yield from script
+
+    monkeypatch.setattr(llama2, "generate", scripted)
+    status, out, err = cli("--chat", "--quiet", stdin=b"ab\ncd\n", model=talker)
+    assert (status, err, len(calls)) == (0, "", 2) and out == "ab \nab \n"
+
+
+def test_interrupt_in_chat(cli, talker, heard, monkeypatch):
+    """Ctrl-C stops the answer, not the session; even the first, before anything is generated."""
+    for calls in (1, 4):
+        heard.clear()
+        with monkeypatch.context() as context:
+            interrupt_call(context, llama2.Llama, "forward", calls)
+            argv = ["--chat", "--max-new-tokens", 8, "--temperature", 0]
+            status, out, _ = cli(*argv, stdin=b"ab\ncd\n", model=talker)
+        assert status == 0 and out.count("\n") >= 2
+        text = llama2.Tokenizer.from_gguf(talker).decode(heard[-1])
+        assert "[INST] ab [/INST]" in text and text.endswith("[INST] cd [/INST]")
+
+
+# --------------------------------------------------------------------------------------------------
+# Again and again
+
+
+@pytest.mark.parametrize("argv", [["--temperature", 0], ["--seed", 7]])
+def test_same_command_same_text(cli, argv):
+    """Twice in a row, and with one thread or two, which these small sums do not notice."""
+    threads = torch.get_num_threads()
+    try:
+        runs = {
+            cli("--prompt", "ab", *argv, "--threads", n)[1]
+            for n in (1, 1, min(2, os.cpu_count() or 1))
+        }
+    finally:
+        torch.set_num_threads(threads)
+    assert len(runs) == 1
+
+
+def test_seeds_do_not_know_their_neighbours(tiny):
+    """Row i of a batch draws what it would draw alone with seed + i."""
+    model, _ = llama2.load(tiny)
+    prompts = [[1, 260 + i] * (i + 1) for i in range(4)]
+    options = {"max_new_tokens": 12, "temperature": 1.5, "stop_ids": ()}
+    rows = list(zip(*llama2.generate(model, prompts, seed=5, **options), strict=True))
+    for i, row in enumerate(rows):
+        assert list(row) == list(llama2.generate(model, prompts[i], seed=5 + i, **options))
+
+
+def test_memory_stays_flat(tiny):
+    """Twenty generations to the end of the context leave nothing behind."""
+    model, _ = llama2.load(tiny)
+
+    def resident():
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    sizes = []
+    for _ in range(20):
+        assert len(list(llama2.generate(model, [1], 10**6, 0.8, stop_ids=()))) == CONTEXT - 1
+        sizes.append(resident())
+    assert sizes[-1] - sizes[4] < 8 * 2**20
