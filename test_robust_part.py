@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
+import json
 import math
 import os
 import random
@@ -15,7 +17,9 @@ import struct
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -156,6 +160,15 @@ def tiny_model(path, keys=None, tensors=None):
     return path
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny sums are faster in one thread, and threads count against the memory of at_most()."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The tiny model as it should be."""
@@ -274,6 +287,182 @@ def mutation(seed):
     return bytes(data)
 
 
+# The same model as directories: Hugging Face's (one file, two with an index, .bin) and Meta's.
+
+FORMS = ("hf", "hf index", "bin", "meta")
+
+
+def safetensors_file(tensors):
+    """Named tensors as safetensors' bytes, in float32."""
+    header, body = {}, b""
+    for name, t in tensors.items():
+        data = t.numpy().tobytes()
+        offsets = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": offsets}
+        body += data
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def saved(content, **options):
+    """What torch.save writes."""
+    file = io.BytesIO()
+    torch.save(content, file, **options)
+    return file.getvalue()
+
+
+@functools.cache
+def directory(form):
+    """{file name: bytes} of the tiny model."""
+    config = llama2.Config(HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, len(PIECES), CONTEXT)
+    state = {n: t.detach() for n, t in llama2.Llama(config).named_parameters()}
+    values = {key: value[1] if kind == ARRAY else value for key, kind, value in tiny_keys()}
+    vocabulary = SimpleNamespace(
+        path="", get=lambda key, kind, default=None: values.get(key, default)
+    )
+    files = {"tokenizer.model": llama2.sentencepiece_model(vocabulary)}
+    if form == "meta":
+        params = {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS}
+        params |= {"norm_eps": 1e-5, "vocab_size": -1, "multiple_of": 32, "ffn_dim_multiplier": 0.7}
+        files["params.json"] = json.dumps(params).encode()
+        shards = [{"rope.freqs": torch.ones(4)}, {"rope.freqs": torch.ones(4)}]
+        for ours, theirs in llama2.name_map(2, config):
+            axis = {row[2].split(".")[-1]: row[3] for row in llama2.NAMES}[theirs.split(".")[-2]]
+            t = state[ours]
+            for shard, part in zip(
+                shards, [t, t] if axis is None else t.chunk(2, axis), strict=True
+            ):
+                shard[theirs] = part.clone()
+        return files | {f"consolidated.{i:02}.pth": saved(shard) for i, shard in enumerate(shards)}
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps")
+    settings = {name: getattr(config, name) for name in names}
+    settings |= {"model_type": "llama", "tie_word_embeddings": False, "hidden_act": "silu"}
+    settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    files["config.json"] = json.dumps(settings).encode()
+    state = {name if name == "lm_head.weight" else f"model.{name}": t for name, t in state.items()}
+    if form == "hf":
+        return files | {"model.safetensors": safetensors_file(state)}
+    if form == "bin":
+        return files | {"pytorch_model.bin": saved(state)}
+    halves = [dict(list(state.items())[i::2]) for i in (0, 1)]
+    shards = {f"model-0000{i}-of-00002.safetensors": half for i, half in enumerate(halves, 1)}
+    index = {"weight_map": {name: file for file, half in shards.items() for name in half}}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    return files | {name: safetensors_file(half) for name, half in shards.items()}
+
+
+class Bomb:
+    """Unpickled by a careless reader, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+ODD_VALUES = (0, 1, -1, 3, 2**31, 2**63, 10**400, 0.5, -1e-5, 1e308, math.nan, math.inf, "", "x")
+ODD_VALUES += (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [1],
+    {"a": 1},
+    "\ud800",
+    "model.safetensors",
+    "../x",
+    "F16",
+)
+ODD_TENSORS = (
+    7,
+    [1, 2],
+    {1: torch.ones(2)},
+    {"x": 1},
+    {"x": torch.tensor(1.0)},
+    {"x": torch.ones(2, 2, 2)},
+    {"x": torch.ones(3, 2).t()},
+    {"x": torch.ones(1).expand(2**20, 2**15)},
+    {"x": torch.ones(0, 3)},
+    {"x": torch.ones(2, 2).to_sparse()},
+    {"x": torch.ones(2, 2, device="meta")},
+    {"x": torch.ones(2, 2, dtype=torch.complex64)},
+    {"model": {"x": torch.ones(2, 2)}},
+)
+
+
+def mutate_json(rng, content):
+    """Change one value, anywhere in it; return it as bytes."""
+    spots = [content]
+    for spot in spots:
+        children = spot.values() if isinstance(spot, dict) else spot
+        spots += [child for child in children if isinstance(child, (dict, list)) and child]
+    spot = rng.choice((content, rng.choice(spots)))
+    key = rng.choice(list(spot) if isinstance(spot, dict) else range(len(spot)))
+    choice = rng.randrange(8)
+    if choice == 0:
+        del spot[key]
+    elif choice == 1:
+        spot[key] = rng.choice(list(spot.values() if isinstance(spot, dict) else spot))
+    elif choice == 2 and isinstance(spot, dict):
+        spot[rng.choice(("x", "", "head_dim", "rope_scaling", "moe"))] = spot[key]
+    else:
+        spot[key] = rng.choice(ODD_VALUES)
+    if choice == 7:
+        return rng.choice((b"[" * 10**5, b"[]", b"", b"null", b'{"a":' * 10**4, b"\xff\xfe{}"))
+    return json.dumps(content).encode()
+
+
+def mutate_file(rng, name, data):
+    """One change to one file of a directory."""
+    way = rng.randrange(6)
+    if way == 0:
+        return data[: rng.randrange(len(data) + 1)]
+    if way == 1 or name == "tokenizer.model":
+        data = bytearray(data)
+        for _ in range(rng.choice((1, 2, 10))):
+            place = rng.randrange(rng.choice((min(300, len(data)), len(data))))
+            data[place] = rng.choice((data[place] ^ 1 << rng.randrange(8), rng.randrange(256)))
+        return bytes(data)
+    if name.endswith(".json"):
+        return mutate_json(rng, json.loads(data))
+    if name.endswith(".safetensors"):
+        size = int.from_bytes(data[:8], "little")
+        if way == 2:
+            return struct.pack("<Q", rng.choice(COUNTS)) + data[8:]
+        text = mutate_json(rng, json.loads(data[8 : 8 + size]))
+        return struct.pack("<Q", len(text)) + text + data[8 + size :]
+    if way == 2:
+        content = rng.choice(ODD_TENSORS)
+        return saved(content, _use_new_zipfile_serialization=rng.random() < 0.7)
+    content = torch.load(io.BytesIO(data), weights_only=True)
+    key = rng.choice(list(content))
+    if way == 3:
+        content[key] = rng.choice(ODD_TENSORS)
+    elif way == 4:
+        content[rng.choice((*content, "x", 3, ""))] = content.pop(key)
+    else:
+        content[key].view(-1)[:: rng.choice((1, 9))] = rng.choice((math.nan, math.inf, 1e38))
+    return saved(content, _use_new_zipfile_serialization=rng.random() < 0.7)
+
+
+def mutated_directory(seed, path):
+    """Write the tiny model's directory with one or two files changed or missing."""
+    rng = random.Random(seed)
+    files = dict(directory(rng.choice(FORMS)))
+    for name in rng.sample(list(files), rng.choice((1, 1, 1, 2))):
+        if rng.randrange(20):
+            files[name] = mutate_file(rng, name, files[name])
+        else:
+            del files[name]
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    return path
+
+
 @contextlib.contextmanager
 def at_most(megabytes):
     """Let this process take so much more memory; beyond it, allocations fail."""
@@ -351,6 +540,59 @@ def test_mutated_files_by_hypothesis(tiny, tmp_path):
         bounded_outcome(path)
 
     check()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tiny_directories_run(tmp_path, form):
+    """The directories that mutations start from are valid."""
+    for name, data in directory(form).items():
+        (tmp_path / name).write_bytes(data)
+    assert outcome(tmp_path) == "runs"
+
+
+@pytest.mark.parametrize("start", range(0, 300, 50))
+def test_mutated_directories(tmp_path, start):
+    """params.json, config.json, index, safetensors, .pth, .bin and tokenizer.model: fifty mutations."""
+    seeds = range(start, start + 50)
+    said = [bounded_outcome(mutated_directory(seed, tmp_path / f"{seed}")) for seed in seeds]
+    assert 1 <= said.count("runs") <= 40
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "pytorch_model.bin"])
+def test_pickles_run_nothing(tmp_path, name, zipped):
+    """A pickle that would run code is refused before it does."""
+    for file, data in directory("meta" if "consolidated" in name else "bin").items():
+        (tmp_path / file).write_bytes(data)
+    content = {"x": torch.ones(2, 2), "bomb": Bomb(tmp_path / "exploded")}
+    (tmp_path / name).write_bytes(saved(content, _use_new_zipfile_serialization=zipped))
+    with pytest.raises(ValueError, match=f"{name}: damaged, or not a file of tensors alone"):
+        llama2.load(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+    torch.load(tmp_path / name, weights_only=False)
+    assert (tmp_path / "exploded").exists()  # it would have
+
+
+def test_compressed_pickles_are_refused(tmp_path):
+    """torch.save never compresses: a megabyte that swells to a gigabyte is not read."""
+    files = directory("bin")
+    for file, data in files.items():
+        (tmp_path / file).write_bytes(data)
+    packed = zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(io.BytesIO(files["pytorch_model.bin"])) as original, packed:
+        for entry in original.infolist():
+            packed.writestr(entry.filename, original.read(entry))
+    assert "compressed" in bounded_outcome(tmp_path)
+
+
+def test_index_stays_in_its_directory(tmp_path):
+    """A weight_map that points elsewhere reads nothing there."""
+    for file, data in directory("hf index").items():
+        (tmp_path / file).write_bytes(data)
+    path = tmp_path / "model.safetensors.index.json"
+    for name in ("../../etc/passwd", "/etc/passwd", "..", "", "a\0b"):
+        path.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        assert "passwd: " not in bounded_outcome(tmp_path).replace(f"{tmp_path}/passwd", "")
 
 
 @pytest.mark.parametrize(
@@ -543,7 +785,10 @@ def test_any_bytes_on_stdin(cli):
         assert status == 0 and out.startswith(io.StringIO(data.decode("utf-8", "replace")).read())
 
 
-@pytest.mark.parametrize("text", ["a\udcff", "\udcc3\udca9", "\ud800", "\udfff\ud800"])
+SURROGATES = [(0xDCFF,), (0xDCC3, 0xDCA9), (0xD800,), (0xDFFF, 0xD800)]
+
+
+@pytest.mark.parametrize("text", ["".join(map(chr, codes)) for codes in SURROGATES], ids=ascii)
 def test_lone_surrogates(cli, tiny, text):
     """Arguments of bytes that are not UTF-8 arrive as lone surrogates."""
     ids = llama2.Tokenizer.from_gguf(tiny).encode(text)
@@ -636,7 +881,18 @@ def test_unreadable_file(cli, tmp_path):
     assert (status, out, err.count("\n")) == (2, "", 1) and "secret.gguf" in err
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()])
+def test_names_from_files_reach_no_terminal(cli, tmp_path):
+    """Control characters in a tensor's name are not passed on: they would steer the terminal."""
+    tensors = tiny_tensors()
+    tensors[3][0] = "\x1b[31mred\x9b\0.weight"
+    status, _, err = cli("--prompt", "ab", model=tiny_model(tmp_path / "red.gguf", None, tensors))
+    assert status == 2 and err.count("\n") == 1
+    assert err.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()], ids=["torch", "python"]
+)
 def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
     """Out of memory, a kernel that the device lacks: torch raises RuntimeError."""
 
@@ -743,7 +999,8 @@ def talker(tmp_path_factory):
     """The tiny model with room for a conversation: its vocabulary spends a token on most letters."""
     keys = [entry for entry in tiny_keys() if entry[0] != "llama.context_length"]
     path = tmp_path_factory.mktemp("talker") / "talker.gguf"
-    return tiny_model(path, [*keys, ["llama.context_length", U32, 320]])
+    dense = tiny_tensors(kinds=("F32",))  # many steps: nothing to dequantise in each
+    return tiny_model(path, [*keys, ["llama.context_length", U32, 320]], dense)
 
 
 @pytest.fixture
@@ -843,14 +1100,8 @@ def test_interrupt_in_chat(cli, talker, heard, monkeypatch):
 @pytest.mark.parametrize("argv", [["--temperature", 0], ["--seed", 7]])
 def test_same_command_same_text(cli, argv):
     """Twice in a row, and with one thread or two, which these small sums do not notice."""
-    threads = torch.get_num_threads()
-    try:
-        runs = {
-            cli("--prompt", "ab", *argv, "--threads", n)[1]
-            for n in (1, 1, min(2, os.cpu_count() or 1))
-        }
-    finally:
-        torch.set_num_threads(threads)
+    most = min(2, os.cpu_count() or 1)
+    runs = {cli("--prompt", "ab", *argv, "--threads", n)[1] for n in (1, 1, most, most)}
     assert len(runs) == 1
 
 
@@ -864,9 +1115,9 @@ def test_seeds_do_not_know_their_neighbours(tiny):
         assert list(row) == list(llama2.generate(model, prompts[i], seed=5 + i, **options))
 
 
-def test_memory_stays_flat(tiny):
+def test_memory_stays_flat(tmp_path):
     """Twenty generations to the end of the context leave nothing behind."""
-    model, _ = llama2.load(tiny)
+    model, _ = llama2.load(tiny_model(tmp_path / "m.gguf", None, tiny_tensors(kinds=("F32",))))
 
     def resident():
         gc.collect()
