@@ -930,7 +930,9 @@ def lookup(path: Path, settings: dict[str, Any], key: str, kind: type, default: 
     if value is None:
         raise ValueError(f"{path}: the key {key} is missing")
     fits = isinstance(value, (int, float) if kind is float else kind)
-    if not fits or (isinstance(value, bool) and kind is not bool) or value in (math.inf, -math.inf):
+    if fits and kind in (int, float):  # within what float32 can hold
+        fits = not isinstance(value, bool) and abs(value) < 1e38
+    if not fits:
         raise ValueError(f"{path}: {key} is {str(value)[:40]!r}, not {kind.__name__}")
     return value
 
@@ -941,11 +943,9 @@ def ggml_type(number: int, item: str) -> tuple[str, int, int]:
 
     try:
         kind = gguf.GGMLQuantizationType(number)
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        dequantize(torch.zeros(1, size, dtype=torch.uint8), kind.name)  # not all can be read
-    except (ValueError, NotImplementedError):
+    except ValueError:
         raise ValueError(f"{item} has the unknown type {number}") from None
-    return kind.name, block, size
+    return kind.name, *gguf.GGML_QUANT_SIZES[kind]
 
 
 GGUF_SCALARS = dict(enumerate("BbHhIif?--Qqd"))  # value type -> struct letter
@@ -1095,7 +1095,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         value = gguf.metadata.get(key, default)  # some counts may be given for each layer
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if isinstance(value, int):
+        if type(value) is int:
             return value
         raise ValueError(f"{gguf.path}: {key} is {str(value)[:40]}; accepted is one number")
 
@@ -1215,15 +1215,22 @@ def read_tensors(path: Path) -> dict[str, Weight]:
                 content[name] = torch.from_numpy(t.mmap_bytes()).view(DENSE[t.dtype]).view(t.shape)
         else:
             mapped = zipfile.is_zipfile(path)
+            if mapped and any(file.compress_type for file in zipfile.ZipFile(path).infolist()):
+                raise ValueError("compressed, as torch.save never does")  # by how much, who knows
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (OSError, MemoryError):
+    except (FileNotFoundError, PermissionError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 (a damaged or hostile file may cause any)
         reason = str(error).partition("\n")[0][:120]
         raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
     weights, kinds = {}, {dtype: kind for kind, dtype in DENSE.items()}
     for name, t in content.items() if isinstance(content, dict) else [("the content", content)]:
-        plain = isinstance(t, Tensor) and t.layout == torch.strided and t.device.type == "cpu"
+        plain = (
+            isinstance(name, str)
+            and isinstance(t, Tensor)
+            and t.layout == torch.strided
+            and t.device.type == "cpu"
+        )
         if not (
             plain and t.dtype in kinds and 1 <= t.dim() <= 2 and t.numel() and t.is_contiguous()
         ):
@@ -1232,6 +1239,8 @@ def read_tensors(path: Path) -> dict[str, Weight]:
             raise ValueError(f"{path}: {name} is {found}; accepted are {accepted}")
         rows = t.detach().view(-1, t.shape[-1]).view(torch.uint8)
         weights[name] = Weight(kinds[t.dtype], tuple(t.shape), [rows])
+    if sum(weight.nbytes for weight in weights.values()) > 2 * path.stat().st_size:
+        raise ValueError(f"{path}: its tensors share bytes")  # embed_tokens and lm_head may
     return weights
 
 
@@ -1610,7 +1619,8 @@ class Tokenizer:
         try:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
             self.vocab_size = self.sp.vocab_size()
-        except RuntimeError as error:
+            self.sp.id_to_piece(list(range(self.vocab_size)))  # all are UTF-8
+        except (RuntimeError, ValueError) as error:
             problem = f"not a SentencePiece model: {error}"
             raise ValueError(f"{source}: {problem}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
@@ -1790,7 +1800,7 @@ def sample(
     if top_k:
         probs, ids = probs[..., :top_k], ids[..., :top_k]
     before = probs.cumsum(-1) - probs  # what stands before each one; 0 for the first, which stays
-    drop = (before >= top_p * probs.sum(-1, keepdim=True)) & (top_p < 1)
+    drop = (before >= top_p * probs.sum(-1, keepdim=True)) & (before > 0) & (top_p < 1)
     drop |= probs < min_p * probs[..., :1]
     probs = probs.masked_fill(drop, 0.0).cumsum(-1)
     # The inverse of the cumulative distribution at one random number per row. That one comes from
@@ -2287,8 +2297,9 @@ def note(text: str) -> None:
 
 def fail(message: object) -> int:
     """One line on stderr; 2, the exit status for what the user or a file got wrong."""
+    text = " ".join((str(message) or type(message).__name__).split())
     if start_ranks() == 0 or isinstance(message, RuntimeError):  # the others would say the same
-        note("llama2.py: error: " + " ".join((str(message) or type(message).__name__).split()))
+        note("llama2.py: error: " + re.sub(r"[\0-\x1f\x7f-\x9f]", "?", text))  # names from files
     return 2
 
 
