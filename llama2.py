@@ -186,9 +186,9 @@ class Cache:
     """What one pass hands to the next: keys, values, RoPE tables, causal masks, the position.
 
     It is allocated once for `max_seq_len` tokens (default: the model's context) and owns the
-    position, so that no caller can be off by one. `padding` (B,) says how many tokens at the left of
-    each row are filler: prompts of different lengths are aligned at their ends. A full cache raises
-    ValueError.
+    position, so that no caller can be off by one. `padding` (B,) says how many tokens at the left
+    of each row are filler: prompts of different lengths are aligned at their ends. A full cache
+    raises ValueError.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class Llama(nn.Module):
     """The whole model. state_dict() has Hugging Face's keys less the leading "model.".
 
     The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb): a Hugging Face state
-    dict must come through load(), which permutes them; load_state_dict() would take it and be wrong.
+    dict must come through load(), which permutes them; load_state_dict() takes it and is wrong.
     """
 
     def __init__(self, config: Config) -> None:
@@ -464,9 +464,9 @@ class Llama(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 9. Quantised weights
 #
-# A block is a run of 32 or 256 weights of a row: integers q of 2 to 8 bits, and for every 16 or 32 of
-# them a scale s and, in some types, a minimum m; a weight is s * q - m. What follows is the reference,
-# bit for bit equal to the gguf package; the C++ below it does the same many times faster.
+# A block is a run of 32 or 256 weights of a row: integers q of 2 to 8 bits, and for every 16 or 32
+# of them a scale s and, in some types, a minimum m; a weight is s * q - m. What follows is the
+# reference, bit for bit equal to the gguf package; the C++ below does the same many times faster.
 
 
 def half(b: Tensor, at: int) -> Tensor:
@@ -475,7 +475,7 @@ def half(b: Tensor, at: int) -> Tensor:
 
 
 def bits(b: Tensor, width: int, n: int) -> Tensor:
-    """Unpack n-bit integers: each `width` bytes hold `width` of them in their lowest n bits, and so on."""
+    """Unpack n-bit integers: the lowest n bits of `width` bytes come first, then the next n bits."""
     b = b.reshape(len(b), -1, width)
     return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
 
@@ -493,7 +493,7 @@ def scaled(q: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
 
 
 def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
-    """8 scales, 8 minima of Q4_K and Q5_K, 6 bits each: the last four have their top bits elsewhere."""
+    """8 scales, 8 minima of Q4_K and Q5_K, 6 bits each; the last four's top bits are elsewhere."""
     low, top = bits(b[:, 12:16], 4, 4), b[:, 4:12] >> 6 << 4
     scale = torch.cat((b[:, 4:8] & 63, low[:, :4] | top[:, :4]), 1)
     minimum = torch.cat((b[:, 8:12] & 63, low[:, 4:] | top[:, 4:]), 1)
@@ -555,7 +555,7 @@ GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
 
 
 def dequantize(blocks: Tensor, kind: str) -> Tensor:
-    """uint8 blocks (rows, bytes) of one ggml type -> float32 (rows, weights); rare types by gguf."""
+    """uint8 blocks (rows, bytes) of a ggml type -> float32 (rows, weights); rare types by gguf."""
     if kind in GGML_TYPES:
         _, size, function = GGML_TYPES[kind]
         return function(blocks.reshape(-1, size)).view(len(blocks), -1)
@@ -568,16 +568,16 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
 # The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
 # dequantize_TYPE. F16 and BF16 are handled as blocks of 32, too.
 KERNELS = r"""
-// Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has (AVX-512, AVX2,
-// NEON); three intrinsics help where GCC does not see the one instruction that does it.
+// Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
+// (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
 typedef const uint8_t *Bytes;
-typedef float Floats __attribute__((vector_size(64)));   // 16 weights are handled at a time
+typedef float Floats __attribute__((vector_size(64)));  // 16 weights are handled at a time
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(16)));
 static const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -597,14 +597,31 @@ template <class To, class From> INLINE To widen(Bytes p) {  // 16 numbers of one
   for (int i = 0; i < 16; i++) v[i] = load<From>(p + i * sizeof(From));
   return v;
 }
-#ifdef __AVX512F__
-#define WIDEN(To, From, f) template <> inline __attribute__((always_inline)) To widen<To, From>(Bytes p) { return (To)f; }
-WIDEN(Ints, uint8_t, _mm512_cvtepu8_epi32(load<__m128i>(p)))
-WIDEN(Ints, int8_t, _mm512_cvtepi8_epi32(load<__m128i>(p)))
-WIDEN(Ints, uint16_t, _mm512_cvtepu16_epi32(load<__m256i>(p)))
-WIDEN(Floats, _Float16, _mm512_cvtph_ps(load<__m256i>(p)))
+#define WIDEN(To, From) \
+  template <> inline __attribute__((always_inline)) To widen<To, From>(Bytes p)
+#if defined(__AVX512F__)
+WIDEN(Ints, uint8_t) { return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(p)); }
+WIDEN(Ints, int8_t) { return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(p)); }
+WIDEN(Ints, uint16_t) { return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(p)); }
+WIDEN(Floats, _Float16) { return (Floats)_mm512_cvtph_ps(load<__m256i>(p)); }
+#elif defined(__AVX2__)
+template <class To, class Half> INLINE To join(Half low, Half high) {
+  To v;
+  memcpy(&v, &low, 32), memcpy((char *)&v + 32, &high, 32);
+  return v;
+}
+INLINE __m128i eight(Bytes p) { return _mm_loadl_epi64((const __m128i *)p); }
+WIDEN(Ints, uint8_t) {
+  return join<Ints>(_mm256_cvtepu8_epi32(eight(p)), _mm256_cvtepu8_epi32(eight(p + 8)));
+}
+WIDEN(Ints, int8_t) {
+  return join<Ints>(_mm256_cvtepi8_epi32(eight(p)), _mm256_cvtepi8_epi32(eight(p + 8)));
+}
+WIDEN(Floats, _Float16) {
+  return join<Floats>(_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 16)));
+}
 #endif
-INLINE Ints bits(Bytes p, int from, int mask, int to = 0) {  // mask << from of each byte, moved to bit `to`
+INLINE Ints bits(Bytes p, int from, int mask, int to = 0) {  // mask << from of each, moved to `to`
   Ints v = widen<Ints, uint8_t>(p);
   v = from > to ? v >> (from - to) : v << (to - from);
   return to == 0 && 255 >> from <= mask ? v : v & mask << to;
@@ -612,9 +629,9 @@ INLINE Ints bits(Bytes p, int from, int mask, int to = 0) {  // mask << from of 
 INLINE Ints fifth(Bytes p, int i) { return (load<int32_t>(p) >> (LANE + 16 * i) & 1) << 4; }
 
 INLINE void scales_k4(Bytes b, float *s, float *m) {  // 8 scales, 8 minima: 6 bits each in 12 bytes
-  Words v = load<Words>(b);
-  v = (__builtin_shufflevector(v, v, 1, 3, 2, 3) >> (Words){0, 0, 0, 4} & (Words){LOW6, LOW4, LOW6, LOW4}) |
-      (__builtin_shufflevector(v, v, 1, 1, 2, 2) >> (Words){0, 2, 0, 2} & (Words){0, LOW6 - LOW4, 0, LOW6 - LOW4});
+  Words v = load<Words>(b), low = {LOW6, LOW4, LOW6, LOW4}, top = {0, LOW6 - LOW4, 0, LOW6 - LOW4};
+  v = (__builtin_shufflevector(v, v, 1, 3, 2, 3) >> (Words){0, 0, 0, 4} & low) |
+      (__builtin_shufflevector(v, v, 1, 1, 2, 2) >> (Words){0, 2, 0, 2} & top);
   Floats f = floats(widen<Ints, uint8_t>((Bytes)&v));
   store(s, f * half(b)), store(m - 8, f * half(b + 2));
 }
@@ -639,7 +656,7 @@ template <class T> INLINE Floats weights(Bytes b, int i, const float *s, const f
   auto q = T::values(b, i);
   if constexpr (T::BITS >= 16) return (Floats)q;
 #ifdef __AVX512F__
-  // 4 bits: one instruction looks up 16 weights in a table of the 16 there are (and ignores higher bits)
+  // 4 bits: one instruction looks up 16 weights among the 16 there are (and ignores higher bits)
   else if constexpr (T::BITS == 4)
     return (Floats)_mm512_permutexvar_ps((__m512i)q, (__m512)(floats(LANE) * s[g] - m[g]));
 #endif
@@ -652,7 +669,7 @@ template <class T, int R> INLINE void dot(Bytes w, const float *x, float *y, lon
   for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
     for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 4096 + j);
     T::scales(w, s, m);
-    if (T::BLOCK == 256) asm volatile("" : : "r"(s) : "memory");  // a scale is free when broadcast from memory
+    if (T::BLOCK == 256) asm volatile("" : : "r"(s) : "memory");  // scales from memory: free
 #pragma GCC unroll 16
     for (int i = 0; i < T::BLOCK / 16; i++) {
       Floats f = weights<T>(w, i, s, m);
@@ -668,7 +685,7 @@ template <class T, int R> INLINE void dot(Bytes w, const float *x, float *y, lon
 }
 // (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y
 template <class T> void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
-#pragma omp parallel for schedule(dynamic, 64)
+#pragma omp parallel for schedule(dynamic, 64) if (N * K > 1 << 16)
   for (long n = 0; n < N; n++) {
     Bytes b = w + n * (K / T::BLOCK * T::SIZE);
     long r = 0;
@@ -678,7 +695,7 @@ template <class T> void linear(Bytes w, const float *x, float *y, long rows, lon
   }
 }
 template <class T> void dequantize(Bytes w, float *y, long blocks) {
-#pragma omp parallel for
+#pragma omp parallel for if (blocks * T::BLOCK > 1 << 16)
   for (long n = 0; n < blocks; n++) {
     alignas(64) float s[32], *m = s + 16;
     T::scales(w + n * T::SIZE, s, m);
@@ -688,34 +705,39 @@ template <class T> void dequantize(Bytes w, float *y, long blocks) {
   }
 }
 
-#define TYPE(name, block, size, group, bits_, get_scales, get_values)                                  \
-  struct name {                                                                                        \
-    enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_ };                                  \
-    INLINE void scales(Bytes b, float *s, float *m) { get_scales; }                                    \
-    INLINE auto values(Bytes b, int i) { return get_values; }                                          \
-  };                                                                                                   \
-  extern "C" void linear_##name(Bytes w, const float *x, float *y, long rows, long N, long K) {        \
-    linear<name>(w, x, y, rows, N, K);                                                                 \
-  }                                                                                                    \
-  extern "C" void dequantize_##name(Bytes w, float *y, long blocks) { dequantize<name>(w, y, blocks); }
+#define TYPE(name, block, size, group, bits_, get_scales, get_values)                       \
+  struct name {                                                                             \
+    enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_ };                       \
+    INLINE void scales(Bytes b, float *s, float *m) { get_scales; }                         \
+    INLINE auto values(Bytes b, int i) { return get_values; }                               \
+  };                                                                                        \
+  extern "C" void linear_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+    linear<name>(w, x, y, n, N, K);                                                         \
+  }                                                                                         \
+  extern "C" void dequantize_##name(Bytes w, float *y, long blocks) {                       \
+    dequantize<name>(w, y, blocks);                                                         \
+  }
+#define RUN(n) (i / n * 32 + i % 2 * 16)  // where 16 weights lie that share n / 2 bit positions
 
-// type, weights and bytes per block, weights per scale, bits, scale(s) and minima, the i-th 16 integers
+// type, weights and bytes per block, weights per scale, bits, scales and minima, 16 integers
 TYPE(F32, 32, 128, 32, 32, , load<Floats>(b + 64 * i))
 TYPE(F16, 32, 64, 32, 16, , (widen<Floats, _Float16>(b + 32 * i)))
 TYPE(BF16, 32, 64, 32, 16, , (widen<Ints, uint16_t>(b + 32 * i)) << 16)
 TYPE(Q4_0, 32, 18, 32, 4, (*s = half(b), *m = 8 * *s), bits(b + 2, 4 * i, 255))
 TYPE(Q4_1, 32, 20, 32, 4, (*s = half(b), *m = -half(b + 2)), bits(b + 4, 4 * i, 255))
 TYPE(Q5_0, 32, 22, 32, 5, (*s = half(b), *m = 16 * *s), bits(b + 6, 4 * i, 15) | fifth(b + 2, i))
-TYPE(Q5_1, 32, 24, 32, 5, (*s = half(b), *m = -half(b + 2)), bits(b + 8, 4 * i, 15) | fifth(b + 4, i))
+TYPE(Q5_1, 32, 24, 32, 5, (*s = half(b), *m = -half(b + 2)),
+     bits(b + 8, 4 * i, 15) | fifth(b + 4, i))
 TYPE(Q8_0, 32, 34, 32, 8, (*s = half(b), *m = 0), (widen<Ints, int8_t>(b + 2 + 16 * i)))
-TYPE(Q2_K, 256, 84, 16, 2, scales_k2(b, s, m), bits(b + 16 + i / 8 * 32 + i % 2 * 16, i / 2 % 4 * 2, 3))
+TYPE(Q2_K, 256, 84, 16, 2, scales_k2(b, s, m), bits(b + 16 + RUN(8), i / 2 % 4 * 2, 3))
 TYPE(Q3_K, 256, 110, 16, 3, scales_k3(b, s, m),
-     bits(b + 32 + i / 8 * 32 + i % 2 * 16, i / 2 % 4 * 2, 3) | bits(b + i % 2 * 16, i / 2, 1, 2))
-TYPE(Q4_K, 256, 144, 32, 4, scales_k4(b, s, m), bits(b + 16 + i / 4 * 32 + i % 2 * 16, i / 2 % 2 * 4, 255))
+     bits(b + 32 + RUN(8), i / 2 % 4 * 2, 3) | bits(b + RUN(16), i / 2, 1, 2))
+TYPE(Q4_K, 256, 144, 32, 4, scales_k4(b, s, m), bits(b + 16 + RUN(4), i / 2 % 2 * 4, 255))
 TYPE(Q5_K, 256, 176, 32, 5, scales_k4(b, s, m),
-     bits(b + 48 + i / 4 * 32 + i % 2 * 16, i / 2 % 2 * 4, 15) | bits(b + 16 + i % 2 * 16, i / 2, 1, 4))
+     bits(b + 48 + RUN(4), i / 2 % 2 * 4, 15) | bits(b + 16 + RUN(16), i / 2, 1, 4))
 TYPE(Q6_K, 256, 210, 16, 6, scales_k6(b, s, m),
-     bits(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) | bits(b + 128 + i / 8 * 32 + i % 2 * 16, i / 2 % 4 * 2, 3, 4))
+     bits(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) |
+         bits(b + 128 + RUN(8), i / 2 % 4 * 2, 3, 4))
 """
 
 
@@ -760,12 +782,19 @@ class QuantizedLinear(nn.Module):
     """y = x W^T with W kept as the file's blocks, uint8 (out, bytes per row), most often mapped.
 
     The result is that of F.linear(x, dequantize(W)) in float32, but for the order of summation
-    (1e-6 relative). `library`: the compiled kernels; without them all is done by torch.
+    (1e-6 relative). `library`: the compiled kernels, for the CPU; without them torch does it all.
+    `unpack`: dequantize, or what torch.compile makes of it.
     """
 
-    def __init__(self, blocks: Tensor, kind: str, library: ctypes.CDLL | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Tensor,
+        kind: str,
+        library: ctypes.CDLL | None = None,
+        unpack: Callable[[Tensor, str], Tensor] = dequantize,
+    ) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.unpack = kind, unpack
         self.register_buffer("blocks", blocks)
         block, size, _ = GGML_TYPES[kind]
         self.out_features, self.in_features = len(blocks), blocks.shape[1] // size * block
@@ -801,7 +830,7 @@ class QuantizedLinear(nn.Module):
         for start in range(0, self.out_features, step):
             blocks = self.blocks[start : start + step]
             if buffer is None:
-                w = dequantize(blocks, self.kind)
+                w = self.unpack(blocks, self.kind)
             else:
                 w = buffer[: len(blocks)]
                 count = ctypes.c_long(w.numel() // max(GGML_TYPES[self.kind][0], 32))
@@ -888,7 +917,7 @@ class Weight:
         return data.contiguous()
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
-        """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads nothing else."""
+        """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads no others."""
         shape, pieces = list(self.shape), []
         shape[axis] = stop - start
         if axis == 1:
@@ -900,7 +929,7 @@ class Weight:
         return replace(self, shape=tuple(shape), pieces=[p for p in pieces if p.numel()])
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """The weight as a dense tensor, converted a few rows at a time; mapped if nothing changes."""
+        """The weight as a dense tensor, converted a few rows at a time; mapped if it fits as is."""
         if DENSE.get(self.kind) == dtype and self.data.storage_offset() % dtype.itemsize == 0:
             return self.data.view(dtype).view(self.shape).to(device)
         out = torch.empty(self.shape, dtype=dtype, device=device)
@@ -1393,8 +1422,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             ", ".join(sorted(os.listdir(path))[:5]) if path.is_dir() else "one file of a directory"
         )
         raise ValueError(
-            f"{path}: found {found or 'nothing'}; accepted is a .gguf file, or a directory with params.json"
-            " and consolidated.00.pth (Meta) or config.json and model*.safetensors or pytorch_model*.bin"
+            f"{path}: found {found or 'nothing'}; accepted is a .gguf file, or a directory with"
+            " params.json and consolidated.00.pth (Meta) or with config.json and model*.safetensors"
+            " or pytorch_model*.bin (Hugging Face)"
         )
     except ValueError as error:  # every message names the file, and none repeats pages of it
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
@@ -1426,16 +1456,18 @@ def build_model(
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
     Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit
-    ones keep their 16 bits too: half the memory, and the same numbers. `compile`: use the kernels,
-    on the CPU; where they cannot be compiled, it is slow and a warning says why.
+    ones keep their 16 bits too: half the memory, and the same numbers. `compile`: multiply by the
+    compiled kernels; where the CPU's cannot be compiled, it is slow and a warning says why.
     """
-    library = None
+    fast: dict[str, Any] = {}  # options of QuantizedLinear
     kept = any(keeps_blocks(weight, dtype) for weight in checkpoint.weights.values())
     if compile and kept and torch.device(device).type == "cpu":
         try:
-            library, _ = kernels()
+            fast["library"], _ = kernels()
         except OSError as error:
             warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
+    elif compile and kept and torch.device(device).type == "cuda":
+        fast["unpack"] = torch.compile(dequantize, dynamic=True)
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     for name, weight in show_progress(checkpoint.weights.items(), "loading", progress):
@@ -1448,9 +1480,9 @@ def build_model(
         if isinstance(module, nn.Embedding):
             module = QuantizedEmbedding(data, weight.kind, dtype)
             if checkpoint.config.tie_word_embeddings:
-                model.lm_head = QuantizedLinear(data, weight.kind, library)
+                model.lm_head = QuantizedLinear(data, weight.kind, **fast)
         else:
-            module = QuantizedLinear(data, weight.kind, library)
+            module = QuantizedLinear(data, weight.kind, **fast)
         setattr(model.get_submodule(parent), attribute, module)
     if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
         model.lm_head.weight = model.embed_tokens.weight
@@ -1472,7 +1504,7 @@ SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
 def save_kind(weight: Weight, kind: str | None) -> str:
-    """The type that a weight gets in a file of `kind`: vectors F32, rows not of whole blocks F16."""
+    """The type of a weight in a file of `kind`: vectors F32, rows not of whole blocks F16."""
     if len(weight.shape) == 1:
         return "F32"
     fits = weight.shape[-1] % replace(weight, kind=kind or weight.kind).block[0] == 0
@@ -1552,7 +1584,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
-    """A GGUF file's vocabulary as SentencePiece's ModelProto, serialised (sentencepiece_model.proto).
+    """A GGUF file's vocabulary as SentencePiece's ModelProto (sentencepiece_model.proto), in bytes.
 
     Written by hand: sentencepiece's own class for it needs protobuf, which it does not install.
     """
@@ -1855,8 +1887,8 @@ class StaticCache(Cache):
 class CompiledStep:
     """model(tokens, cache) with its one-token steps compiled; longer passes run as they are.
 
-    On CUDA the compiled step is captured as a graph: no launches, no Python, no wait per token. There
-    is one per window, which doubles as the cache fills, so that empty slots are hardly read.
+    On CUDA the compiled step is captured as a graph: no launches, no Python, no wait per token.
+    There is one per window, which doubles as the cache fills: empty slots are hardly read.
     """
 
     def __init__(self, model: Llama, cache: Cache, **options: Any) -> None:
@@ -1880,7 +1912,7 @@ class CompiledStep:
         return logits
 
     def capture(self, window: int) -> tuple[StaticCache, Callable[[], Tensor]]:
-        """Compile the step for one window. What it stores while that runs is written again later."""
+        """Compile the step for one window. What it stores meanwhile is written again later."""
         static = StaticCache(self.cache, window)
         static.slot.fill_(self.cache.pos)
         forward = torch.compile(self.model, **self.options)
@@ -1946,12 +1978,14 @@ def generate(
     seed: int | None = None,
     stop_ids: Collection[int] | None = None,
     cache: Cache | None = None,
+    step: Callable[[Tensor, Cache], Tensor] | None = None,
     report: Report | None = None,
 ) -> Iterator[int] | Iterator[list[int | None]]:
     """Continue a prompt: yields new ids one by one, without the one that stops it (default: EOS).
 
-    A list of prompts yields a list per step, None in rows that have finished; row i draws from seed
-    + i, so that it gets what it would get alone. `cache`: the prompt continues what is stored there.
+    A list of prompts yields a list per step, None in rows that have finished; row i draws from
+    seed + i, as it would alone. `cache`: the prompt continues what is stored there. `step`: what
+    runs the model, such as a CompiledStep of that cache.
     Raises ValueError for an empty prompt, ids out of range, and a prompt beyond the context.
     """
     single = len(prompt) == 0 or isinstance(prompt[0], int)
@@ -1979,6 +2013,7 @@ def generate(
     report = Report() if report is None else report
     report.__init__(sum(lengths), new_ids=[[] for _ in rows], stop_reasons=[""] * len(rows))
     stop_ids = (config.eos_token_id,) if stop_ids is None else stop_ids
+    step = model if step is None else step
     generators = [torch.Generator() for _ in rows]
     for i, generator in enumerate(generators):
         generator.seed() if seed is None else generator.manual_seed(seed + i)
@@ -1989,7 +2024,7 @@ def generate(
         while True:
             start = time.perf_counter()
             for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
-                logits = model(chunk, cache)  # (B, V)
+                logits = step(chunk, cache)  # (B, V)
             if temperature == 0:
                 ids = sample(logits, 0.0).tolist()  # the one wait for the device per step
             else:
@@ -2132,8 +2167,8 @@ def rank_part(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
 def connect_ranks(model: Llama) -> None:
     """Make the model of a rank_part() one with those of the other ranks: same logits on each.
 
-    The products of o_proj and down_proj are added up. Those of embed_tokens and lm_head stand side by
-    side: each rank puts its own into zeros, so that adding them up is exact.
+    The products of o_proj and down_proj are added up. Those of embed_tokens and lm_head stand side
+    by side: each rank puts its own into zeros, so that adding them up is exact.
     """
 
     def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
@@ -2264,6 +2299,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the activations")
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="default: --compile")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: of the matrices (default: as they are)")
     add("--info", action="store_true", help="describe the model and exit")
@@ -2287,6 +2323,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
 def note(text: str) -> None:
@@ -2358,6 +2395,8 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     """The line on stderr at the end of a run."""
     device = model.norm.weight.device
     parts = [f"load {load_seconds:.2f} s"]
+    if kernels.cache_info().currsize and kernels()[1] > 1:
+        parts[0] += f" ({kernels()[1]:.1f} s of it to compile kernels, once)"
     parts.append(f"prompt {report.prompt_tokens} tokens")
     if report.prompt_seconds:
         parts[-1] += f", {report.prompt_tokens / report.prompt_seconds:.1f} tokens/s"
@@ -2459,7 +2498,7 @@ def run(args: argparse.Namespace) -> None:
     if not 1 <= context <= config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
-    dtype = DTYPES.get(args.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
     if args.info:
         return write(describe_checkpoint(checkpoint, context, dtype))
     tokenizer = checkpoint.tokenizer()
@@ -2470,7 +2509,10 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}")
         size = min(context, len(ids) + max(args.max_new_tokens, 1))
     check_memory(checkpoint, size, dtype, device)
-    model = build_model(checkpoint, device, dtype, progress)
+    with warnings.catch_warnings(record=True) as problems:
+        model = build_model(checkpoint, device, dtype, progress, args.compile)
+    for problem in problems if not args.quiet else ():
+        note(f"llama2.py: {problem.message}")
     if ranks > 1:
         connect_ranks(model)
     load_seconds = time.perf_counter() - start
@@ -2485,13 +2527,15 @@ def run(args: argparse.Namespace) -> None:
         "report": report,
         "cache": Cache(config, 1, size, dtype, device),
     }
-    if args.chat:
-        if not checkpoint.chat_template and not args.quiet:
-            note("note: this model does not say that it was tuned for chat")
-        return chat(model, tokenizer, args, options)
-    if not args.no_echo:
-        write(args.prompt)
+    if args.compile and device.type == "cuda" and ranks == 1:
+        options["step"] = CompiledStep(model, options["cache"])
     try:
+        if args.chat:
+            if not checkpoint.chat_template and not args.quiet:
+                note("note: this model does not say that it was tuned for chat")
+            return chat(model, tokenizer, args, options)
+        if not args.no_echo:
+            write(args.prompt)
         for text in stream_text(
             model, tokenizer, ids, first=not args.prompt, stop=args.stop, **options
         ):
@@ -2501,7 +2545,7 @@ def run(args: argparse.Namespace) -> None:
         report.stop_reasons = ["interrupted"]
         note("")  # the terminal shows ^C at the end of the text
         raise
-    finally:
+    finally:  # for a chat, of its last answer
         if not args.quiet and all(report.stop_reasons):
             note(describe(report, model, load_seconds, seed))
 
