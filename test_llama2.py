@@ -30,6 +30,7 @@ from gguf import GGMLQuantizationType as Kind
 
 import llama2
 
+torch.set_num_threads(1)  # more of them cost tiny models more than they give
 SCRIPT = Path(llama2.__file__)
 SHAPE = {
     "hidden_size": 64,
@@ -631,7 +632,7 @@ def test_written_names_exist():
         assert callable(getattr(llama2.Tokenizer, name))
     for name in ("reset", "truncate", "mask", "update"):
         assert callable(getattr(llama2.Cache, name))
-    for name in ("QuantizedLinear", "StreamDecoder", "Report"):
+    for name in ("QuantizedLinear", "StreamDecoder", "Report", "Tokenizer"):
         assert inspect.isclass(getattr(llama2, name))
 
 
@@ -1050,18 +1051,31 @@ def quantised(vocabulary, path, kinds, config=WIDE):
     return path, weights
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kind", [name for name in SCALES if hasattr(Kind, name)])
 @torch.no_grad()
-def test_every_type_gives_the_logits_of_dequantised_weights(tmp_path, vocabulary, kind):
+def test_every_type_gives_the_logits_of_dequantised_weights(
+    tmp_path, vocabulary, monkeypatch, kind, native
+):
     """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
+    if native and kind not in llama2.GGML_TYPES:
+        return  # dense after loading, the same either way
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind])
-    loaded, _ = llama2.load(path)
+    loaded = llama2.build_model(llama2.open_checkpoint(path), compile=native)
+    monkeypatch.setattr(llama2, "CHUNK", 2**14)  # several chunks in each matrix
     for name, module in loaded.named_modules():
         if name.endswith("_proj") or name == "lm_head":
             weight = torch.from_numpy(weights[f"{name}.weight"])
             torch.manual_seed(0)
-            for x in (torch.randn(1, 1, weight.shape[1]), torch.randn(2, 24, weight.shape[1])):
-                assert_close(module(x), F.linear(x, weight))
+            for rows in (
+                ((1,), (2, 1), (3,), (5,), (8,), (9,), (2, 24)) if native else ((2, 1), (24,))
+            ):
+                x = torch.randn(*rows, weight.shape[1])
+                assert_close(module(x), F.linear(x, weight), 1e-5)
+            if isinstance(module, llama2.QuantizedLinear):
+                found = module(x.bfloat16())
+                assert found.dtype == torch.bfloat16
+                assert_close(found.float(), F.linear(x, weight), 0.02)
     found = loaded.embed_tokens(TOKENS[:2, :24])
     assert_close(found, torch.from_numpy(weights["embed_tokens.weight"])[TOKENS[:2, :24]], 1e-6)
     wanted = make_model(WIDE, weights)(TOKENS[:2, :24])
@@ -1070,8 +1084,48 @@ def test_every_type_gives_the_logits_of_dequantised_weights(tmp_path, vocabulary
     assert_close(in_steps(loaded, TOKENS[:2, :24], [20, 1, 1, 1, 1]), wanted)
 
 
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
 @torch.no_grad()
-def test_types_are_read_per_tensor(tmp_path, vocabulary):
+def test_widths_that_are_no_multiple_of_the_kernels(tmp_path, vocabulary, kind):
+    """Rows of 40 and 72 numbers: where a kernel reads 32 at a time, it would read the next row."""
+    narrow = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 2}
+    config = llama2.Config(**SHAPE | narrow | {"num_key_value_heads": 1})
+    weights, stored = make_weights(config), {}
+    for name, weight in weights.items():
+        fits = "norm" not in name and weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        blocks = gguf.quants.quantize(weight, kind) if fits else weight
+        weights[name] = gguf.quants.dequantize(blocks, kind) if fits else weight
+        stored[gguf_name(name)] = (blocks, kind if fits else None)
+    path = tmp_path / "x.gguf"
+    write_gguf(path, config_keys(config) | vocabulary_keys(vocabulary[1]), stored)
+    loaded, _ = llama2.load(path)
+    wanted = make_model(config, weights)(TOKENS[:2, :24])
+    assert_close(in_steps(loaded, TOKENS[:2, :24], [20, 1, 1, 2]), wanted)
+
+
+def test_without_a_compiler_a_warning_says_so(tmp_path, vocabulary, monkeypatch):
+    """And the model runs all the same."""
+
+    def fail():
+        raise OSError("no C++ compiler")
+
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_0"])
+    monkeypatch.setattr(llama2, "kernels", fail)
+    with pytest.warns(UserWarning, match="no C.. compiler"):
+        found = logits_of(path)
+    assert_close(found, make_model(WIDE, weights)(TOKENS[:2, :24]))
+
+
+@pytest.fixture
+def three_threads():
+    """For one test, more threads than the others have."""
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def test_types_are_read_per_tensor(tmp_path, vocabulary, three_threads):
     """A file called Q4_K_M holds several types, and its header's file_type names but one."""
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"])
     assert len({w.kind for w in llama2.GGUF(path).tensors.values()}) == 5
@@ -1807,7 +1861,7 @@ def endless_path(tmp_path_factory, keys, tensors):
 
 def start(path, *arguments, stdout=subprocess.PIPE):
     """llama2.py as a process of its own."""
-    command = [sys.executable, str(SCRIPT), "--model", str(path), *arguments]
+    command = [sys.executable, str(SCRIPT), "--model", str(path), "--threads", "1", *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE)
 
 
