@@ -1225,15 +1225,9 @@ def read_tensors(path: Path) -> dict[str, Weight]:
         raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
     weights, kinds = {}, {dtype: kind for kind, dtype in DENSE.items()}
     for name, t in content.items() if isinstance(content, dict) else [("the content", content)]:
-        plain = (
-            isinstance(name, str)
-            and isinstance(t, Tensor)
-            and t.layout == torch.strided
-            and t.device.type == "cpu"
-        )
-        if not (
-            plain and t.dtype in kinds and 1 <= t.dim() <= 2 and t.numel() and t.is_contiguous()
-        ):
+        plain = isinstance(t, Tensor) and t.layout == torch.strided and t.device.type == "cpu"
+        plain = plain and t.dtype in kinds and t.dim() in (1, 2) and t.is_contiguous()
+        if not plain or not t.numel() or not isinstance(name, str):
             found = f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
             accepted = f"contiguous matrices and vectors of {', '.join(DENSE)}"
             raise ValueError(f"{path}: {name} is {found}; accepted are {accepted}")
@@ -1288,12 +1282,8 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     intermediate = matrix_shape(tensors, "layers.0.feed_forward.w1", path)[0]
     formula = int(int(8 * hidden / 3) * get("ffn_dim_multiplier", float, 1.0))
     formula = -(-formula // max(multiple, 1)) * multiple  # rounded up
-    if (formula, get("vocab_size", int, -1)) not in (
-        (intermediate, -1),
-        (intermediate, vocab_size),
-    ):
-        found = f"the shards have {intermediate} rows of w1 and {vocab_size} tokens"
-        raise ValueError(f"{params}: {formula} rows of w1 follow from it; {found}")
+    if formula != intermediate:
+        raise ValueError(f"{params}: {formula} rows of w1 follow; the shards have {intermediate}")
     config = Config(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -1357,6 +1347,8 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         rms_norm_eps=get("rms_norm_eps", float),
         rope_theta=get("rope_theta", float, 10000.0),
         rope_scaling_factor=get("factor", float, 1.0) if linear else 1.0,
+        bos_token_id=get("bos_token_id", int, 1),
+        eos_token_id=get("eos_token_id", int, 2),
         tie_word_embeddings=tied and "lm_head.weight" not in tensors,
     )
     weights = rename(tensors, 0, config, path)
@@ -1389,12 +1381,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             files = sorted(path.glob(pattern))
             if files and (path / settings).is_file():
                 return form(path, files)
-        found = (
-            ", ".join(sorted(os.listdir(path))[:5]) if path.is_dir() else "one file of a directory"
-        )
+        found = sorted(os.listdir(path))[:5] if path.is_dir() else ["one file of a directory"]
         raise ValueError(
-            f"{path}: found {found or 'nothing'}; accepted is a .gguf file, or a directory with params.json"
-            " and consolidated.00.pth (Meta) or config.json and model*.safetensors or pytorch_model*.bin"
+            f"{path}: found {', '.join(found) or 'nothing'}; accepted is a .gguf file, or a directory with"
+            " params.json and consolidated.00.pth (Meta), or with config.json and model*.safetensors or"
+            " pytorch_model*.bin (Hugging Face)"
         )
     except ValueError as error:  # every message names the file, and none repeats pages of it
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
@@ -1508,9 +1499,14 @@ def save_gguf(
         "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
         "llama.rope.scaling.factor": float(config.rope_scaling_factor),
         "llama.vocab_size": config.vocab_size,
+    }
+    settings |= checkpoint.tokenizer().vocabulary(config.vocab_size)
+    settings |= {
+        "tokenizer.ggml.bos_token_id": config.bos_token_id,
+        "tokenizer.ggml.eos_token_id": config.eos_token_id,
         "tokenizer.chat_template": checkpoint.chat_template,
     }
-    for key, value in (settings | checkpoint.tokenizer().vocabulary(config.vocab_size)).items():
+    for key, value in settings.items():
         kind_of_value = gguf.GGUFValueType.get_type(value)  # of 32 bits, as llama.cpp wants them
         if type(value) is int:
             kind_of_value = gguf.GGUFValueType.UINT32
@@ -1695,8 +1691,6 @@ class Tokenizer:
             "tokenizer.ggml.scores": sp.get_score([*found]) + [0.0 for _ in padding],
             "tokenizer.ggml.token_type": types + [UNUSED for _ in padding],
             "tokenizer.ggml.unknown_token_id": sp.unk_id(),
-            "tokenizer.ggml.bos_token_id": sp.bos_id(),
-            "tokenizer.ggml.eos_token_id": sp.eos_id(),
             "tokenizer.ggml.add_bos_token": self.add_bos,
             "tokenizer.ggml.add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
             "tokenizer.ggml.remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),

@@ -304,10 +304,9 @@ REFUSED = [
     ("hf", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
     ("hf", {"vocab_size": 299}, "embed_tokens.weight is"),
     ("meta1", {"use_scaled_rope": True}, "use_scaled_rope is not of Llama 2"),
-    ("meta1", {"ffn_dim_multiplier": 1.3}, "follow from it"),
+    ("meta1", {"ffn_dim_multiplier": 1.3}, "rows of w1 follow"),
     ("meta1", {"dim": 512}, "are shards missing"),
     ("meta1", {"n_heads": 0}, "num_attention_heads is 0"),
-    ("meta1", {"vocab_size": 7}, "follow from it"),
 ]
 
 
@@ -406,7 +405,9 @@ def test_damaged_safetensors(forms, tmp_path, damage):
         llama2.open_checkpoint(directory)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "list", "int", "expanded", "float64"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "empty", "list", "int", "int key", "expanded", "float64"]
+)
 def test_damaged_pth(forms, tmp_path, damage):
     directory = copy(forms[0] / "meta1", tmp_path / "copy")
     file = directory / "consolidated.00.pth"
@@ -415,6 +416,7 @@ def test_damaged_pth(forms, tmp_path, damage):
     content = {
         "list": [torch.ones(2)],
         "int": {"norm.weight": 3},
+        "int key": {1: torch.ones(2), 2: torch.ones(2)},
         "expanded": {"norm.weight": torch.ones(1).expand(10**9)},
         "float64": {"norm.weight": torch.ones(2, dtype=torch.float64)},
     }
@@ -422,7 +424,7 @@ def test_damaged_pth(forms, tmp_path, damage):
         torch.save(content[damage], file)
     else:
         file.write_bytes(data[: len(data) // 2] if damage == "cut" else b"")
-    with pytest.raises(ValueError, match=r"consolidated\.00\.pth: "):
+    with pytest.raises(ValueError, match=r"copy.*: "):
         llama2.open_checkpoint(directory)
 
 
