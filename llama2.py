@@ -2150,18 +2150,27 @@ def connect_ranks(model: Llama) -> None:
 
 
 def memory_plan(
-    config: Config, weights: Iterable[Weight], context: int, dtype: torch.dtype
+    checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, int]:
     """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
-    weights, item = list(weights), dtype.itemsize
-    held = [w.nbytes if keeps_blocks(w, dtype) else math.prod(w.shape) * item for w in weights]
-    heads = config.num_hidden_layers * config.num_key_value_heads
+    config, item = checkpoint.config, dtype.itemsize
+    kept, other = 0, 0  # bytes of the file that stay, numbers that are converted
+    unpacked = 0  # of the weights that stay: a GPU unpacks a whole matrix, a CPU part of it
+    for weight in checkpoint.weights.values():
+        count = math.prod(weight.shape)
+        if keeps_blocks(weight, dtype):
+            kept, unpacked = kept + weight.nbytes, max(unpacked, count)
+        else:
+            other += count
+    if torch.device(device).type == "cpu":
+        unpacked = min(unpacked, CHUNK)
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
-    largest = config.hidden_size * config.intermediate_size * item  # one matrix dequantised
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    activations = min(context, PREFILL_CHUNK) * (widths * item + context)
     return {
-        "weights": sum(held),
+        "weights": kept + other * item,
         "cache": 2 * heads * config.head_dim * context * item,
-        "overhead": min(context, PREFILL_CHUNK) * (widths * item + context) + largest,
+        "overhead": activations + 10 * unpacked,  # float32, integers, dtype
     }
 
 
@@ -2186,8 +2195,7 @@ def check_memory(
     checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit: with what would."""
-    config, weights = checkpoint.config, checkpoint.weights.values()
-    plan = memory_plan(config, weights, context, dtype)
+    plan = memory_plan(checkpoint, context, dtype, device)
     free = min(all_ranks(free_memory(device)))
     if sum(plan.values()) <= free:
         return
@@ -2196,8 +2204,9 @@ def check_memory(
     if room > 0:
         fits.append(f"--context {room}")
     for kind in ("Q8_0", "Q4_0"):
-        smaller = [replace(w, kind=save_kind(w, kind)) for w in weights]
-        need = sum(memory_plan(config, smaller, context, dtype).values())
+        weights = {k: replace(w, kind=save_kind(w, kind)) for k, w in checkpoint.weights.items()}
+        smaller = replace(checkpoint, weights=weights)
+        need = sum(memory_plan(smaller, context, dtype, device).values())
         if need <= free:
             fits.append(f"type {kind} ({need / 1e9:.1f} GB; --save converts)")
     raise ValueError(
@@ -2334,16 +2343,16 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe_checkpoint(checkpoint: Checkpoint, context: int, dtype: torch.dtype) -> str:
-    """What --info prints."""
-    config, weights = checkpoint.config, checkpoint.weights.values()
-    kinds = Counter(weight.kind for weight in weights)
+def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
+    """What --info prints; `plan` is that of memory_plan()."""
+    kinds = Counter(weight.kind for weight in checkpoint.weights.values())
+    size = sum(weight.nbytes for weight in checkpoint.weights.values())
     rows = {
         "form": checkpoint.form,
-        **{item.name: getattr(config, item.name) for item in fields(config)},
+        **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
-        "size": f"{sum(weight.nbytes for weight in weights) / 1e9:.3g} GB",
-        f"memory at {context} tokens": gigabytes(memory_plan(config, weights, context, dtype)),
+        "size": f"{size / 1e9:.3g} GB",
+        f"memory at {context} tokens": gigabytes(plan),
     }
     return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
 
@@ -2455,7 +2464,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
     dtype = DTYPES.get(args.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
     if args.info:
-        return write(describe_checkpoint(checkpoint, context, dtype))
+        plan = memory_plan(checkpoint, context, dtype, device)
+        return write(describe_checkpoint(checkpoint, plan, context))
     tokenizer = checkpoint.tokenizer()
     size = context if args.context else min(context, CHAT_CONTEXT)
     if not args.chat:
