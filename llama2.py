@@ -1254,15 +1254,9 @@ def read_tensors(path: Path) -> dict[str, Weight]:
         raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
     weights, kinds = {}, {dtype: kind for kind, dtype in DENSE.items()}
     for name, t in content.items() if isinstance(content, dict) else [("the content", content)]:
-        plain = (
-            isinstance(name, str)
-            and isinstance(t, Tensor)
-            and t.layout == torch.strided
-            and t.device.type == "cpu"
-        )
-        if not (
-            plain and t.dtype in kinds and 1 <= t.dim() <= 2 and t.numel() and t.is_contiguous()
-        ):
+        plain = isinstance(t, Tensor) and t.layout == torch.strided and t.device.type == "cpu"
+        plain = plain and t.dtype in kinds and t.dim() in (1, 2) and t.is_contiguous()
+        if not plain or not t.numel() or not isinstance(name, str):
             found = f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
             accepted = f"contiguous matrices and vectors of {', '.join(DENSE)}"
             raise ValueError(f"{path}: {name} is {found}; accepted are {accepted}")
@@ -1317,12 +1311,8 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     intermediate = matrix_shape(tensors, "layers.0.feed_forward.w1", path)[0]
     formula = int(int(8 * hidden / 3) * get("ffn_dim_multiplier", float, 1.0))
     formula = -(-formula // max(multiple, 1)) * multiple  # rounded up
-    if (formula, get("vocab_size", int, -1)) not in (
-        (intermediate, -1),
-        (intermediate, vocab_size),
-    ):
-        found = f"the shards have {intermediate} rows of w1 and {vocab_size} tokens"
-        raise ValueError(f"{params}: {formula} rows of w1 follow from it; {found}")
+    if formula != intermediate:
+        raise ValueError(f"{params}: {formula} rows of w1 follow; the shards have {intermediate}")
     config = Config(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -1386,6 +1376,8 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         rms_norm_eps=get("rms_norm_eps", float),
         rope_theta=get("rope_theta", float, 10000.0),
         rope_scaling_factor=get("factor", float, 1.0) if linear else 1.0,
+        bos_token_id=get("bos_token_id", int, 1),
+        eos_token_id=get("eos_token_id", int, 2),
         tie_word_embeddings=tied and "lm_head.weight" not in tensors,
     )
     weights = rename(tensors, 0, config, path)
@@ -1418,13 +1410,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             files = sorted(path.glob(pattern))
             if files and (path / settings).is_file():
                 return form(path, files)
-        found = (
-            ", ".join(sorted(os.listdir(path))[:5]) if path.is_dir() else "one file of a directory"
-        )
+        found = sorted(os.listdir(path))[:5] if path.is_dir() else ["one file of a directory"]
         raise ValueError(
-            f"{path}: found {found or 'nothing'}; accepted is a .gguf file, or a directory with"
-            " params.json and consolidated.00.pth (Meta) or with config.json and model*.safetensors"
-            " or pytorch_model*.bin (Hugging Face)"
+            f"{path}: found {', '.join(found) or 'nothing'}; accepted is a .gguf file, or a"
+            " directory with params.json and consolidated.00.pth (Meta) or with config.json and"
+            " model*.safetensors or pytorch_model*.bin (Hugging Face)"
         )
     except ValueError as error:  # every message names the file, and none repeats pages of it
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
@@ -1540,9 +1530,14 @@ def save_gguf(
         "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
         "llama.rope.scaling.factor": float(config.rope_scaling_factor),
         "llama.vocab_size": config.vocab_size,
+    }
+    settings |= checkpoint.tokenizer().vocabulary(config.vocab_size)
+    settings |= {
+        "tokenizer.ggml.bos_token_id": config.bos_token_id,
+        "tokenizer.ggml.eos_token_id": config.eos_token_id,
         "tokenizer.chat_template": checkpoint.chat_template,
     }
-    for key, value in (settings | checkpoint.tokenizer().vocabulary(config.vocab_size)).items():
+    for key, value in settings.items():
         kind_of_value = gguf.GGUFValueType.get_type(value)  # of 32 bits, as llama.cpp wants them
         if type(value) is int:
             kind_of_value = gguf.GGUFValueType.UINT32
@@ -1727,8 +1722,6 @@ class Tokenizer:
             "tokenizer.ggml.scores": sp.get_score([*found]) + [0.0 for _ in padding],
             "tokenizer.ggml.token_type": types + [UNUSED for _ in padding],
             "tokenizer.ggml.unknown_token_id": sp.unk_id(),
-            "tokenizer.ggml.bos_token_id": sp.bos_id(),
-            "tokenizer.ggml.eos_token_id": sp.eos_id(),
             "tokenizer.ggml.add_bos_token": self.add_bos,
             "tokenizer.ggml.add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
             "tokenizer.ggml.remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
@@ -2191,18 +2184,27 @@ def connect_ranks(model: Llama) -> None:
 
 
 def memory_plan(
-    config: Config, weights: Iterable[Weight], context: int, dtype: torch.dtype
+    checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, int]:
     """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
-    weights, item = list(weights), dtype.itemsize
-    held = [w.nbytes if keeps_blocks(w, dtype) else math.prod(w.shape) * item for w in weights]
-    heads = config.num_hidden_layers * config.num_key_value_heads
+    config, item = checkpoint.config, dtype.itemsize
+    kept, other = 0, 0  # bytes of the file that stay, numbers that are converted
+    unpacked = 0  # of the weights that stay: a GPU unpacks a whole matrix, a CPU part of it
+    for weight in checkpoint.weights.values():
+        count = math.prod(weight.shape)
+        if keeps_blocks(weight, dtype):
+            kept, unpacked = kept + weight.nbytes, max(unpacked, count)
+        else:
+            other += count
+    if torch.device(device).type == "cpu":
+        unpacked = min(unpacked, CHUNK)
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
-    largest = config.hidden_size * config.intermediate_size * item  # one matrix dequantised
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    activations = min(context, PREFILL_CHUNK) * (widths * item + context)
     return {
-        "weights": sum(held),
+        "weights": kept + other * item,
         "cache": 2 * heads * config.head_dim * context * item,
-        "overhead": min(context, PREFILL_CHUNK) * (widths * item + context) + largest,
+        "overhead": activations + 10 * unpacked,  # float32, integers, dtype
     }
 
 
@@ -2227,8 +2229,7 @@ def check_memory(
     checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit: with what would."""
-    config, weights = checkpoint.config, checkpoint.weights.values()
-    plan = memory_plan(config, weights, context, dtype)
+    plan = memory_plan(checkpoint, context, dtype, device)
     free = min(all_ranks(free_memory(device)))
     if sum(plan.values()) <= free:
         return
@@ -2237,8 +2238,9 @@ def check_memory(
     if room > 0:
         fits.append(f"--context {room}")
     for kind in ("Q8_0", "Q4_0"):
-        smaller = [replace(w, kind=save_kind(w, kind)) for w in weights]
-        need = sum(memory_plan(config, smaller, context, dtype).values())
+        weights = {k: replace(w, kind=save_kind(w, kind)) for k, w in checkpoint.weights.items()}
+        smaller = replace(checkpoint, weights=weights)
+        need = sum(memory_plan(smaller, context, dtype, device).values())
         if need <= free:
             fits.append(f"type {kind} ({need / 1e9:.1f} GB; --save converts)")
     raise ValueError(
@@ -2377,16 +2379,16 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe_checkpoint(checkpoint: Checkpoint, context: int, dtype: torch.dtype) -> str:
-    """What --info prints."""
-    config, weights = checkpoint.config, checkpoint.weights.values()
-    kinds = Counter(weight.kind for weight in weights)
+def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
+    """What --info prints; `plan` is that of memory_plan()."""
+    kinds = Counter(weight.kind for weight in checkpoint.weights.values())
+    size = sum(weight.nbytes for weight in checkpoint.weights.values())
     rows = {
         "form": checkpoint.form,
-        **{item.name: getattr(config, item.name) for item in fields(config)},
+        **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
-        "size": f"{sum(weight.nbytes for weight in weights) / 1e9:.3g} GB",
-        f"memory at {context} tokens": gigabytes(memory_plan(config, weights, context, dtype)),
+        "size": f"{size / 1e9:.3g} GB",
+        f"memory at {context} tokens": gigabytes(plan),
     }
     return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
 
@@ -2500,7 +2502,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
     dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
     if args.info:
-        return write(describe_checkpoint(checkpoint, context, dtype))
+        plan = memory_plan(checkpoint, context, dtype, device)
+        return write(describe_checkpoint(checkpoint, plan, context))
     tokenizer = checkpoint.tokenizer()
     size = context if args.context else min(context, CHAT_CONTEXT)
     if not args.chat:
