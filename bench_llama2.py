@@ -5,12 +5,12 @@
     python bench_llama2.py --breakdown                       # shares of a forward pass
     python bench_llama2.py --model FILE.gguf                 # a whole model: load, prompt, tokens
     python bench_llama2.py --config 7b --type Q4_0           # the same without a file
-    python bench_llama2.py --table FILES...                  # beside llama.cpp's llama-bench
+    python bench_llama2.py --table FILES...                  # beside llama.cpp
     python bench_llama2.py --perplexity TEXT --model FILE.gguf
 
-How it measures: medians and inter-quartile ranges by torch.utils.benchmark; what is compared takes
-turns (A B A B), so that a machine which slows down slows both; the first call, which may compile, is
-never counted; the device is waited for. Only ratios taken in one run mean anything on a shared machine.
+How it measures: medians and inter-quartile ranges, the suite by torch.utils.benchmark; what is compared
+takes turns (A B A B), so that a machine which slows down slows both; the first call, which may compile,
+is never counted; the device is waited for. On a shared machine only ratios within one run mean anything.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import math
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -34,41 +35,17 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark import Timer
 
 import llama2
 
 BASELINES = Path(__file__).resolve().parent / ".benchmarks"
+Call = Callable[[], object]
 
 # --------------------------------------------------------------------------------------------------
-# 1. Timing
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per call, one sample per block of calls or per round."""
-
-    samples: tuple[float, ...]
-
-    def quantile(self, q: float) -> float:
-        """The sample below which the part q of all samples lies."""
-        return torch.tensor(self.samples, dtype=torch.float64).quantile(q).item()
-
-    @property
-    def median(self) -> float:
-        """The middle sample, which one interruption does not move as it moves the mean."""
-        return self.quantile(0.5)
-
-    @property
-    def iqr(self) -> float:
-        """The inter-quartile range: half of all samples lie within it."""
-        return self.quantile(0.75) - self.quantile(0.25)
-
-    def to_dict(self) -> dict:
-        """What is written as JSON."""
-        return {"median": self.median, "iqr": self.iqr, "samples": len(self.samples)}
+# 1. Timing and printing
 
 
 def synchronize() -> None:
@@ -77,7 +54,7 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def seconds(function: Callable[[], object]) -> float:
+def seconds(function: Call) -> float:
     """Wall-clock time of one call."""
     synchronize()
     start = time.perf_counter()
@@ -86,35 +63,50 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def timer(function: Callable[[], object]) -> Timer:
+def timer(function: Call) -> Timer:
     """torch's Timer, which waits for the device, with the threads that are set (its default is 1)."""
     return Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
 
 
-def measure(function: Callable[[], object], limit: float = 1.0) -> Timing:
-    """Repeat until the range is below 5 % of the median or `limit` seconds are over; 3 times at least."""
-    once = seconds(function)
-    once = min(once, seconds(function)) if once > limit else once  # the first call may compile
-    found = timer(function).adaptive_autorange(
-        0.05, min_run_time=limit / 10, max_run_time=max(limit, 2.1 * once)
+def measure(function: Call, limit: float = 1.0) -> list[float]:
+    """Samples of a call's time, until their range is below 5 % of the median or the limit is over."""
+    seconds(function)  # may compile
+    first = seconds(function)
+    if first > limit:  # the Timer would run it several times before it begins to count
+        return [first, seconds(function), seconds(function)]
+    return (
+        timer(function).adaptive_autorange(0.05, min_run_time=limit / 5, max_run_time=limit).times
     )
-    return Timing(tuple(found.times))
 
 
-def interleave(
-    functions: Mapping[str, Callable[[], object]], rounds: int = 5, limit: float = 0.05
-) -> dict[str, Timing]:
+def interleave(functions: Mapping[str, Call], rounds: int = 5) -> dict[str, list[float]]:
     """Measure the functions in turns; each sample is the median of one turn."""
     samples = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            samples[name].append(timer(function).blocked_autorange(min_run_time=limit).median)
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
+            samples[name].append(timer(function).blocked_autorange(min_run_time=0.03).median)
+    return samples
 
 
-def ratio(a: Timing, b: Timing) -> Timing:
-    """a / b, round by round."""
-    return Timing(tuple(x / y for x, y in zip(a.samples, b.samples, strict=True)))
+def iqr(samples: Sequence[float]) -> float:
+    """The inter-quartile range: half of all samples lie within it."""
+    if len(samples) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high - low
+
+
+def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """a / b, round by round: what slows one round slows both."""
+    return [x / y for x, y in zip(a, b, strict=True)]
+
+
+def bandwidth(device: torch.device, size: int = 2**29) -> float:
+    """Bytes per second that memory delivers, here and now: the better of reading and copying."""
+    a = torch.ones(size // 4, device=device)
+    b = torch.empty_like(a)
+    ways = ((a.sum, a.nbytes), (lambda: b.copy_(a), 2 * a.nbytes))
+    return max(count / statistics.median(measure(way, 0.5)) for way, count in ways)
 
 
 def show(value: float) -> str:
@@ -125,124 +117,83 @@ def show(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def bandwidth(device: torch.device, size: int = 2**29) -> float:
-    """Bytes per second that memory delivers: the best of reading and of copying, here and now."""
-    a = torch.ones(size // 4, device=device)
-    b = torch.empty_like(a)
-    ways = {"read": (a.sum, a.nbytes), "copy": (lambda: b.copy_(a), 2 * a.nbytes)}
-    return max(count / measure(way, 0.5).median for way, count in ways.values())
-
-
-def note(text: str) -> None:
+def note(text: str = "") -> None:
     """Progress, on one line of a terminal that the next one replaces."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
     """Print Markdown that also reads well in a terminal: first column left, the others right."""
     rows = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    note("")
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("|", " | ".join(cells), "|", flush=True)
+    note()
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        print("|", " | ".join((first.ljust(widths[0]), *cells)), "|", flush=True)
+    print()
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. Models without a file
 
-TINY = llama2.Config(
-    hidden_size=64,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=512,
-    max_position_embeddings=1024,
-)
-TINYLLAMA = llama2.Config(
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=22,
-    num_key_value_heads=4,
-    max_position_embeddings=2048,
-)
 CONFIGS = {
-    "tiny": TINY,
-    "1b": TINYLLAMA,  # the shape of TinyLlama 1.1B
+    "tiny": llama2.Config(64, 256, 2, 4, 2, vocab_size=512, max_position_embeddings=1024),
+    "1b": llama2.Config(2048, 5632, 22, 32, 4, max_position_embeddings=2048),  # TinyLlama's shape
     "7b": llama2.Config.llama2_7b(),
     "13b": llama2.Config.llama2_13b(),
     "70b": llama2.Config.llama2_70b(),
 }
-
-# Where the float16 scales stand in a block of each quantised type: any other bytes are valid numbers.
-SCALES = {
-    "Q4_0": slice(0, 2),
-    "Q4_1": slice(0, 4),
-    "Q5_0": slice(0, 2),
-    "Q5_1": slice(0, 4),
-    "Q8_0": slice(0, 2),
-    "Q2_K": slice(80, 84),
-    "Q3_K": slice(108, 110),
-    "Q4_K": slice(0, 4),
-    "Q5_K": slice(0, 4),
-    "Q6_K": slice(208, 210),
-}
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Where in a block the float16 scales begin and end; all other bytes are numbers whatever they are.
+SCALES = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0, 2))
+SCALES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 4))
+SCALES |= {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q6_K": (208, 210)}
 MIXES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
-TYPES = (*DENSE, *SCALES, *MIXES)
 
 
-def random_weight(kind: str, shape: tuple[int, ...], seed: int = 0) -> llama2.Weight:
-    """A weight of random blocks with one small scale. Real memory, but few different rows: filled fast."""
+def random_weight(kind: str, shape: tuple[int, ...]) -> llama2.Weight:
+    """Random blocks with one small scale. All of it is real memory; few rows differ: filled fast."""
     import gguf
 
-    if len(shape) == 1:  # norms stay near 1 and in float32
+    if len(shape) == 1:  # a norm
         return llama2.Weight("F32", shape, torch.ones(shape).view(torch.uint8)[None])
-    generator = torch.Generator().manual_seed(seed)
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    sample = (min(shape[0], 2**20 // shape[1] + 1), shape[1] // elements, size)
+    if shape[1] % elements:
+        raise ValueError(f"--type {kind}: rows of {shape[1]} are not made of blocks of {elements}")
+    count = min(shape[0], 2**20 // shape[1] + 1)
     if kind in DENSE:
-        rows = torch.randn(sample[:2], generator=generator) * shape[1] ** -0.5
-        blocks = rows.to(DENSE[kind]).view(torch.uint8)
+        rows = torch.randn(count, shape[1]).mul(shape[1] ** -0.5).to(DENSE[kind]).view(torch.uint8)
     else:
-        if shape[1] % elements:
-            raise ValueError(f"rows of {shape[1]} weights are not made of {kind}'s {elements}")
-        blocks = torch.randint(256, sample, dtype=torch.uint8, generator=generator)
-        scale = torch.full((2,), 2.0**-14, dtype=torch.float16).view(torch.uint8)
-        where = SCALES[kind]
-        blocks[..., where] = scale[: where.stop - where.start]
-    blocks = blocks.view(sample[0], -1)
-    data = blocks.repeat(-(-shape[0] // sample[0]), 1)[: shape[0]]
-    return llama2.Weight(kind, shape, data)
+        blocks = torch.randint(256, (count, shape[1] // elements, size), dtype=torch.uint8)
+        start, end = SCALES[kind]
+        blocks[..., start:end:2], blocks[..., start + 1 : end : 2] = 0, 4  # 2**-14 in float16
+        rows = blocks.flatten(1)
+    return llama2.Weight(kind, shape, rows.repeat(-(-shape[0] // count), 1)[: shape[0]])
 
 
 class RandomWeights(Mapping):
-    """The weights of a checkpoint, each made when it is asked for: no two are held at once."""
+    """The weights of a checkpoint, each made when it is asked for: no two need to be held at once."""
 
     def __init__(self, config: llama2.Config, kind: str) -> None:
-        self.config, self.kind = config, kind
+        self.kind, self.L = kind, config.num_hidden_layers
         with torch.device("meta"):
             named = llama2.Llama(config).named_parameters()
-            self.shapes = {name: tuple(p.shape) for name, p in named}
+        self.shapes = {name: tuple(p.shape) for name, p in named}
 
     def type_of(self, name: str) -> str:
-        """The type that llama.cpp's llama-quantize gives to a tensor of a file of this type."""
+        """The type that llama.cpp's llama-quantize gives to a tensor in a file of this type."""
         if self.kind in DENSE or self.kind == "Q8_0":
             return self.kind
-        if name == "lm_head.weight":
-            return "Q6_K"
         if self.kind in MIXES and ("v_proj" in name or "down_proj" in name):
-            layer, L = int(name.split(".")[1]), self.config.num_hidden_layers
-            if layer < L // 8 or layer >= 7 * L // 8 or (layer - L // 8) % 3 == 2:
+            layer, eighth = int(name.split(".")[1]), self.L // 8
+            if layer < eighth or layer >= 7 * self.L // 8 or (layer - eighth) % 3 == 2:
                 return "Q6_K"
-        return MIXES.get(self.kind, self.kind)
+        return "Q6_K" if name == "lm_head.weight" else MIXES.get(self.kind, self.kind)
 
     def __getitem__(self, name: str) -> llama2.Weight:
-        return random_weight(self.type_of(name), self.shapes[name], len(name))
+        return random_weight(self.type_of(name), self.shapes[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -251,44 +202,29 @@ class RandomWeights(Mapping):
         return len(self.shapes)
 
 
-def random_checkpoint(config: llama2.Config, kind: str) -> llama2.Checkpoint:
-    """A checkpoint of random weights that goes the way of a file's."""
-
-    def no_tokenizer() -> llama2.Tokenizer:
-        raise ValueError("a model without a file has no tokenizer; pass --model FILE")
-
-    weights = RandomWeights(config, kind)
-    return llama2.Checkpoint(f"random {kind}", config, weights, no_tokenizer, False)
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. The suite: names and sizes of the benchmark that came before, and a few more
-
-
 @dataclass
 class Setting:
-    """What a mode works with, from the command line."""
+    """What a mode works with: the command line, and what it comes to on this machine."""
 
     args: argparse.Namespace
     device: torch.device
     dtype: torch.dtype
 
-    def checkpoint(self, config: str = "7b", layers: int | None = None) -> llama2.Checkpoint:
-        """--model, or else random weights of --config (or the mode's own), --layers and --type."""
+    def checkpoint(self, config: str, layers: int | None = None) -> llama2.Checkpoint:
+        """--model, or random weights of --config or else of the mode's own shape."""
         args = self.args
-        if args.model is not None and args.config is None:
+        if args.model is not None and not args.claims:
             return llama2.open_checkpoint(args.model)
-        shape, layers = (
-            CONFIGS[args.config or config],
-            args.layers or (args.config is None and layers),
-        )
-        shape = replace(shape, num_hidden_layers=layers or shape.num_hidden_layers)
-        kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-        return random_checkpoint(shape, args.type or kinds[self.dtype])
+        shape = CONFIGS[args.config or config]
+        layers = args.layers or (None if args.config else layers) or shape.num_hidden_layers
+        shape = replace(shape, num_hidden_layers=layers)
+        kind = args.type or next(kind for kind, dtype in DENSE.items() if dtype == self.dtype)
+        weights = RandomWeights(shape, kind)
+        return llama2.Checkpoint(f"random {kind}", shape, weights, lambda: None, chat=False)
 
     def build(self, checkpoint: llama2.Checkpoint) -> llama2.Llama:
         """The model, with a progress bar at a terminal."""
-        return llama2.build_model(checkpoint, self.device, self.dtype, progress=sys.stderr.isatty())
+        return llama2.build_model(checkpoint, self.device, self.dtype, sys.stderr.isatty())
 
     def randn(self, *shape: int) -> Tensor:
         """Random activations."""
@@ -298,69 +234,19 @@ class Setting:
         """Random token ids (B, T)."""
         return torch.randint(config.vocab_size, (B, T), device=self.device)
 
-    def cache(self, config: llama2.Config, length: int, batch: int = 1) -> llama2.Cache:
-        """An empty cache."""
-        return llama2.Cache(config, batch, length, self.dtype, self.device)
-
-
-# Each maker gets the setting, the model and the number T of tokens and returns the call to be timed.
-
-
-def rope_forward(s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """The rotation of queries and keys, as in one layer."""
-    c = model.config
-    q, k = (
-        s.randn(1, T, c.num_attention_heads, c.head_dim),
-        s.randn(1, T, c.num_key_value_heads, c.head_dim),
-    )
-    angles = s.cache(c, T).rope(T)
-    return lambda: (llama2.apply_rotary_emb(q, *angles), llama2.apply_rotary_emb(k, *angles))
-
-
-def qkv_projection(s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """The three products before attention."""
-    x, a = s.randn(1, T, model.config.hidden_size), model.layers[0].self_attn
-    return lambda: (a.q_proj(x), a.k_proj(x), a.v_proj(x))
-
-
-def attention_scores(s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """q k^T / sqrt(D), all heads, written out."""
-    c = model.config
-    q, k = (s.randn(1, c.num_attention_heads, T, c.head_dim) for _ in range(2))
-    return lambda: q @ k.transpose(-1, -2) * c.head_dim**-0.5
-
-
-def causal_mask(s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """Getting the mask and applying it to the scores of all heads: what they called the mask."""
-    scores, cache = s.randn(1, model.config.num_attention_heads, T, T), s.cache(model.config, T)
-    return lambda: scores.masked_fill(~cache.mask(T), -math.inf)
-
-
-def full_attention(s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """Scores, mask, softmax and the weighted sum of values, without the projections."""
-    c = model.config
-    q, k, v = (s.randn(1, c.num_attention_heads, T, c.head_dim) for _ in range(3))
-    cache = s.cache(c, T)
-    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask(T))
-
-
-def part(name: str, s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """A module of the first layer that needs nothing but x."""
-    module, x = model.get_submodule(f"layers.0.{name}"), s.randn(1, T, model.config.hidden_size)
-    return lambda: module(x)
-
-
-def block(s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """One whole layer behind an empty cache."""
-    x, cache = s.randn(1, T, model.config.hidden_size), s.cache(model.config, T)
-    return lambda: model.layers[0](x, *cache.rope(T), cache.mask(T), cache)
+    def cache(self, config: llama2.Config, room: int, batch: int = 1, pos: int = 0) -> llama2.Cache:
+        """A cache with random numbers in its first `pos` slots: speed does not depend on values."""
+        cache = llama2.Cache(config, batch, room, self.dtype, self.device)
+        for both in (cache.k, cache.v):
+            both[:, :, :, :pos].normal_()
+        cache.advance(pos)
+        return cache
 
 
 def forward(s: Setting, model: llama2.Llama, T: int, context: int = 0) -> Callable[[], Tensor]:
-    """A pass of the whole model over T tokens behind `context` others; the same pass at each call."""
-    cache, tokens = s.cache(model.config, context + T), s.tokens(model.config, 1, T)
-    cache.k.normal_(), cache.v.normal_()
-    cache.advance(context)
+    """One pass of T tokens behind `context` others; it can be repeated."""
+    cache = s.cache(model.config, context + T, pos=context)
+    tokens = s.tokens(model.config, 1, T)
 
     def run() -> Tensor:
         cache.truncate(context)
@@ -369,163 +255,128 @@ def forward(s: Setting, model: llama2.Llama, T: int, context: int = 0) -> Callab
     return run
 
 
-def decode(s: Setting, model: llama2.Llama, T: int) -> Callable[[], object]:
-    """One token behind T others."""
-    return forward(s, model, 1, T)
+# --------------------------------------------------------------------------------------------------
+# 3. The suite: the names and sizes of the benchmark that came before, and a few more
 
-
-SUITE = (
-    ("rope_forward", rope_forward, (1, 8, 32, 128)),
-    ("qkv_projection", qkv_projection, (1, 8, 32, 128)),
-    ("attention_scores", attention_scores, (1, 8, 32, 128)),
-    ("causal_mask", causal_mask, (8, 32, 128, 512)),
-    ("full_attention", full_attention, (1, 8, 32, 128, 512)),
-    ("rms_norm", partial(part, "input_layernorm"), (1, 128)),
-    ("mlp", partial(part, "mlp"), (1, 128)),
-    ("block", block, (1, 128)),
-    ("prefill", forward, (32, 128, 512)),
-    ("decode", decode, (128,)),
-)
-
-# The Candle CPU means that were published for the suite, in seconds.
-PUBLISHED = {
-    "rope_forward": {1: 62.6e-6, 8: 206.1e-6, 32: 467.8e-6, 128: 9.2e-3},
-    "qkv_projection": {1: 19.1e-3, 8: 21.0e-3, 32: 50.8e-3, 128: 65.5e-3},
-    "attention_scores": {1: 3.8e-6, 8: 44.8e-6, 32: 308.5e-6, 128: 8.5e-3},
-    "causal_mask": {8: 9.9e-6, 32: 118.7e-6, 128: 2.1e-3, 512: 58.8e-3},
-    "full_attention": {1: 11.5e-6, 8: 119.8e-6, 32: 1.07e-3},
+SUITE = {
+    "rope_forward": (1, 8, 32, 128),
+    "qkv_projection": (1, 8, 32, 128),
+    "attention_scores": (1, 8, 32, 128),
+    "causal_mask": (8, 32, 128, 512),
+    "full_attention": (1, 8, 32, 128, 512),
+    "rms_norm": (1, 128),
+    "mlp": (1, 128),
+    "block": (1, 128),
+    "prefill": (32, 128, 512),
+    "decode": (128,),
 }
-PUBLISHED_CACHED_MASK = {8: 9.1e-6, 32: 117.4e-6, 128: 1.9e-3, 512: 55.0e-3}
+PUBLISHED = {  # the means of its Candle version on a CPU, in seconds
+    "rope_forward": (62.6e-6, 206.1e-6, 467.8e-6, 9.2e-3),
+    "qkv_projection": (19.1e-3, 21.0e-3, 50.8e-3, 65.5e-3),
+    "attention_scores": (3.8e-6, 44.8e-6, 308.5e-6, 8.5e-3),
+    "causal_mask": (9.9e-6, 118.7e-6, 2.1e-3, 58.8e-3),
+    "full_attention": (11.5e-6, 119.8e-6, 1.07e-3),
+}
+PUBLISHED_CACHED_MASK = (9.1e-6, 117.4e-6, 1.9e-3, 55.0e-3)
+
+
+def suite_calls(s: Setting, model: llama2.Llama, T: int) -> dict[str, Call]:
+    """What each name of the suite means for T tokens."""
+    c, layer, rotate = model.config, model.layers[0], llama2.apply_rotary_emb
+    a, cache, x = layer.self_attn, s.cache(c, T), s.randn(1, T, c.hidden_size)
+    q, k, v = (s.randn(1, c.num_attention_heads, T, c.head_dim) for _ in range(3))
+    angles, scores, swapped = cache.rope(T), q @ k.mT, (q.transpose(1, 2), k.transpose(1, 2))
+    return {
+        "rope_forward": lambda: [rotate(both, *angles) for both in swapped],
+        "qkv_projection": lambda: (a.q_proj(x), a.k_proj(x), a.v_proj(x)),
+        "attention_scores": lambda: q @ k.mT * c.head_dim**-0.5,
+        # Getting the mask and applying it to the scores of all heads, since they timed that.
+        "causal_mask": lambda: scores.masked_fill(~cache.mask(T), -math.inf),
+        "full_attention": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask(T)),
+        "rms_norm": lambda: layer.input_layernorm(x),
+        "mlp": lambda: layer.mlp(x),
+        "block": lambda: layer(x, *angles, cache.mask(T), cache),
+        "prefill": forward(s, model, T),
+        "decode": forward(s, model, 1, context=T),
+    }
 
 
 def run_suite(s: Setting) -> dict:
     """Time each entry; compare with a baseline if one is named."""
     model = s.build(s.checkpoint("7b", layers=2))
-    c, timings, rows = model.config, {}, []
-    print(
-        f"hidden {c.hidden_size}, {c.num_attention_heads} heads, prefill and decode through"
-        f" {c.num_hidden_layers} layers and the head"
-    )
+    c, result, rows = model.config, {}, []
     comparable = (c.hidden_size, c.num_attention_heads) == (4096, 32)
-    for name, make, sizes in SUITE:
-        for T in sizes:
+    for name, sizes in SUITE.items():
+        for i, T in enumerate(sizes):
             full = f"{name}/{T}"
-            if s.args.filter not in full or T > c.max_position_embeddings:
-                continue
-            note(full)
-            timings[full] = timing = measure(make(s, model, T), s.args.seconds)
-            theirs = PUBLISHED.get(name, {}).get(T) if comparable else None
-            row = [full, show(timing.median), show(timing.iqr), len(timing.samples)]
-            rows.append(row + [show(theirs) if theirs else ""])
+            if s.args.filter in full and T < c.max_position_embeddings:
+                note(full)
+                found = measure(suite_calls(s, model, T)[name], s.args.seconds)
+                middle, spread = statistics.median(found), iqr(found)
+                result[full] = {"median": middle, "iqr": spread, "samples": len(found)}
+                theirs = PUBLISHED.get(name, ())[i : i + 1] if comparable else ()
+                row = [full, show(middle), show(spread), len(found), *map(show, theirs)]
+                rows.append(row + [""] * (5 - len(row)))
     if not rows:
         raise ValueError(f"--filter {s.args.filter!r} matches no benchmark")
+    print(f"prefill and decode: {c.num_hidden_layers} layers of {c.hidden_size} and the head")
     table(("benchmark", "median", "IQR", "samples", "Candle, published"), rows)
     if comparable:
-        cached = ", ".join(f"{T}: {show(t)}" for T, t in PUBLISHED_CACHED_MASK.items())
-        print(f"Candle's causal_mask after it was cached: {cached}.")
+        print("Candle's causal_mask with its cache:", *map(show, PUBLISHED_CACHED_MASK))
         print("Candle's means come from another machine: only shapes and ratios carry over.")
-    result = {name: timing.to_dict() for name, timing in timings.items()}
     return {"suite": result, **baselines(s.args, result)}
 
 
-# --------------------------------------------------------------------------------------------------
-# 4. Baselines
-
-
 def change(new: Mapping[str, float], old: Mapping[str, float]) -> tuple[float, float, str]:
-    """How much longer the median is than before, that change's uncertainty (both parts of 1), a word.
+    """The change of a median, its uncertainty, both as parts of 1, and a word for it.
 
-    The uncertainty adds the relative inter-quartile ranges of both; below 3 % nothing is believed.
+    The uncertainty adds both relative inter-quartile ranges; below 3 % nothing is believed.
     """
     part = new["median"] / old["median"] - 1
-    noise = math.hypot(new["iqr"] / new["median"], old["iqr"] / old["median"])
-    noise = max(0.03, noise * new["median"] / old["median"])
-    word = "within noise" if abs(part) <= noise else "regressed" if part > 0 else "improved"
-    return part, noise, word
+    noise = math.hypot(new["iqr"] / old["median"], old["iqr"] / old["median"] * (1 + part))
+    word = "regressed" if part > 0 else "improved"
+    return part, max(noise, 0.03), word if abs(part) > max(noise, 0.03) else "within noise"
 
 
 def baselines(args: argparse.Namespace, result: dict) -> dict:
-    """Save the suite's result or compare it with a saved one."""
-    out, file = {}, BASELINES / f"{args.baseline}.json"
+    """Compare the suite's result with a saved one, and save it."""
+    out = {}
     if args.baseline is not None:
+        file = BASELINES / f"{args.baseline}.json"
         if not file.exists():
             names = ", ".join(sorted(f.stem for f in BASELINES.glob("*.json"))) or "none"
-            raise ValueError(f"--baseline {args.baseline}: there is none; saved are: {names}")
+            raise ValueError(f"--baseline {args.baseline}: not there; saved are: {names}")
         old = json.loads(file.read_text())
-        both = {name: change(result[name], old[name]) for name in result if name in old}
-        rows = [
-            (name, f"{part:+.1%}", f"+-{noise:.1%}", word)
-            for name, (part, noise, word) in both.items()
-        ]
+        out = {name: change(result[name], old[name]) for name in result if name in old}
+        rows = [(name, f"{a:+.1%}", f"+-{b:.1%}", word) for name, (a, b, word) in out.items()]
         table((f"against {args.baseline}", "change", "uncertainty", "verdict"), rows)
-        out = {"baseline": {name: row for name, row in both.items()}}
-        out["regressed"] = [name for name, row in both.items() if row[2] == "regressed"]
     if args.save_baseline is not None:
-        file = BASELINES / f"{args.save_baseline}.json"
         BASELINES.mkdir(exist_ok=True)
-        file.write_text(json.dumps(result, indent=1))
-        print(f"saved {file}")
-    return out
+        (BASELINES / f"{args.save_baseline}.json").write_text(json.dumps(result, indent=1))
+    return {"baseline": out}
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Claims. Verdicts are functions of numbers; the naive variants are what each claim is held against.
-
-MATTERS = 0.05  # below 5 % of the time nobody notices
+# 4. Claims: verdicts are functions of numbers; the naive variants are what a claim is held against
 
 
-def verdict(effects: Iterable[bool]) -> str:
-    """confirmed if the claim holds in all cases, refuted if in none, else depends."""
-    effects = list(effects)
-    return "confirmed" if all(effects) else "depends" if any(effects) else "refuted"
+def judge(cases: Mapping[str, float], low: float, high: float = math.inf) -> str:
+    """confirmed if the numbers of all cases are from low to high, refuted if none, else depends."""
+    holds = [low <= value <= high for value in cases.values()]
+    return "confirmed" if all(holds) else "depends" if any(holds) else "refuted"
 
 
-def judge_mask(saved: Mapping[str, float]) -> tuple[str, str]:
-    """`saved`: the part of a forward pass that a cached mask saves, per case."""
-    cases = ", ".join(f"{part:.2%} {name}" for name, part in saved.items())
-    return verdict(part >= MATTERS for part in saved.values()), f"saved of a forward pass: {cases}"
-
-
-def judge_cache(times: Mapping[int, Mapping[str, float]]) -> tuple[str, str]:
-    """`times`: seconds of a decode step by context and kind of cache."""
-    gains = {
-        other: [row[other] / row["unified"] for row in times.values()]
-        for other in next(iter(times.values()))
-        if other != "unified"
-    }
-    text = "; ".join(
-        f"{other} takes {min(gain):.2f}x to {max(gain):.2f}x the time"
-        for other, gain in gains.items()
+def listed(cases: Mapping[str, float], form: str) -> str:
+    """The numbers behind a verdict."""
+    return ", ".join(
+        f"{value:{form}}{'x' * (form[-1] == 'f')} {name}" for name, value in cases.items()
     )
-    return verdict(g > 1 + MATTERS for gain in gains.values() for g in gain), text
-
-
-def judge_modules(ratios: Mapping[str, float], overhead: float) -> tuple[str, str]:
-    """`ratios`: time with modules / time of one function; `overhead`: seconds per layer, eager."""
-    cases = ", ".join(f"{value:.2f}x {name}" for name, value in ratios.items())
-    text = f"modules / one function: {cases}; {show(max(overhead, 0.0))} per layer"
-    return verdict(value > 1 + MATTERS for value in ratios.values()), text
-
-
-def judge_loading(parts: Mapping[str, float], size: int) -> tuple[str, str]:
-    """`parts`: seconds from a file of `size` bytes to the first token."""
-    total = sum(parts.values())
-    text = ", ".join(f"{name} {show(value)}" for name, value in parts.items())
-    good = total < 1 or size / total > 0.5e9
-    return verdict([good]), f"{text}: {show(total)} for {size / 1e6:.0f} MB"
-
-
-def judge_speedup(ratios: Mapping[str, float]) -> tuple[str, str]:
-    """`ratios`: everything naive / everything on, per case; the claim is 2 to 3 times."""
-    text = ", ".join(f"{value:.2f}x {name}" for name, value in ratios.items())
-    return verdict(2 <= value <= 3 for value in ratios.values()), text
 
 
 def check_same(name: str, found: Tensor, wanted: Tensor) -> None:
     """A variant that computes something else is not timed."""
-    limit = 1e-4 if wanted.dtype == torch.float32 and found.dtype == torch.float32 else 5e-2
     error = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-    if not error <= limit:
+    if not error <= (1e-4 if wanted.dtype == torch.float32 == found.dtype else 5e-2):
         raise ValueError(f"{name} differs from the reference by {error:.1e}: not timed")
 
 
@@ -537,46 +388,44 @@ def mask_by_loops(cache: llama2.Cache, T: int) -> Tensor | None:
 
 
 def mask_by_torch(cache: llama2.Cache, T: int) -> Tensor:
-    """Made anew for each pass by two operations."""
+    """Made for each pass by two operations."""
     S = cache.slots(T).stop
     return torch.ones(T, S, dtype=torch.bool, device=cache.k.device).tril(S - T)
 
 
-def attention_written_out(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None
-) -> Tensor:
+def written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     """Attention by separate operations: the scores of all heads stand in memory."""
-    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf)
     return scores.softmax(-1).type_as(v) @ v
 
 
 class LayerCaches:
-    """Two tensors per layer, all of them allocated beforehand."""
+    """Two tensors per layer, allocated beforehand."""
 
     def __init__(self, cache: llama2.Cache) -> None:
         self.pos = cache.pos
-        self.k, self.v = ([t.clone() for t in both] for both in (cache.k, cache.v))
+        self.k, self.v = ([layer.clone() for layer in both] for both in (cache.k, cache.v))
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.pos + k.shape[2]
-        self.k[layer][:, :, self.pos : end], self.v[layer][:, :, self.pos : end] = k, v
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+        own_k, own_v, end = self.k[layer], self.v[layer], self.pos + k.shape[2]
+        own_k[:, :, self.pos : end], own_v[:, :, self.pos : end] = k, v
+        return own_k[:, :, :end], own_v[:, :, :end]
 
 
 class ConcatenatingCache(LayerCaches):
-    """Copies what it holds for each new token, as most first versions do."""
+    """Copies all that it holds for each new token, as most first versions do."""
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        old_k, old_v = (t[layer][:, :, : self.pos] for t in (self.k, self.v))
+        old_k, old_v = self.k[layer][:, :, : self.pos], self.v[layer][:, :, : self.pos]
         return torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
 
 
 def inline(model: llama2.Llama) -> Callable[[Tensor, llama2.Cache], Tensor]:
-    """The mathematics of Llama.forward as one function without modules, the weights looked up before."""
-    c, head_dim = model.config, model.config.head_dim
-    ends = model.embed_tokens.weight, model.norm.weight, model.lm_head.weight
+    """Llama.forward as one function without modules, the weights looked up beforehand."""
+    c, D, G = model.config, model.config.head_dim, model.config.num_key_value_heads
+    embedding, last, head = (m.weight for m in (model.embed_tokens, model.norm, model.lm_head))
     layers = [tuple(layer.parameters()) for layer in model.layers]
 
     @torch.no_grad()
@@ -586,43 +435,44 @@ def inline(model: llama2.Llama) -> Callable[[Tensor, llama2.Cache], Tensor]:
             x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + c.rms_norm_eps)
             return x32.type_as(x) * weight
 
-        (B, T), G = tokens.shape, c.num_key_value_heads
+        B, T = tokens.shape
         (cos, sin), mask = cache.rope(T), cache.mask(T)
         if mask is not None and c.num_attention_heads != G:
             mask = mask.repeat(c.num_attention_heads // G, 1)
-        x = F.embedding(tokens, ends[0])
+        x = F.embedding(tokens, embedding)
         for i, (norm1, wq, wk, wv, wo, norm2, gate, up, down) in enumerate(layers):
             h = norm(x, norm1)
-            q, k, v = (F.linear(h, w).unflatten(-1, (-1, head_dim)) for w in (wq, wk, wv))
+            q, k, v = (F.linear(h, w).unflatten(-1, (-1, D)) for w in (wq, wk, wv))
             q = llama2.apply_rotary_emb(q, cos, sin).transpose(1, 2)
             k = llama2.apply_rotary_emb(k, cos, sin).transpose(1, 2)
             k, v = cache.update(i, k, v.transpose(1, 2))
-            q = q.reshape(B, G, -1, head_dim)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            x = x + F.linear(y.reshape(B, -1, T, head_dim).transpose(1, 2).flatten(2), wo)
+            y = F.scaled_dot_product_attention(q.reshape(B, G, -1, D), k, v, attn_mask=mask)
+            x = x + F.linear(y.reshape(B, -1, T, D).transpose(1, 2).flatten(2), wo)
             h = norm(x, norm2)
             x = x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
-        logits = F.linear(norm(x[:, -1], ends[1]), ends[2]).float()
         cache.advance(T)
-        return logits
+        return F.linear(norm(x[:, -1], last), head).float()
 
     return run
 
 
-def continue_text(
-    s: Setting, model: llama2.Llama, ids: Tensor, start: int, naive: Sequence[str] = ()
+NAIVE = {  # what claim (e) takes away; without "KV cache" each step computes all tokens again
+    "KV cache": None,
+    "mask cache": (llama2.Cache, "mask", mask_by_loops),
+    "fused attention": (F, "scaled_dot_product_attention", written_out),
+}
+
+
+def step_through(
+    s: Setting, model: llama2.Llama, ids: Tensor, start: int, without: Sequence[str] = ()
 ) -> Tensor:
-    """Logits of each step of a generation that reads ids[start:] one by one; `naive` switches off parts."""
+    """The logits of each step of a generation whose outcome is ids[start:]."""
     cache, logits = s.cache(model.config, len(ids)), []
     with contextlib.ExitStack() as stack:
-        if "mask cache" in naive:
-            stack.enter_context(patch.object(llama2.Cache, "mask", mask_by_loops))
-        if "fused attention" in naive:
-            stack.enter_context(
-                patch.object(F, "scaled_dot_product_attention", attention_written_out)
-            )
+        for replacement in filter(None, map(NAIVE.get, without)):
+            stack.enter_context(patch.object(*replacement))
         for end in range(start, len(ids) + 1):
-            if "KV cache" in naive:
+            if "KV cache" in without:
                 cache.reset()
             logits.append(model(ids[None, cache.pos : end], cache))
     return torch.cat(logits)
@@ -630,116 +480,116 @@ def continue_text(
 
 def claim_mask(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     """(a) Making, finding and applying the mask, beside the pass that needs it."""
-    c, saved, detail = model.config, {}, {}
+    c, saved, times = model.config, {}, {}
+    room = min(c.max_position_embeddings, 4096)
     for T in (128, 512):
-        cache = s.cache(c, max(T, min(c.max_position_embeddings, 4096)))
-        kept = {(T, T): mask_by_torch(cache, T)}
-        ways = {
+        note(f"claim (a), {T} tokens")
+        cache = s.cache(c, room)
+        kept, mask = {(T, T): mask_by_torch(cache, T)}, cache.mask(T)
+        q = s.randn(1, c.num_attention_heads, T, c.head_dim)
+        scores, attention = q @ q.mT, partial(F.scaled_dot_product_attention, q, q, q)
+        made = {
             "made by loops": partial(mask_by_loops, cache, T),
             "made by torch": partial(mask_by_torch, cache, T),
-            "found in a dict": partial(kept.get, (T, T)),
-            "sliced from one": partial(cache.mask, T),
+            "found in a dictionary": partial(kept.get, (T, T)),
+            "sliced from one band": partial(cache.mask, T),
         }
-        q, scores = s.randn(1, c.num_attention_heads, T, c.head_dim), s.randn(1, 1, T, T)
-        scores, mask = scores.repeat(1, c.num_attention_heads, 1, 1), cache.mask(T)
-        for name, way in ways.items():
-            check_same(name, way().float(), mask.float())
-        ways["applied to scores"] = lambda scores=scores, mask=mask: scores.masked_fill(
-            ~mask, -math.inf
-        )
-        attention = partial(F.scaled_dot_product_attention, q, q, q)
-        ways["attention with it"] = partial(attention, attn_mask=mask)
-        ways["attention, is_causal"] = partial(attention, is_causal=True)
-        note(f"claim (a), {T} tokens")
-        times = {name: t.median for name, t in interleave(ways).items()}
-        times["forward pass"] = whole = measure(forward(s, model, T), 0.5).median
+        for name, make in made.items():
+            check_same(name, make(), mask)
+        applied = {
+            "applied to the scores": partial(
+                lambda a, b: a.masked_fill(~b, -math.inf), scores, mask
+            ),
+            "attention given the mask": partial(attention, attn_mask=mask),
+            "attention that is causal by itself": partial(attention, is_causal=True),
+        }
+        times[T] = {k: statistics.median(v) for k, v in interleave(made | applied).items()}
+        times[T]["forward pass"] = whole = statistics.median(measure(forward(s, model, T), 0.5))
         for how in ("loops", "torch"):
-            gain = times[f"made by {how}"] - times["sliced from one"]
-            saved[f"at {T} against {how}"] = max(gain, 0.0) / whole
-        detail[str(T)] = times
-    rows = [[name, *(show(detail[T][name]) for T in detail)] for name in detail["128"]]
-    table(("(a) causal mask", "128 tokens", "512 tokens"), rows)
-    lengths, room = 512, c.max_position_embeddings
+            gain = max(times[T][f"made by {how}"] - times[T]["sliced from one band"], 0.0)
+            saved[f"at {T} against {how}"] = gain / (whole + gain)
+    rows = [(name, *(show(times[T][name]) for T in times)) for name in times[512]]
+    table(("(a) the causal mask", *(f"{T} tokens" for T in times)), rows)
+    total = sum(T * T for T in range(513)) / 1e6
     print(
-        f"memory for all lengths to {lengths}: a dict of masks {sum(n * n for n in range(lengths + 1)) / 1e6:.0f} MB,"
-        f" one band {lengths * room / 1e6:.1f} MB\n"
+        f"memory for every length to 512: dictionary {total:.0f} MB, band {512 * room / 1e6:.1f} MB\n"
     )
-    return *judge_mask(saved), {"seconds": detail, "saved": saved}
+    text = "part of a forward pass that it saves: " + listed(saved, ".2%")
+    return judge(saved, 0.05), text, {"seconds": times}
 
 
 def claim_cache(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     """(b) One decode step of the cache and the attention over it, all layers."""
-    c, times = model.config, {}
+    c, times, cases = model.config, {}, {}
+    G, group = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
+    q, (k, v) = s.randn(1, G, group, c.head_dim), s.randn(2, 1, G, 1, c.head_dim)
+
+    def step(cache: llama2.Cache | LayerCaches) -> Tensor:
+        for layer in range(c.num_hidden_layers):
+            y = F.scaled_dot_product_attention(q, *cache.update(layer, k, v))
+        return y
+
     for context in (128, 512, 1024, 2048, 4096):
-        if context > c.max_position_embeddings:
-            continue
-        cache = s.cache(c, context)
-        cache.k.normal_(), cache.v.normal_()
-        cache.advance(context - 1)
-        q = s.randn(
-            1, c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, c.head_dim
-        )
-        k, v = (s.randn(1, c.num_key_value_heads, 1, c.head_dim) for _ in range(2))
-
-        def step(cache: object, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            for layer in range(c.num_hidden_layers):
-                y = F.scaled_dot_product_attention(q, *cache.update(layer, k, v))
-            return y
-
-        caches = {"unified": cache, "per layer": LayerCaches(cache)}
-        caches["concatenated"] = ConcatenatingCache(cache)
-        ways = {name: partial(step, kind) for name, kind in caches.items()}
-        for name, way in ways.items():
-            check_same(name, way(), step(cache))
-        note(f"claim (b), context {context}")
-        times[context] = {name: t.median for name, t in interleave(ways, rounds=7).items()}
-    kinds = list(next(iter(times.values())))
-    rows = [(n, *(show(row[kind]) for kind in kinds)) for n, row in times.items()]
-    table((f"(b) {c.num_hidden_layers} layers, context", *kinds), rows)
-    print()
-    return *judge_cache(times), {"seconds": times}
+        if context <= c.max_position_embeddings:
+            note(f"claim (b), context {context}")
+            cache = s.cache(c, context, pos=context - 1)
+            others = {"per layer": LayerCaches(cache), "concatenated": ConcatenatingCache(cache)}
+            ways = {name: partial(step, one) for name, one in ({"unified": cache} | others).items()}
+            for name, way in ways.items():
+                check_same(name, way(), step(cache))
+            samples = interleave(ways, rounds=7)
+            times[context] = {name: statistics.median(values) for name, values in samples.items()}
+            for name in others:
+                found = statistics.median(ratios(samples[name], samples["unified"]))
+                cases[f"{name} at {context}"] = found
+    rows = [(n, *map(show, row.values())) for n, row in times.items()]
+    table((f"(b) {c.num_hidden_layers} layers, context", *times[128]), rows)
+    return (
+        judge(cases, 1.05),
+        "time of others / unified: " + listed(cases, ".2f"),
+        {"seconds": times},
+    )
 
 
 def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
-    """(c) A decode step by modules and by one function; small, where overhead shows, and at full size."""
-    small = s.build(random_checkpoint(TINY, "F32"))
-    ratios, rows, overhead = {}, [], 0.0
+    """(c) A decode step by modules and by one function; small, where overhead shows, and large."""
+    small = llama2.Llama(CONFIGS["tiny"]).to(s.device, s.dtype)
+    cases, rows, overhead = {}, [], 0.0
     for size, m in (("small", small), ("large", model)):
-        cache, token = s.cache(m.config, 128), s.tokens(m.config, 1, 1)
-        cache.advance(64)
+        cache, token = s.cache(m.config, 128, pos=64), s.tokens(m.config, 1, 1)
 
         def step(function: Callable, cache: llama2.Cache = cache, token: Tensor = token) -> Tensor:
             cache.truncate(64)
             return function(token, cache)
 
         for how in ("eager", "compiled"):
+            note(f"claim (c), {size}, {how}")
             functions = {"modules": m, "one function": inline(m)}
             if how == "compiled":
                 functions = {name: torch.compile(f) for name, f in functions.items()}
             ways = {name: partial(step, f) for name, f in functions.items()}
-            note(f"claim (c), {size}, {how}")
             try:
-                first = sum(seconds(way) for way in ways.values())
-                check_same("one function", ways["one function"](), step(m))
+                first = sum(map(seconds, ways.values()))
             except torch._dynamo.exc.TorchDynamoException as error:
-                print(f"not compiled: {str(error).splitlines()[0][:100]}")
+                print(f"(c) {size}, not compiled: {str(error).splitlines()[0][:100]}")
                 continue
-            times = interleave(ways, rounds=9)
-            found = ratio(times["modules"], times["one function"])
+            check_same("one function", ways["one function"](), step(m))
+            both = interleave(ways, rounds=9)
+            a, b = (statistics.median(values) for values in both.values())
+            pairs = ratios(*both.values())
+            cases[f"{size} {how}"] = found = statistics.median(pairs)
             if (size, how) == ("small", "eager"):
-                difference = times["modules"].median - times["one function"].median
-                overhead = difference / m.config.num_hidden_layers
-            ratios[f"{size}, {how}"] = found.median
-            cells = [show(t.median) for t in times.values()] + [f"{found.median:.2f}x"]
-            rows.append((f"{size} model, {how}", *cells, f"{found.iqr:.2f}", show(first)))
-    table(("(c) decode step", "modules", "one function", "ratio", "IQR", "first calls"), rows)
-    print()
-    return *judge_modules(ratios, overhead), {"ratios": ratios, "overhead_per_layer": overhead}
+                overhead = (a - b) / m.config.num_hidden_layers
+            cells = show(a), show(b), f"{found:.2f}x", f"{iqr(pairs):.2f}", show(first)
+            rows.append((f"{size}, {how}", *cells))
+    table(("(c) a decode step", "modules", "one function", "ratio", "IQR", "first calls"), rows)
+    text = f"modules / one function: {listed(cases, '.2f')}; {show(max(overhead, 0.0))} per layer"
+    return judge(cases, 1.05), text, {"ratios": cases, "overhead": overhead}
 
 
 def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
-    """(d) From a real file to its first token."""
-    path, parts, made = s.args.model or llama2.DEFAULT_MODEL, {}, {}
+    """(d) From a real file to its first token: within a second and 2 s per GB."""
+    path, times, made = s.args.model or llama2.DEFAULT_MODEL, {}, {}
     if not path.exists():
         return "not measured", f"{path.name} is missing: pass --model FILE", {}
     steps = {
@@ -747,88 +597,87 @@ def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
         "tokenizer": lambda: made["header"].tokenizer(),
         "weights": lambda: s.build(made["header"]),
         "first token": lambda: next(
-            llama2.generate(made["weights"], made["tokenizer"].encode("Once upon a time"), 1)
+            llama2.generate(made["weights"], made["tokenizer"].encode("Once upon"), 1, stop_ids=())
         ),
     }
     for name, step in steps.items():
-        parts[name] = seconds(lambda name=name, step=step: made.update({name: step()}))
-    return *judge_loading(parts, path.stat().st_size), {"seconds": parts}
+        times[name] = seconds(lambda name=name, step=step: made.update({name: step()}))
+    size, total = path.stat().st_size, sum(times.values())
+    text = ", ".join(f"{name} {show(value)}" for name, value in times.items())
+    word = judge({"total": total}, 0, 1 + size / 0.5e9)
+    return word, f"{path.name}, {size / 1e6:.0f} MB in {show(total)}: {text}", {"seconds": times}
 
 
 def claim_speedup(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
-    """(e) Everything on against everything naive, and each part by itself, generating 8 tokens."""
-    parts, ratios, rows = ("KV cache", "mask cache", "fused attention"), {}, []
-    variants = {"all on": (), "all naive": parts, **{f"no {part}": (part,) for part in parts}}
+    """(e) Everything on against everything naive, and each part by itself, for 8 new tokens."""
+    cases, rows = {}, []
+    variants = {"all on": (), "all naive": (*NAIVE,)} | {f"no {part}": (part,) for part in NAIVE}
     for T in (32, 128):
         ids = s.tokens(model.config, 1, T + 7)[0]
-        ways = {k: partial(continue_text, s, model, ids, T, v) for k, v in variants.items()}
-        reference = ways["all on"]()
-        for name, way in ways.items():
-            note(f"claim (e), {T} tokens, {name}")
-            check_same(name, way(), reference)
-        samples = {name: [] for name in ways}
-        for _ in range(3):
+        ways = {k: partial(step_through, s, model, ids, T, v) for k, v in variants.items()}
+        reference, samples = ways["all on"](), {name: [] for name in ways}
+        for i in range(4):
             for name, way in ways.items():
-                note(f"claim (e), {T} tokens, {name}")
-                samples[name].append(seconds(way))
-        times = {name: Timing(tuple(values)) for name, values in samples.items()}
-        for name, timing in times.items():
-            factor = ratio(timing, times["all on"]).median
-            rows.append((f"prompt {T} + 8, {name}", show(timing.median), f"{factor:.2f}x"))
-        ratios[f"behind {T} tokens"] = ratio(times["all naive"], times["all on"]).median
-    table(("(e) end to end", "median", "of all on"), rows)
-    print()
-    return *judge_speedup(ratios), {"ratios": ratios, "rows": rows}
+                note(f"claim (e), {T} tokens, {name}, round {i} of 3")
+                if i == 0:
+                    check_same(name, way(), reference)
+                else:
+                    samples[name].append(seconds(way))
+        for name, values in samples.items():
+            factor = statistics.median(ratios(values, samples["all on"]))
+            cells = show(statistics.median(values)), f"{factor:.2f}x"
+            rows.append((f"prompt of {T}, {name}", *cells))
+            if name == "all naive":
+                cases[f"behind {T} tokens"] = factor
+    table(("(e) 8 new tokens", "median", "of all on"), rows)
+    return judge(cases, 2, 3), "naive / all on: " + listed(cases, ".2f"), {"rows": rows}
 
 
-CLAIMS = (
-    ("(a) caching the causal mask makes the model faster", claim_mask),
-    ("(b) one unified cache is faster than others", claim_cache),
-    ("(c) a module per layer costs speed", claim_modules),
-    ("(d) a real file loads without delay", claim_loading),
-    ("(e) all optimisations together give 2-3x", claim_speedup),
-)
+CLAIMS = {
+    "(a) caching the causal mask makes the model faster": claim_mask,
+    "(b) one unified cache is faster than others": claim_cache,
+    "(c) a module per layer costs speed": claim_modules,
+    "(d) real files load fast": claim_loading,
+    "(e) all of it together gives 2-3x": claim_speedup,
+}
 
 
 def run_claims(s: Setting) -> dict:
-    """All five, then one line for each."""
-    if s.args.model is not None and s.args.config is None:
-        s.args.config = "7b"  # --model is what claim (d) loads
-        s.args.layers = s.args.layers or 2
+    """All five, then two lines for each."""
     model = s.build(s.checkpoint("7b", layers=2))
-    c, rows, out = model.config, [], {}
-    print(f"shape: hidden {c.hidden_size}, {c.num_hidden_layers} layers, {s.dtype}\n")
-    for claim, run in CLAIMS:
-        word, text, detail = run(s, model)
-        rows.append((claim, word, text))
-        out[claim] = {"verdict": word, "because": text, **detail}
-    note("")
-    for claim, word, text in rows:
+    print(f"{model.config.num_hidden_layers} layers of {model.config.hidden_size} and the head\n")
+    found = {claim: run(s, model) for claim, run in CLAIMS.items()}
+    for claim, (word, text, _) in found.items():
         print(f"{claim}: {word.upper()}\n    {text}")
-    return {"claims": out}
+    return {"claims": {k: {"verdict": v[0], "because": v[1], **v[2]} for k, v in found.items()}}
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Where the time goes
+# 5. Where the time goes
 
-COMPONENTS = {  # the end of a module's name -> what it is part of
-    "embed_tokens": "embedding",
-    "layernorm": "norms",
+COMPONENTS = {  # the last part of a module's name -> what its time counts as
+    "input_layernorm": "norms",
+    "post_attention_layernorm": "norms",
     "norm": "norms",
     "q_proj": "qkv",
     "k_proj": "qkv",
     "v_proj": "qkv",
     "o_proj": "output",
     "mlp": "MLP",
+    "embed_tokens": "embedding",
     "lm_head": "head",
 }
-ORDER = ("norms", "qkv", "rotation", "attention", "output", "MLP", "embedding", "head")
-WHOLE = "whole"
+FUNCTIONS = (
+    (llama2, "apply_rotary_emb", "rotation"),
+    (llama2.Cache, "update", "attention"),
+    (F, "scaled_dot_product_attention", "attention"),
+)
+PARTS = ("norms", "qkv", "rotation", "attention", "output", "MLP", "embedding", "head")
 
 
 @contextlib.contextmanager
 def component(name: str) -> Iterator[None]:
-    """A range in the profile; on an accelerator it waits, so that the range holds its own work."""
+    """A range in the profile; an accelerator is waited for, so that the range holds its own work."""
     synchronize()
     with record_function(f"part:{name}"):
         yield
@@ -836,459 +685,395 @@ def component(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ranges(model: llama2.Llama) -> Iterator[None]:
-    """Ranges around the components of a model, put there from outside and taken away again."""
-
-    def inside(name: str, function: Callable) -> Callable:
-        def call(*args: object, **kwargs: object) -> object:
-            with component(name):
-                return function(*args, **kwargs)
-
-        return call
-
+def components(model: llama2.Llama) -> Iterator[None]:
+    """Ranges around the parts of a model, put there from outside and taken away again."""
+    places = [
+        (module, "forward", COMPONENTS[name.split(".")[-1]])
+        for name, module in model.named_modules()
+        if name.split(".")[-1] in COMPONENTS
+    ]
     with contextlib.ExitStack() as stack:
-        for path, module in model.named_modules():
-            for ending, name in COMPONENTS.items():
-                if path.endswith(ending):
-                    stack.enter_context(
-                        patch.object(module, "forward", inside(name, module.forward))
-                    )
-                    break
-        for owner, function, name in (
-            (llama2, "apply_rotary_emb", "rotation"),
-            (llama2.Cache, "update", "attention"),
-            (F, "scaled_dot_product_attention", "attention"),
-        ):
-            wrapped = inside(name, getattr(owner, function))
-            stack.enter_context(patch.object(owner, function, wrapped))
+        for owner, attribute, name in (*places, *FUNCTIONS):
+            wrapped = component(name)(getattr(owner, attribute))  # context managers decorate too
+            stack.enter_context(patch.object(owner, attribute, wrapped))
         yield
 
 
 def shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Each part of the measured whole, the remainder named: together exactly 1."""
-    out = {name: parts.get(name, 0.0) / whole for name in ORDER}
-    return out | {"other: residual sums, reshapes, Python": 1 - sum(out.values())}
+    """Each part of the measured whole; what none of them holds is named: together exactly 1."""
+    out = {name: parts.get(name, 0.0) / whole for name in PARTS}
+    return out | {"other (sums, reshapes, Python)": 1 - sum(out.values())}
 
 
 def run_breakdown(s: Setting) -> dict:
-    """Profile decode and two prompts in place."""
-    model = s.build(s.checkpoint("1b"))
-    out, c = {}, model.config
+    """Profile decoding and two prompts in place."""
+    model, out = s.build(s.checkpoint("1b")), {}
+    c = model.config
     print(
-        f"hidden {c.hidden_size}, {c.num_hidden_layers} layers, {s.dtype};"
-        " profiled in place, the profiler's own cost included"
+        f"{c.num_hidden_layers} layers of {c.hidden_size}, profiled; the profiler takes time too\n"
     )
-    activities = [ProfilerActivity.CPU]
     for name, T, context in (("decode", 1, 128), ("128 tokens", 128, 0), ("512 tokens", 512, 0)):
         note(name)
-        run = forward(s, model, T, context)
-        once = min(seconds(run), seconds(run))  # the first one warms up
+        run, sums = forward(s, model, T, context), {}
+        run()
+        once = seconds(run)
         count = max(2, min(20, int(5 / once)))
-        with ranges(model), profile(activities=activities) as trace:
+        with components(model), profile(activities=[ProfilerActivity.CPU]) as trace:
             for _ in range(count):
-                with component(WHOLE):
-                    run()
-        sums = {}
+                component("whole")(run)()
         for event in trace.events():
             if event.name.startswith("part:"):
-                key = event.name.removeprefix("part:")
-                sums[key] = sums.get(key, 0.0) + event.time_range.elapsed_us() * 1e-6 / count
-        whole = sums.pop(WHOLE)
-        found = shares(sums, whole)
-        out[name] = {"shares": found, "seconds": whole, "without_profiler": once}
+                part = event.name.removeprefix("part:")
+                sums[part] = sums.get(part, 0.0) + event.time_range.elapsed_us() * 1e-6 / count
+        whole = sums.pop("whole")
+        out[name] = {"shares": shares(sums, whole), "seconds": whole, "without_profiler": once}
         rows = [
             (part, f"{share:.1%}", show(share * whole), ("#" * round(40 * share)).ljust(40))
-            for part, share in found.items()
+            for part, share in out[name]["shares"].items()
         ]
-        rows.append(("whole", "100.0%", show(whole), f"without profiler {show(once)}".ljust(40)))
-        table((name, "share", "per pass", "".ljust(40)), rows)
-        print()
+        last = "whole", "100.0%", show(whole), f"without the profiler {show(once)}".ljust(40)
+        table((name, "share", "per pass", "".ljust(40)), (*rows, last))
     return {"breakdown": out}
 
 
 def run_profile(s: Setting) -> dict:
     """A trace of a prompt and a few tokens, and the ten operations that cost most."""
-    model = s.build(s.checkpoint("1b"))
-    steps = [forward(s, model, s.args.prompt_tokens), forward(s, model, 1, s.args.prompt_tokens)]
-    for step in steps:
-        step()
-    activities = [ProfilerActivity.CPU]
-    if s.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, record_shapes=True) as trace:
-        steps[0]()
+    model, P = s.build(s.checkpoint("1b")), s.args.prompt_tokens
+    prompt, token = forward(s, model, P), forward(s, model, 1, P)
+    prompt(), token()
+    cuda = [ProfilerActivity.CUDA] * (s.device.type == "cuda")
+    with profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True) as trace:
+        prompt()
         for _ in range(s.args.gen_tokens):
-            steps[1]()
+            token()
     trace.export_chrome_trace(str(s.args.profile))
-    events = trace.key_averages()
-    on_device = s.device.type == "cuda"
-    cost = {
-        e.key: (e.self_device_time_total if on_device else e.self_cpu_time_total, e.count)
-        for e in events
-    }
-    total = sum(time for time, _ in cost.values())
-    top = sorted(cost.items(), key=lambda item: -item[1][0])[:10]
-    rows = [(key[:60], f"{t / total:.1%}", show(t * 1e-6), n) for key, (t, n) in top]
+    field = "self_device_time_total" if cuda else "self_cpu_time_total"
+    cost = sorted(((getattr(e, field), e.key, e.count) for e in trace.key_averages()), reverse=True)
+    total = sum(time for time, *_ in cost)
+    rows = [(k[:60], f"{t / total:.1%}", show(t * 1e-6), n) for t, k, n in cost[:10]]
     table(("operation", "share", "total", "calls"), rows)
-    print(f"wrote {s.args.profile}: open it in chrome://tracing or ui.perfetto.dev")
+    print(f"wrote {s.args.profile}: open it at ui.perfetto.dev or chrome://tracing")
     return {"profile": rows}
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Whole models, and others beside them
+# 6. Whole models, and others beside them
+
+# An engine takes prompt lengths, a number of new tokens and the context that these stand behind;
+# it returns seconds: "pp128" and so on per prompt, "tg" per new token.
+Engine = Callable[[Sequence[int], int, int], dict[str, float]]
 
 
-@dataclass
-class Run:
-    """One run of one engine."""
+def stepwise(prompt: Callable[[int], object], token: Call) -> Engine:
+    """An engine made of two functions: start anew with a prompt of T tokens; one more token."""
 
-    first: dict[int, float]  # prompt length -> seconds to the first new token
-    token: float  # median seconds per further token
+    def run(prompts: Sequence[int], new: int, depth: int) -> dict[str, float]:
+        found = {}
+        for T in dict.fromkeys((*prompts, depth)):
+            found[f"pp{T}"] = seconds(partial(prompt, T))
+            if T == depth and new:
+                found["tg"] = statistics.median(seconds(token) for _ in range(new))
+        return found
 
-
-# An engine runs each prompt length once and `new` further tokens behind `depth` tokens.
-Engine = Callable[[Sequence[int], int, int], Run]
+    return run
 
 
 def our_engine(s: Setting, model: llama2.Llama, room: int, batch: int = 1) -> Engine:
-    """llama2.generate, as a user calls it: what it compiles or captures is used."""
+    """llama2.py, greedy."""
     cache = s.cache(model.config, room, batch)
+    step = llama2.CompiledStep(model, cache) if s.args.compile else model
+    last = torch.zeros(batch, 1, dtype=torch.int64, device=s.device)
 
-    def run(prompts: Sequence[int], new: int, depth: int) -> Run:
-        first, token = {}, math.nan
-        for T in dict.fromkeys((*prompts, depth)):
-            rows, stamps = s.tokens(model.config, batch, T).tolist(), []
-            count = new + 1 if T == depth else 1
-            cache.reset()
-            start = time.perf_counter()
-            for _ in llama2.generate(model, rows, count, stop_ids=(), cache=cache):
-                stamps.append(time.perf_counter() - start)
-            first[T] = stamps[0]
-            if T == depth and new:
-                steps = [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
-                token = Timing(tuple(steps)).median
-        return Run({T: first[T] for T in prompts}, token)
+    def feed(tokens: Tensor) -> None:
+        for chunk in tokens.split(llama2.PREFILL_CHUNK, 1):
+            logits = step(chunk, cache)
+        last.copy_(logits.argmax(-1, keepdim=True))
+        last.tolist()  # as a caller does who shows the text
 
-    return run
+    def prompt(T: int) -> None:
+        cache.reset()
+        feed(s.tokens(model.config, batch, T))
+
+    return stepwise(prompt, lambda: feed(last))
 
 
-def transformers_engine(s: Setting, config: llama2.Config, batch: int = 1) -> Engine:
-    """The same shape with random weights in Hugging Face's model, eager, with its growing cache."""
+def transformers_engine(
+    s: Setting, config: llama2.Config, room: int, batch: int, compiled: bool
+) -> Engine:
+    """The same shape in Hugging Face's model: eager, or compiled with its static cache."""
     import transformers
 
     names = (
-        "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size"
-        " num_key_value_heads max_position_embeddings rms_norm_eps tie_word_embeddings"
+        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+        " vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings"
     )
     shape = transformers.LlamaConfig(**{name: getattr(config, name) for name in names.split()})
-    with torch.device(s.device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(s.dtype)
-        with patch("torch.nn.init.normal_", lambda tensor, *_, **__: tensor):
-            model = transformers.LlamaForCausalLM(shape).eval()
-        torch.set_default_dtype(before)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(0.01)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(shape).eval().to(s.dtype)
+    model.to_empty(device=s.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.nn.init.constant_(tensor, 0.01)
+    static = transformers.StaticCache(config=shape, max_cache_len=room) if compiled else None
+    decode = torch.compile(model, mode="reduce-overhead") if compiled else model
+    past = last = None
 
-    @torch.no_grad()
-    def run(prompts: Sequence[int], new: int, depth: int) -> Run:
-        first, steps = {}, []
-        for T in dict.fromkeys((*prompts, depth)):
-            tokens, past = s.tokens(config, batch, T), transformers.DynamicCache()
-            for i in range(new + 1 if T == depth else 1):
-                start = time.perf_counter()
-                out = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
-                tokens = out.logits[:, -1].argmax(-1, keepdim=True)
-                tokens.tolist()  # waits for the device, as a caller does who shows the text
-                steps.append(time.perf_counter() - start)
-                if i == 0:
-                    first[T] = steps.pop()
-        token = Timing(tuple(steps)).median if steps else math.nan
-        return Run({T: first[T] for T in prompts}, token)
+    def feed(call: Callable, tokens: Tensor) -> None:
+        nonlocal last
+        out = call(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+        last = out.logits[:, -1].argmax(-1, keepdim=True)
+        last.tolist()
 
-    return run
+    def prompt(T: int) -> None:
+        nonlocal past
+        past = static or transformers.DynamicCache()
+        past.reset()
+        feed(model, s.tokens(config, batch, T))
+
+    return stepwise(prompt, lambda: feed(decode, last.clone()))
 
 
-def llama_bench_engine(path: Path, threads: int) -> Engine:
-    """llama.cpp's own llama-bench; each run is a process that warms up by itself."""
+def llama_bench_engine(path: Path) -> Engine:
+    """llama.cpp's llama-bench: each call is a process, which warms up by itself."""
 
-    def call(*options: object) -> list[dict]:
+    def call(*options: object) -> dict[str, float]:
+        threads = torch.get_num_threads()
         command = ["llama-bench", "-m", path, "-t", threads, "-r", 1, "-o", "json", *options]
-        done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+        done = subprocess.run(
+            [str(x) for x in command], capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            raise ValueError(f"llama-bench failed: {done.stderr.strip().splitlines()[-1:]}")
-        return json.loads(done.stdout)
+            raise ValueError(f"llama-bench failed: {' '.join(done.stderr.splitlines()[-1:])}")
+        tests = json.loads(done.stdout)
+        prompts = {
+            f"pp{t['n_prompt']}": t["n_prompt"] / t["avg_ts"] for t in tests if t["n_prompt"]
+        }
+        return prompts | {"tg": 1 / t["avg_ts"] for t in tests if t["n_gen"]}
 
-    def run(prompts: Sequence[int], new: int, depth: int) -> Run:
-        prompt = ("-p", ",".join(map(str, prompts)) or 0)
-        if depth > 1:
-            results = call(*prompt, "-n", 0) + (
-                call("-p", 0, "-n", new, "-d", depth) if new else []
-            )
-        else:
-            results = call(*prompt, "-n", new)
-        first = {r["n_prompt"]: r["n_prompt"] / r["avg_ts"] for r in results if r["n_prompt"]}
-        token = [1 / r["avg_ts"] for r in results if r["n_gen"]]
-        return Run(first, token[0] if token else math.nan)
+    def run(prompts: Sequence[int], new: int, depth: int) -> dict[str, float]:
+        lengths = ",".join(map(str, prompts))
+        if depth == 1:  # as good as none, which is its default
+            return call("-p", lengths, "-n", new)
+        return call("-p", lengths, "-n", 0) | call("-p", 0, "-n", new, "-d", depth)
 
     return run
 
 
-def llama_cpp_python_engine(path: Path, threads: int, room: int) -> Engine:
-    """llama.cpp through its Python binding."""
+def llama_cpp_engine(path: Path | None, room: int) -> Engine:
+    """llama.cpp by llama-bench if it is on the PATH, else by its Python binding."""
+    if path is None:
+        raise ValueError("--compare llama.cpp needs --model FILE")
+    if shutil.which("llama-bench"):
+        return llama_bench_engine(path)
+    if not importlib.util.find_spec("llama_cpp"):
+        raise ValueError("no llama-bench on the PATH; pip install llama-cpp-python does as well")
     import llama_cpp
 
-    options = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
-    model = llama_cpp.Llama(str(path), n_ctx=room, n_batch=512, **options)
+    threads = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
+    model = llama_cpp.Llama(str(path), n_ctx=room, n_batch=512, verbose=False, **threads)
 
-    def run(prompts: Sequence[int], new: int, depth: int) -> Run:
-        first, steps = {}, []
-        for T in dict.fromkeys((*prompts, depth)):
-            model.reset()
-            first[T] = seconds(lambda T=T: model.eval([1] * T))
-            if T == depth:
-                steps = [seconds(lambda: model.eval([1])) for _ in range(new)]
-        token = Timing(tuple(steps)).median if steps else math.nan
-        return Run({T: first[T] for T in prompts}, token)
+    def prompt(T: int) -> None:
+        model.reset()
+        model.eval([1] * T)
 
-    return run
-
-
-def llama_cpp_engine(path: Path | None, threads: int, room: int) -> Engine:
-    """llama-bench if it is on the PATH, else llama-cpp-python. ValueError if neither is there."""
-    if path is None:
-        raise ValueError("--compare llama.cpp needs --model FILE: it cannot run without a file")
-    if shutil.which("llama-bench"):
-        return llama_bench_engine(path, threads)
-    if importlib.util.find_spec("llama_cpp"):
-        return llama_cpp_python_engine(path, threads, room)
-    raise ValueError("llama.cpp: no llama-bench on the PATH; or pip install llama-cpp-python")
+    return stepwise(prompt, lambda: model.eval([1]))
 
 
 def take_turns(
     engines: Mapping[str, Engine], prompts: Sequence[int], new: int, depth: int, rounds: int
-) -> dict[str, dict[str, Timing]]:
-    """Run the engines A B A B; per engine the timings of "ppN", seconds per prompt, and of "tg"."""
+) -> dict[str, dict[str, list[float]]]:
+    """Run the engines A B A B after a warm-up; the samples of each by name."""
     samples = {name: {} for name in engines}
     for i in range(rounds + 1):
         for name, engine in engines.items():
             note(f"{name}, " + (f"round {i} of {rounds}" if i else "warm-up"))
-            if i == 0 and name == "llama.cpp":
-                continue  # each of its runs begins with one
-            run = engine(prompts, new, depth)
-            if i:
-                found = {f"pp{T}": value for T, value in run.first.items()} | {"tg": run.token}
-                for key, value in found.items():
-                    samples[name].setdefault(key, []).append(value)
-    return {
-        name: {key: Timing(tuple(values)) for key, values in found.items()}
-        for name, found in samples.items()
-    }
+            for key, value in engine(prompts, new, depth).items():
+                samples[name].setdefault(key, []).extend([value] * (i > 0))
+    return samples
 
 
 def context_sweep(s: Setting, model: llama2.Llama, lengths: Sequence[int]) -> dict[int, float]:
-    """Median seconds per token behind n tokens, without computing those: their values do not matter."""
-    cache, times = s.cache(model.config, max(lengths) + 17), {}
-    cache.k.normal_(), cache.v.normal_()
-    for n in lengths:
+    """Seconds per token behind n others, which are not computed: their values do not matter."""
+    cache = s.cache(model.config, max(lengths) + 16, pos=max(lengths))
+    step = llama2.CompiledStep(model, cache) if s.args.compile else model
+    token, times = s.tokens(model.config, 1, 1), {}
+    for n in sorted(lengths, reverse=True):
         note(f"context {n}")
-        cache.reset()
-        cache.advance(n)
-        stamps = [
-            time.perf_counter() for _ in llama2.generate(model, [1], 17, stop_ids=(), cache=cache)
-        ]
-        steps = [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
-        times[n] = Timing(tuple(steps)).median
-    return times
+        cache.truncate(n)
+        samples = [seconds(lambda: step(token, cache).argmax().item()) for _ in range(16)]
+        times[n] = statistics.median(samples)
+    return dict(sorted(times.items()))
 
 
 def run_whole(s: Setting) -> dict:
     """One model: load, prompt, tokens, memory; others beside it; speed as the context fills."""
-    args, made = s.args, {}
-    P, N, B = args.prompt_tokens, args.gen_tokens, args.batch
-    checkpoint = s.checkpoint()
-    c, room = checkpoint.config, P + N + 1
-    if room > c.max_position_embeddings:
-        raise ValueError(
-            f"{P} prompt and {N} new tokens exceed the model's context of {c.max_position_embeddings}"
-        )
+    args, made, checkpoint = s.args, {}, s.checkpoint("7b")
+    P, N, B, c = args.prompt_tokens, args.gen_tokens, args.batch, checkpoint.config
+    room, limit = P + N + 1, c.max_position_embeddings
+    if max(room, *(n + 16 for n in args.context_sweep)) > limit:
+        raise ValueError(f"more tokens than the context of {limit}: {P} + {N} or --context-sweep")
     load = seconds(lambda: made.update(model=s.build(checkpoint)))
     model = made["model"]
     engines = {"llama2.py": our_engine(s, model, room, B)}
-    compile_and_run = seconds(lambda: engines["llama2.py"]((P,), N, P))
+    warm = seconds(partial(engines["llama2.py"], (P,), N, P))
     for other in args.compare:
-        if other == "llama.cpp":
-            if B > 1:
-                raise ValueError("--compare llama.cpp runs one row: leave --batch at 1")
-            engines[other] = llama_cpp_engine(args.model, torch.get_num_threads(), room)
+        if other != "llama.cpp":
+            engines[other] = transformers_engine(s, c, room, B, compiled="compiled" in other)
+        elif B > 1:
+            raise ValueError("--compare llama.cpp runs one row: leave --batch at 1")
         else:
-            engines[other] = transformers_engine(s, c, B)
-    found = take_turns(engines, (P,), N, P, args.rounds)
-    ours = found["llama2.py"]
-    speed, size = bandwidth(s.device), llama2.weight_bytes(model)
-    pp, tg = ours[f"pp{P}"].median, ours["tg"].median
+            engines[other] = llama_cpp_engine(args.model, room)
+    samples = take_turns(engines, (P,), N, P, args.rounds)
+    ours = samples["llama2.py"]
+    first, tg = (statistics.median(ours[key]) for key in (f"pp{P}", "tg"))
+    size, speed = llama2.weight_bytes(model), bandwidth(s.device)
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * s.dtype.itemsize
-    rate = size / tg
+    peak = llama2.peak_memory(s.device)
     facts = {
         "load": show(load),
-        "first run, with compiling": show(compile_and_run),
-        f"time to first token ({P} tokens)": show(pp),
-        "prompt": f"{B * P / pp:.1f} tokens/s",
-        "time per token": f"{show(tg)} (IQR {show(ours['tg'].iqr)} over {args.rounds} rounds)",
-        "generation": f"{B / tg:.2f} tokens/s, batch {B}",
-        "weights read per step": f"{size / 1e9:.3f} GB, {rate / 1e9:.1f} GB/s",
-        "memory bandwidth": f"{speed / 1e9:.1f} GB/s measured, {rate / speed:.0%} of it reached",
-        "KV cache": f"{kv} bytes per token",
-        "peak memory": f"{llama2.peak_memory(s.device) / 1e9:.2f} GB",
+        "first run, compiling included": show(warm),
+        f"time to first token, prompt of {P}": f"{show(first)}, {B * P / first:.1f} tokens/s",
+        f"time per token, batch {B}": f"{show(tg)}, IQR {show(iqr(ours['tg']))}",
+        "generation": f"{B / tg:.2f} tokens/s",
+        "weights read per token": f"{size / 1e9:.3f} GB, {size / tg / 1e9:.1f} GB/s",
+        "memory bandwidth, measured": f"{speed / 1e9:.1f} GB/s, {size / tg / speed:.0%} reached",
+        "KV cache per token": f"{kv} bytes",
+        "peak memory": f"{peak / 1e9:.2f} GB",
     }
-    table((checkpoint.form, "measured"), facts.items())
-    out = {"load": load, "first_run": compile_and_run, "prompt_seconds": pp, "token_seconds": tg}
-    out |= {"weight_bytes": size, "bandwidth": speed, "fraction": rate / speed, "kv_bytes": kv}
-    out |= {"peak_memory": llama2.peak_memory(s.device), "tokens_per_second": B / tg}
-    if args.compare:
-        rows, out["compare"] = [], {}
-        for name in args.compare:
-            pairs = {key: ratio(found[name][key], ours[key]) for key in ours}
-            out["compare"][name] = {key: pair.median for key, pair in pairs.items()}
-            for key, count in ((f"pp{P}", B * P), ("tg", B)):
-                cells = [f"{count / t[key].median:.1f}" for t in (ours, found[name])]
-                rows.append((f"{name}, {key}", *cells, f"{pairs[key].median:.2f}x"))
-        print()
+    table((checkpoint.form, ""), facts.items())
+    out = {"load": load, "warm_up": warm, "first_token": first, "token": tg, "weight_bytes": size}
+    out |= {"bandwidth": speed, "fraction": size / tg / speed, "kv_bytes": kv, "peak_memory": peak}
+    out["compare"] = {
+        name: compare(ours, samples[name], {f"pp{P}": B * P, "tg": B}) for name in args.compare
+    }
+    rows = [
+        (f"{name}, {key}", *(f"{value:.2f}" for value in row.values()))
+        for name, found in out["compare"].items()
+        for key, row in found.items()
+    ]
+    if rows:
         table(("tokens/s", "llama2.py", "theirs", "ours / theirs"), rows)
     if args.context_sweep:
-        lengths = [n for n in args.context_sweep if n + 17 <= c.max_position_embeddings]
-        times = context_sweep(s, model, lengths or [1])
+        out["context"] = times = context_sweep(s, model, args.context_sweep)
         base = next(iter(times.values()))
-        print()
         rows = [(n, show(t), f"{1 / t:.2f}", f"{base / t:.2f}x") for n, t in times.items()]
         table(("context", "per token", "tokens/s", "of the first"), rows)
-        out["context"] = times
     return {"whole": out}
 
 
+def compare(
+    ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]], tokens: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
+    """Tokens/s of both and their ratio, for each key of `tokens`, which says how many were computed."""
+    return {
+        key: {
+            "ours": n / statistics.median(ours[key]),
+            "theirs": n / statistics.median(theirs[key]),
+            "ratio": statistics.median(ratios(theirs[key], ours[key])),
+        }
+        for key, n in tokens.items()
+    }
+
+
 def run_table(s: Setting) -> dict:
-    """For each file: prompts of 128 and 512 tokens and 16 new ones, ours and llama.cpp's in turns."""
-    rows, out, prompts, new = [], {}, tuple(s.args.table_prompts), 16
-    header = [f"{key} ours / llama.cpp" for key in (*(f"pp{T}" for T in prompts), f"tg{new}")]
+    """For each file: two prompt lengths and 16 new tokens, ours and llama.cpp's in turns."""
+    prompts, new, rows, out = s.args.table_prompts, 16, [], {}
+    tokens, room = {f"pp{T}": T for T in prompts} | {"tg": 1}, max(prompts) + new + 1
+    header = ("file", *(f"{key} ours / llama.cpp" for key in tokens), "bandwidth reached")
     for path in s.args.table:
         model = s.build(llama2.open_checkpoint(path))
-        engines = {"llama2.py": our_engine(s, model, max(prompts) + new + 1)}
-        try:
-            room = max(prompts) + new + 1
-            engines["llama.cpp"] = llama_cpp_engine(path, torch.get_num_threads(), room)
-        except ValueError as error:
-            print(f"ours alone: {error}")
-        found = take_turns(engines, prompts, new, 1, s.args.rounds)
-        speed = bandwidth(s.device)
-        ours, theirs = found["llama2.py"], found.get("llama.cpp")
-        fraction = llama2.weight_bytes(model) / ours["tg"].median / speed
-        row, out[path.name] = [path.name], {"bandwidth": speed, "fraction": fraction}
-        for key, count in (*((f"pp{T}", T) for T in prompts), ("tg", 1)):
-            cell = f"{count / ours[key].median:.1f}"
-            out[path.name][key] = {"ours": count / ours[key].median}
-            if theirs:
-                rate, pair = count / theirs[key].median, ratio(theirs[key], ours[key]).median
-                cell += f" / {rate:.1f} = {pair:.2f}"
-                out[path.name][key] |= {"llama.cpp": rate, "ratio": pair}
-            row.append(cell)
-        rows.append((*row, f"{fraction:.0%} of {speed / 1e9:.0f} GB/s"))
-        table(("file", *header, "memory"), [rows[-1]])
+        engines = {"ours": our_engine(s, model, room), "llama.cpp": llama_cpp_engine(path, room)}
+        samples = take_turns(engines, prompts, new, 1, s.args.rounds)
+        found, speed = compare(*samples.values(), tokens), bandwidth(s.device)
+        fraction = llama2.weight_bytes(model) * found["tg"]["ours"] / speed
+        out[path.name] = {**found, "bandwidth": speed, "fraction": fraction}
+        cells = [f"{r['ours']:.1f} / {r['theirs']:.1f} = {r['ratio']:.2f}" for r in found.values()]
+        rows.append((path.name, *cells, f"{fraction:.0%} of {speed / 1e9:.0f} GB/s"))
+        table(header, rows[-1:])
         del model, engines
-    print()
-    table(("file", *header, "memory"), rows)
+    if len(rows) > 1:
+        table(header, rows)
     return {"table": out}
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Perplexity
+# 7. Perplexity
 
 
 def windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs (T,) and the targets of their second half, as llama.cpp's llama-perplexity cuts a text.
 
-    Windows do not overlap; what is left at the end is dropped. The first token of each gives way to BOS.
+    Windows do not overlap, a rest is dropped, the first token of each gives way to BOS.
     """
-    first = context // 2
     for start in range(0, len(ids) - context + 1, context):
         window = torch.tensor(ids[start : start + context])
-        target = window[first + 1 :].clone()
+        target = window[context // 2 + 1 :].clone()
         if bos is not None:
             window[0] = bos
         yield window, target
 
 
-def score(logits: Tensor, target: Tensor) -> Tensor:
-    """Negative log-likelihoods (n,) of the targets by the logits of the positions before them."""
-    n = len(target)
-    return F.cross_entropy(logits[-n - 1 : -1].float(), target, reduction="none")
-
-
 def perplexity(losses: Tensor) -> tuple[float, float]:
     """exp(mean loss) and its standard error."""
-    losses = losses.double()
-    value = losses.mean().exp().item()
-    return value, value * losses.std(correction=0).item() / math.sqrt(max(len(losses) - 1, 1))
+    value = losses.double().mean().exp().item()
+    return value, value * losses.double().std().item() / math.sqrt(len(losses))
 
 
 def divergence(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) of the distributions that logits (n, V) stand for: (n,), in nats."""
+    """KL(a || b) in nats of the distributions that logits (n, V) stand for: (n,)."""
     p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 
 def run_perplexity(s: Setting) -> dict:
-    """Perplexity of one file, or of two with the divergence between them."""
-    args, context = s.args, s.args.context
+    """Perplexity by one file, or by two and the divergence of the second from the first."""
+    args, T, models, out = s.args, s.args.context, [], {}
     paths = args.compare_types or [args.model or llama2.DEFAULT_MODEL]
-    text = args.perplexity.read_bytes().decode("utf-8", "replace")
-    models, tokenizer = [], None
+    text, ids = args.perplexity.read_bytes().decode("utf-8", "replace"), None
     for path in paths:
         checkpoint = llama2.open_checkpoint(path)
-        if context > checkpoint.config.max_position_embeddings:
+        if T > checkpoint.config.max_position_embeddings:
             limit = checkpoint.config.max_position_embeddings
-            raise ValueError(f"--context {context}; the model's is {limit}")
-        other = checkpoint.tokenizer()
-        if tokenizer and other.vocab_size != tokenizer.vocab_size:
+            raise ValueError(f"--context {T}; the context of {path} is {limit}")
+        tokenizer = checkpoint.tokenizer()
+        before, ids = ids, tokenizer.encode(text, bos=tokenizer.add_bos)
+        if before not in (None, ids):
             raise ValueError(f"{paths[0]} and {path} have different vocabularies")
-        tokenizer = other
         models.append(s.build(checkpoint))
-    ids = tokenizer.encode(text, bos=tokenizer.add_bos)
-    if context < 4 or len(ids) < 2 * context:
-        needed = f"needed are {2 * context}, two windows of --context {context} (4 or more)"
-        raise ValueError(f"{args.perplexity}: {len(ids)} tokens; {needed}")
-    cut = list(windows(ids, context, tokenizer.bos_id if tokenizer.add_bos else None))
-    losses, divergences, same = [[] for _ in models], [], []
-    for i, (window, target) in enumerate(cut):
+    if T < 4 or len(ids) < 2 * T:
+        needed = f"{2 * T}, two windows of --context {T} (at least 4)"
+        raise ValueError(f"{args.perplexity} has {len(ids)} tokens; needed are {needed}")
+    losses, kl, same = [[] for _ in paths], [], []
+    for i, (window, target) in enumerate(
+        windows(ids, T, tokenizer.bos_id if tokenizer.add_bos else None)
+    ):
         found = []
         for model, own in zip(models, losses, strict=True):
-            cache = s.cache(model.config, context)
-            logits = model(window[None].to(s.device), cache, all_positions=True)[0]
-            found.append(logits[-len(target) - 1 : -1].cpu())
+            logits = model(window[None].to(s.device), s.cache(model.config, T), all_positions=True)
+            found.append(logits[0, -len(target) - 1 : -1].cpu())
             own.append(F.cross_entropy(found[-1], target, reduction="none"))
         if len(found) == 2:
-            divergences.append(divergence(*found))
+            kl.append(divergence(*found))
             same.append(found[0].argmax(-1) == found[1].argmax(-1))
         value, error = perplexity(torch.cat(losses[0]))
-        note(f"window {i + 1} of {len(cut)}: perplexity {value:.4f} +- {error:.4f}")
-    out, rows = {}, []
+        note(f"window {i + 1} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
     for path, own in zip(paths, losses, strict=True):
         value, error = perplexity(torch.cat(own))
-        out[str(path)] = {"perplexity": value, "error": error}
-        rows.append((path.name, f"{value:.4f}", f"+-{error:.5f}", len(torch.cat(own))))
+        scored = sum(map(len, own))
+        out[str(path)] = {"perplexity": value, "error": error, "tokens": scored}
+    rows = [
+        (p, f"{r['perplexity']:.4f}", f"+-{r['error']:.5f}", r["tokens"]) for p, r in out.items()
+    ]
     table(("file", "perplexity", "standard error", "tokens scored"), rows)
-    if divergences:
-        kl, agree = torch.cat(divergences), torch.cat(same).double().mean().item()
-        out["kl"] = {"mean": kl.mean().item(), "p99": kl.quantile(0.99).item(), "same_top": agree}
-        print(
-            f"KL divergence {paths[0].name} || {paths[1].name}: mean {out['kl']['mean']:.6f},"
-            f" 99th percentile {out['kl']['p99']:.6f}; same likeliest token {agree:.2%}"
-        )
-    return {"perplexity": out, "windows": len(cut), "context": context}
+    if kl:
+        mean, high = torch.cat(kl).mean().item(), torch.cat(kl).quantile(0.99).item()
+        agree = torch.cat(same).double().mean().item()
+        print(f"KL divergence: mean {mean:.6f}, 99th percentile {high:.6f}; same top {agree:.2%}")
+        out["kl"] = {"mean": mean, "p99": high, "same_top": agree}
+    return {"perplexity": out}
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. Command line
+# 8. Command line
 
 
 def fail(message: object) -> int:
@@ -1309,54 +1094,57 @@ def counts(text: str) -> list[int]:
     return [count(item) for item in text.split(",")]
 
 
+def name(text: str) -> str:
+    """The name of a baseline, which becomes a file name."""
+    if not text.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise argparse.ArgumentTypeError(f"{text!r}: letters, digits, '-', '_' and '.' make a name")
+    return text
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a wrong one ends in one line on stderr and exit status 2."""
     parser = argparse.ArgumentParser(prog="bench_llama2.py", description="Measure llama2.py.")
     parser.error = lambda message: sys.exit(fail(message))
-    mode = parser.add_argument_group("what to measure (default: the suite; --model: that model)")
-    add = mode.add_argument
+    add = parser.add_argument_group(
+        "modes (default: the suite, or --model or --config)"
+    ).add_argument
     add("--suite", action="store_true", help="each layer by itself")
     add("--claims", action="store_true", help="five claims with verdicts")
     add("--breakdown", action="store_true", help="shares of a forward pass")
-    add(
-        "--profile", metavar="FILE", type=Path, help="write a trace; print the costliest operations"
-    )
-    add("--table", metavar="FILE", type=Path, nargs="+", help="files beside llama.cpp")
+    add("--profile", metavar="FILE", type=Path, help="write a trace; show the costliest operations")
+    add("--table", metavar="GGUF", type=Path, nargs="+", help="files beside llama.cpp")
     add("--perplexity", metavar="TEXT", type=Path, help="perplexity over a text file")
     add("--compare-types", metavar="GGUF", type=Path, nargs=2, help="with --perplexity: two files")
-    shape = parser.add_argument_group("of what")
-    add = shape.add_argument
-    add("--model", metavar="FILE", type=Path, help="a file (default: random weights)")
-    add("--config", choices=CONFIGS, help="a shape without a file")
-    add("--layers", metavar="N", type=count, help="that many layers of the shape only")
-    add("--type", choices=TYPES, help="of the random weights (default: --dtype)")
+    add = parser.add_argument_group("of what").add_argument
+    add("--model", metavar="FILE", type=Path, help="a model (default: random weights)")
+    add("--config", choices=CONFIGS, help="the shape of random weights")
+    add("--layers", metavar="N", type=count, help="only so many layers of it")
+    add("--type", choices=(*DENSE, *SCALES, *MIXES), help="of random weights (default: --dtype)")
     add("--prompt-tokens", metavar="N", type=count, default=128, help="default: 128")
     add("--gen-tokens", metavar="N", type=count, default=16, help="default: 16")
-    add("--batch", metavar="N", type=count, default=1, help="rows at once")
-    add("--context", metavar="N", type=count, default=512, help="of --perplexity: default 512")
-    add("--context-sweep", metavar="N,N", type=counts, help="speed behind so many tokens")
+    add("--batch", metavar="N", type=count, default=1, help="rows at once (default: 1)")
+    add("--context-sweep", metavar="N,N", type=counts, default=[], help="speed behind N tokens")
     add("--table-prompts", metavar="N,N", type=counts, default=[128, 512], help="default: 128,512")
-    how = parser.add_argument_group("how")
-    add = how.add_argument
-    add("--compare", choices=("transformers", "llama.cpp"), nargs="+", default=[])
+    add("--context", metavar="N", type=count, default=512, help="of --perplexity (default: 512)")
+    peers = ("transformers", "transformers-compiled", "llama.cpp")
+    add("--compare", choices=peers, nargs="+", default=[], help="run these in turns with ours")
+    add = parser.add_argument_group("how").add_argument
     add("--rounds", metavar="N", type=count, default=5, help="of what takes turns (default: 5)")
-    add("--seconds", metavar="S", type=float, default=1.0, help="at most per benchmark, about")
-    add("--filter", metavar="TEXT", default="", help="only benchmarks with this in their name")
-    add("--save-baseline", metavar="NAME", help="keep the suite's result")
-    add("--baseline", metavar="NAME", help="compare the suite with a kept result")
-    add("--fail-on-regression", action="store_true", help="exit 1 if the comparison finds one")
-    add("--json", metavar="FILE", type=Path, help="write the result there as well")
+    add("--seconds", metavar="S", type=float, default=1.0, help="per entry of the suite, about")
+    add("--filter", metavar="TEXT", default="", help="only entries with this in their name")
+    add("--save-baseline", metavar="NAME", type=name, help="keep the suite's result")
+    add("--baseline", metavar="NAME", type=name, help="compare the suite with a kept result")
+    add("--fail-on-regression", action="store_true", help="exit 1 if that finds one")
+    add("--compile", action=argparse.BooleanOptionalAction, help="decode steps (default: on CUDA)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *llama2.DTYPES), default="auto", help="of the activations")
     add("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
+    add("--json", metavar="FILE", type=Path, help="write the result there as well")
     args = parser.parse_args(argv)
     if args.compare_types and args.perplexity is None:
         parser.error("--compare-types needs --perplexity TEXT")
     if args.model is not None and args.config is not None and not args.claims:
         parser.error("--model and --config exclude each other")
-    for name in filter(None, (args.baseline, args.save_baseline)):
-        if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            parser.error(f"the baseline name {name!r}: letters, digits, '-', '_' and '.' only")
     if not 0 < args.seconds < 3600:
         parser.error(f"--seconds {args.seconds}; accepted is above 0 and below 3600")
     return args
@@ -1364,20 +1152,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def machine(s: Setting) -> dict[str, object]:
     """What the figures depend on."""
-    name = platform.processor() or platform.machine()
+    model = platform.processor() or "unknown processor"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
-    device = str(s.device)
-    if s.device.type == "cuda":
-        device = torch.cuda.get_device_name(s.device)
+        model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
+    cuda = s.device.type == "cuda"
     return {
-        "machine": f"{name}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": f"{model}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(s.dtype).removeprefix("torch."),
-        "device": device,
+        "device": torch.cuda.get_device_name(s.device) if cuda else s.device.type,
     }
 
 
@@ -1388,9 +1174,12 @@ def run(args: argparse.Namespace) -> int:
     device = llama2.choose_device(args.device)
     default = torch.float32 if device.type == "cpu" else torch.bfloat16
     s = Setting(args, device, llama2.DTYPES.get(args.dtype, default))
+    if args.compile is None:
+        args.compile = device.type == "cuda"
     result = {"machine": machine(s)}
     print("; ".join(f"{key} {value}" for key, value in result["machine"].items()), flush=True)
     modes = {
+        run_suite: args.suite or args.baseline or args.save_baseline,
         run_claims: args.claims,
         run_breakdown: args.breakdown,
         run_profile: args.profile,
@@ -1398,19 +1187,13 @@ def run(args: argparse.Namespace) -> int:
         run_perplexity: args.perplexity,
     }
     chosen = [mode for mode, wanted in modes.items() if wanted]
-    if (
-        args.suite
-        or args.baseline
-        or args.save_baseline
-        or not (chosen or args.model or args.config)
-    ):
-        chosen.insert(0, run_suite)
     with torch.no_grad():
-        for mode in chosen or [run_whole]:
+        for mode in chosen or [run_whole if args.model or args.config else run_suite]:
             result |= mode(s)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
-    return 1 if args.fail_on_regression and result.get("regressed") else 0
+    regressed = any(word == "regressed" for *_, word in result.get("baseline", {}).values())
+    return 1 if args.fail_on_regression and regressed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1422,7 +1205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, MemoryError, ImportError) as error:
+    except (ValueError, OSError, MemoryError, ImportError, torch.OutOfMemoryError) as error:
         return fail(error)
 
 
