@@ -8,9 +8,9 @@
     python bench_llama2.py --table FILES...                  # beside llama.cpp
     python bench_llama2.py --perplexity TEXT --model FILE.gguf
 
-How it measures: medians and inter-quartile ranges, the suite by torch.utils.benchmark; what is compared
-takes turns (A B A B), so that a machine which slows down slows both; the first call, which may compile,
-is never counted; the device is waited for. On a shared machine only ratios within one run mean anything.
+How it measures: medians and inter-quartile ranges, the suite by torch.utils.benchmark. What is
+compared takes turns (A B A B), so that a machine which slows down slows both. First calls, which
+may compile, are not counted; the device is waited for. On a shared machine trust only ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import math
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median, quantiles
 from unittest.mock import patch
 
 import torch
@@ -64,19 +64,18 @@ def seconds(function: Call) -> float:
 
 
 def timer(function: Call) -> Timer:
-    """torch's Timer, which waits for the device, with the threads that are set (its default is 1)."""
+    """torch's Timer, which waits for the device; its own default is one thread."""
     return Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
 
 
 def measure(function: Call, limit: float = 1.0) -> list[float]:
-    """Samples of a call's time, until their range is below 5 % of the median or the limit is over."""
+    """Samples, at least three, until they differ by less than 5 % or the limit is over."""
     seconds(function)  # may compile
-    first = seconds(function)
-    if first > limit:  # the Timer would run it several times before it begins to count
-        return [first, seconds(function), seconds(function)]
-    return (
-        timer(function).adaptive_autorange(0.05, min_run_time=limit / 5, max_run_time=limit).times
-    )
+    samples = [seconds(function)]
+    if samples[0] < limit:  # else the Timer's own trial runs would cost more than the samples
+        options = {"min_run_time": limit / 5, "max_run_time": limit}
+        samples = timer(function).adaptive_autorange(0.05, **options).times
+    return samples + [seconds(function) for _ in range(3 - len(samples))]
 
 
 def interleave(functions: Mapping[str, Call], rounds: int = 5) -> dict[str, list[float]]:
@@ -90,15 +89,13 @@ def interleave(functions: Mapping[str, Call], rounds: int = 5) -> dict[str, list
 
 def iqr(samples: Sequence[float]) -> float:
     """The inter-quartile range: half of all samples lie within it."""
-    if len(samples) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    low, _, high = quantiles([*samples] * (1 + (len(samples) < 2)), n=4, method="inclusive")
     return high - low
 
 
-def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """a / b, round by round: what slows one round slows both."""
-    return [x / y for x, y in zip(a, b, strict=True)]
+def ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """The median of a / b, round by round: what slows one round slows both."""
+    return median(x / y for x, y in zip(a, b, strict=True))
 
 
 def bandwidth(device: torch.device, size: int = 2**29) -> float:
@@ -106,7 +103,7 @@ def bandwidth(device: torch.device, size: int = 2**29) -> float:
     a = torch.ones(size // 4, device=device)
     b = torch.empty_like(a)
     ways = ((a.sum, a.nbytes), (lambda: b.copy_(a), 2 * a.nbytes))
-    return max(count / statistics.median(measure(way, 0.5)) for way, count in ways)
+    return max(count / median(measure(way, 0.5)) for way, count in ways)
 
 
 def show(value: float) -> str:
@@ -139,7 +136,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
 # 2. Models without a file
 
 CONFIGS = {
-    "tiny": llama2.Config(64, 256, 2, 4, 2, vocab_size=512, max_position_embeddings=1024),
+    "tiny": llama2.Config(256, 512, 2, 4, 2, vocab_size=512, max_position_embeddings=1024),
     "1b": llama2.Config(2048, 5632, 22, 32, 4, max_position_embeddings=2048),  # TinyLlama's shape
     "7b": llama2.Config.llama2_7b(),
     "13b": llama2.Config.llama2_13b(),
@@ -153,53 +150,43 @@ SCALES |= {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q6_K": (208, 210)}
 MIXES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 
 
-def random_weight(kind: str, shape: tuple[int, ...]) -> llama2.Weight:
-    """Random blocks with one small scale. All of it is real memory; few rows differ: filled fast."""
-    import gguf
+class RandomWeight(llama2.Weight):
+    """A weight that is made when it is read. All of it is real memory; few rows differ: fast."""
 
-    if len(shape) == 1:  # a norm
-        return llama2.Weight("F32", shape, torch.ones(shape).view(torch.uint8)[None])
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    if shape[1] % elements:
-        raise ValueError(f"--type {kind}: rows of {shape[1]} are not made of blocks of {elements}")
-    count = min(shape[0], 2**20 // shape[1] + 1)
-    if kind in DENSE:
-        rows = torch.randn(count, shape[1]).mul(shape[1] ** -0.5).to(DENSE[kind]).view(torch.uint8)
-    else:
-        blocks = torch.randint(256, (count, shape[1] // elements, size), dtype=torch.uint8)
-        start, end = SCALES[kind]
-        blocks[..., start:end:2], blocks[..., start + 1 : end : 2] = 0, 4  # 2**-14 in float16
-        rows = blocks.flatten(1)
-    return llama2.Weight(kind, shape, rows.repeat(-(-shape[0] // count), 1)[: shape[0]])
+    @property
+    def data(self) -> Tensor:
+        """Random blocks with one small scale, uint8 (rows, bytes per row); norms are ones."""
+        if len(self.shape) == 1:
+            return torch.ones(self.shape).view(torch.uint8)[None]
+        (rows, columns), (elements, size) = self.shape, self.block
+        if columns % elements:
+            raise ValueError(f"rows of {columns} are not made of {self.kind} blocks of {elements}")
+        few = min(rows, 2**20 // columns + 1)
+        if self.kind in DENSE:
+            values = torch.randn(few, columns) * columns**-0.5
+            blocks = values.to(DENSE[self.kind]).view(torch.uint8)
+        else:
+            blocks = torch.randint(256, (few, columns // elements, size), dtype=torch.uint8)
+            start, end = SCALES[self.kind]
+            blocks[..., start:end:2], blocks[..., start + 1 : end : 2] = 0, 4  # 2**-14 in float16
+        return blocks.flatten(1).repeat(-(-rows // few), 1)[:rows]
 
 
-class RandomWeights(Mapping):
-    """The weights of a checkpoint, each made when it is asked for: no two need to be held at once."""
-
-    def __init__(self, config: llama2.Config, kind: str) -> None:
-        self.kind, self.L = kind, config.num_hidden_layers
-        with torch.device("meta"):
-            named = llama2.Llama(config).named_parameters()
-        self.shapes = {name: tuple(p.shape) for name, p in named}
-
-    def type_of(self, name: str) -> str:
-        """The type that llama.cpp's llama-quantize gives to a tensor in a file of this type."""
-        if self.kind in DENSE or self.kind == "Q8_0":
-            return self.kind
-        if self.kind in MIXES and ("v_proj" in name or "down_proj" in name):
-            layer, eighth = int(name.split(".")[1]), self.L // 8
-            if layer < eighth or layer >= 7 * self.L // 8 or (layer - eighth) % 3 == 2:
-                return "Q6_K"
-        return "Q6_K" if name == "lm_head.weight" else MIXES.get(self.kind, self.kind)
-
-    def __getitem__(self, name: str) -> llama2.Weight:
-        return random_weight(self.type_of(name), self.shapes[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
+def random_weights(config: llama2.Config, kind: str) -> dict[str, llama2.Weight]:
+    """Weights of the types that llama.cpp's llama-quantize gives them in a file of type `kind`."""
+    with torch.device("meta"):
+        named = dict(llama2.Llama(config).named_parameters())
+    L, better = config.num_hidden_layers, set()
+    if kind not in DENSE and kind != "Q8_0":
+        better.add("lm_head")
+    for i in range(L) if kind in MIXES else ():
+        if i < L // 8 or i >= 7 * L // 8 or (i - L // 8) % 3 == 2:
+            better |= {f"layers.{i}.self_attn.v_proj", f"layers.{i}.mlp.down_proj"}
+    out = {}
+    for name, p in named.items():
+        own = "Q6_K" if name.removesuffix(".weight") in better else MIXES.get(kind, kind)
+        out[name] = RandomWeight(own if p.dim() > 1 else "F32", tuple(p.shape), [])
+    return out
 
 
 @dataclass
@@ -219,11 +206,11 @@ class Setting:
         layers = args.layers or (None if args.config else layers) or shape.num_hidden_layers
         shape = replace(shape, num_hidden_layers=layers)
         kind = args.type or next(kind for kind, dtype in DENSE.items() if dtype == self.dtype)
-        weights = RandomWeights(shape, kind)
-        return llama2.Checkpoint(f"random {kind}", shape, weights, lambda: None, chat=False)
+        return llama2.Checkpoint(f"random {kind}", shape, random_weights(shape, kind), lambda: None)
 
     def build(self, checkpoint: llama2.Checkpoint) -> llama2.Llama:
-        """The model, with a progress bar at a terminal."""
+        """The model, with a progress bar at a terminal. ValueError if there is no memory for it."""
+        llama2.check_memory(checkpoint, 512, self.dtype, self.device)
         return llama2.build_model(checkpoint, self.device, self.dtype, sys.stderr.isatty())
 
     def randn(self, *shape: int) -> Tensor:
@@ -258,26 +245,19 @@ def forward(s: Setting, model: llama2.Llama, T: int, context: int = 0) -> Callab
 # --------------------------------------------------------------------------------------------------
 # 3. The suite: the names and sizes of the benchmark that came before, and a few more
 
-SUITE = {
-    "rope_forward": (1, 8, 32, 128),
-    "qkv_projection": (1, 8, 32, 128),
-    "attention_scores": (1, 8, 32, 128),
-    "causal_mask": (8, 32, 128, 512),
-    "full_attention": (1, 8, 32, 128, 512),
-    "rms_norm": (1, 128),
-    "mlp": (1, 128),
-    "block": (1, 128),
-    "prefill": (32, 128, 512),
-    "decode": (128,),
+SUITE = {  # name -> numbers of tokens, and the means of its Candle version on a CPU in seconds
+    "rope_forward": ((1, 8, 32, 128), (62.6e-6, 206.1e-6, 467.8e-6, 9.2e-3)),
+    "qkv_projection": ((1, 8, 32, 128), (19.1e-3, 21.0e-3, 50.8e-3, 65.5e-3)),
+    "attention_scores": ((1, 8, 32, 128), (3.8e-6, 44.8e-6, 308.5e-6, 8.5e-3)),
+    "causal_mask": ((8, 32, 128, 512), (9.9e-6, 118.7e-6, 2.1e-3, 58.8e-3)),
+    "full_attention": ((1, 8, 32, 128, 512), (11.5e-6, 119.8e-6, 1.07e-3)),
+    "rms_norm": ((1, 128), ()),
+    "mlp": ((1, 128), ()),
+    "block": ((1, 128), ()),
+    "prefill": ((32, 128, 512), ()),
+    "decode": ((128,), ()),
 }
-PUBLISHED = {  # the means of its Candle version on a CPU, in seconds
-    "rope_forward": (62.6e-6, 206.1e-6, 467.8e-6, 9.2e-3),
-    "qkv_projection": (19.1e-3, 21.0e-3, 50.8e-3, 65.5e-3),
-    "attention_scores": (3.8e-6, 44.8e-6, 308.5e-6, 8.5e-3),
-    "causal_mask": (9.9e-6, 118.7e-6, 2.1e-3, 58.8e-3),
-    "full_attention": (11.5e-6, 119.8e-6, 1.07e-3),
-}
-PUBLISHED_CACHED_MASK = (9.1e-6, 117.4e-6, 1.9e-3, 55.0e-3)
+CANDLE_CACHED_MASK = (9.1e-6, 117.4e-6, 1.9e-3, 55.0e-3)
 
 
 def suite_calls(s: Setting, model: llama2.Llama, T: int) -> dict[str, Call]:
@@ -306,23 +286,22 @@ def run_suite(s: Setting) -> dict:
     model = s.build(s.checkpoint("7b", layers=2))
     c, result, rows = model.config, {}, []
     comparable = (c.hidden_size, c.num_attention_heads) == (4096, 32)
-    for name, sizes in SUITE.items():
+    for name, (sizes, published) in SUITE.items():
         for i, T in enumerate(sizes):
             full = f"{name}/{T}"
-            if s.args.filter in full and T < c.max_position_embeddings:
-                note(full)
-                found = measure(suite_calls(s, model, T)[name], s.args.seconds)
-                middle, spread = statistics.median(found), iqr(found)
-                result[full] = {"median": middle, "iqr": spread, "samples": len(found)}
-                theirs = PUBLISHED.get(name, ())[i : i + 1] if comparable else ()
-                row = [full, show(middle), show(spread), len(found), *map(show, theirs)]
-                rows.append(row + [""] * (5 - len(row)))
+            if s.args.filter not in full or T >= c.max_position_embeddings:
+                continue
+            note(full)
+            found = measure(suite_calls(s, model, T)[name], s.args.seconds)
+            result[full] = {"median": median(found), "iqr": iqr(found), "samples": len(found)}
+            theirs = show(published[i]) if comparable and i < len(published) else ""
+            rows.append((full, show(median(found)), show(iqr(found)), len(found), theirs))
     if not rows:
         raise ValueError(f"--filter {s.args.filter!r} matches no benchmark")
     print(f"prefill and decode: {c.num_hidden_layers} layers of {c.hidden_size} and the head")
     table(("benchmark", "median", "IQR", "samples", "Candle, published"), rows)
     if comparable:
-        print("Candle's causal_mask with its cache:", *map(show, PUBLISHED_CACHED_MASK))
+        print("Candle's causal_mask with its cache:", ", ".join(map(show, CANDLE_CACHED_MASK)))
         print("Candle's means come from another machine: only shapes and ratios carry over.")
     return {"suite": result, **baselines(s.args, result)}
 
@@ -366,11 +345,10 @@ def judge(cases: Mapping[str, float], low: float, high: float = math.inf) -> str
     return "confirmed" if all(holds) else "depends" if any(holds) else "refuted"
 
 
-def listed(cases: Mapping[str, float], form: str) -> str:
-    """The numbers behind a verdict."""
-    return ", ".join(
-        f"{value:{form}}{'x' * (form[-1] == 'f')} {name}" for name, value in cases.items()
-    )
+def listed(cases: Mapping[str, float], form: str = ".2f") -> str:
+    """The numbers behind a verdict: factors, or parts if the form ends in %."""
+    unit = "" if form.endswith("%") else "x"
+    return ", ".join(f"{value:{form}}{unit} {name}" for name, value in cases.items())
 
 
 def check_same(name: str, found: Tensor, wanted: Tensor) -> None:
@@ -485,37 +463,30 @@ def claim_mask(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     for T in (128, 512):
         note(f"claim (a), {T} tokens")
         cache = s.cache(c, room)
-        kept, mask = {(T, T): mask_by_torch(cache, T)}, cache.mask(T)
-        q = s.randn(1, c.num_attention_heads, T, c.head_dim)
+        mask, q = cache.mask(T), s.randn(1, c.num_attention_heads, T, c.head_dim)
         scores, attention = q @ q.mT, partial(F.scaled_dot_product_attention, q, q, q)
-        made = {
+        ways = {
             "made by loops": partial(mask_by_loops, cache, T),
             "made by torch": partial(mask_by_torch, cache, T),
-            "found in a dictionary": partial(kept.get, (T, T)),
+            "found in a dictionary": partial({T: mask_by_torch(cache, T)}.get, T),
             "sliced from one band": partial(cache.mask, T),
         }
-        for name, make in made.items():
-            check_same(name, make(), mask)
-        applied = {
-            "applied to the scores": partial(
-                lambda a, b: a.masked_fill(~b, -math.inf), scores, mask
-            ),
-            "attention given the mask": partial(attention, attn_mask=mask),
-            "attention that is causal by itself": partial(attention, is_causal=True),
-        }
-        times[T] = {k: statistics.median(v) for k, v in interleave(made | applied).items()}
-        times[T]["forward pass"] = whole = statistics.median(measure(forward(s, model, T), 0.5))
+        for name, way in ways.items():
+            check_same(name, way(), mask)
+        ways["applied to the scores"] = partial(torch.where, mask, scores, -math.inf)
+        ways["attention given the mask"] = partial(attention, attn_mask=mask)
+        ways["attention that is causal by itself"] = partial(attention, is_causal=True)
+        times[T] = {name: median(samples) for name, samples in interleave(ways).items()}
+        times[T]["forward pass"] = whole = median(measure(forward(s, model, T), 0.5))
         for how in ("loops", "torch"):
             gain = max(times[T][f"made by {how}"] - times[T]["sliced from one band"], 0.0)
             saved[f"at {T} against {how}"] = gain / (whole + gain)
     rows = [(name, *(show(times[T][name]) for T in times)) for name in times[512]]
     table(("(a) the causal mask", *(f"{T} tokens" for T in times)), rows)
-    total = sum(T * T for T in range(513)) / 1e6
-    print(
-        f"memory for every length to 512: dictionary {total:.0f} MB, band {512 * room / 1e6:.1f} MB\n"
-    )
+    each, band = sum(T * T for T in range(513)) / 1e6, 512 * room / 1e6
+    print(f"memory for all lengths to 512: dictionary {each:.0f} MB, band {band:.1f} MB\n")
     text = "part of a forward pass that it saves: " + listed(saved, ".2%")
-    return judge(saved, 0.05), text, {"seconds": times}
+    return judge(saved, 0.05), text, {"seconds": times, "saved": saved}
 
 
 def claim_cache(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
@@ -530,25 +501,22 @@ def claim_cache(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
         return y
 
     for context in (128, 512, 1024, 2048, 4096):
-        if context <= c.max_position_embeddings:
-            note(f"claim (b), context {context}")
-            cache = s.cache(c, context, pos=context - 1)
-            others = {"per layer": LayerCaches(cache), "concatenated": ConcatenatingCache(cache)}
-            ways = {name: partial(step, one) for name, one in ({"unified": cache} | others).items()}
-            for name, way in ways.items():
-                check_same(name, way(), step(cache))
-            samples = interleave(ways, rounds=7)
-            times[context] = {name: statistics.median(values) for name, values in samples.items()}
-            for name in others:
-                found = statistics.median(ratios(samples[name], samples["unified"]))
-                cases[f"{name} at {context}"] = found
+        if context > c.max_position_embeddings:
+            break
+        note(f"claim (b), context {context}")
+        cache = s.cache(c, context, pos=context - 1)
+        others = {"per layer": LayerCaches(cache), "concatenated": ConcatenatingCache(cache)}
+        ways = {name: partial(step, one) for name, one in {"unified": cache, **others}.items()}
+        for name, way in ways.items():
+            check_same(name, way(), step(cache))
+        samples = interleave(ways, rounds=9)
+        times[context] = {name: median(values) for name, values in samples.items()}
+        for name in others:
+            cases[f"{name} at {context}"] = ratio(samples[name], samples["unified"])
     rows = [(n, *map(show, row.values())) for n, row in times.items()]
     table((f"(b) {c.num_hidden_layers} layers, context", *times[128]), rows)
-    return (
-        judge(cases, 1.05),
-        "time of others / unified: " + listed(cases, ".2f"),
-        {"seconds": times},
-    )
+    text = "time of others / unified: " + listed(cases)
+    return judge(cases, 1.05), text, {"seconds": times, "ratios": cases}
 
 
 def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
@@ -564,10 +532,9 @@ def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
 
         for how in ("eager", "compiled"):
             note(f"claim (c), {size}, {how}")
-            functions = {"modules": m, "one function": inline(m)}
-            if how == "compiled":
-                functions = {name: torch.compile(f) for name, f in functions.items()}
-            ways = {name: partial(step, f) for name, f in functions.items()}
+            change = torch.compile if how == "compiled" else lambda function: function
+            ways = {"modules": m, "one function": inline(m)}
+            ways = {name: partial(step, change(function)) for name, function in ways.items()}
             try:
                 first = sum(map(seconds, ways.values()))
             except torch._dynamo.exc.TorchDynamoException as error:
@@ -575,28 +542,26 @@ def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
                 continue
             check_same("one function", ways["one function"](), step(m))
             both = interleave(ways, rounds=9)
-            a, b = (statistics.median(values) for values in both.values())
-            pairs = ratios(*both.values())
-            cases[f"{size} {how}"] = found = statistics.median(pairs)
+            a, b = map(median, both.values())
+            cases[f"{size} {how}"] = factor = ratio(*both.values())
             if (size, how) == ("small", "eager"):
-                overhead = (a - b) / m.config.num_hidden_layers
-            cells = show(a), show(b), f"{found:.2f}x", f"{iqr(pairs):.2f}", show(first)
-            rows.append((f"{size}, {how}", *cells))
-    table(("(c) a decode step", "modules", "one function", "ratio", "IQR", "first calls"), rows)
-    text = f"modules / one function: {listed(cases, '.2f')}; {show(max(overhead, 0.0))} per layer"
+                overhead = max(a - b, 0.0) / m.config.num_hidden_layers
+            rows.append((f"{size}, {how}", show(a), show(b), f"{factor:.2f}x", show(first)))
+    table(("(c) a decode step", "modules", "one function", "ratio", "first calls"), rows)
+    text = f"modules / one function: {listed(cases)}; {show(overhead)} per layer"
     return judge(cases, 1.05), text, {"ratios": cases, "overhead": overhead}
 
 
 def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     """(d) From a real file to its first token: within a second and 2 s per GB."""
     path, times, made = s.args.model or llama2.DEFAULT_MODEL, {}, {}
-    if not path.exists():
-        return "not measured", f"{path.name} is missing: pass --model FILE", {}
+    if not path.is_file():
+        return "not measured", f"{path} is not a file: pass --model FILE", {}
     steps = {
         "header": lambda: llama2.open_checkpoint(path),
         "tokenizer": lambda: made["header"].tokenizer(),
         "weights": lambda: s.build(made["header"]),
-        "first token": lambda: next(
+        "first token": lambda: list(
             llama2.generate(made["weights"], made["tokenizer"].encode("Once upon"), 1, stop_ids=())
         ),
     }
@@ -604,8 +569,8 @@ def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
         times[name] = seconds(lambda name=name, step=step: made.update({name: step()}))
     size, total = path.stat().st_size, sum(times.values())
     text = ", ".join(f"{name} {show(value)}" for name, value in times.items())
-    word = judge({"total": total}, 0, 1 + size / 0.5e9)
-    return word, f"{path.name}, {size / 1e6:.0f} MB in {show(total)}: {text}", {"seconds": times}
+    text = f"{path.name}, {size / 1e6:.0f} MB in {show(total)}: {text}"
+    return judge({"": total}, 0, 1 + size / 0.5e9), text, {"seconds": times}
 
 
 def claim_speedup(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
@@ -614,23 +579,22 @@ def claim_speedup(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     variants = {"all on": (), "all naive": (*NAIVE,)} | {f"no {part}": (part,) for part in NAIVE}
     for T in (32, 128):
         ids = s.tokens(model.config, 1, T + 7)[0]
-        ways = {k: partial(step_through, s, model, ids, T, v) for k, v in variants.items()}
-        reference, samples = ways["all on"](), {name: [] for name in ways}
+        samples = {name: [] for name in variants}
+        reference = step_through(s, model, ids, T)
         for i in range(4):
-            for name, way in ways.items():
+            for name, without in variants.items():
                 note(f"claim (e), {T} tokens, {name}, round {i} of 3")
+                way = partial(step_through, s, model, ids, T, without)
                 if i == 0:
                     check_same(name, way(), reference)
                 else:
                     samples[name].append(seconds(way))
         for name, values in samples.items():
-            factor = statistics.median(ratios(values, samples["all on"]))
-            cells = show(statistics.median(values)), f"{factor:.2f}x"
-            rows.append((f"prompt of {T}, {name}", *cells))
-            if name == "all naive":
-                cases[f"behind {T} tokens"] = factor
+            factor = ratio(values, samples["all on"])
+            rows.append((f"prompt of {T}, {name}", show(median(values)), f"{factor:.2f}x"))
+        cases[f"behind {T} tokens"] = ratio(samples["all naive"], samples["all on"])
     table(("(e) 8 new tokens", "median", "of all on"), rows)
-    return judge(cases, 2, 3), "naive / all on: " + listed(cases, ".2f"), {"rows": rows}
+    return judge(cases, 2, 3), "naive / all on: " + listed(cases), {"ratios": cases, "rows": rows}
 
 
 CLAIMS = {
@@ -655,29 +619,26 @@ def run_claims(s: Setting) -> dict:
 # --------------------------------------------------------------------------------------------------
 # 5. Where the time goes
 
-COMPONENTS = {  # the last part of a module's name -> what its time counts as
-    "input_layernorm": "norms",
-    "post_attention_layernorm": "norms",
-    "norm": "norms",
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "o_proj": "output",
-    "mlp": "MLP",
-    "embed_tokens": "embedding",
-    "lm_head": "head",
+PARTS = {  # part of a pass -> the modules whose time it is, by the last word of their names
+    "norms": ("input_layernorm", "post_attention_layernorm", "norm"),
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "rotation": (),
+    "attention": (),
+    "output": ("o_proj",),
+    "MLP": ("mlp",),
+    "embedding": ("embed_tokens",),
+    "head": ("lm_head",),
 }
-FUNCTIONS = (
+FUNCTIONS = (  # and the functions
     (llama2, "apply_rotary_emb", "rotation"),
     (llama2.Cache, "update", "attention"),
     (F, "scaled_dot_product_attention", "attention"),
 )
-PARTS = ("norms", "qkv", "rotation", "attention", "output", "MLP", "embedding", "head")
 
 
 @contextlib.contextmanager
 def component(name: str) -> Iterator[None]:
-    """A range in the profile; an accelerator is waited for, so that the range holds its own work."""
+    """A range in the profile; the device is waited for, so that it holds its own work only."""
     synchronize()
     with record_function(f"part:{name}"):
         yield
@@ -687,11 +648,9 @@ def component(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def components(model: llama2.Llama) -> Iterator[None]:
     """Ranges around the parts of a model, put there from outside and taken away again."""
-    places = [
-        (module, "forward", COMPONENTS[name.split(".")[-1]])
-        for name, module in model.named_modules()
-        if name.split(".")[-1] in COMPONENTS
-    ]
+    part_of = {word: part for part, words in PARTS.items() for word in words}
+    named = [(part_of.get(path.split(".")[-1]), module) for path, module in model.named_modules()]
+    places = [(module, "forward", part) for part, module in named if part]
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in (*places, *FUNCTIONS):
             wrapped = component(name)(getattr(owner, attribute))  # context managers decorate too
@@ -771,8 +730,8 @@ def stepwise(prompt: Callable[[int], object], token: Call) -> Engine:
         found = {}
         for T in dict.fromkeys((*prompts, depth)):
             found[f"pp{T}"] = seconds(partial(prompt, T))
-            if T == depth and new:
-                found["tg"] = statistics.median(seconds(token) for _ in range(new))
+            if T == depth:
+                found["tg"] = median(seconds(token) for _ in range(new))
         return found
 
     return run
@@ -782,7 +741,7 @@ def our_engine(s: Setting, model: llama2.Llama, room: int, batch: int = 1) -> En
     """llama2.py, greedy."""
     cache = s.cache(model.config, room, batch)
     step = llama2.CompiledStep(model, cache) if s.args.compile else model
-    last = torch.zeros(batch, 1, dtype=torch.int64, device=s.device)
+    last = s.tokens(model.config, batch, 1)
 
     def feed(tokens: Tensor) -> None:
         for chunk in tokens.split(llama2.PREFILL_CHUNK, 1):
@@ -803,24 +762,19 @@ def transformers_engine(
     """The same shape in Hugging Face's model: eager, or compiled with its static cache."""
     import transformers
 
-    names = (
-        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-        " vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings"
-    )
-    shape = transformers.LlamaConfig(**{name: getattr(config, name) for name in names.split()})
+    shape = transformers.LlamaConfig(**vars(config))
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(shape).eval().to(s.dtype)
     model.to_empty(device=s.device)
     for tensor in (*model.parameters(), *model.buffers()):
-        torch.nn.init.constant_(tensor, 0.01)
+        tensor.fill_(0.01)
     static = transformers.StaticCache(config=shape, max_cache_len=room) if compiled else None
     decode = torch.compile(model, mode="reduce-overhead") if compiled else model
-    past = last = None
+    last, past = s.tokens(config, batch, 1), None
 
     def feed(call: Callable, tokens: Tensor) -> None:
-        nonlocal last
         out = call(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
-        last = out.logits[:, -1].argmax(-1, keepdim=True)
+        last.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
         last.tolist()
 
     def prompt(T: int) -> None:
@@ -829,7 +783,7 @@ def transformers_engine(
         past.reset()
         feed(model, s.tokens(config, batch, T))
 
-    return stepwise(prompt, lambda: feed(decode, last.clone()))
+    return stepwise(prompt, lambda: feed(decode, last))
 
 
 def llama_bench_engine(path: Path) -> Engine:
@@ -838,16 +792,15 @@ def llama_bench_engine(path: Path) -> Engine:
     def call(*options: object) -> dict[str, float]:
         threads = torch.get_num_threads()
         command = ["llama-bench", "-m", path, "-t", threads, "-r", 1, "-o", "json", *options]
-        done = subprocess.run(
-            [str(x) for x in command], capture_output=True, text=True, check=False
-        )
+        command = [str(word) for word in command]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ValueError(f"llama-bench failed: {' '.join(done.stderr.splitlines()[-1:])}")
-        tests = json.loads(done.stdout)
-        prompts = {
-            f"pp{t['n_prompt']}": t["n_prompt"] / t["avg_ts"] for t in tests if t["n_prompt"]
-        }
-        return prompts | {"tg": 1 / t["avg_ts"] for t in tests if t["n_gen"]}
+        found = {}
+        for test in json.loads(done.stdout):
+            n = test["n_prompt"]
+            found[f"pp{n}" if n else "tg"] = (n or 1) / test["avg_ts"]
+        return found
 
     def run(prompts: Sequence[int], new: int, depth: int) -> dict[str, float]:
         lengths = ",".join(map(str, prompts))
@@ -900,16 +853,27 @@ def context_sweep(s: Setting, model: llama2.Llama, lengths: Sequence[int]) -> di
         note(f"context {n}")
         cache.truncate(n)
         samples = [seconds(lambda: step(token, cache).argmax().item()) for _ in range(16)]
-        times[n] = statistics.median(samples)
+        times[n] = median(samples)
     return dict(sorted(times.items()))
+
+
+def compare(
+    ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]], tokens: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
+    """Tokens/s of both and their ratio, for each key of `tokens`: how many one sample computed."""
+    out = {}
+    for key, n in tokens.items():
+        rates = {"ours": n / median(ours[key]), "theirs": n / median(theirs[key])}
+        out[key] = rates | {"ratio": ratio(theirs[key], ours[key])}
+    return out
 
 
 def run_whole(s: Setting) -> dict:
     """One model: load, prompt, tokens, memory; others beside it; speed as the context fills."""
     args, made, checkpoint = s.args, {}, s.checkpoint("7b")
     P, N, B, c = args.prompt_tokens, args.gen_tokens, args.batch, checkpoint.config
-    room, limit = P + N + 1, c.max_position_embeddings
-    if max(room, *(n + 16 for n in args.context_sweep)) > limit:
+    room, limit = P + N, c.max_position_embeddings
+    if max(room, *(n + 16 for n in args.context_sweep), 0) > limit:
         raise ValueError(f"more tokens than the context of {limit}: {P} + {N} or --context-sweep")
     load = seconds(lambda: made.update(model=s.build(checkpoint)))
     model = made["model"]
@@ -924,54 +888,33 @@ def run_whole(s: Setting) -> dict:
             engines[other] = llama_cpp_engine(args.model, room)
     samples = take_turns(engines, (P,), N, P, args.rounds)
     ours = samples["llama2.py"]
-    first, tg = (statistics.median(ours[key]) for key in (f"pp{P}", "tg"))
+    first, tg = median(ours[f"pp{P}"]), median(ours["tg"])
     size, speed = llama2.weight_bytes(model), bandwidth(s.device)
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * s.dtype.itemsize
-    peak = llama2.peak_memory(s.device)
+    peak, part = llama2.peak_memory(s.device), size / tg / speed
     facts = {
-        "load": show(load),
-        "first run, compiling included": show(warm),
-        f"time to first token, prompt of {P}": f"{show(first)}, {B * P / first:.1f} tokens/s",
-        f"time per token, batch {B}": f"{show(tg)}, IQR {show(iqr(ours['tg']))}",
-        "generation": f"{B / tg:.2f} tokens/s",
-        "weights read per token": f"{size / 1e9:.3f} GB, {size / tg / 1e9:.1f} GB/s",
-        "memory bandwidth, measured": f"{speed / 1e9:.1f} GB/s, {size / tg / speed:.0%} reached",
-        "KV cache per token": f"{kv} bytes",
-        "peak memory": f"{peak / 1e9:.2f} GB",
+        "load": (load, show(load)),
+        "first run, compiling included": (warm, show(warm)),
+        f"first token, prompt of {P}": (first, f"{show(first)}, {B * P / first:.1f} tokens/s"),
+        f"each further token, batch {B}": (tg, f"{show(tg)}, IQR {show(iqr(ours['tg']))}"),
+        "tokens/s": (B / tg, f"{B / tg:.2f}"),
+        "weights read per token": (size, f"{size / 1e9:.3f} GB, {size / tg / 1e9:.1f} GB/s"),
+        "memory bandwidth, measured": (speed, f"{speed / 1e9:.1f} GB/s, {part:.0%} reached"),
+        "KV cache per token": (kv, f"{kv} bytes"),
+        "peak memory": (peak, f"{peak / 1e9:.2f} GB"),
     }
-    table((checkpoint.form, ""), facts.items())
-    out = {"load": load, "warm_up": warm, "first_token": first, "token": tg, "weight_bytes": size}
-    out |= {"bandwidth": speed, "fraction": size / tg / speed, "kv_bytes": kv, "peak_memory": peak}
-    out["compare"] = {
-        name: compare(ours, samples[name], {f"pp{P}": B * P, "tg": B}) for name in args.compare
-    }
-    rows = [
-        (f"{name}, {key}", *(f"{value:.2f}" for value in row.values()))
-        for name, found in out["compare"].items()
-        for key, row in found.items()
-    ]
-    if rows:
-        table(("tokens/s", "llama2.py", "theirs", "ours / theirs"), rows)
+    out = {name: value for name, (value, _) in facts.items()}
+    table((checkpoint.form, ""), ((name, text) for name, (_, text) in facts.items()))
+    for name in args.compare:
+        out[name] = found = compare(ours, samples[name], {f"pp{P}": B * P, "tg": B})
+        rows = [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found.items()]
+        table(("tokens/s", "llama2.py", name, "ours / theirs"), rows)
     if args.context_sweep:
         out["context"] = times = context_sweep(s, model, args.context_sweep)
         base = next(iter(times.values()))
         rows = [(n, show(t), f"{1 / t:.2f}", f"{base / t:.2f}x") for n, t in times.items()]
         table(("context", "per token", "tokens/s", "of the first"), rows)
     return {"whole": out}
-
-
-def compare(
-    ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]], tokens: Mapping[str, int]
-) -> dict[str, dict[str, float]]:
-    """Tokens/s of both and their ratio, for each key of `tokens`, which says how many were computed."""
-    return {
-        key: {
-            "ours": n / statistics.median(ours[key]),
-            "theirs": n / statistics.median(theirs[key]),
-            "ratio": statistics.median(ratios(theirs[key], ours[key])),
-        }
-        for key, n in tokens.items()
-    }
 
 
 def run_table(s: Setting) -> dict:
@@ -1000,7 +943,7 @@ def run_table(s: Setting) -> dict:
 
 
 def windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs (T,) and the targets of their second half, as llama.cpp's llama-perplexity cuts a text.
+    """Inputs (T,) and the targets of their second half, as llama-perplexity cuts a text.
 
     Windows do not overlap, a rest is dropped, the first token of each gives way to BOS.
     """
@@ -1026,26 +969,22 @@ def divergence(a: Tensor, b: Tensor) -> Tensor:
 
 def run_perplexity(s: Setting) -> dict:
     """Perplexity by one file, or by two and the divergence of the second from the first."""
-    args, T, models, out = s.args, s.args.context, [], {}
+    args, T, models, ids, out = s.args, s.args.context, [], None, {}
     paths = args.compare_types or [args.model or llama2.DEFAULT_MODEL]
-    text, ids = args.perplexity.read_bytes().decode("utf-8", "replace"), None
+    text = args.perplexity.read_bytes().decode("utf-8", "replace")
     for path in paths:
         checkpoint = llama2.open_checkpoint(path)
-        if T > checkpoint.config.max_position_embeddings:
-            limit = checkpoint.config.max_position_embeddings
-            raise ValueError(f"--context {T}; the context of {path} is {limit}")
-        tokenizer = checkpoint.tokenizer()
+        limit, tokenizer = checkpoint.config.max_position_embeddings, checkpoint.tokenizer()
         before, ids = ids, tokenizer.encode(text, bos=tokenizer.add_bos)
         if before not in (None, ids):
             raise ValueError(f"{paths[0]} and {path} have different vocabularies")
+        if not 4 <= T <= limit or len(ids) < 2 * T:
+            found = f"{args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
+            raise ValueError(f"--context {T}: {found}; needed are two windows of 4 to {limit}")
         models.append(s.build(checkpoint))
-    if T < 4 or len(ids) < 2 * T:
-        needed = f"{2 * T}, two windows of --context {T} (at least 4)"
-        raise ValueError(f"{args.perplexity} has {len(ids)} tokens; needed are {needed}")
     losses, kl, same = [[] for _ in paths], [], []
-    for i, (window, target) in enumerate(
-        windows(ids, T, tokenizer.bos_id if tokenizer.add_bos else None)
-    ):
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
+    for i, (window, target) in enumerate(windows(ids, T, bos)):
         found = []
         for model, own in zip(models, losses, strict=True):
             logits = model(window[None].to(s.device), s.cache(model.config, T), all_positions=True)
@@ -1056,19 +995,20 @@ def run_perplexity(s: Setting) -> dict:
             same.append(found[0].argmax(-1) == found[1].argmax(-1))
         value, error = perplexity(torch.cat(losses[0]))
         note(f"window {i + 1} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
-    for path, own in zip(paths, losses, strict=True):
-        value, error = perplexity(torch.cat(own))
-        scored = sum(map(len, own))
-        out[str(path)] = {"perplexity": value, "error": error, "tokens": scored}
     rows = [
-        (p, f"{r['perplexity']:.4f}", f"+-{r['error']:.5f}", r["tokens"]) for p, r in out.items()
+        (path.name, *perplexity(torch.cat(own))) for path, own in zip(paths, losses, strict=True)
     ]
-    table(("file", "perplexity", "standard error", "tokens scored"), rows)
+    out["files"] = [dict(zip(("file", "perplexity", "error"), row, strict=True)) for row in rows]
+    out["tokens"] = scored = sum(map(len, losses[0]))
+    cells = [(name, f"{value:.4f}", f"+-{error:.5f}") for name, value, error in rows]
+    table((f"{scored} tokens scored", "perplexity", "standard error"), cells)
     if kl:
-        mean, high = torch.cat(kl).mean().item(), torch.cat(kl).quantile(0.99).item()
-        agree = torch.cat(same).double().mean().item()
-        print(f"KL divergence: mean {mean:.6f}, 99th percentile {high:.6f}; same top {agree:.2%}")
-        out["kl"] = {"mean": mean, "p99": high, "same_top": agree}
+        kl, agree = torch.cat(kl), torch.cat(same).double().mean().item()
+        out["kl"] = {"mean": kl.mean().item(), "p99": kl.quantile(0.99).item(), "same_top": agree}
+        print(
+            "KL divergence: mean {mean:.6f}, 99th percentile {p99:.6f};".format(**out["kl"]), end=""
+        )
+        print(f" the same likeliest token {agree:.2%}")
     return {"perplexity": out}
 
 
@@ -1087,18 +1027,6 @@ def count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def counts(text: str) -> list[int]:
-    """Whole numbers with commas between them."""
-    return [count(item) for item in text.split(",")]
-
-
-def name(text: str) -> str:
-    """The name of a baseline, which becomes a file name."""
-    if not text.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise argparse.ArgumentTypeError(f"{text!r}: letters, digits, '-', '_' and '.' make a name")
-    return text
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -1123,8 +1051,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", metavar="N", type=count, default=128, help="default: 128")
     add("--gen-tokens", metavar="N", type=count, default=16, help="default: 16")
     add("--batch", metavar="N", type=count, default=1, help="rows at once (default: 1)")
-    add("--context-sweep", metavar="N,N", type=counts, default=[], help="speed behind N tokens")
-    add("--table-prompts", metavar="N,N", type=counts, default=[128, 512], help="default: 128,512")
+    add("--context-sweep", metavar="N", type=count, nargs="+", default=[], help="context lengths")
+    add("--table-prompts", metavar="N", type=count, nargs="+", default=[128, 512])
     add("--context", metavar="N", type=count, default=512, help="of --perplexity (default: 512)")
     peers = ("transformers", "transformers-compiled", "llama.cpp")
     add("--compare", choices=peers, nargs="+", default=[], help="run these in turns with ours")
@@ -1132,8 +1060,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", metavar="N", type=count, default=5, help="of what takes turns (default: 5)")
     add("--seconds", metavar="S", type=float, default=1.0, help="per entry of the suite, about")
     add("--filter", metavar="TEXT", default="", help="only entries with this in their name")
-    add("--save-baseline", metavar="NAME", type=name, help="keep the suite's result")
-    add("--baseline", metavar="NAME", type=name, help="compare the suite with a kept result")
+    add("--save-baseline", metavar="NAME", help="keep the suite's result")
+    add("--baseline", metavar="NAME", help="compare the suite with a kept result")
     add("--fail-on-regression", action="store_true", help="exit 1 if that finds one")
     add("--compile", action=argparse.BooleanOptionalAction, help="decode steps (default: on CUDA)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
