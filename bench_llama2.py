@@ -676,7 +676,7 @@ def run_breakdown(s: Setting) -> dict:
         run, sums = forward(s, model, T, context), {}
         run()
         once = seconds(run)
-        count = max(2, min(20, int(5 / once)))
+        count = max(2, min(10, int(5 / once)))
         with components(model), profile(activities=[ProfilerActivity.CPU]) as trace:
             for _ in range(count):
                 component("whole")(run)()
@@ -731,7 +731,7 @@ def stepwise(prompt: Callable[[int], object], token: Call) -> Engine:
         for T in dict.fromkeys((*prompts, depth)):
             found[f"pp{T}"] = seconds(partial(prompt, T))
             if T == depth:
-                found["tg"] = median(seconds(token) for _ in range(new))
+                found["tg"] = sum(seconds(token) for _ in range(new)) / new  # as llama-bench does
         return found
 
     return run
