@@ -211,7 +211,15 @@ class Setting:
     def build(self, checkpoint: llama2.Checkpoint) -> llama2.Llama:
         """The model, with a progress bar at a terminal. ValueError if there is no memory for it."""
         llama2.check_memory(checkpoint, 512, self.dtype, self.device)
-        return llama2.build_model(checkpoint, self.device, self.dtype, sys.stderr.isatty())
+        options = {"progress": sys.stderr.isatty(), "compile": self.args.compile is not False}
+        return llama2.build_model(checkpoint, self.device, self.dtype, **options)
+
+    def step(
+        self, model: llama2.Llama, cache: llama2.Cache
+    ) -> Callable[[Tensor, llama2.Cache], Tensor]:
+        """The model, its one-token steps compiled with --compile and by default on CUDA."""
+        wanted = self.device.type == "cuda" if self.args.compile is None else self.args.compile
+        return llama2.CompiledStep(model, cache) if wanted else model
 
     def randn(self, *shape: int) -> Tensor:
         """Random activations."""
@@ -740,7 +748,7 @@ def stepwise(prompt: Callable[[int], object], token: Call) -> Engine:
 def our_engine(s: Setting, model: llama2.Llama, room: int, batch: int = 1) -> Engine:
     """llama2.py, greedy."""
     cache = s.cache(model.config, room, batch)
-    step = llama2.CompiledStep(model, cache) if s.args.compile else model
+    step = s.step(model, cache)
     last = s.tokens(model.config, batch, 1)
 
     def feed(tokens: Tensor) -> None:
@@ -847,7 +855,7 @@ def take_turns(
 def context_sweep(s: Setting, model: llama2.Llama, lengths: Sequence[int]) -> dict[int, float]:
     """Seconds per token behind n others, which are not computed: their values do not matter."""
     cache = s.cache(model.config, max(lengths) + 16, pos=max(lengths))
-    step = llama2.CompiledStep(model, cache) if s.args.compile else model
+    step = s.step(model, cache)
     token, times = s.tokens(model.config, 1, 1), {}
     for n in sorted(lengths, reverse=True):
         note(f"context {n}")
@@ -875,10 +883,15 @@ def run_whole(s: Setting) -> dict:
     room, limit = P + N, c.max_position_embeddings
     if max(room, *(n + 16 for n in args.context_sweep), 0) > limit:
         raise ValueError(f"more tokens than the context of {limit}: {P} + {N} or --context-sweep")
+    kernels = 0.0
+    with contextlib.suppress(OSError):  # build_model says what is missing
+        if args.compile is not False and s.device.type == "cpu":
+            kernels = llama2.kernels()[1]
     load = seconds(lambda: made.update(model=s.build(checkpoint)))
     model = made["model"]
     engines = {"llama2.py": our_engine(s, model, room, B)}
     warm = seconds(partial(engines["llama2.py"], (P,), N, P))
+    peak = llama2.peak_memory(s.device)  # before the others come
     for other in args.compare:
         if other != "llama.cpp":
             engines[other] = transformers_engine(s, c, room, B, compiled="compiled" in other)
@@ -891,10 +904,11 @@ def run_whole(s: Setting) -> dict:
     first, tg = median(ours[f"pp{P}"]), median(ours["tg"])
     size, speed = llama2.weight_bytes(model), bandwidth(s.device)
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * s.dtype.itemsize
-    peak, part = llama2.peak_memory(s.device), size / tg / speed
+    part = size / tg / speed
     facts = {
+        "compiling kernels, or finding them": (kernels, show(kernels)),
         "load": (load, show(load)),
-        "first run, compiling included": (warm, show(warm)),
+        "first run, uncounted below": (warm, show(warm)),
         f"first token, prompt of {P}": (first, f"{show(first)}, {B * P / first:.1f} tokens/s"),
         f"each further token, batch {B}": (tg, f"{show(tg)}, IQR {show(iqr(ours['tg']))}"),
         "tokens/s": (B / tg, f"{B / tg:.2f}"),
@@ -1063,7 +1077,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--save-baseline", metavar="NAME", help="keep the suite's result")
     add("--baseline", metavar="NAME", help="compare the suite with a kept result")
     add("--fail-on-regression", action="store_true", help="exit 1 if that finds one")
-    add("--compile", action=argparse.BooleanOptionalAction, help="decode steps (default: on CUDA)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="default: kernels; steps on CUDA")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *llama2.DTYPES), default="auto", help="of the activations")
     add("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
@@ -1073,6 +1087,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--compare-types needs --perplexity TEXT")
     if args.model is not None and args.config is not None and not args.claims:
         parser.error("--model and --config exclude each other")
+    if args.claims and args.type not in (None, *DENSE):
+        parser.error(f"--claims runs dense weights: --type {args.type} must be one of {[*DENSE]}")
     if not 0 < args.seconds < 3600:
         parser.error(f"--seconds {args.seconds}; accepted is above 0 and below 3600")
     return args
@@ -1102,8 +1118,6 @@ def run(args: argparse.Namespace) -> int:
     device = llama2.choose_device(args.device)
     default = torch.float32 if device.type == "cpu" else torch.bfloat16
     s = Setting(args, device, llama2.DTYPES.get(args.dtype, default))
-    if args.compile is None:
-        args.compile = device.type == "cuda"
     result = {"machine": machine(s)}
     print("; ".join(f"{key} {value}" for key, value in result["machine"].items()), flush=True)
     modes = {
