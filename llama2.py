@@ -560,8 +560,10 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
         _, size, function = GGML_TYPES[kind]
         return function(blocks.reshape(-1, size)).view(len(blocks), -1)
     import gguf
+    import numpy
 
-    array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
+    with numpy.errstate(all="ignore"):  # what is not finite is found at the logits
+        array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
     return torch.from_numpy(array)
 
 

@@ -161,7 +161,7 @@ def tiny_model(path, keys=None, tensors=None):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(tiny):
     """Tiny sums are faster in one thread, and threads count against the memory of at_most()."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -171,8 +171,10 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The tiny model as it should be."""
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+    """The tiny model as it should be, loaded once: what is compiled or imported then is not timed."""
+    path = tiny_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+    llama2.load(path)
+    return path
 
 
 # --------------------------------------------------------------------------------------------------
@@ -508,15 +510,15 @@ def test_tiny_model_runs(tiny):
     assert outcome(tiny) == "runs"
 
 
-@pytest.mark.parametrize("start", range(0, 400, 50))
+@pytest.mark.parametrize("start", range(0, 320, 40))
 def test_mutated_files(tiny, tmp_path, start):
-    """Fifty mutations: an error that names the file, or a model that runs, in bounded time and memory."""
+    """Forty mutations: an error that names the file, or a model that runs, in bounded time and memory."""
     said = []
-    for seed in range(start, start + 50):
+    for seed in range(start, start + 40):
         path = tmp_path / f"{seed}.gguf"
         path.write_bytes(mutation(seed))
         said.append(bounded_outcome(path))
-    assert 1 <= said.count("runs") <= 40  # neither all valid nor all refused at the first byte
+    assert 1 <= said.count("runs") <= 30  # neither all valid nor all refused at the first byte
 
 
 def test_mutated_files_by_hypothesis(tiny, tmp_path):
@@ -550,12 +552,12 @@ def test_tiny_directories_run(tmp_path, form):
     assert outcome(tmp_path) == "runs"
 
 
-@pytest.mark.parametrize("start", range(0, 300, 50))
+@pytest.mark.parametrize("start", range(0, 200, 40))
 def test_mutated_directories(tmp_path, start):
-    """params.json, config.json, index, safetensors, .pth, .bin and tokenizer.model: fifty mutations."""
-    seeds = range(start, start + 50)
+    """params.json, config.json, index, safetensors, .pth, .bin and tokenizer.model: forty mutations."""
+    seeds = range(start, start + 40)
     said = [bounded_outcome(mutated_directory(seed, tmp_path / f"{seed}")) for seed in seeds]
-    assert 1 <= said.count("runs") <= 40
+    assert 1 <= said.count("runs") <= 30
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -1101,7 +1103,8 @@ def test_interrupt_in_chat(cli, talker, heard, monkeypatch):
 def test_same_command_same_text(cli, argv):
     """Twice in a row, and with one thread or two, which these small sums do not notice."""
     most = min(2, os.cpu_count() or 1)
-    runs = {cli("--prompt", "ab", *argv, "--threads", n)[1] for n in (1, 1, most, most)}
+    argv = ["--prompt", "ab", "--max-new-tokens", 16, *argv]
+    runs = {cli(*argv, "--threads", n)[1] for n in (1, 1, most, most)}
     assert len(runs) == 1
 
 
@@ -1117,7 +1120,9 @@ def test_seeds_do_not_know_their_neighbours(tiny):
 
 def test_memory_stays_flat(tmp_path):
     """Twenty generations to the end of the context leave nothing behind."""
-    model, _ = llama2.load(tiny_model(tmp_path / "m.gguf", None, tiny_tensors(kinds=("F32",))))
+    keys = [entry for entry in tiny_keys() if entry[0] != "llama.context_length"]
+    path, dense = tmp_path / "m.gguf", tiny_tensors(kinds=("F32",))
+    model, _ = llama2.load(tiny_model(path, [*keys, ["llama.context_length", U32, 24]], dense))
 
     def resident():
         gc.collect()
@@ -1125,6 +1130,6 @@ def test_memory_stays_flat(tmp_path):
 
     sizes = []
     for _ in range(20):
-        assert len(list(llama2.generate(model, [1], 10**6, 0.8, stop_ids=()))) == CONTEXT - 1
+        assert len(list(llama2.generate(model, [1], 10**6, 0.8, stop_ids=()))) == 23
         sizes.append(resident())
     assert sizes[-1] - sizes[4] < 8 * 2**20
