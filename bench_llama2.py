@@ -50,8 +50,10 @@ Call = Callable[[], object]
 
 def synchronize() -> None:
     """Wait until the device has done what it was given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
 
 
 def seconds(function: Call) -> float:

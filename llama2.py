@@ -896,6 +896,7 @@ class Weight:
     pieces: list[Tensor]
     axis: int = 0
     hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
+    source: mmap.mmap | None = None  # the file that the pieces are mapped from, at their offsets
 
     @property
     def block(self) -> tuple[int, int]:
@@ -940,6 +941,11 @@ class Weight:
         step = max(1, 2**20 // flat.shape[1])  # temporaries that stay in the processor's cache
         for i in range(0, len(rows), step):
             flat[i : i + step] = dequantize(rows[i : i + step], self.kind)
+        if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
+            for piece in self.pieces:  # what was read need not stay in memory beside the result
+                start = piece.storage_offset() // mmap.PAGESIZE * mmap.PAGESIZE
+                stop = piece.storage_offset() + (len(piece) - 1) * piece.stride(0) + piece.shape[1]
+                self.source.madvise(mmap.MADV_DONTNEED, start, stop - start)
         return out
 
 
@@ -1029,7 +1035,8 @@ class GGUF:
                 raise ValueError(
                     f"{self.path}: {name} ends at byte {end}, the file at {self.size}: cut off?"
                 )
-            self.tensors[name] = Weight(kind, shape, [whole[start:end].view(-1, row_bytes)])
+            rows = whole[start:end].view(-1, row_bytes)
+            self.tensors[name] = Weight(kind, shape, [rows], source=self.bytes)
 
     def unpack(self, letters: str, item: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
