@@ -313,7 +313,7 @@ def run_suite(s: Setting) -> dict:
     if comparable:
         print("Candle's causal_mask with its cache:", ", ".join(map(show, CANDLE_CACHED_MASK)))
         print("Candle's means come from another machine: only shapes and ratios carry over.")
-    return {"suite": result, **baselines(s.args, result)}
+    return {"suite": result, **baselines(s.args, machine(s), result)}
 
 
 def change(new: Mapping[str, float], old: Mapping[str, float]) -> tuple[float, float, str]:
@@ -327,21 +327,27 @@ def change(new: Mapping[str, float], old: Mapping[str, float]) -> tuple[float, f
     return part, max(noise, 0.03), word if abs(part) > max(noise, 0.03) else "within noise"
 
 
-def baselines(args: argparse.Namespace, result: dict) -> dict:
-    """Compare the suite's result with a saved one, and save it."""
+def baselines(args: argparse.Namespace, here: Mapping[str, object], result: dict) -> dict:
+    """Compare the suite's result with a saved one, and save it; `here` is what it was taken on."""
     out = {}
     if args.baseline is not None:
         file = BASELINES / f"{args.baseline}.json"
         if not file.exists():
             names = ", ".join(sorted(f.stem for f in BASELINES.glob("*.json"))) or "none"
             raise ValueError(f"--baseline {args.baseline}: not there; saved are: {names}")
-        old = json.loads(file.read_text())
+        saved = json.loads(file.read_text())
+        old, other = saved["suite"], {k: v for k, v in saved["machine"].items() if v != here[k]}
+        if other:
+            print(
+                "beware, the baseline was taken with", ", ".join(f"{k} {other[k]}" for k in other)
+            )
         out = {name: change(result[name], old[name]) for name in result if name in old}
         rows = [(name, f"{a:+.1%}", f"+-{b:.1%}", word) for name, (a, b, word) in out.items()]
         table((f"against {args.baseline}", "change", "uncertainty", "verdict"), rows)
     if args.save_baseline is not None:
         BASELINES.mkdir(exist_ok=True)
-        (BASELINES / f"{args.save_baseline}.json").write_text(json.dumps(result, indent=1))
+        saved = {"machine": here, "suite": result}
+        (BASELINES / f"{args.save_baseline}.json").write_text(json.dumps(saved))
     return {"baseline": out}
 
 
@@ -1021,10 +1027,8 @@ def run_perplexity(s: Setting) -> dict:
     if kl:
         kl, agree = torch.cat(kl), torch.cat(same).double().mean().item()
         out["kl"] = {"mean": kl.mean().item(), "p99": kl.quantile(0.99).item(), "same_top": agree}
-        print(
-            "KL divergence: mean {mean:.6f}, 99th percentile {p99:.6f};".format(**out["kl"]), end=""
-        )
-        print(f" the same likeliest token {agree:.2%}")
+        text = "KL divergence: mean {mean:.6f}, 99th percentile {p99:.6f}".format(**out["kl"])
+        print(f"{text}; the same likeliest token {agree:.2%}")
     return {"perplexity": out}
 
 

@@ -192,10 +192,15 @@ def test_suite_and_baselines(tmp_path, monkeypatch, capsys):
     again = bench_json(tmp_path, *tiny, "--baseline", "a", "--filter", "rope_forward/8")
     assert list(again["baseline"]) == ["rope_forward/8"]
     monkeypatch.setattr(bench, "change", lambda new, old: (0.5, 0.03, "regressed"))
+    saved = json.loads((bench.BASELINES / "a.json").read_text())
+    saved["machine"]["threads"] = 64
+    (bench.BASELINES / "a.json").write_text(json.dumps(saved))
     argv = [*tiny, "--baseline", "a", "--filter", "rms_norm/1"]
     assert bench.main(argv) == 0
     assert bench.main([*argv, "--fail-on-regression"]) == 1
-    assert "regressed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "regressed" in out
+    assert "the baseline was taken with threads 64" in out
 
 
 def test_claims(tmp_path, capsys):
