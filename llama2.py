@@ -917,7 +917,10 @@ class Weight:
         if self.hf_head_dim:  # each head's rows 0, 2, 4, ... before 1, 3, 5, ...
             heads = data.unflatten(0, (-1, 2, self.hf_head_dim // 2))
             data = heads.transpose(1, 2).flatten(0, 2)
-        return data.contiguous()
+        data = data.contiguous()
+        if data.data_ptr() != self.pieces[0].data_ptr():  # columns: a copy
+            self.release()
+        return data
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
         """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads no others."""
@@ -941,12 +944,16 @@ class Weight:
         step = max(1, 2**20 // flat.shape[1])  # temporaries that stay in the processor's cache
         for i in range(0, len(rows), step):
             flat[i : i + step] = dequantize(rows[i : i + step], self.kind)
+        self.release()
+        return out
+
+    def release(self) -> None:
+        """After a copy was made: what was read for it need not stay in memory beside it."""
         if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
-            for piece in self.pieces:  # what was read need not stay in memory beside the result
+            for piece in self.pieces:
                 start = piece.storage_offset() // mmap.PAGESIZE * mmap.PAGESIZE
                 stop = piece.storage_offset() + (len(piece) - 1) * piece.stride(0) + piece.shape[1]
                 self.source.madvise(mmap.MADV_DONTNEED, start, stop - start)
-        return out
 
 
 @dataclass
