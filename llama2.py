@@ -1026,8 +1026,8 @@ class GGUF:
             self.metadata[key] = self.value(kind, key)
         infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
         align = self.get("general.alignment", int, 32)
-        if not 0 < align <= 2**20 or align & (align - 1):
-            raise ValueError(f"{self.path}: general.alignment is {align}, not a power of two")
+        if not 8 <= align <= 2**20 or align & (align - 1):  # as gguf.md has it
+            raise ValueError(f"{self.path}: general.alignment is {align}, no power of 2 from 8")
         base = end = -(-self.offset // align) * align
         whole = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self.tensors: dict[str, Weight] = {}
