@@ -257,7 +257,7 @@ def mutate_structure(rng, keys, tensors):
         tensor[3] = rng.choice((0, 1, 32, 33, 64, 2**20, *COUNTS))
     elif choice == 12:
         dtype, bad = rng.choice((("<f4", math.nan), ("<f4", math.inf), ("<f2", math.nan)))
-        data = np.frombuffer(tensor[4], dtype).copy()
+        data = np.frombuffer(tensor[4].ljust(4)[: len(tensor[4]) & -4 or 4], dtype).copy()
         data[rng.randrange(len(data)) :: rng.choice((1, 7, 10**9))] = bad
         tensor[4] = data.tobytes()
     else:
