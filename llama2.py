@@ -763,10 +763,12 @@ def kernels() -> tuple[ctypes.CDLL, float]:
     # The predefined macros name the compiler's version and the processor's instruction sets.
     macros = run("-march=native", "-dM", "-E", "-x", "c++", os.devnull)
     key = hashlib.sha256((KERNELS + macros).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama2.py"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llama2.py")
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid") and cache.stat().st_uid != os.getuid():
+        raise OSError(f"{cache} belongs to another user")
     library = cache / f"kernels-{key}.so"
     if not library.exists():
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as build:
             source, new = Path(build, "kernels.cpp"), Path(build, library.name)
             source.write_text(KERNELS)
@@ -1026,8 +1028,8 @@ class GGUF:
             self.metadata[key] = self.value(kind, key)
         infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
         align = self.get("general.alignment", int, 32)
-        if not 0 < align <= 2**20 or align & (align - 1):
-            raise ValueError(f"{self.path}: general.alignment is {align}, not a power of two")
+        if not 8 <= align <= 2**20 or align & (align - 1):  # as gguf.md has it
+            raise ValueError(f"{self.path}: general.alignment is {align}, no power of 2 from 8")
         base = end = -(-self.offset // align) * align
         whole = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self.tensors: dict[str, Weight] = {}
@@ -2389,8 +2391,10 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes of memory that were in use: of the device for CUDA, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # Windows does not tell
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -2565,7 +2569,7 @@ def run(args: argparse.Namespace) -> None:
         note("")  # the terminal shows ^C at the end of the text
         raise
     finally:  # for a chat, of its last answer
-        if not args.quiet and all(report.stop_reasons):
+        if not args.quiet and report.stop_reasons and all(report.stop_reasons):
             note(describe(report, model, load_seconds, seed))
 
 
