@@ -3995,3 +3995,69 @@ def test_a_text_that_is_too_short(tmp_path, capsys):
     text.write_text("Once upon a time")
     assert bench.main(["--perplexity", str(text), "--context", "32"]) == 2
     assert "needed are two windows" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# The bundled model
+
+TALE = """\
+There was once an old miller who had nothing left in the world but a blind mare and a lantern of \
+green glass. One winter evening, as the snow fell thick upon the roof, somebody knocked at the \
+door, and there stood a little man no taller than a boot. "Give me your lantern," said he, "and I \
+will give you my whistle." The miller thought, "A lantern is of small use to a blind mare," and so \
+he made the bargain.
+In the morning he blew upon the whistle, and at once the wheel began to turn, though the brook was \
+frozen hard, and the flour that ran out was as white as milk. Then the people came from far and \
+near, and the miller became rich. But he kept the mare in his own kitchen, and when she died he \
+broke the whistle in two and laid half of it in her grave."""
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """The model that the README's first command runs."""
+    return llama2.load(llama2.DEFAULT_MODEL)
+
+
+@torch.no_grad()
+def test_bundled_model_on_a_new_tale(bundled):
+    """Its bits per byte on a tale that it cannot know are those of its card, within 1 %."""
+    model, tokenizer = bundled
+    card = (llama2.DEFAULT_MODEL.parent / "README.md").read_text("utf-8")
+    told = float(re.search(r"155 words carried by\s+the tests, it is ([\d.]+) bits", card)[1])
+    ids = torch.tensor(tokenizer.encode(TALE))
+    nats = F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="sum").item()
+    assert nats / math.log(2) / len(TALE.encode()) == pytest.approx(told, rel=0.01)
+
+
+def test_bundled_model_writes_its_golden_text(bundled):
+    """Greedy, by the kernels and by torch alone: the prompt is one without near-ties."""
+    prompt = "In the middle of the forest"
+    golden = (
+        ", there was a great many years old, and the other two children were sitting in the middle"
+        " of the tree, and the children were sitting in the middle of the tree"
+    )
+    model, tokenizer = bundled
+    plain = llama2.build_model(llama2.open_checkpoint(llama2.DEFAULT_MODEL), compile=False)
+    for variant in (model, plain):
+        pieces = llama2.stream_text(
+            variant, tokenizer, tokenizer.encode(prompt), first=False, max_new_tokens=35
+        )
+        assert "".join(pieces).startswith(golden)
+
+
+def test_bundled_model_is_a_small_grouped_llama_2(bundled):
+    """At most 8 MB, grouped heads, context of 512 or more, SentencePiece with all bytes."""
+    model, tokenizer = bundled
+    config = model.config
+    assert llama2.DEFAULT_MODEL.stat().st_size <= 8e6
+    assert config.num_key_value_heads < config.num_attention_heads
+    assert config.max_position_embeddings >= 512
+    text = "A fairy \u2603 \U0001f409\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_missing_bundled_model_is_told(tmp_path, capsys, monkeypatch):
+    """Copied without it, llama2.py says to pass --model."""
+    monkeypatch.setattr(llama2, "DEFAULT_MODEL", tmp_path / "models" / "fairytales.gguf")
+    assert llama2.main(["--prompt", "x"]) == 2
+    assert "pass --model PATH" in capsys.readouterr().err
