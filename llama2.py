@@ -2319,7 +2319,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the activations")
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
-    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="default: --compile")
+    add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: of the matrices (default: as they are)")
     add("--info", action="store_true", help="describe the model and exit")
@@ -2532,6 +2532,8 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}")
         size = min(context, len(ids) + max(args.max_new_tokens, 1))
     check_memory(checkpoint, size, dtype, device)
+    if args.compile is None:  # a small model is done before a compiler is
+        args.compile = sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
     with warnings.catch_warnings(record=True) as problems:
         model = build_model(checkpoint, device, dtype, progress, args.compile)
     for problem in problems if not args.quiet else ():

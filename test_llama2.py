@@ -1105,6 +1105,7 @@ def test_layers_compile_as_one_graph(kind):
     """What a GPU runs: traced whole, few rows as one fused sum, many as a product of matrices."""
     blocks = torch.from_numpy(random_blocks(kind, 40, 256, seed=0))
     layer = llama2.QuantizedLinear(blocks, kind)
+    torch.compiler.reset()  # the limit on recompilations is for all tests together
     traced = torch.compile(layer, backend="eager", fullgraph=True)
     for rows in (1, 4, 40):
         x = torch.randn(rows, 256)
@@ -1934,7 +1935,8 @@ def test_compiled_steps_equal_plain_ones(model, padding):
     """One window after another, with the eager backend: the tensors of a step, not the compiler."""
     padding = padding and torch.tensor(padding)
     caches = [llama2.Cache(CONFIG, 2, padding=padding) for _ in range(2)]
-    compiled = llama2.CompiledStep(model, caches[1], backend="eager")
+    torch.compiler.reset()
+    compiled = llama2.CompiledStep(model, caches[1], backend="eager", fullgraph=True)
     for part in TOKENS[:2].split([20, 1, 1, 3, 1, 14], dim=1):
         assert_close(compiled(part, caches[1]), model(part, caches[0]), 1e-5)
     assert caches[0].pos == caches[1].pos == 40
@@ -2624,15 +2626,6 @@ def tiny_model(path, keys=None, tensors=None):
     """Write the tiny model, with other keys or tensors if given."""
     path.write_bytes(gguf_file(keys or tiny_keys(), tensors or tiny_tensors())[0])
     return path
-
-
-@pytest.fixture(autouse=True)
-def one_thread(tiny):
-    """Tiny sums are faster in one thread, and threads count against the memory of at_most()."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -3597,11 +3590,11 @@ def test_memory_stays_flat(tmp_path):
         gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    sizes = []
-    for _ in range(20):
+    for i in range(20):
         assert len(list(llama2.generate(model, [1], 10**6, 0.8, stop_ids=()))) == 23
-        sizes.append(resident())
-    assert sizes[-1] - sizes[4] < 8 * 2**20
+        if i == 4:
+            warm = resident()
+    assert resident() - warm < 8 * 2**20
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3612,7 +3605,7 @@ STORY = (
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Few rounds, little memory, nothing compiled, baselines in a folder of the test's own."""
     interleave = bench.interleave
@@ -3620,10 +3613,6 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "bandwidth", lambda device: 1e10)
     monkeypatch.setattr(bench, "BASELINES", tmp_path / ".benchmarks")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take seconds
-    yield
-    torch.set_num_threads(threads)
 
 
 def bench_json(tmp_path, *argv):
@@ -3637,6 +3626,7 @@ def bench_json(tmp_path, *argv):
 # Arithmetic on made-up numbers
 
 
+@pytest.mark.usefixtures("quick")
 def test_shares_sum_to_one_and_name_the_remainder():
     found = bench.shares({"qkv": 2.0, "MLP": 5.0}, whole=10.0)
     assert found["qkv"] == 0.2
@@ -3645,16 +3635,19 @@ def test_shares_sum_to_one_and_name_the_remainder():
     assert sum(found.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.usefixtures("quick")
 def test_ratio_is_the_median_of_the_rounds():
     # The machine was ten times slower in the second round: the rounds still agree.
     assert bench.ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
 
 
+@pytest.mark.usefixtures("quick")
 def test_iqr():
     assert bench.iqr([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
     assert bench.iqr([7.0]) == 0.0
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("cases", "low", "high", "word"),
     [
@@ -3669,11 +3662,13 @@ def test_verdicts(cases, low, high, word):
     assert bench.judge(cases, low, high) == word
 
 
+@pytest.mark.usefixtures("quick")
 def test_verdicts_show_their_figures():
     assert bench.listed({"at 128": 0.0512}, ".2%") == "5.12% at 128"
     assert bench.listed({"eager": 1.234}) == "1.23x eager"
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("new", "old", "word"),
     [
@@ -3692,6 +3687,7 @@ def test_change_against_a_baseline(new, old, word):
     assert noise >= 0.03
 
 
+@pytest.mark.usefixtures("quick")
 def test_compare_gives_rates_and_their_ratio():
     ours, theirs = {"pp8": [2.0, 4.0, 2.0]}, {"pp8": [1.0, 2.0, 1.0]}
     assert bench.compare(ours, theirs, {"pp8": 8}) == {
@@ -3699,6 +3695,7 @@ def test_compare_gives_rates_and_their_ratio():
     }
 
 
+@pytest.mark.usefixtures("quick")
 def test_engines_take_turns():
     log = []
 
@@ -3714,11 +3711,13 @@ def test_engines_take_turns():
     assert found == {"A": {"tg": [3.0, 5.0]}, "B": {"tg": [4.0, 6.0]}}  # without the warm-up
 
 
+@pytest.mark.usefixtures("quick")
 def test_bandwidth(monkeypatch):
     monkeypatch.undo()
     assert bench.bandwidth(torch.device("cpu"), 2**16) > 0
 
 
+@pytest.mark.usefixtures("quick")
 def test_show():
     found = [bench.show(value) for value in (2.0, 0.0125, 62.6e-6, 5e-9)]
     assert found == ["2 s", "12.5 ms", "62.6 us", "5 ns"]
@@ -3728,6 +3727,7 @@ def test_show():
 # Models without a file, naive variants
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kind", [*bench.DENSE, *bench.SCALES])
 def test_random_weights_are_finite(kind):
     weight = bench.RandomWeight(kind, (300, 512), [])
@@ -3737,6 +3737,7 @@ def test_random_weights_are_finite(kind):
     assert dense.std() > 0
 
 
+@pytest.mark.usefixtures("quick")
 def test_types_of_mixed_files():
     config = llama2.Config(256, 512, 8, 4, 2, vocab_size=64)
     kinds = {name: w.kind for name, w in bench.random_weights(config, "Q4_K_M").items()}
@@ -3749,6 +3750,7 @@ def test_types_of_mixed_files():
     assert kinds == {"Q8_0", "F32"}
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_naive_variants_equal_the_reference(kv_heads):
     config = llama2.Config(64, 96, 2, 4, kv_heads, vocab_size=50, max_position_embeddings=64)
@@ -3767,6 +3769,7 @@ def test_naive_variants_equal_the_reference(kv_heads):
             torch.testing.assert_close(inlined(chunk, a), model(chunk, b), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_wrong_variant_is_not_timed():
     with pytest.raises(ValueError, match="differs from the reference"):
         bench.check_same("it", torch.ones(3), torch.zeros(3) + 2)
@@ -3778,6 +3781,7 @@ def test_a_wrong_variant_is_not_timed():
 # Modes
 
 
+@pytest.mark.usefixtures("quick")
 def test_suite_and_baselines(tmp_path, monkeypatch, capsys):
     tiny = ("--suite", "--config", "tiny", "--seconds", "0.01")
     found = bench_json(tmp_path, *tiny, "--save-baseline", "a")["suite"]
@@ -3798,6 +3802,7 @@ def test_suite_and_baselines(tmp_path, monkeypatch, capsys):
     assert "the baseline was taken with threads 64" in out
 
 
+@pytest.mark.usefixtures("quick")
 def test_claims(tmp_path, capsys):
     found = bench_json(tmp_path, "--claims", "--config", "tiny")["claims"]
     words = {"confirmed", "refuted", "depends", "not measured"}
@@ -3806,6 +3811,7 @@ def test_claims(tmp_path, capsys):
     assert capsys.readouterr().out.count("(e)") >= 2
 
 
+@pytest.mark.usefixtures("quick")
 def test_breakdown(tmp_path):
     found = bench_json(tmp_path, "--breakdown", "--config", "tiny")["breakdown"]
     assert list(found) == ["decode", "128 tokens", "512 tokens"]
@@ -3816,6 +3822,7 @@ def test_breakdown(tmp_path):
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
+@pytest.mark.usefixtures("quick")
 def test_profile(tmp_path):
     trace = tmp_path / "trace.json"
     argv = ("--profile", trace, "--config", "tiny", "--prompt-tokens", 8, "--gen-tokens", 2)
@@ -3823,6 +3830,7 @@ def test_profile(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "options",
     [
@@ -3840,6 +3848,7 @@ def test_whole_model(tmp_path, options):
     assert ("context" in found) == ("--context-sweep" in options)
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("other", ["transformers", "transformers-compiled"])
 def test_compare_with_transformers(tmp_path, other):
     pytest.importorskip("transformers")
@@ -3861,6 +3870,7 @@ def llama_bench(tmp_path, monkeypatch):
     return program
 
 
+@pytest.mark.usefixtures("quick")
 def test_compare_with_llama_bench(tmp_path, llama_bench, capsys):
     argv = ("--model", llama2.DEFAULT_MODEL, "--compare", "llama.cpp", "--rounds", 2)
     short = ("--prompt-tokens", 8, "--gen-tokens", 2)
@@ -3872,6 +3882,7 @@ def test_compare_with_llama_bench(tmp_path, llama_bench, capsys):
     assert "llama-bench failed: no such model" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick")
 def test_table(tmp_path, llama_bench):
     path = llama2.DEFAULT_MODEL
     argv = ("--table", path, "--table-prompts", 8, 16, "--rounds", 1)
@@ -3881,6 +3892,7 @@ def test_table(tmp_path, llama_bench):
     assert found["fraction"] > 0
 
 
+@pytest.mark.usefixtures("quick")
 def test_llama_cpp_python_is_the_second_choice(tmp_path, monkeypatch):
     calls = []
 
@@ -3907,6 +3919,7 @@ def test_llama_cpp_python_is_the_second_choice(tmp_path, monkeypatch):
 # Perplexity
 
 
+@pytest.mark.usefixtures("quick")
 def test_windows_are_those_of_llama_perplexity():
     cut = list(bench.windows(range(100, 111), context=5, bos=1))
     assert [window.tolist() for window, _ in cut] == [
@@ -3916,6 +3929,7 @@ def test_windows_are_those_of_llama_perplexity():
     assert [target.tolist() for _, target in cut] == [[103, 104], [108, 109]]
 
 
+@pytest.mark.usefixtures("quick")
 def test_perplexity_of_made_up_losses():
     value, error = bench.perplexity(torch.full((4,), math.log(7.0)))
     assert value == pytest.approx(7.0)
@@ -3925,6 +3939,7 @@ def test_perplexity_of_made_up_losses():
     assert error == pytest.approx(math.e * 1.0)  # standard deviation sqrt(2), of two
 
 
+@pytest.mark.usefixtures("quick")
 def test_perplexity_equals_a_direct_computation(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(STORY)
@@ -3941,12 +3956,14 @@ def test_perplexity_equals_a_direct_computation(tmp_path):
     assert found["files"][0]["perplexity"] == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.usefixtures("quick")
 def test_divergence():
     a, b = torch.randn(2, 5, 30)
     want = F.kl_div(b.log_softmax(-1), a.log_softmax(-1), log_target=True, reduction="none")
     torch.testing.assert_close(bench.divergence(a, b).float(), want.sum(-1))
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_model_does_not_diverge_from_itself(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(STORY)
@@ -3961,6 +3978,7 @@ def test_a_model_does_not_diverge_from_itself(tmp_path):
 # Wrong command lines
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -3990,6 +4008,7 @@ def test_wrong_use_is_one_line(argv, message, capsys):
     assert message in error
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_text_that_is_too_short(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time")
@@ -4000,7 +4019,7 @@ def test_a_text_that_is_too_short(tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------
 # The bundled model
 
-TALE = """\
+NEW_TALE = """\
 There was once an old miller who had nothing left in the world but a blind mare and a lantern of \
 green glass. One winter evening, as the snow fell thick upon the roof, somebody knocked at the \
 door, and there stood a little man no taller than a boot. "Give me your lantern," said he, "and I \
@@ -4024,9 +4043,9 @@ def test_bundled_model_on_a_new_tale(bundled):
     model, tokenizer = bundled
     card = (llama2.DEFAULT_MODEL.parent / "README.md").read_text("utf-8")
     told = float(re.search(r"155 words carried by\s+the tests, it is ([\d.]+) bits", card)[1])
-    ids = torch.tensor(tokenizer.encode(TALE))
+    ids = torch.tensor(tokenizer.encode(NEW_TALE))
     nats = F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="sum").item()
-    assert nats / math.log(2) / len(TALE.encode()) == pytest.approx(told, rel=0.01)
+    assert nats / math.log(2) / len(NEW_TALE.encode()) == pytest.approx(told, rel=0.01)
 
 
 def test_bundled_model_writes_its_golden_text(bundled):
