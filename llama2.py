@@ -456,7 +456,7 @@ class Llama(nn.Module):
 
 
 # ==================================================================================================
-# End of the model. Above: torch and math only, to be read beside the paper and cut out whole.
+# The end of the model. Above: torch and math only, to be read beside the paper and cut out whole.
 # Below: what it takes to run it on real files, for real users.
 # ==================================================================================================
 
@@ -475,7 +475,7 @@ def half(b: Tensor, at: int) -> Tensor:
 
 
 def bits(b: Tensor, width: int, n: int) -> Tensor:
-    """Unpack n-bit integers: the lowest n bits of `width` bytes come first, then the next n bits."""
+    """Unpack n-bit integers: the lowest n bits of `width` bytes come first, then the next n."""
     b = b.reshape(len(b), -1, width)
     return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
 

@@ -587,7 +587,7 @@ def model_half():
     """The text from Config to the end of the model, to be cut out as it stands."""
     lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("class Config")) - 1
-    end = next(i for i, line in enumerate(lines) if line.startswith("# End of the model"))
+    end = next(i for i, line in enumerate(lines) if line.startswith("# The end of the model"))
     assert lines[start].startswith("@dataclass")
     return lines[start : end - 1]
 
