@@ -778,7 +778,7 @@ def kernels() -> tuple[ctypes.CDLL, float]:
     return ctypes.CDLL(str(library)), time.perf_counter() - start
 
 
-FEW_ROWS = 8  # up to here multiply block by block, above dequantise and use a matrix product
+FEW_ROWS = 16  # up to here multiply block by block, above dequantise and use a matrix product
 CHUNK = 2**20  # weights dequantised at a time: 4 MB stay in the processor's cache
 
 
@@ -824,12 +824,12 @@ class QuantizedLinear(nn.Module):
             y = (dequantize(self.blocks, self.kind) * rows.float()[:, None]).sum(-1)
         else:
             y = self.matmul(rows)
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def matmul(self, x: Tensor) -> Tensor:
         """Dequantise some rows of W, multiply, go on with the next: (n, in) -> (n, out)."""
         step = max(1, CHUNK // self.in_features) if x.device.type == "cpu" else self.out_features
-        y = x.new_empty(len(x), self.out_features)
+        y = x.new_empty(self.out_features, len(x))  # transposed: each product writes one run
         buffer = torch.empty(step, self.in_features) if self.native else None
         for start in range(0, self.out_features, step):
             blocks = self.blocks[start : start + step]
@@ -840,8 +840,8 @@ class QuantizedLinear(nn.Module):
                 count = ctypes.c_long(w.numel() // max(GGML_TYPES[self.kind][0], 32))
                 pointers = (ctypes.c_void_p(t.data_ptr()) for t in (blocks, w))
                 self.native[1](*pointers, count)
-            torch.mm(x, w.to(x.dtype).T, out=y[:, start : start + step])
-        return y
+            torch.mm(w.to(x.dtype), x.T, out=y[start : start + step])
+        return y.T
 
 
 class QuantizedEmbedding(nn.Module):
