@@ -938,10 +938,10 @@ class Weight:
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a dense tensor, converted a few rows at a time; mapped if it fits as is."""
-        if DENSE.get(self.kind) == dtype and self.data.storage_offset() % dtype.itemsize == 0:
-            return self.data.view(dtype).view(self.shape).to(device)
-        out = torch.empty(self.shape, dtype=dtype, device=device)
         rows = self.data
+        if DENSE.get(self.kind) == dtype and rows.storage_offset() % dtype.itemsize == 0:
+            return rows.view(dtype).view(self.shape).to(device)
+        out = torch.empty(self.shape, dtype=dtype, device=device)
         flat = out.view(len(rows), -1)
         step = max(1, 2**20 // flat.shape[1])  # temporaries that stay in the processor's cache
         for i in range(0, len(rows), step):
