@@ -210,8 +210,12 @@ class Setting:
         kind = args.type or next(kind for kind, dtype in DENSE.items() if dtype == self.dtype)
         return llama2.Checkpoint(f"random {kind}", shape, random_weights(shape, kind), lambda: None)
 
-    def build(self, checkpoint: llama2.Checkpoint) -> llama2.Llama:
-        """The model, with a progress bar at a terminal. ValueError if there is no memory for it."""
+    def build(self, checkpoint: llama2.Checkpoint, as_run: bool = False) -> llama2.Llama:
+        """The model, with a progress bar at a terminal. ValueError if there is no memory for it.
+
+        `as_run`: with the precision that the command line has by default; else exact.
+        """
+        llama2.tune_process(as_run and self.args.dtype == "auto" and llama2.is_large(checkpoint))
         llama2.check_memory(checkpoint, 512, self.dtype, self.device)
         options = {"progress": sys.stderr.isatty(), "compile": self.args.compile is not False}
         return llama2.build_model(checkpoint, self.device, self.dtype, **options)
@@ -945,7 +949,7 @@ def run_table(s: Setting) -> dict:
     tokens, room = {f"pp{T}": T for T in prompts} | {"tg": 1}, max(prompts) + new + 1
     header = ("file", *(f"{key} ours / llama.cpp" for key in tokens), "bandwidth reached")
     for path in s.args.table:
-        model = s.build(llama2.open_checkpoint(path))
+        model = s.build(llama2.open_checkpoint(path), as_run=True)
         engines = {"ours": our_engine(s, model, room), "llama.cpp": llama_cpp_engine(path, room)}
         samples = take_turns(engines, prompts, new, 1, s.args.rounds)
         found, speed = compare(*samples.values(), tokens), bandwidth(s.device)

@@ -474,9 +474,12 @@ def half(b: Tensor, at: int) -> Tensor:
     return b[:, at : at + 2].view(torch.float16).float()
 
 
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def bits(b: Tensor, width: int, n: int) -> Tensor:
     """Unpack n-bit integers: the lowest n bits of `width` bytes come first, then the next n."""
-    b = b.reshape(len(b), -1, width)
+    b = b.contiguous().view(len(b), -1, width)
     return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
 
 
@@ -485,11 +488,7 @@ def minus(q: Tensor, offset: int) -> Tensor:
     return q.view(torch.int8) - offset
 
 
-def scaled(q: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
-    """(n, block) integers, (n, groups) scales and minima -> (n, block) weights."""
-    q = q.view(len(q), scale.shape[1], -1)
-    w = scale[..., None] * q
-    return (w if minimum is None else w - minimum[..., None]).flatten(1)
+Parts = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]  # q (n, block), s, m (n, groups)
 
 
 def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
@@ -500,23 +499,23 @@ def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
     return half(b, 0) * scale, half(b, 2) * minimum
 
 
-def q2_k(b: Tensor) -> Tensor:
+def q2_k(b: Tensor) -> Parts:
     """Q2_K: 16 scales and 16 minima of 4 bits."""
     scale, minimum = half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
-    return scaled(bits(b[:, 16:80], 32, 2), scale, minimum)
+    return bits(b[:, 16:80], 32, 2), scale, minimum
 
 
-def q3_k(b: Tensor) -> Tensor:
+def q3_k(b: Tensor) -> Parts:
     """Q3_K: the third bits apart, 16 scales of 6 bits."""
     scale = minus(bits(b[:, 96:104], 8, 4) | bits(b[:, 104:108], 4, 2) << 4, 32)
     q = bits(b[:, 32:96], 32, 2) | bits(b[:, :32], 32, 1) << 2
-    return scaled(minus(q, 4), half(b, 108) * scale)
+    return minus(q, 4), half(b, 108) * scale
 
 
-def q6_k(b: Tensor) -> Tensor:
+def q6_k(b: Tensor) -> Parts:
     """Q6_K: the upper two bits apart, 16 scales of 8 bits."""
     q = bits(b[:, :128], 64, 4) | bits(b[:, 128:192], 32, 2) << 4
-    return scaled(minus(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8))
+    return minus(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
 
 
 def fifth(b: Tensor, width: int) -> Tensor:
@@ -524,31 +523,31 @@ def fifth(b: Tensor, width: int) -> Tensor:
     return bits(b, width, 1) << 4
 
 
-GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
-    # weights and bytes per block, (n, bytes) uint8 -> (n, weights) float32
-    "F32": (1, 4, lambda b: b.view(torch.float32)),
-    "F16": (1, 2, lambda b: b.view(torch.float16).float()),
-    "BF16": (1, 2, lambda b: b.view(torch.bfloat16).float()),
-    "Q4_0": (32, 18, lambda b: scaled(minus(bits(b[:, 2:], 16, 4), 8), half(b, 0))),
-    "Q4_1": (32, 20, lambda b: scaled(bits(b[:, 4:], 16, 4), half(b, 0), -half(b, 2))),
+GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Parts | tuple[Tensor]]]] = {
+    # weights and bytes per block, uint8 (n, bytes) -> parts of n blocks, or weights as they are
+    "F32": (1, 4, lambda b: (b.view(torch.float32),)),
+    "F16": (1, 2, lambda b: (b.view(torch.float16),)),
+    "BF16": (1, 2, lambda b: (b.view(torch.bfloat16),)),
+    "Q4_0": (32, 18, lambda b: (minus(bits(b[:, 2:], 16, 4), 8), half(b, 0))),
+    "Q4_1": (32, 20, lambda b: (bits(b[:, 4:], 16, 4), half(b, 0), -half(b, 2))),
     "Q5_0": (
         32,
         22,
-        lambda b: scaled(minus(bits(b[:, 6:], 16, 4) | fifth(b[:, 2:6], 1), 16), half(b, 0)),
+        lambda b: (minus(bits(b[:, 6:], 16, 4) | fifth(b[:, 2:6], 1), 16), half(b, 0)),
     ),
     "Q5_1": (
         32,
         24,
-        lambda b: scaled(bits(b[:, 8:], 16, 4) | fifth(b[:, 4:8], 1), half(b, 0), -half(b, 2)),
+        lambda b: (bits(b[:, 8:], 16, 4) | fifth(b[:, 4:8], 1), half(b, 0), -half(b, 2)),
     ),
-    "Q8_0": (32, 34, lambda b: scaled(b[:, 2:].view(torch.int8), half(b, 0))),
+    "Q8_0": (32, 34, lambda b: (b[:, 2:].view(torch.int8), half(b, 0))),
     "Q2_K": (256, 84, q2_k),
     "Q3_K": (256, 110, q3_k),
-    "Q4_K": (256, 144, lambda b: scaled(bits(b[:, 16:], 32, 4), *scales_k4(b))),
+    "Q4_K": (256, 144, lambda b: (bits(b[:, 16:], 32, 4), *scales_k4(b))),
     "Q5_K": (
         256,
         176,
-        lambda b: scaled(bits(b[:, 48:], 32, 4) | fifth(b[:, 16:48], 32), *scales_k4(b)),
+        lambda b: (bits(b[:, 48:], 32, 4) | fifth(b[:, 16:48], 32), *scales_k4(b)),
     ),
     "Q6_K": (256, 210, q6_k),
 }
@@ -558,7 +557,13 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
     """uint8 blocks (rows, bytes) of a ggml type -> float32 (rows, weights); rare types by gguf."""
     if kind in GGML_TYPES:
         _, size, function = GGML_TYPES[kind]
-        return function(blocks.reshape(-1, size)).view(len(blocks), -1)
+        q, *scales = function(blocks.reshape(-1, size))
+        w = q.float()
+        if scales:  # (n, groups, weights of a group)
+            w = w.view(len(w), scales[0].shape[1], -1).mul_(scales[0][..., None])
+        if len(scales) == 2:
+            w.sub_(scales[1][..., None])
+        return w.view(len(blocks), -1)
     import gguf
     import numpy
 
@@ -574,6 +579,7 @@ KERNELS = r"""
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -587,6 +593,16 @@ static const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, LOW6 = 0x3f3f3f3f;
 
 template <class V> INLINE V load(const void *p) { V v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float *to, Floats f) { memcpy(to, &f, sizeof f); }
+INLINE void store(uint16_t *to, Floats f) {  // as bfloat16, rounded to the nearest
+#ifdef __AVX512BF16__
+  auto v = _mm512_cvtneps_pbh((__m512)f);
+#else
+  typedef uint32_t Bits __attribute__((vector_size(64)));
+  typedef uint16_t Shorts __attribute__((vector_size(32)));
+  auto v = __builtin_convertvector(((Bits)f + 0x7fff + ((Bits)f >> 16 & 1)) >> 16, Shorts);
+#endif
+  memcpy(to, &v, 32);
+}
 static const struct Halves {  // float16 -> float by table: converting one number is slow on x86
   float f[65536];
   Halves() { for (int i = 0; i < 65536; i++) { uint16_t h = i; f[i] = load<_Float16>(&h); } }
@@ -652,64 +668,83 @@ INLINE void scales_k6(Bytes b, float *s, float *m) {
   store(s, f), store(m, f * 32.f);
 }
 
-// The i-th 16 weights of a block
-template <class T> INLINE Floats weights(Bytes b, int i, const float *s, const float *m) {
-  int g = 16 * i / T::GROUP;
+// The i-th 16 integers of a block
+template <class T> INLINE Floats integers(Bytes b, int i) {
   auto q = T::values(b, i);
   if constexpr (T::BITS >= 16) return (Floats)q;
 #ifdef __AVX512F__
-  // 4 bits: one instruction looks up 16 weights among the 16 there are (and ignores higher bits)
+  // 4 bits: one instruction looks up 16 numbers among the 16 there are (and ignores higher bits)
   else if constexpr (T::BITS == 4)
-    return (Floats)_mm512_permutexvar_ps((__m512i)q, (__m512)(floats(LANE) * s[g] - m[g]));
+    return (Floats)_mm512_permutexvar_ps((__m512i)q, (__m512)floats(LANE - (int)T::ZERO));
 #endif
-  else return floats(T::BITS == 4 ? q & 15 : q) * s[g] - m[g];
+  else return floats((T::BITS == 4 ? q & 15 : q) - (int)T::ZERO);
 }
-// y[r] = (row w) . x[r] for R rows of x
-template <class T, int R> INLINE void dot(Bytes w, const float *x, float *y, long N, long K) {
-  Floats total[R][2] = {};
-  alignas(64) float s[32], *m = s + 16;
+INLINE float sum(Floats v) {
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) v[i] += v[i + n];
+  return v[0];
+}
+// y[r] = (row w) . x[r] for R rows of x: of each group of weights s * (q . x) - m * sum(x)
+template <class T, int R>
+INLINE void dot(Bytes w, const float *x, const float *sums, float *y, long N, long K) {
+  Floats total[R] = {}, lanes[R] = {};
+  float low[R] = {};
+  alignas(64) float s[32] = {}, *m = s + 16;
   for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
     for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 4096 + j);
     T::scales(w, s, m);
     if (T::BLOCK == 256) asm volatile("" : : "r"(s) : "memory");  // scales from memory: free
 #pragma GCC unroll 16
-    for (int i = 0; i < T::BLOCK / 16; i++) {
-      Floats f = weights<T>(w, i, s, m);
-      for (int r = 0; r < R; r++) total[r][i & 1] += f * load<Floats>(x + r * K + k + 16 * i);
+    for (int g = 0; g < T::BLOCK / T::GROUP; g++) {
+      Floats t[R] = {};
+#pragma GCC unroll 2
+      for (int i = g * T::GROUP / 16; i < (g + 1) * T::GROUP / 16; i++) {
+        Floats q = integers<T>(w, i);
+        for (int r = 0; r < R; r++) t[r] += q * load<Floats>(x + r * K + k + 16 * i);
+      }
+      for (int r = 0; r < R; r++) total[r] += T::BITS < 16 ? t[r] * s[g] : t[r];
+    }
+    for (int r = 0; r < R && T::MINIMUM; r++) {
+      const float *of = sums + (r * K + k) / T::GROUP;
+      if (T::BLOCK == 256) lanes[r] += load<Floats>(m) * load<Floats>(of);
+      else low[r] += *m * *of;
     }
   }
-  for (int r = 0; r < R; r++) {
-    Floats t = total[r][0] + total[r][1];
-    float sum = 0;
-    for (int i = 0; i < 16; i++) sum += t[i];
-    y[r * N] = sum;
-  }
+  for (int r = 0; r < R; r++) y[r * N] = sum(total[r] - lanes[r]) - low[r];
 }
 // (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y
 template <class T> void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
+  std::vector<float> sums(T::MINIMUM ? rows * K / T::GROUP + 16 : 0);  // of x over groups
+  for (long i = 0; T::MINIMUM && i < rows * K / T::GROUP; i++)
+    for (int j = 0; j < T::GROUP; j += 16) sums[i] += sum(load<Floats>(x + i * T::GROUP + j));
 #pragma omp parallel for schedule(dynamic, 64) if (N * K > 1 << 16)
   for (long n = 0; n < N; n++) {
     Bytes b = w + n * (K / T::BLOCK * T::SIZE);
-    long r = 0;
-    for (; r + 4 <= rows; r += 4) dot<T, 4>(b, x + r * K, y + r * N + n, N, K);
-    if (rows - r >= 2) dot<T, 2>(b, x + r * K, y + r * N + n, N, K), r += 2;
-    if (rows - r >= 1) dot<T, 1>(b, x + r * K, y + r * N + n, N, K);
+    const float *g = sums.data();
+    long r = 0, step = K / T::GROUP;
+    for (; r + 4 <= rows; r += 4) dot<T, 4>(b, x + r * K, g + r * step, y + r * N + n, N, K);
+    if (rows - r >= 2) dot<T, 2>(b, x + r * K, g + r * step, y + r * N + n, N, K), r += 2;
+    if (rows - r >= 1) dot<T, 1>(b, x + r * K, g + r * step, y + r * N + n, N, K);
   }
 }
-template <class T> void dequantize(Bytes w, float *y, long blocks) {
+template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) {
 #pragma omp parallel for if (blocks * T::BLOCK > 1 << 16)
   for (long n = 0; n < blocks; n++) {
     alignas(64) float s[32], *m = s + 16;
     T::scales(w + n * T::SIZE, s, m);
 #pragma GCC unroll 16
-    for (int i = 0; i < T::BLOCK / 16; i++)
-      store(y + n * T::BLOCK + 16 * i, weights<T>(w + n * T::SIZE, i, s, m));
+    for (int i = 0; i < T::BLOCK / 16; i++) {
+      Floats q = integers<T>(w + n * T::SIZE, i);
+      int g = 16 * i / T::GROUP;
+      store(y + n * T::BLOCK + 16 * i, T::BITS >= 16 ? q : T::MINIMUM ? q * s[g] - m[g] : q * s[g]);
+    }
   }
 }
 
-#define TYPE(name, block, size, group, bits_, get_scales, get_values)                       \
+#define TYPE(name, block, size, group, bits_, zero, get_scales, get_values)                 \
   struct name {                                                                             \
-    enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_ };                       \
+    enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_, ZERO = zero };          \
+    enum { MINIMUM = BITS < 8 && ZERO == 0 };                                               \
     INLINE void scales(Bytes b, float *s, float *m) { get_scales; }                         \
     INLINE auto values(Bytes b, int i) { return get_values; }                               \
   };                                                                                        \
@@ -718,26 +753,31 @@ template <class T> void dequantize(Bytes w, float *y, long blocks) {
   }                                                                                         \
   extern "C" void dequantize_##name(Bytes w, float *y, long blocks) {                       \
     dequantize<name>(w, y, blocks);                                                         \
+  }                                                                                         \
+  extern "C" void bfloat16_##name(Bytes w, uint16_t *y, long blocks) {                      \
+    dequantize<name>(w, y, blocks);                                                         \
   }
 #define RUN(n) (i / n * 32 + i % 2 * 16)  // where 16 weights lie that share n / 2 bit positions
 
-// type, weights and bytes per block, weights per scale, bits, scales and minima, 16 integers
-TYPE(F32, 32, 128, 32, 32, , load<Floats>(b + 64 * i))
-TYPE(F16, 32, 64, 32, 16, , (widen<Floats, _Float16>(b + 32 * i)))
-TYPE(BF16, 32, 64, 32, 16, , (widen<Ints, uint16_t>(b + 32 * i)) << 16)
-TYPE(Q4_0, 32, 18, 32, 4, (*s = half(b), *m = 8 * *s), bits(b + 2, 4 * i, 255))
-TYPE(Q4_1, 32, 20, 32, 4, (*s = half(b), *m = -half(b + 2)), bits(b + 4, 4 * i, 255))
-TYPE(Q5_0, 32, 22, 32, 5, (*s = half(b), *m = 16 * *s), bits(b + 6, 4 * i, 15) | fifth(b + 2, i))
-TYPE(Q5_1, 32, 24, 32, 5, (*s = half(b), *m = -half(b + 2)),
+// type, weights and bytes per block, weights per scale, bits, zero point, scales (and minima if the
+// zero point is 0), 16 integers. A constant zero point costs least as a minimum, but for Q4_0.
+TYPE(F32, 32, 128, 32, 32, 0, , load<Floats>(b + 64 * i))
+TYPE(F16, 32, 64, 32, 16, 0, , (widen<Floats, _Float16>(b + 32 * i)))
+TYPE(BF16, 32, 64, 32, 16, 0, , (widen<Ints, uint16_t>(b + 32 * i)) << 16)
+TYPE(Q4_0, 32, 18, 32, 4, 8, *s = half(b), bits(b + 2, 4 * i, 255))
+TYPE(Q4_1, 32, 20, 32, 4, 0, (*s = half(b), *m = -half(b + 2)), bits(b + 4, 4 * i, 255))
+TYPE(Q5_0, 32, 22, 32, 5, 0, (*s = half(b), *m = 16 * *s),
+     bits(b + 6, 4 * i, 15) | fifth(b + 2, i))
+TYPE(Q5_1, 32, 24, 32, 5, 0, (*s = half(b), *m = -half(b + 2)),
      bits(b + 8, 4 * i, 15) | fifth(b + 4, i))
-TYPE(Q8_0, 32, 34, 32, 8, (*s = half(b), *m = 0), (widen<Ints, int8_t>(b + 2 + 16 * i)))
-TYPE(Q2_K, 256, 84, 16, 2, scales_k2(b, s, m), bits(b + 16 + RUN(8), i / 2 % 4 * 2, 3))
-TYPE(Q3_K, 256, 110, 16, 3, scales_k3(b, s, m),
+TYPE(Q8_0, 32, 34, 32, 8, 0, *s = half(b), (widen<Ints, int8_t>(b + 2 + 16 * i)))
+TYPE(Q2_K, 256, 84, 16, 2, 0, scales_k2(b, s, m), bits(b + 16 + RUN(8), i / 2 % 4 * 2, 3))
+TYPE(Q3_K, 256, 110, 16, 3, 0, scales_k3(b, s, m),
      bits(b + 32 + RUN(8), i / 2 % 4 * 2, 3) | bits(b + RUN(16), i / 2, 1, 2))
-TYPE(Q4_K, 256, 144, 32, 4, scales_k4(b, s, m), bits(b + 16 + RUN(4), i / 2 % 2 * 4, 255))
-TYPE(Q5_K, 256, 176, 32, 5, scales_k4(b, s, m),
+TYPE(Q4_K, 256, 144, 32, 4, 0, scales_k4(b, s, m), bits(b + 16 + RUN(4), i / 2 % 2 * 4, 255))
+TYPE(Q5_K, 256, 176, 32, 5, 0, scales_k4(b, s, m),
      bits(b + 48 + RUN(4), i / 2 % 2 * 4, 15) | bits(b + 16 + RUN(16), i / 2, 1, 4))
-TYPE(Q6_K, 256, 210, 16, 6, scales_k6(b, s, m),
+TYPE(Q6_K, 256, 210, 16, 6, 0, scales_k6(b, s, m),
      bits(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) |
          bits(b + 128 + RUN(8), i / 2 % 4 * 2, 3, 4))
 """
@@ -782,6 +822,53 @@ FEW_ROWS = 16  # up to here multiply block by block, above dequantise and use a 
 CHUNK = 2**20  # weights dequantised at a time: 4 MB stay in the processor's cache
 
 
+def packed_linear(blocks: Tensor, kind: str) -> Callable[[Tensor], Tensor] | None:
+    """What multiplies few rows, (n, in) float32 -> (n, out), without a compiler; None if nothing.
+
+    Torch has products with a 16-bit matrix and with integers of 4 bits in groups of 32: 8 bits are
+    two of those, other types become float16 (if there is memory). x is rounded to 16 bits, with
+    integers the scales are, too: 4e-3 relative.
+    """
+    size, pack = GGML_TYPES[kind][1], getattr(torch, "_convert_weight_to_int4pack_for_cpu", None)
+    integers = kind in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") and len(blocks) % 16 == 0 and pack
+    if kind == "F32" or free_memory(blocks.device) < 8 * blocks.nbytes:
+        return None
+    if not integers:
+        w = blocks.view(DENSE[kind]) if kind in DENSE else None
+        if w is None:
+            w = torch.cat([dequantize(some, kind).half() for some in blocks.split(128)])
+        return lambda x: F.linear(x.to(w.dtype), w).float()
+    packed, scales = [], []
+    for some in blocks.split(128):
+        parts = GGML_TYPES[kind][2](some.reshape(-1, size))
+        q, s, *m = (part.reshape(len(some), -1) for part in parts)
+        zero = 8 * s - m[0] if m else 8 * s  # a weight is (q - 8) * s + zero
+        if kind == "Q4_0":
+            q, zero = q + 8, 0 * s
+        elif kind == "Q8_0":
+            q = torch.cat((q & 15, (q >> 4) + 8), 1)
+            s, zero = torch.cat((s, 16 * s), 1), torch.cat((zero, 0 * s), 1)
+        packed.append(pack(q.int(), 1))
+        scales.append(torch.stack((s, zero), -1).bfloat16().transpose(0, 1))
+    w, sz = torch.cat(packed), torch.cat(scales, 1).contiguous()  # sz (groups, out, 2)
+    repeat = 2 if kind == "Q8_0" else 1
+    return lambda x: torch._weight_int4pack_mm_for_cpu(
+        x.bfloat16().repeat(1, repeat), w, 32, sz
+    ).float()
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16; torch before 2.11 cannot tell."""
+    can = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def bfloat16_products() -> bool:
+    """Whether float32 activations may be rounded for speed: torch's own setting says so."""
+    return torch.get_float32_matmul_precision() == "medium"
+
+
 class QuantizedLinear(nn.Module):
     """y = x W^T with W kept as the file's blocks, uint8 (out, bytes per row), most often mapped.
 
@@ -804,7 +891,18 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = len(blocks), blocks.shape[1] // size * block
         if self.in_features % 32:  # rows of F16 that the kernels cannot read
             library = None
-        self.native = library and (library[f"linear_{kind}"], library[f"dequantize_{kind}"])
+        self.native: dict[Any, Callable] = {}
+        for key, name, sizes in (
+            ("linear", "linear", [ctypes.c_void_p, *[ctypes.c_long] * 3]),
+            (torch.float32, "dequantize", [ctypes.c_long]),
+            (torch.bfloat16, "bfloat16", [ctypes.c_long]),
+        ):
+            if library:
+                self.native[key] = library[f"{name}_{kind}"]
+                self.native[key].argtypes = [ctypes.c_void_p] * 2 + sizes
+        self.packed = None
+        if not library and blocks.device.type == "cpu" and bfloat16_products():
+            self.packed = packed_linear(blocks, kind)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
@@ -812,34 +910,38 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        rows = x.reshape(-1, self.in_features)
-        compiling = torch.compiler.is_compiling()
-        if len(rows) <= FEW_ROWS and self.native and not compiling:
-            rows = rows.float().contiguous()
-            y = rows.new_empty(len(rows), self.out_features)
-            pointers = (ctypes.c_void_p(t.data_ptr()) for t in (self.blocks, rows, y))
-            sizes = (ctypes.c_long(n) for n in (*y.shape, self.in_features))
-            self.native[0](*pointers, *sizes)
-        elif len(rows) <= FEW_ROWS and compiling:  # one fused loop: W is never unpacked to memory
-            y = (dequantize(self.blocks, self.kind) * rows.float()[:, None]).sum(-1)
+        N, K = self.out_features, self.in_features
+        few = x.numel() <= FEW_ROWS * K
+        if few and torch.compiler.is_compiling():  # one fused loop: W is never unpacked to memory
+            w = dequantize(self.blocks, self.kind)
+            y = (w * x.float()[..., None, :]).sum(-1)
+        elif few and self.native:
+            x32 = x.float().contiguous()
+            y = x32.new_empty(*x.shape[:-1], N)
+            pointers = self.blocks.data_ptr(), x32.data_ptr(), y.data_ptr()
+            self.native["linear"](*pointers, x.numel() // K, N, K)
+        elif few and self.packed:
+            y = self.packed(x.reshape(-1, K).float()).view(*x.shape[:-1], N)
         else:
-            y = self.matmul(rows)
-        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+            y = self.matmul(x.reshape(-1, K)).reshape(*x.shape[:-1], N)
+        return y.to(x.dtype)
 
     def matmul(self, x: Tensor) -> Tensor:
         """Dequantise some rows of W, multiply, go on with the next: (n, in) -> (n, out)."""
-        step = max(1, CHUNK // self.in_features) if x.device.type == "cpu" else self.out_features
+        on_cpu = x.device.type == "cpu"
+        step = max(1, CHUNK // self.in_features) if on_cpu else self.out_features
+        if on_cpu and not torch.compiler.is_compiling() and bfloat16_products() and has_bfloat16():
+            x = x.bfloat16()
         y = x.new_empty(self.out_features, len(x))  # transposed: each product writes one run
-        buffer = torch.empty(step, self.in_features) if self.native else None
+        buffer = torch.empty(step, self.in_features, dtype=x.dtype) if self.native else None
         for start in range(0, self.out_features, step):
             blocks = self.blocks[start : start + step]
             if buffer is None:
                 w = self.unpack(blocks, self.kind)
             else:
                 w = buffer[: len(blocks)]
-                count = ctypes.c_long(w.numel() // max(GGML_TYPES[self.kind][0], 32))
-                pointers = (ctypes.c_void_p(t.data_ptr()) for t in (blocks, w))
-                self.native[1](*pointers, count)
+                count = w.numel() // max(GGML_TYPES[self.kind][0], 32)
+                self.native[x.dtype](blocks.data_ptr(), w.data_ptr(), count)
             torch.mm(w.to(x.dtype), x.T, out=y[start : start + step])
         return y.T
 
@@ -878,7 +980,6 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
     ("lm_head", "output", "output", 0),
 )
 # The types that are no blocks, as GGUF and safetensors name them.
-DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def last_name(name: str) -> str:
@@ -2378,6 +2479,20 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name, rank if name == "cuda" else None)
 
 
+def is_large(checkpoint: Checkpoint) -> bool:
+    """Whether speed is worth a compiler's seconds and rounded activations: above 64 MiB."""
+    return sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
+
+
+def tune_process(fast: bool) -> None:
+    """What suits a process that does nothing else. `fast`: prompts may be multiplied in bfloat16."""
+    torch.set_float32_matmul_precision("medium" if fast else "highest")
+    with suppress(AttributeError, OSError, TypeError):  # it is glibc's
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: what is freed is kept, for to
+        mallopt(-1, 2**28)  # get pages anew from the system takes a tenth of a prompt's time
+
+
 def weight_bytes(model: Llama) -> int:
     """Bytes of weights that a decoded token reads: all but the embedding (one row of it)."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -2521,6 +2636,8 @@ def run(args: argparse.Namespace) -> None:
         limit = config.max_position_embeddings
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
     dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
+    large = is_large(checkpoint)  # a small model is done before a compiler is
+    tune_process(fast=large and args.dtype == "auto")
     if args.info:
         plan = memory_plan(checkpoint, context, dtype, device)
         return write(describe_checkpoint(checkpoint, plan, context))
@@ -2532,8 +2649,7 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}")
         size = min(context, len(ids) + max(args.max_new_tokens, 1))
     check_memory(checkpoint, size, dtype, device)
-    if args.compile is None:  # a small model is done before a compiler is
-        args.compile = sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
+    args.compile = large if args.compile is None else args.compile
     with warnings.catch_warnings(record=True) as problems:
         model = build_model(checkpoint, device, dtype, progress, args.compile)
     for problem in problems if not args.quiet else ():
