@@ -573,20 +573,25 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
 
 
 # The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
-# dequantize_TYPE. F16 and BF16 are handled as blocks of 32, too.
+# rounded_TYPE: those rows as 16-bit integers, a scale for each group of weights; dequantize_TYPE and
+# bfloat16_TYPE. F16 and BF16 are handled as blocks of 32, too.
 KERNELS = r"""
 // Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#define INLINE static inline __attribute__((always_inline))
+#define ALWAYS inline __attribute__((always_inline))
+#define INLINE static ALWAYS
 typedef const uint8_t *Bytes;
 typedef float Floats __attribute__((vector_size(64)));  // 16 weights are handled at a time
 typedef int32_t Ints __attribute__((vector_size(64)));
+typedef int16_t Shorts __attribute__((vector_size(64)));  // or 32
+typedef int16_t Half __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(16)));
 static const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 static const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, LOW6 = 0x3f3f3f3f;
@@ -598,8 +603,8 @@ INLINE void store(uint16_t *to, Floats f) {  // as bfloat16, rounded to the near
   auto v = _mm512_cvtneps_pbh((__m512)f);
 #else
   typedef uint32_t Bits __attribute__((vector_size(64)));
-  typedef uint16_t Shorts __attribute__((vector_size(32)));
-  auto v = __builtin_convertvector(((Bits)f + 0x7fff + ((Bits)f >> 16 & 1)) >> 16, Shorts);
+  typedef uint16_t Words __attribute__((vector_size(32)));
+  auto v = __builtin_convertvector(((Bits)f + 0x7fff + ((Bits)f >> 16 & 1)) >> 16, Words);
 #endif
   memcpy(to, &v, 32);
 }
@@ -610,24 +615,22 @@ static const struct Halves {  // float16 -> float by table: converting one numbe
 INLINE float half(Bytes p) { return halves.f[load<uint16_t>(p)]; }
 INLINE Floats floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
-template <class To, class From> INLINE To widen(Bytes p) {  // 16 numbers of one type to another
+template <class To, class From> INLINE To widen(Bytes p) {  // numbers of one type to another
   To v;
-  for (int i = 0; i < 16; i++) v[i] = load<From>(p + i * sizeof(From));
+  for (int i = 0; i < sizeof(v) / sizeof(v[0]); i++) v[i] = load<From>(p + i * sizeof(From));
   return v;
 }
-#define WIDEN(To, From) \
-  template <> inline __attribute__((always_inline)) To widen<To, From>(Bytes p)
+template <class To, class From> INLINE To join(From low, From high) {
+  typedef int64_t Quads __attribute__((vector_size(32)));
+  return (To)__builtin_shufflevector((Quads)low, (Quads)high, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+#define WIDEN(To, From) template <> ALWAYS To widen<To, From>(Bytes p)
 #if defined(__AVX512F__)
 WIDEN(Ints, uint8_t) { return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(p)); }
 WIDEN(Ints, int8_t) { return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(p)); }
 WIDEN(Ints, uint16_t) { return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(p)); }
 WIDEN(Floats, _Float16) { return (Floats)_mm512_cvtph_ps(load<__m256i>(p)); }
 #elif defined(__AVX2__)
-template <class To, class Half> INLINE To join(Half low, Half high) {
-  To v;
-  memcpy(&v, &low, 32), memcpy((char *)&v + 32, &high, 32);
-  return v;
-}
 INLINE __m128i eight(Bytes p) { return _mm_loadl_epi64((const __m128i *)p); }
 WIDEN(Ints, uint8_t) {
   return join<Ints>(_mm256_cvtepu8_epi32(eight(p)), _mm256_cvtepu8_epi32(eight(p + 8)));
@@ -639,104 +642,197 @@ WIDEN(Floats, _Float16) {
   return join<Floats>(_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 16)));
 }
 #endif
-INLINE Ints bits(Bytes p, int from, int mask, int to = 0) {  // mask << from of each, moved to `to`
-  Ints v = widen<Ints, uint8_t>(p);
-  v = from > to ? v >> (from - to) : v << (to - from);
-  return to == 0 && 255 >> from <= mask ? v : v & mask << to;
+#if defined(__AVX2__)
+WIDEN(Half, uint8_t) { return (Half)_mm256_cvtepu8_epi16(load<__m128i>(p)); }
+WIDEN(Half, int8_t) { return (Half)_mm256_cvtepi8_epi16(load<__m128i>(p)); }
+#endif
+#if defined(__AVX512BW__)
+WIDEN(Shorts, uint8_t) { return (Shorts)_mm512_cvtepu8_epi16(load<__m256i>(p)); }
+WIDEN(Shorts, int8_t) { return (Shorts)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
+#else
+WIDEN(Shorts, uint8_t) { return join<Shorts>(widen<Half, uint8_t>(p), widen<Half, uint8_t>(p + 16)); }
+WIDEN(Shorts, int8_t) { return join<Shorts>(widen<Half, int8_t>(p), widen<Half, int8_t>(p + 16)); }
+#endif
+INLINE Ints pairs(Shorts a, Shorts b) {  // a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  Bytes p = (Bytes)&a, q = (Bytes)&b;
+  return join<Ints>(_mm256_madd_epi16(load<__m256i>(p), load<__m256i>(q)),
+                    _mm256_madd_epi16(load<__m256i>(p + 32), load<__m256i>(q + 32)));
+#else
+  Ints p = (Ints)a, q = (Ints)b;
+  return (p << 16 >> 16) * (q << 16 >> 16) + (p >> 16) * (q >> 16);
+#endif
 }
-INLINE Ints fifth(Bytes p, int i) { return (load<int32_t>(p) >> (LANE + 16 * i) & 1) << 4; }
 
-INLINE void scales_k4(Bytes b, float *s, float *m) {  // 8 scales, 8 minima: 6 bits each in 12 bytes
+// The integers of a block, as 16 Ints or 32 Shorts. Bits `mask` << from of each byte, moved to `to`:
+template <class V> INLINE V bits(Bytes p, int from, int mask, int to = 0) {
+  V v = widen<V, uint8_t>(p);
+  auto shift = v[0], kept = v[0];
+  shift = from > to ? from - to : to - from, kept = mask << to;
+  v = from > to ? v >> shift : v << shift;
+  return to == 0 && 255 >> from <= mask ? v : v & kept;
+}
+// 16 bytes of which the lower four bits are the first 16 of 32 integers
+template <class V> ALWAYS V nibbles(Bytes p, int i) { return bits<V>(p, 4 * i, 15); }
+template <> ALWAYS Shorts nibbles(Bytes p, int) {
+  Half v = widen<Half, uint8_t>(p);
+  return join<Shorts>(v & 15, v >> 4);
+}
+// 32 bits, each the fifth of an integer
+template <class V> ALWAYS V fifth(Bytes p, int i) {
+  return (load<int32_t>(p) >> (LANE + 16 * i) & 1) << 4;
+}
+template <> ALWAYS Shorts fifth(Bytes p, int) {
+#ifdef __AVX512BW__
+  return (Shorts)_mm512_maskz_set1_epi16(load<uint32_t>(p), 16);
+#else
+  return join<Shorts>(__builtin_convertvector(fifth<Ints>(p, 0), Half),
+                      __builtin_convertvector(fifth<Ints>(p, 1), Half));
+#endif
+}
+
+INLINE void scales_k4(Bytes b, Floats &s, Floats &m) {  // 8 scales, 8 minima: 6 bits, 12 bytes
   Words v = load<Words>(b), low = {LOW6, LOW4, LOW6, LOW4}, top = {0, LOW6 - LOW4, 0, LOW6 - LOW4};
   v = (__builtin_shufflevector(v, v, 1, 3, 2, 3) >> (Words){0, 0, 0, 4} & low) |
       (__builtin_shufflevector(v, v, 1, 1, 2, 2) >> (Words){0, 2, 0, 2} & top);
-  Floats f = floats(widen<Ints, uint8_t>((Bytes)&v));
-  store(s, f * half(b)), store(m - 8, f * half(b + 2));
+  Floats f = floats(widen<Ints, uint8_t>((Bytes)&v)), none = {};
+  s = f * half(b);
+  m = half(b + 2) * __builtin_shufflevector(f, none, 8, 9, 10, 11, 12, 13, 14, 15, 16, 16, 16, 16,
+                                            16, 16, 16, 16);
 }
-INLINE void scales_k3(Bytes b, float *s, float *m) {  // 16 scales of 6 bits in 12 bytes
+INLINE Floats scales_k3(Bytes b) {  // 16 scales of 6 bits in 12 bytes
   Words v = {load<uint32_t>(b + 96), load<uint32_t>(b + 100), load<uint32_t>(b + 104)};
   v = (__builtin_shufflevector(v, v, 0, 1, 0, 1) >> (Words){0, 0, 4, 4} & LOW4) |
       (__builtin_shufflevector(v, v, 2, 2, 2, 2) >> (Words){0, 2, 4, 6} & LOW2) << 4;
-  Floats f = (floats(widen<Ints, uint8_t>((Bytes)&v)) - 32.f) * half(b + 108);
-  store(s, f), store(m, f * 4.f);
-}
-INLINE void scales_k2(Bytes b, float *s, float *m) {
-  store(s, floats(bits(b, 0, 15)) * half(b + 80)), store(m, floats(bits(b, 4, 15)) * half(b + 82));
-}
-INLINE void scales_k6(Bytes b, float *s, float *m) {
-  Floats f = floats(widen<Ints, int8_t>(b + 192)) * half(b + 208);
-  store(s, f), store(m, f * 32.f);
+  return (floats(widen<Ints, uint8_t>((Bytes)&v)) - 32.f) * half(b + 108);
 }
 
-// The i-th 16 integers of a block
-template <class T> INLINE Floats integers(Bytes b, int i) {
-  auto q = T::values(b, i);
+// The i-th 16 weights of a block, not yet scaled
+template <class T> INLINE Floats unscaled(Bytes b, int i) {
+  auto q = T::template values<Ints>(b, i);
   if constexpr (T::BITS >= 16) return (Floats)q;
 #ifdef __AVX512F__
   // 4 bits: one instruction looks up 16 numbers among the 16 there are (and ignores higher bits)
   else if constexpr (T::BITS == 4)
     return (Floats)_mm512_permutexvar_ps((__m512i)q, (__m512)floats(LANE - (int)T::ZERO));
 #endif
-  else return floats((T::BITS == 4 ? q & 15 : q) - (int)T::ZERO);
+  else return floats(q - (int)T::ZERO);
 }
 INLINE float sum(Floats v) {
+#pragma GCC unroll 4
   for (int n = 8; n; n /= 2)
+#pragma GCC unroll 8
     for (int i = 0; i < n; i++) v[i] += v[i + n];
   return v[0];
 }
+// Rows to be multiplied, float32 or integers with a step for each group, and the sums of the groups
+template <class X> struct Rows { const X *x; const float *steps, *sums; };
+
 // y[r] = (row w) . x[r] for R rows of x: of each group of weights s * (q . x) - m * sum(x)
-template <class T, int R>
-INLINE void dot(Bytes w, const float *x, const float *sums, float *y, long N, long K) {
-  Floats total[R] = {}, lanes[R] = {};
+template <class T, int R, class X>
+INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
+  const bool exact = std::is_same<X, float>::value;
+  Floats total[R][2] = {}, lanes[R] = {}, scales[R];
   float low[R] = {};
-  alignas(64) float s[32] = {}, *m = s + 16;
+  alignas(64) float scale[R][16];
   for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
     for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 4096 + j);
+    typename T::Scales s, m;  // one number or one for each group
     T::scales(w, s, m);
-    if (T::BLOCK == 256) asm volatile("" : : "r"(s) : "memory");  // scales from memory: free
-#pragma GCC unroll 16
-    for (int g = 0; g < T::BLOCK / T::GROUP; g++) {
-      Floats t[R] = {};
-#pragma GCC unroll 2
-      for (int i = g * T::GROUP / 16; i < (g + 1) * T::GROUP / 16; i++) {
-        Floats q = integers<T>(w, i);
-        for (int r = 0; r < R; r++) t[r] += q * load<Floats>(x + r * K + k + 16 * i);
+    for (int r = 0; r < R && T::BITS < 16; r++) {
+      long group = (r * K + k) / T::GROUP;
+      if constexpr (T::BLOCK == 32) {
+        scale[r][0] = exact ? s : s * rows.steps[group];
+        if (T::MINIMUM) low[r] += m * rows.sums[group];
+      } else {
+        scales[r] = exact ? s : s * load<Floats>(rows.steps + group);
+        store(scale[r], scales[r]);
+        if (T::MINIMUM) lanes[r] += m * load<Floats>(rows.sums + group);
       }
-      for (int r = 0; r < R; r++) total[r] += T::BITS < 16 ? t[r] * s[g] : t[r];
     }
-    for (int r = 0; r < R && T::MINIMUM; r++) {
-      const float *of = sums + (r * K + k) / T::GROUP;
-      if (T::BLOCK == 256) lanes[r] += load<Floats>(m) * load<Floats>(of);
-      else low[r] += *m * *of;
+    if (T::BLOCK == 256) asm volatile("" : : "r"(scale) : "memory");  // scales from memory: free
+#pragma GCC unroll 8
+    for (int i = 0; i < T::BLOCK / 32; i++) {
+      const X *x = rows.x + k + 32 * i;
+      if constexpr (exact) {
+        Floats q = unscaled<T>(w, 2 * i), p = unscaled<T>(w, 2 * i + 1);
+        for (int r = 0; r < R; r++, x += K) {
+          Floats a = load<Floats>(x), b = load<Floats>(x + 16);
+          if (T::BITS >= 16) total[r][0] += q * a, total[r][1] += p * b;
+          else if (T::GROUP == 32) total[r][i & 1] += (q * a + p * b) * scale[r][i];
+          else total[r][0] += q * a * scale[r][2 * i], total[r][1] += p * b * scale[r][2 * i + 1];
+        }
+      } else {
+        Shorts q = T::template values<Shorts>(w, 2 * i) - (int16_t)T::ZERO;
+        for (int r = 0; r < R; r++, x += K) {
+          Floats t = floats(pairs(q, load<Shorts>(x)));
+          if (T::GROUP == 32) total[r][i & 1] += t * scale[r][i];
+          else total[r][i & 1] += t * __builtin_shuffle(scales[r], LANE / 8 + 2 * i);
+        }
+      }
     }
   }
-  for (int r = 0; r < R; r++) y[r * N] = sum(total[r] - lanes[r]) - low[r];
+  for (int r = 0; r < R; r++) y[r * N] = sum(total[r][0] + total[r][1] - lanes[r]) - low[r];
 }
-// (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y
-template <class T> void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
-  std::vector<float> sums(T::MINIMUM ? rows * K / T::GROUP + 16 : 0);  // of x over groups
-  for (long i = 0; T::MINIMUM && i < rows * K / T::GROUP; i++)
-    for (int j = 0; j < T::GROUP; j += 16) sums[i] += sum(load<Floats>(x + i * T::GROUP + j));
+// A group of 16 or 32 -> integers, the step between them; returns the sum
+template <int GROUP> INLINE float split(const float *x, int16_t *q, float *step) {
+  Floats f[GROUP / 16], total = {}, most = {};
+  for (int i = 0; i < GROUP / 16; i++) {
+    f[i] = load<Floats>(x + 16 * i), total += f[i];
+    Floats size = f[i] < 0 ? -f[i] : f[i];
+    most = size > most ? size : most;
+  }
+  float all = sum(total), top = 0;
+  for (int i = 0; i < 16; i++) top = most[i] > top ? most[i] : top;
+  float inverse = top > 1e-30f ? 32767 / top : 0;
+  *step = top / 32767 + 0 * all;  // NaN if an x is
+  for (int i = 0; i < GROUP / 16; i++) {
+    Floats near = f[i] * inverse + 0x1.8p23f - 0x1.8p23f;
+    Half v = __builtin_convertvector(__builtin_convertvector(near, Ints), Half);
+    memcpy(q + 16 * i, &v, 32);
+  }
+  return all;
+}
+// (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y; X int16_t: x is rounded to integers
+template <class T, class X>
+void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
+  const bool exact = std::is_same<X, float>::value;
+  long groups = rows * K / T::GROUP;
+  std::vector<float> sums(exact && !T::MINIMUM ? 0 : groups + 16), steps(exact ? 0 : groups + 16);
+  std::vector<int16_t> q(exact ? 0 : rows * K);
+  for (long i = 0; i < (long)sums.size() - 16; i++) {
+    int16_t ignored[32];
+    float step;
+    sums[i] = split<T::GROUP>(x + i * T::GROUP, exact ? ignored : &q[i * T::GROUP], &step);
+    if (!exact) steps[i] = step;
+  }
+  auto from = [&](long r) {
+    const void *start = exact ? (const void *)(x + r * K) : &q[r * K];
+    return Rows<X>{(const X *)start, steps.data() + r * K / T::GROUP, sums.data() + r * K / T::GROUP};
+  };
 #pragma omp parallel for schedule(dynamic, 64) if (N * K > 1 << 16)
   for (long n = 0; n < N; n++) {
     Bytes b = w + n * (K / T::BLOCK * T::SIZE);
-    const float *g = sums.data();
-    long r = 0, step = K / T::GROUP;
-    for (; r + 4 <= rows; r += 4) dot<T, 4>(b, x + r * K, g + r * step, y + r * N + n, N, K);
-    if (rows - r >= 2) dot<T, 2>(b, x + r * K, g + r * step, y + r * N + n, N, K), r += 2;
-    if (rows - r >= 1) dot<T, 1>(b, x + r * K, g + r * step, y + r * N + n, N, K);
+    long r = 0;
+    for (; r + 4 <= rows; r += 4) dot<T, 4>(b, from(r), y + r * N + n, N, K);
+    if (rows - r >= 2) dot<T, 2>(b, from(r), y + r * N + n, N, K), r += 2;
+    if (rows - r >= 1) dot<T, 1>(b, from(r), y + r * N + n, N, K);
   }
 }
 template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) {
 #pragma omp parallel for if (blocks * T::BLOCK > 1 << 16)
   for (long n = 0; n < blocks; n++) {
-    alignas(64) float s[32], *m = s + 16;
+    typename T::Scales s, m;
     T::scales(w + n * T::SIZE, s, m);
 #pragma GCC unroll 16
     for (int i = 0; i < T::BLOCK / 16; i++) {
-      Floats q = integers<T>(w + n * T::SIZE, i);
+      Floats q = unscaled<T>(w + n * T::SIZE, i);
       int g = 16 * i / T::GROUP;
-      store(y + n * T::BLOCK + 16 * i, T::BITS >= 16 ? q : T::MINIMUM ? q * s[g] - m[g] : q * s[g]);
+      if (T::BITS < 16) q *= ((float *)&s)[g];
+      if (T::MINIMUM) q -= ((float *)&m)[g];
+      store(y + n * T::BLOCK + 16 * i, q);
     }
   }
 }
@@ -745,11 +841,15 @@ template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) 
   struct name {                                                                             \
     enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_, ZERO = zero };          \
     enum { MINIMUM = BITS < 8 && ZERO == 0 };                                               \
-    INLINE void scales(Bytes b, float *s, float *m) { get_scales; }                         \
-    INLINE auto values(Bytes b, int i) { return get_values; }                               \
+    typedef std::conditional<BLOCK == 32, float, Floats>::type Scales;                      \
+    INLINE void scales(Bytes b, Scales &s, Scales &m) { get_scales; }                       \
+    template <class V> INLINE auto values(Bytes b, int i) { return get_values; }            \
   };                                                                                        \
   extern "C" void linear_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    linear<name>(w, x, y, n, N, K);                                                         \
+    linear<name, float>(w, x, y, n, N, K);                                                  \
+  }                                                                                         \
+  extern "C" void rounded_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+    linear<name, std::conditional<(bits_ < 16), int16_t, float>::type>(w, x, y, n, N, K);   \
   }                                                                                         \
   extern "C" void dequantize_##name(Bytes w, float *y, long blocks) {                       \
     dequantize<name>(w, y, blocks);                                                         \
@@ -760,26 +860,28 @@ template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) 
 #define RUN(n) (i / n * 32 + i % 2 * 16)  // where 16 weights lie that share n / 2 bit positions
 
 // type, weights and bytes per block, weights per scale, bits, zero point, scales (and minima if the
-// zero point is 0), 16 integers. A constant zero point costs least as a minimum, but for Q4_0.
+// zero point is 0), the integers from 16 i on
 TYPE(F32, 32, 128, 32, 32, 0, , load<Floats>(b + 64 * i))
 TYPE(F16, 32, 64, 32, 16, 0, , (widen<Floats, _Float16>(b + 32 * i)))
 TYPE(BF16, 32, 64, 32, 16, 0, , (widen<Ints, uint16_t>(b + 32 * i)) << 16)
-TYPE(Q4_0, 32, 18, 32, 4, 8, *s = half(b), bits(b + 2, 4 * i, 255))
-TYPE(Q4_1, 32, 20, 32, 4, 0, (*s = half(b), *m = -half(b + 2)), bits(b + 4, 4 * i, 255))
-TYPE(Q5_0, 32, 22, 32, 5, 0, (*s = half(b), *m = 16 * *s),
-     bits(b + 6, 4 * i, 15) | fifth(b + 2, i))
-TYPE(Q5_1, 32, 24, 32, 5, 0, (*s = half(b), *m = -half(b + 2)),
-     bits(b + 8, 4 * i, 15) | fifth(b + 4, i))
-TYPE(Q8_0, 32, 34, 32, 8, 0, *s = half(b), (widen<Ints, int8_t>(b + 2 + 16 * i)))
-TYPE(Q2_K, 256, 84, 16, 2, 0, scales_k2(b, s, m), bits(b + 16 + RUN(8), i / 2 % 4 * 2, 3))
-TYPE(Q3_K, 256, 110, 16, 3, 0, scales_k3(b, s, m),
-     bits(b + 32 + RUN(8), i / 2 % 4 * 2, 3) | bits(b + RUN(16), i / 2, 1, 2))
-TYPE(Q4_K, 256, 144, 32, 4, 0, scales_k4(b, s, m), bits(b + 16 + RUN(4), i / 2 % 2 * 4, 255))
+TYPE(Q4_0, 32, 18, 32, 4, 8, s = half(b), nibbles<V>(b + 2, i))
+TYPE(Q4_1, 32, 20, 32, 4, 0, (s = half(b), m = -half(b + 2)), nibbles<V>(b + 4, i))
+TYPE(Q5_0, 32, 22, 32, 5, 16, s = half(b), nibbles<V>(b + 6, i) | fifth<V>(b + 2, i))
+TYPE(Q5_1, 32, 24, 32, 5, 0, (s = half(b), m = -half(b + 2)),
+     nibbles<V>(b + 8, i) | fifth<V>(b + 4, i))
+TYPE(Q8_0, 32, 34, 32, 8, 0, s = half(b), (widen<V, int8_t>(b + 2 + 16 * i)))
+TYPE(Q2_K, 256, 84, 16, 2, 0,
+     (s = floats(bits<Ints>(b, 0, 15)) * half(b + 80),
+      m = floats(bits<Ints>(b, 4, 15)) * half(b + 82)),
+     bits<V>(b + 16 + RUN(8), i / 2 % 4 * 2, 3))
+TYPE(Q3_K, 256, 110, 16, 3, 4, s = scales_k3(b),
+     bits<V>(b + 32 + RUN(8), i / 2 % 4 * 2, 3) | bits<V>(b + RUN(16), i / 2, 1, 2))
+TYPE(Q4_K, 256, 144, 32, 4, 0, scales_k4(b, s, m), bits<V>(b + 16 + RUN(4), i / 2 % 2 * 4, 15))
 TYPE(Q5_K, 256, 176, 32, 5, 0, scales_k4(b, s, m),
-     bits(b + 48 + RUN(4), i / 2 % 2 * 4, 15) | bits(b + 16 + RUN(16), i / 2, 1, 4))
-TYPE(Q6_K, 256, 210, 16, 6, 0, scales_k6(b, s, m),
-     bits(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) |
-         bits(b + 128 + RUN(8), i / 2 % 4 * 2, 3, 4))
+     bits<V>(b + 48 + RUN(4), i / 2 % 2 * 4, 15) | bits<V>(b + 16 + RUN(16), i / 2, 1, 4))
+TYPE(Q6_K, 256, 210, 16, 6, 32, s = floats(widen<Ints, int8_t>(b + 192)) * half(b + 208),
+     bits<V>(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) |
+         bits<V>(b + 128 + RUN(8), i / 2 % 4 * 2, 3, 4))
 """
 
 
@@ -864,11 +966,6 @@ def has_bfloat16() -> bool:
     return any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def bfloat16_products() -> bool:
-    """Whether float32 activations may be rounded for speed: torch's own setting says so."""
-    return torch.get_float32_matmul_precision() == "medium"
-
-
 class QuantizedLinear(nn.Module):
     """y = x W^T with W kept as the file's blocks, uint8 (out, bytes per row), most often mapped.
 
@@ -883,9 +980,11 @@ class QuantizedLinear(nn.Module):
         kind: str,
         library: ctypes.CDLL | None = None,
         unpack: Callable[[Tensor, str], Tensor] = dequantize,
+        fast: bool = False,
     ) -> None:
         super().__init__()
-        self.kind, self.unpack = kind, unpack
+        fast &= blocks.device.type == "cpu"
+        self.kind, self.unpack, self.rounds = kind, unpack, fast and has_bfloat16()
         self.register_buffer("blocks", blocks)
         block, size, _ = GGML_TYPES[kind]
         self.out_features, self.in_features = len(blocks), blocks.shape[1] // size * block
@@ -893,7 +992,7 @@ class QuantizedLinear(nn.Module):
             library = None
         self.native: dict[Any, Callable] = {}
         for key, name, sizes in (
-            ("linear", "linear", [ctypes.c_void_p, *[ctypes.c_long] * 3]),
+            ("linear", "rounded" if fast else "linear", [ctypes.c_void_p, *[ctypes.c_long] * 3]),
             (torch.float32, "dequantize", [ctypes.c_long]),
             (torch.bfloat16, "bfloat16", [ctypes.c_long]),
         ):
@@ -901,7 +1000,7 @@ class QuantizedLinear(nn.Module):
                 self.native[key] = library[f"{name}_{kind}"]
                 self.native[key].argtypes = [ctypes.c_void_p] * 2 + sizes
         self.packed = None
-        if not library and blocks.device.type == "cpu" and bfloat16_products():
+        if fast and not library:
             self.packed = packed_linear(blocks, kind)
 
     def extra_repr(self) -> str:
@@ -928,9 +1027,8 @@ class QuantizedLinear(nn.Module):
 
     def matmul(self, x: Tensor) -> Tensor:
         """Dequantise some rows of W, multiply, go on with the next: (n, in) -> (n, out)."""
-        on_cpu = x.device.type == "cpu"
-        step = max(1, CHUNK // self.in_features) if on_cpu else self.out_features
-        if on_cpu and not torch.compiler.is_compiling() and bfloat16_products() and has_bfloat16():
+        step = max(1, CHUNK // self.in_features) if x.device.type == "cpu" else self.out_features
+        if self.rounds:
             x = x.bfloat16()
         y = x.new_empty(self.out_features, len(x))  # transposed: each product writes one run
         buffer = torch.empty(step, self.in_features, dtype=x.dtype) if self.native else None
@@ -1561,22 +1659,24 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
     compile: bool = True,
+    fast: bool = False,
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
     Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit
     ones keep their 16 bits too: half the memory, and the same numbers. `compile`: multiply by the
-    compiled kernels; where the CPU's cannot be compiled, it is slow and a warning says why.
+    compiled kernels; where the CPU's cannot be compiled, it is slow and a warning says why. `fast`:
+    a CPU may round what enters a layer to bfloat16, as QuantizedLinear tells.
     """
-    fast: dict[str, Any] = {}  # options of QuantizedLinear
+    options: dict[str, Any] = {"fast": fast}  # of QuantizedLinear
     kept = any(keeps_blocks(weight, dtype) for weight in checkpoint.weights.values())
     if compile and kept and torch.device(device).type == "cpu":
         try:
-            fast["library"], _ = kernels()
+            options["library"], _ = kernels()
         except OSError as error:
             warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
     elif compile and kept and torch.device(device).type == "cuda":
-        fast["unpack"] = torch.compile(dequantize, dynamic=True)
+        options["unpack"] = torch.compile(dequantize, dynamic=True)
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     for name, weight in show_progress(checkpoint.weights.items(), "loading", progress):
@@ -1589,9 +1689,9 @@ def build_model(
         if isinstance(module, nn.Embedding):
             module = QuantizedEmbedding(data, weight.kind, dtype)
             if checkpoint.config.tie_word_embeddings:
-                model.lm_head = QuantizedLinear(data, weight.kind, **fast)
+                model.lm_head = QuantizedLinear(data, weight.kind, **options)
         else:
-            module = QuantizedLinear(data, weight.kind, **fast)
+            module = QuantizedLinear(data, weight.kind, **options)
         setattr(model.get_submodule(parent), attribute, module)
     if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
         model.lm_head.weight = model.embed_tokens.weight
@@ -2484,9 +2584,8 @@ def is_large(checkpoint: Checkpoint) -> bool:
     return sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
 
 
-def tune_process(fast: bool) -> None:
-    """What suits a process that does nothing else. `fast`: prompts may be multiplied in bfloat16."""
-    torch.set_float32_matmul_precision("medium" if fast else "highest")
+def tune_process() -> None:
+    """What suits a process that does nothing else."""
     with suppress(AttributeError, OSError, TypeError):  # it is glibc's
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: what is freed is kept, for to
@@ -2637,7 +2736,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
     dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
     large = is_large(checkpoint)  # a small model is done before a compiler is
-    tune_process(fast=large and args.dtype == "auto")
+    fast = large and args.dtype == "auto"
+    tune_process()
     if args.info:
         plan = memory_plan(checkpoint, context, dtype, device)
         return write(describe_checkpoint(checkpoint, plan, context))
@@ -2651,7 +2751,7 @@ def run(args: argparse.Namespace) -> None:
     check_memory(checkpoint, size, dtype, device)
     args.compile = large if args.compile is None else args.compile
     with warnings.catch_warnings(record=True) as problems:
-        model = build_model(checkpoint, device, dtype, progress, args.compile)
+        model = build_model(checkpoint, device, dtype, progress, args.compile, fast)
     for problem in problems if not args.quiet else ():
         note(f"llama2.py: {problem.message}")
     if ranks > 1:
