@@ -474,6 +474,7 @@ def half(b: Tensor, at: int) -> Tensor:
     return b[:, at : at + 2].view(torch.float16).float()
 
 
+# The types that are no blocks, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -493,10 +494,11 @@ Parts = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]  # q (n, block), s
 
 def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
     """8 scales, 8 minima of Q4_K and Q5_K, 6 bits each; the last four's top bits are elsewhere."""
-    low, top = bits(b[:, 12:16], 4, 4), b[:, 4:12] >> 6 << 4
-    scale = torch.cat((b[:, 4:8] & 63, low[:, :4] | top[:, :4]), 1)
-    minimum = torch.cat((b[:, 8:12] & 63, low[:, 4:] | top[:, 4:]), 1)
-    return half(b, 0) * scale, half(b, 2) * minimum
+    packed = b[:, 4:16].T.contiguous()  # (12, n): blocks side by side, which is faster
+    low, top = torch.cat((packed[8:] & 15, packed[8:] >> 4)), packed[:8] >> 6 << 4  # (8, n)
+    scale = torch.cat((packed[:4] & 63, low[:4] | top[:4]))
+    minimum = torch.cat((packed[4:8] & 63, low[4:] | top[4:]))
+    return half(b, 0) * scale.T, half(b, 2) * minimum.T
 
 
 def q2_k(b: Tensor) -> Parts:
@@ -921,42 +923,50 @@ def kernels() -> tuple[ctypes.CDLL, float]:
 
 
 FEW_ROWS = 16  # up to here multiply block by block, above dequantise and use a matrix product
-CHUNK = 2**20  # weights dequantised at a time: 4 MB stay in the processor's cache
+CHUNK = 2**22  # bytes of weights dequantised at a time: they stay in the processor's cache
 
 
 def packed_linear(blocks: Tensor, kind: str) -> Callable[[Tensor], Tensor] | None:
     """What multiplies few rows, (n, in) float32 -> (n, out), without a compiler; None if nothing.
 
-    Torch has products with a 16-bit matrix and with integers of 4 bits in groups of 32: 8 bits are
-    two of those, other types become float16 (if there is memory). x is rounded to 16 bits, with
-    integers the scales are, too: 4e-3 relative.
+    Torch has products with 16-bit matrices and with integers of 4 bits; those of more bits are two
+    such digits, multiplied by x and 16 x. x and scales are rounded to 16 bits: 4e-3 relative.
     """
-    size, pack = GGML_TYPES[kind][1], getattr(torch, "_convert_weight_to_int4pack_for_cpu", None)
-    integers = kind in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") and len(blocks) % 16 == 0 and pack
-    if kind == "F32" or free_memory(blocks.device) < 8 * blocks.nbytes:
-        return None
-    if not integers:
-        w = blocks.view(DENSE[kind]) if kind in DENSE else None
-        if w is None:
-            w = torch.cat([dequantize(some, kind).half() for some in blocks.split(128)])
+    pack = getattr(torch, "_convert_weight_to_int4pack_for_cpu", None)
+    if kind in ("F16", "BF16"):
+        w = blocks.view(DENSE[kind])
         return lambda x: F.linear(x.to(w.dtype), w).float()
-    packed, scales = [], []
-    for some in blocks.split(128):
-        parts = GGML_TYPES[kind][2](some.reshape(-1, size))
-        q, s, *m = (part.reshape(len(some), -1) for part in parts)
-        zero = 8 * s - m[0] if m else 8 * s  # a weight is (q - 8) * s + zero
-        if kind == "Q4_0":
-            q, zero = q + 8, 0 * s
-        elif kind == "Q8_0":
-            q = torch.cat((q & 15, (q >> 4) + 8), 1)
-            s, zero = torch.cat((s, 16 * s), 1), torch.cat((zero, 0 * s), 1)
-        packed.append(pack(q.int(), 1))
-        scales.append(torch.stack((s, zero), -1).bfloat16().transpose(0, 1))
-    w, sz = torch.cat(packed), torch.cat(scales, 1).contiguous()  # sz (groups, out, 2)
-    repeat = 2 if kind == "Q8_0" else 1
-    return lambda x: torch._weight_int4pack_mm_for_cpu(
-        x.bfloat16().repeat(1, repeat), w, 32, sz
-    ).float()
+    if (
+        kind == "F32"
+        or not pack
+        or len(blocks) % 16
+        or free_memory(blocks.device) < 4 * blocks.nbytes
+    ):
+        return None
+    packed, scales, one = [], [], kind in ("Q4_0", "Q4_1", "Q4_K")
+    for some in blocks.split(256):
+        q, s, *m = GGML_TYPES[kind][2](some.reshape(-1, GGML_TYPES[kind][1]))
+        width = q.shape[1] // s.shape[1]
+        low = -m[0] if m else 0 * s
+        # The product is with (digit - 8) * s + zero.
+        if one:
+            digits, zero = (q + 8, low) if kind == "Q4_0" else (q, low + 8 * s)
+        else:
+            q = q.view(len(s), -1, 1, width)
+            digits, zero = torch.cat((q & 15, (q >> 4) + 8), 2), (low + 8 * s) / 17
+        packed.append(pack(digits.reshape(len(some), -1).int(), 1))
+        s, zero = (part.reshape(len(some), -1).T for part in (s, zero))
+        scales.append(torch.stack((s, zero), -1).bfloat16())
+    w, sz = torch.cat(packed), torch.cat(scales, 1)  # sz (groups, out, 2)
+    if one:
+        return lambda x: torch._weight_int4pack_mm_for_cpu(x.bfloat16(), w, width, sz).float()
+    places = torch.tensor([[1], [16]], dtype=torch.bfloat16)
+
+    def multiply(x: Tensor) -> Tensor:
+        x = (x.bfloat16().view(len(x), -1, 1, width) * places).flatten(1)
+        return torch._weight_int4pack_mm_for_cpu(x, w, 2 * width, sz).float()
+
+    return multiply
 
 
 @functools.cache
@@ -971,7 +981,9 @@ class QuantizedLinear(nn.Module):
 
     The result is that of F.linear(x, dequantize(W)) in float32, but for the order of summation
     (1e-6 relative). `library`: the compiled kernels, for the CPU; without them torch does it all.
-    `unpack`: dequantize, or what torch.compile makes of it.
+    `unpack`: dequantize, or what torch.compile makes of it. `fast`: on a CPU x is rounded, up to 16
+    rows by the kernels to 16-bit integers (3e-5 relative), else to bfloat16 (4e-3), many rows only
+    if the CPU has instructions for it.
     """
 
     def __init__(
@@ -991,17 +1003,15 @@ class QuantizedLinear(nn.Module):
         if self.in_features % 32:  # rows of F16 that the kernels cannot read
             library = None
         self.native: dict[Any, Callable] = {}
-        for key, name, sizes in (
-            ("linear", "rounded" if fast else "linear", [ctypes.c_void_p, *[ctypes.c_long] * 3]),
-            (torch.float32, "dequantize", [ctypes.c_long]),
-            (torch.bfloat16, "bfloat16", [ctypes.c_long]),
+        for key, name, arguments in (
+            ("linear", "rounded" if fast else "linear", 6),
+            (torch.float32, "dequantize", 3),
+            (torch.bfloat16, "bfloat16", 3),
         ):
             if library:
                 self.native[key] = library[f"{name}_{kind}"]
-                self.native[key].argtypes = [ctypes.c_void_p] * 2 + sizes
-        self.packed = None
-        if fast and not library:
-            self.packed = packed_linear(blocks, kind)
+                self.native[key].argtypes = [ctypes.c_ssize_t] * arguments  # pointers and sizes
+        self.packed = packed_linear(blocks, kind) if fast and not library else None
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
@@ -1027,11 +1037,13 @@ class QuantizedLinear(nn.Module):
 
     def matmul(self, x: Tensor) -> Tensor:
         """Dequantise some rows of W, multiply, go on with the next: (n, in) -> (n, out)."""
-        step = max(1, CHUNK // self.in_features) if x.device.type == "cpu" else self.out_features
         if self.rounds:
             x = x.bfloat16()
+        row = self.in_features * x.element_size()
+        step = max(1, CHUNK // row) if x.device.type == "cpu" else self.out_features
         y = x.new_empty(self.out_features, len(x))  # transposed: each product writes one run
-        buffer = torch.empty(step, self.in_features, dtype=x.dtype) if self.native else None
+        dtype = x.dtype if x.dtype in self.native else torch.float32
+        buffer = torch.empty(step, self.in_features, dtype=dtype) if self.native else None
         for start in range(0, self.out_features, step):
             blocks = self.blocks[start : start + step]
             if buffer is None:
@@ -1039,7 +1051,7 @@ class QuantizedLinear(nn.Module):
             else:
                 w = buffer[: len(blocks)]
                 count = w.numel() // max(GGML_TYPES[self.kind][0], 32)
-                self.native[x.dtype](blocks.data_ptr(), w.data_ptr(), count)
+                self.native[dtype](blocks.data_ptr(), w.data_ptr(), count)
             torch.mm(w.to(x.dtype), x.T, out=y[start : start + step])
         return y.T
 
@@ -1077,7 +1089,6 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
     ("norm", "output_norm", "norm", None),
     ("lm_head", "output", "output", 0),
 )
-# The types that are no blocks, as GGUF and safetensors name them.
 
 
 def last_name(name: str) -> str:
@@ -2416,7 +2427,7 @@ def memory_plan(
         else:
             other += count
     if torch.device(device).type == "cpu":
-        unpacked = min(unpacked, CHUNK)
+        unpacked = min(unpacked, CHUNK // 2)
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
     heads = config.num_hidden_layers * config.num_key_value_heads
     activations = min(context, PREFILL_CHUNK) * (widths * item + context)
@@ -2517,8 +2528,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="end before this text; repeatable",
     )
     add("--no-echo", action="store_true", help="do not repeat the prompt")
+    dtype = "of the activations (default: float32 on a CPU, rounded for speed above 64 MiB)"
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the activations")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")

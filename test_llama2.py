@@ -23,6 +23,7 @@ import random
 import re
 import resource
 import shlex
+import shutil
 import signal
 import socket
 import struct
@@ -1066,6 +1067,13 @@ def quantised(vocabulary, path, kinds, config=WIDE):
     return path, weights
 
 
+def compiled_kernels():
+    """The library; where there is a compiler, it must come out."""
+    if not any(map(shutil.which, ("g++", "clang++"))) and "CXX" not in os.environ:
+        pytest.skip("no C++ compiler")
+    return llama2.kernels()[0]
+
+
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kind", [name for name in SCALES if hasattr(Kind, name)])
 @torch.no_grad()
@@ -1075,6 +1083,8 @@ def test_every_type_gives_the_logits_of_dequantised_weights(
     """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
     if native and kind not in llama2.GGML_TYPES:
         return  # dense after loading, the same either way
+    if native:
+        compiled_kernels()
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind])
     loaded = llama2.build_model(llama2.open_checkpoint(path), compile=native)
     monkeypatch.setattr(llama2, "CHUNK", 2**14)  # several chunks in each matrix
@@ -1088,15 +1098,78 @@ def test_every_type_gives_the_logits_of_dequantised_weights(
                 x = torch.randn(*rows, weight.shape[1])
                 assert_close(module(x), F.linear(x, weight), 1e-5)
             if isinstance(module, llama2.QuantizedLinear):
-                found = module(x.bfloat16())
-                assert found.dtype == torch.bfloat16
-                assert_close(found.float(), F.linear(x, weight), 0.02)
+                assert bool(module.native) == native
+                for dtype in (torch.bfloat16, torch.float16):
+                    found = module(x.to(dtype))
+                    assert found.dtype == dtype
+                    assert_close(found.float(), F.linear(x, weight), 0.02)
     found = loaded.embed_tokens(TOKENS[:2, :24])
     assert_close(found, torch.from_numpy(weights["embed_tokens.weight"])[TOKENS[:2, :24]], 1e-6)
     wanted = make_model(WIDE, weights)(TOKENS[:2, :24])
     assert wanted.std() > 0.1
     assert_close(loaded(TOKENS[:2, :24]), wanted)
     assert_close(in_steps(loaded, TOKENS[:2, :24], [20, 1, 1, 1, 1]), wanted)
+
+
+def wide_blocks(kind, rows=48, columns=512):
+    """Blocks of a type that GGML_TYPES has, and what they mean."""
+    if kind in llama2.DENSE:
+        torch.manual_seed(0)
+        stored = torch.randn(rows, columns).to(llama2.DENSE[kind])
+        return stored.view(torch.uint8), stored.float()
+    blocks = random_blocks(kind, rows, columns, seed=1)
+    return torch.from_numpy(blocks), torch.from_numpy(gguf.quants.dequantize(blocks, Kind[kind]))
+
+
+@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
+@torch.no_grad()
+def test_fast_layers_round_what_enters_them(kind, monkeypatch):
+    """To 16-bit integers up to 16 rows, to bfloat16 above; the errors are those that are told."""
+    monkeypatch.setattr(llama2, "has_bfloat16", lambda: True)
+    blocks, weight = wide_blocks(kind)
+    layer = llama2.QuantizedLinear(blocks, kind, compiled_kernels(), fast=True)
+    exact = llama2.QuantizedLinear(blocks, kind, compiled_kernels())
+    torch.manual_seed(2)
+    for rows in (1, 2, 3, 7, 16):
+        x = torch.randn(rows, 512) * torch.logspace(-3, 3, 512)  # large and small side by side
+        wanted = F.linear(x, weight)
+        assert_close(layer(x), wanted, 1e-4)
+        assert_close(exact(x), wanted, 1e-5)
+        assert torch.equal(layer(x), exact(x)) == (kind in llama2.DENSE)
+    x[1, 500] = math.nan
+    assert layer(x)[1].isnan().all() and not layer(x)[0].isnan().any()
+    assert not layer(torch.zeros(2, 512)).any()
+    x = torch.randn(2, 12, 512)
+    assert_close(exact(x), F.linear(x, weight), 1e-5)
+    assert_close(layer(x), F.linear(x.bfloat16(), weight.bfloat16()).float(), 1e-2)
+    assert_close(layer(x), F.linear(x, weight), 1e-2)
+    unpacked = torch.empty(48, 512, dtype=torch.bfloat16)
+    count = unpacked.numel() // max(32, llama2.GGML_TYPES[kind][0])
+    layer.native[torch.bfloat16](blocks.data_ptr(), unpacked.data_ptr(), count)
+    # Rounded once: all but those in the middle of two numbers are the same.
+    assert (unpacked == weight.bfloat16()).float().mean() > 0.999
+    assert_close(unpacked.float(), weight, 2**-8)
+
+
+@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
+@torch.no_grad()
+def test_fast_layers_without_a_compiler(kind, monkeypatch):
+    """Torch's own products with 16-bit matrices and 4-bit integers, where memory is free."""
+    blocks, weight = wide_blocks(kind)
+    layer = llama2.QuantizedLinear(blocks, kind, fast=True)
+    assert (layer.packed is None) == (kind == "F32")
+    assert llama2.QuantizedLinear(blocks, kind).packed is None
+    torch.manual_seed(3)
+    for rows in (1, 5, 16):
+        x = torch.randn(rows, 1, 512)
+        assert layer(x).dtype == torch.float32 and layer(x).shape == (rows, 1, 48)
+        assert_close(layer(x), F.linear(x, weight), 1.5e-2)
+    odd = llama2.QuantizedLinear(blocks[:40], kind, fast=True)  # no multiple of 16 rows
+    assert_close(odd(x), F.linear(x, weight[:40]), 1.5e-2)
+    monkeypatch.setattr(llama2, "free_memory", lambda device: 2 * blocks.nbytes)
+    scarce = llama2.QuantizedLinear(blocks, kind, fast=True)
+    assert (scarce.packed is None) == (kind not in ("F16", "BF16"))
+    assert_close(scarce(x), F.linear(x, weight), 1.5e-2)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q2_K", "Q8_0", "Q3_K", "Q4_K", "Q6_K"])
@@ -1750,6 +1823,38 @@ def continuation(cli_model, prompt, n):
     ids = tokenizer.encode(prompt)
     new = list(llama2.generate(model, ids, n))
     return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize(
+    "large, dtype, rounds",
+    [(True, "auto", True), (True, "float32", False), (False, "auto", False)],
+)
+def test_large_models_are_rounded_unless_told_otherwise(
+    cli, monkeypatch, tmp_path, vocabulary, large, dtype, rounds
+):
+    """The command line only: a model built from Python is exact without a word."""
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q8_0"])
+    built, build = [], llama2.build_model
+
+    def note(*args):
+        built.append(build(*args))
+        return built[0]
+
+    monkeypatch.setattr(llama2, "build_model", note)
+    monkeypatch.setattr(llama2, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(llama2, "is_large", lambda checkpoint: large)
+    args = "--prompt", "The fox", "--max-new-tokens", 5, "--dtype", dtype
+    status, out, _ = cli(*args, model=path)
+    layers = [m for m in built[0].modules() if isinstance(m, llama2.QuantizedLinear)]
+    assert status == 0 and len(out) > len("The fox") and len(layers) > 3
+    assert {layer.rounds for layer in layers} == {rounds}
+
+
+def test_only_large_files_are_worth_a_compiler(cli_path):
+    checkpoint = llama2.open_checkpoint(cli_path)
+    assert not llama2.is_large(checkpoint)
+    weight = SimpleNamespace(nbytes=2**26)
+    assert llama2.is_large(dataclasses.replace(checkpoint, weights={"a": weight, "b": weight}))
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(cli, cli_model):
