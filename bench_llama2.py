@@ -746,11 +746,15 @@ Engine = Callable[[Sequence[int], int, int], dict[str, float]]
 
 
 def stepwise(prompt: Callable[[int], object], token: Call) -> Engine:
-    """An engine made of two functions: start anew with a prompt of T tokens; one more token."""
+    """An engine made of two functions: start anew with a prompt of T tokens; one more token.
+
+    Each prompt runs once unmeasured before, as in llama-bench.
+    """
 
     def run(prompts: Sequence[int], new: int, depth: int) -> dict[str, float]:
         found = {}
         for T in dict.fromkeys((*prompts, depth)):
+            prompt(T)
             found[f"pp{T}"] = seconds(partial(prompt, T))
             if T == depth:
                 found["tg"] = sum(seconds(token) for _ in range(new)) / new  # as llama-bench does
@@ -901,7 +905,7 @@ def run_whole(s: Setting) -> dict:
     with contextlib.suppress(OSError):  # build_model says what is missing
         if args.compile is not False and s.device.type == "cpu":
             kernels = llama2.kernels()[1]
-    load = seconds(lambda: made.update(model=s.build(checkpoint)))
+    load = seconds(lambda: made.update(model=s.build(checkpoint, as_run=True)))
     model = made["model"]
     engines = {"llama2.py": our_engine(s, model, room, B)}
     warm = seconds(partial(engines["llama2.py"], (P,), N, P))

@@ -1677,9 +1677,9 @@ def build_model(
     Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit
     ones keep their 16 bits too: half the memory, and the same numbers. `compile`: multiply by the
     compiled kernels; where the CPU's cannot be compiled, it is slow and a warning says why. `fast`:
-    a CPU may round what enters a layer to bfloat16, as QuantizedLinear tells.
+    a CPU may round what enters a layer, as QuantizedLinear tells; implied by bfloat16.
     """
-    options: dict[str, Any] = {"fast": fast}  # of QuantizedLinear
+    options: dict[str, Any] = {"fast": fast or dtype == torch.bfloat16}  # of QuantizedLinear
     kept = any(keeps_blocks(weight, dtype) for weight in checkpoint.weights.values())
     if compile and kept and torch.device(device).type == "cpu":
         try:

@@ -4016,7 +4016,7 @@ def test_llama_cpp_python_is_the_second_choice(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", module)
     monkeypatch.setenv("PATH", str(tmp_path))
     found = bench.llama_cpp_engine(llama2.DEFAULT_MODEL, room=10)((8,), 2, 8)
-    assert calls == ["reset", 8, 1, 1]
+    assert calls == ["reset", 8, "reset", 8, 1, 1]
     assert found.keys() == {"pp8", "tg"}
 
 
