@@ -592,7 +592,7 @@ KERNELS = r"""
 typedef const uint8_t *Bytes;
 typedef float Floats __attribute__((vector_size(64)));  // 16 weights are handled at a time
 typedef int32_t Ints __attribute__((vector_size(64)));
-typedef int16_t Shorts __attribute__((vector_size(64)));  // or 32
+typedef int16_t Shorts __attribute__((vector_size(64)));  // or 32, as integers
 typedef int16_t Half __attribute__((vector_size(32)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(16)));
@@ -670,7 +670,7 @@ typedef int16_t Rounded;
 typedef float Rounded;  // which is faster here
 #endif
 
-// The integers of a block, as 16 Ints or 32 Shorts. Bits `mask` << from of each byte, moved to `to`:
+// The integers of a block, 16 Ints or 32 Shorts. Bits `mask` << from of each byte, moved to `to`:
 template <class V> INLINE V bits(Bytes p, int from, int mask, int to = 0) {
   V v = widen<V, uint8_t>(p);
   auto shift = v[0], kept = v[0];
@@ -814,7 +814,8 @@ void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
   }
   auto from = [&](long r) {
     const void *start = exact ? (const void *)(x + r * K) : &q[r * K];
-    return Rows<X>{(const X *)start, steps.data() + r * K / T::GROUP, sums.data() + r * K / T::GROUP};
+    long group = r * K / T::GROUP;
+    return Rows<X>{(const X *)start, steps.data() + group, sums.data() + group};
   };
 #pragma omp parallel for schedule(dynamic, 64) if (N * K > 1 << 16)
   for (long n = 0; n < N; n++) {
@@ -2818,6 +2819,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(argv)
         args.quiet |= start_ranks() > 0
         run(args)
+        if distributed.is_initialized():  # its threads may abort a process that ends before them
+            distributed.destroy_process_group()
         return 0
     except KeyboardInterrupt:
         return 130
