@@ -215,11 +215,10 @@ class Setting:
 
         `as_run`: with the precision that the command line has by default; else exact.
         """
-        fast = as_run and self.args.dtype == "auto" and llama2.is_large(checkpoint)
         llama2.tune_process()
         llama2.check_memory(checkpoint, 512, self.dtype, self.device)
         options = {"progress": sys.stderr.isatty(), "compile": self.args.compile is not False}
-        options["fast"] = fast
+        options["fast"] = as_run and self.args.dtype == "auto" and llama2.is_large(checkpoint)
         return llama2.build_model(checkpoint, self.device, self.dtype, **options)
 
     def step(

@@ -715,7 +715,7 @@ template <class T> INLINE Floats unscaled(Bytes b, int i) {
   auto q = T::template values<Ints>(b, i);
   if constexpr (T::BITS >= 16) return (Floats)q;
 #ifdef __AVX512F__
-  // 4 bits: one instruction looks up 16 numbers among the 16 there are (and ignores higher bits)
+  // 4 bits: one instruction looks up 16 numbers among the 16 there are
   else if constexpr (T::BITS == 4)
     return (Floats)_mm512_permutexvar_ps((__m512i)q, (__m512)floats(LANE - (int)T::ZERO));
 #endif
@@ -780,7 +780,7 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
   }
   for (int r = 0; r < R; r++) y[r * N] = sum(total[r][0] + total[r][1] - lanes[r]) - low[r];
 }
-// A group of 16 or 32 -> integers, the step between them; returns the sum
+// The sum of a group of 16 or 32; if q is not null, the group as integers and the step between them
 template <int GROUP> INLINE float split(const float *x, int16_t *q, float *step) {
   Floats f[GROUP / 16], total = {}, most = {};
   for (int i = 0; i < GROUP / 16; i++) {
@@ -788,16 +788,17 @@ template <int GROUP> INLINE float split(const float *x, int16_t *q, float *step)
     Floats size = f[i] < 0 ? -f[i] : f[i];
     most = size > most ? size : most;
   }
-  float all = sum(total), top = 0;
+  float whole = sum(total), top = 0;
+  if (!q) return whole;
   for (int i = 0; i < 16; i++) top = most[i] > top ? most[i] : top;
   float inverse = top > 1e-30f ? 32767 / top : 0;
-  *step = top / 32767 + 0 * all;  // NaN if an x is
+  *step = top / 32767 + 0 * whole;  // NaN if an x is
   for (int i = 0; i < GROUP / 16; i++) {
     Floats near = f[i] * inverse + 0x1.8p23f - 0x1.8p23f;
     Half v = __builtin_convertvector(__builtin_convertvector(near, Ints), Half);
     memcpy(q + 16 * i, &v, 32);
   }
-  return all;
+  return whole;
 }
 // (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y; X int16_t: x is rounded to integers
 template <class T, class X>
@@ -807,10 +808,9 @@ void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
   std::vector<float> sums(exact && !T::MINIMUM ? 0 : groups + 16), steps(exact ? 0 : groups + 16);
   std::vector<int16_t> q(exact ? 0 : rows * K);
   for (long i = 0; i < (long)sums.size() - 16; i++) {
-    int16_t ignored[32];
-    float step;
-    sums[i] = split<T::GROUP>(x + i * T::GROUP, exact ? ignored : &q[i * T::GROUP], &step);
-    if (!exact) steps[i] = step;
+    const float *group = x + i * T::GROUP;
+    if (exact) sums[i] = split<T::GROUP>(group, nullptr, nullptr);
+    else sums[i] = split<T::GROUP>(group, &q[i * T::GROUP], &steps[i]);
   }
   auto from = [&](long r) {
     const void *start = exact ? (const void *)(x + r * K) : &q[r * K];
@@ -930,7 +930,7 @@ CHUNK = 2**22  # bytes of weights dequantised at a time: they stay in the proces
 
 
 def packed_linear(blocks: Tensor, kind: str) -> Callable[[Tensor], Tensor] | None:
-    """What multiplies few rows, (n, in) float32 -> (n, out), without a compiler; None if nothing.
+    """What multiplies few rows, (n, in) -> float32 (n, out), without a compiler; None if nothing.
 
     Torch has products with 16-bit matrices and with integers of 4 bits; those of more bits are two
     such digits, multiplied by x and 16 x. x and scales are rounded to 16 bits: 4e-3 relative.
@@ -1033,7 +1033,7 @@ class QuantizedLinear(nn.Module):
             pointers = self.blocks.data_ptr(), x32.data_ptr(), y.data_ptr()
             self.native["linear"](*pointers, x.numel() // K, N, K)
         elif few and self.packed:
-            y = self.packed(x.reshape(-1, K).float()).view(*x.shape[:-1], N)
+            y = self.packed(x.reshape(-1, K)).view(*x.shape[:-1], N)
         else:
             y = self.matmul(x.reshape(-1, K)).reshape(*x.shape[:-1], N)
         return y.to(x.dtype)
@@ -2750,9 +2750,6 @@ def run(args: argparse.Namespace) -> None:
         limit = config.max_position_embeddings
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
     dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
-    large = is_large(checkpoint)  # a small model is done before a compiler is
-    fast = large and args.dtype == "auto"
-    tune_process()
     if args.info:
         plan = memory_plan(checkpoint, context, dtype, device)
         return write(describe_checkpoint(checkpoint, plan, context))
@@ -2764,7 +2761,10 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}")
         size = min(context, len(ids) + max(args.max_new_tokens, 1))
     check_memory(checkpoint, size, dtype, device)
+    large = is_large(checkpoint)  # a small model is done before a compiler is
     args.compile = large if args.compile is None else args.compile
+    fast = large and args.dtype == "auto"
+    tune_process()
     with warnings.catch_warnings(record=True) as problems:
         model = build_model(checkpoint, device, dtype, progress, args.compile, fast)
     for problem in problems if not args.quiet else ():
