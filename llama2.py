@@ -582,6 +582,7 @@ KERNELS = r"""
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <vector>
 #ifdef __AVX2__
@@ -826,21 +827,86 @@ void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
     if (rows - r >= 1) dot<T, 1>(b, from(r), y + r * N + n, N, K);
   }
 }
+template <class T, class Float> INLINE void unpack(Bytes w, Float *y) {  // a block
+  typename T::Scales s, m;
+  T::scales(w, s, m);
+#pragma GCC unroll 16
+  for (int i = 0; i < T::BLOCK / 16; i++) {
+    Floats q = unscaled<T>(w, i);
+    int g = 16 * i / T::GROUP;
+    if (T::BITS < 16) q *= ((float *)&s)[g];
+    if (T::MINIMUM) q -= ((float *)&m)[g];
+    store(y + 16 * i, q);
+  }
+}
 template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) {
 #pragma omp parallel for if (blocks * T::BLOCK > 1 << 16)
-  for (long n = 0; n < blocks; n++) {
-    typename T::Scales s, m;
-    T::scales(w + n * T::SIZE, s, m);
-#pragma GCC unroll 16
-    for (int i = 0; i < T::BLOCK / 16; i++) {
-      Floats q = unscaled<T>(w + n * T::SIZE, i);
-      int g = 16 * i / T::GROUP;
-      if (T::BITS < 16) q *= ((float *)&s)[g];
-      if (T::MINIMUM) q -= ((float *)&m)[g];
-      store(y + n * T::BLOCK + 16 * i, q);
+  for (long n = 0; n < blocks; n++) unpack<T>(w + n * T::SIZE, y + n * T::BLOCK);
+}
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX torch is faster
+// Many rows: x and a strip of w become bfloat16, of which one instruction multiplies and adds 16
+// pairs. x lies in panels of 64 rows, a pair of numbers from each row side by side.
+enum { PANEL = 64, STRIP = 24, TALL = 6 };
+
+// 16 V rows of x by TALL rows of w: their sums stay in registers
+template <int V>
+void tile(const uint32_t *w, const uint32_t *x, float *y, long N, long K2, int rows, int columns) {
+  __m512 total[TALL][V] = {}, sums[V][TALL];
+  for (long k = 0; k < K2; k++, x += PANEL) {
+    __m512bh pairs[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) pairs[v] = load<__m512bh>(x + 16 * v);
+#pragma GCC unroll 6
+    for (int n = 0; n < TALL; n++) {
+      auto pair = (__m512bh)_mm512_set1_epi32(w[n * K2 + k]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) total[n][v] = _mm512_dpbf16_ps(total[n][v], pairs[v], pair);
+    }
+  }
+  float out[TALL][16 * V];
+  memcpy(out, total, sizeof out);
+  for (int r = 0; r < rows; r++)
+    for (int n = 0; n < columns; n++) y[r * N + n] = out[n][r];
+}
+template <class T> void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
+  long K2 = K / 2, panels = (rows + PANEL - 1) / PANEL, strips = (N + STRIP - 1) / STRIP;
+  std::unique_ptr<Floats[]> memory(new Floats[panels * PANEL * K2 / 16]);
+  auto packed = (uint32_t *)memory.get();
+#pragma omp parallel
+  {
+#pragma omp for
+    for (long r = 0; r < panels * PANEL; r += 16)
+      for (long k = 0; k < K2; k += 8) {
+        uint32_t pairs[16][8];
+        for (int i = 0; i < 16; i++)
+          store((uint16_t *)pairs[i], r + i < rows ? load<Floats>(x + (r + i) * K + 2 * k) : Floats{});
+        uint32_t *to = packed + r / PANEL * PANEL * K2 + k * PANEL + r % PANEL;
+        for (int j = 0; j < 8; j++)
+          for (int i = 0; i < 16; i++) to[j * PANEL + i] = pairs[i][j];
+      }
+    std::unique_ptr<uint32_t[]> strip(new uint32_t[STRIP * K2]);
+#pragma omp for schedule(dynamic)
+    for (long s = 0; s < strips; s++) {
+      long n = s * STRIP, high = N - n < STRIP ? N - n : STRIP, blocks = K / T::BLOCK;
+      for (long b = 0; b < high * blocks; b++)
+        unpack<T>(w + (n * blocks + b) * T::SIZE, (uint16_t *)strip.get() + b * T::BLOCK);
+      for (long r = 0; r < rows; r += PANEL)
+        for (long i = 0; i < high; i += TALL) {
+          int wide = rows - r < PANEL ? rows - r : PANEL, columns = high - i < TALL ? high - i : TALL;
+          auto f = wide > 48 ? tile<4> : wide > 32 ? tile<3> : wide > 16 ? tile<2> : tile<1>;
+          f(&strip[i * K2], packed + r * K2, y + r * N + n + i, N, K2, wide, columns);
+        }
     }
   }
 }
+#define PRODUCT(name)                                                                        \
+  extern "C" void product_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+    product<name>(w, x, y, n, N, K);                                                        \
+  }
+#else
+#define PRODUCT(name)
+#endif
 
 #define TYPE(name, block, size, group, bits_, zero, get_scales, get_values)                 \
   struct name {                                                                             \
@@ -861,7 +927,8 @@ template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) 
   }                                                                                         \
   extern "C" void bfloat16_##name(Bytes w, uint16_t *y, long blocks) {                      \
     dequantize<name>(w, y, blocks);                                                         \
-  }
+  }                                                                                         \
+  PRODUCT(name)
 #define RUN(n) (i / n * 32 + i % 2 * 16)  // where 16 weights lie that share n / 2 bit positions
 
 // type, weights and bytes per block, weights per scale, bits, zero point, scales (and minima if the
@@ -1007,13 +1074,14 @@ class QuantizedLinear(nn.Module):
             library = None
         self.native: dict[Any, Callable] = {}
         for key, name, arguments in (
-            ("linear", "rounded" if fast else "linear", 6),
+            ("few", "rounded" if fast else "linear", 6),
+            ("many", "product" if fast else "", 6),
             (torch.float32, "dequantize", 3),
             (torch.bfloat16, "bfloat16", 3),
         ):
-            if library:
-                self.native[key] = library[f"{name}_{kind}"]
-                self.native[key].argtypes = [ctypes.c_ssize_t] * arguments  # pointers and sizes
+            if library and (function := getattr(library, f"{name}_{kind}", None)):
+                self.native[key] = function
+                function.argtypes = [ctypes.c_ssize_t] * arguments  # pointers and sizes
         self.packed = packed_linear(blocks, kind) if fast and not library else None
 
     def extra_repr(self) -> str:
@@ -1024,14 +1092,15 @@ class QuantizedLinear(nn.Module):
         """x (..., in) -> (..., out) of x's dtype."""
         N, K = self.out_features, self.in_features
         few = x.numel() <= FEW_ROWS * K
+        kernel = self.native.get("few" if few else "many")
         if few and torch.compiler.is_compiling():  # one fused loop: W is never unpacked to memory
             w = dequantize(self.blocks, self.kind)
             y = (w * x.float()[..., None, :]).sum(-1)
-        elif few and self.native:
+        elif kernel:
             x32 = x.float().contiguous()
             y = x32.new_empty(*x.shape[:-1], N)
             pointers = self.blocks.data_ptr(), x32.data_ptr(), y.data_ptr()
-            self.native["linear"](*pointers, x.numel() // K, N, K)
+            kernel(*pointers, x.numel() // K, N, K)
         elif few and self.packed:
             y = self.packed(x.reshape(-1, K)).view(*x.shape[:-1], N)
         else:

@@ -1126,7 +1126,7 @@ def wide_blocks(kind, rows=48, columns=512):
 def test_fast_layers_round_what_enters_them(kind, monkeypatch):
     """To 16-bit integers up to 16 rows, to bfloat16 above; the errors are those that are told."""
     monkeypatch.setattr(llama2, "has_bfloat16", lambda: True)
-    blocks, weight = wide_blocks(kind)
+    blocks, weight = wide_blocks(kind, rows=53)
     layer = llama2.QuantizedLinear(blocks, kind, compiled_kernels(), fast=True)
     exact = llama2.QuantizedLinear(blocks, kind, compiled_kernels())
     torch.manual_seed(2)
@@ -1139,11 +1139,15 @@ def test_fast_layers_round_what_enters_them(kind, monkeypatch):
     x[1, 500] = math.nan
     assert layer(x)[1].isnan().all() and not layer(x)[0].isnan().any()
     assert not layer(torch.zeros(2, 512)).any()
-    x = torch.randn(2, 12, 512)
-    assert_close(exact(x), F.linear(x, weight), 1e-5)
-    assert_close(layer(x), F.linear(x.bfloat16(), weight.bfloat16()).float(), 1e-2)
-    assert_close(layer(x), F.linear(x, weight), 1e-2)
-    unpacked = torch.empty(48, 512, dtype=torch.bfloat16)
+    for shape in ((2, 12), (33,), (49,), (64,), (65,), (130,)):
+        x = torch.randn(*shape, 512)
+        assert_close(exact(x), F.linear(x, weight), 1e-5)
+        for _ in range(2):  # with the kernel, if the processor has the instructions, and with torch
+            assert_close(layer(x), F.linear(x.bfloat16(), weight.bfloat16()).float(), 1e-2)
+            assert_close(layer(x), F.linear(x, weight), 1e-2)
+            many, layer.native["many"] = layer.native.get("many"), None
+        layer.native["many"] = many
+    unpacked = torch.empty(53, 512, dtype=torch.bfloat16)
     count = unpacked.numel() // max(32, llama2.GGML_TYPES[kind][0])
     layer.native[torch.bfloat16](blocks.data_ptr(), unpacked.data_ptr(), count)
     # Rounded once: all but those in the middle of two numbers are the same.
