@@ -580,6 +580,7 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
 KERNELS = r"""
 // Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -844,26 +845,41 @@ template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) 
   for (long n = 0; n < blocks; n++) unpack<T>(w + n * T::SIZE, y + n * T::BLOCK);
 }
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX torch is faster
-// Many rows: x and a strip of w become bfloat16, of which one instruction multiplies and adds 16
-// pairs. x lies in panels of 64 rows, a pair of numbers from each row side by side.
-enum { PANEL = 64, STRIP = 24, TALL = 6 };
-
-// 16 V rows of x by TALL rows of w: their sums stay in registers
-template <int V>
-void tile(const uint32_t *w, const uint32_t *x, float *y, long N, long K2, int rows, int columns) {
-  __m512 total[TALL][V] = {}, sums[V][TALL];
-  for (long k = 0; k < K2; k++, x += PANEL) {
-    __m512bh pairs[V];
+// Many rows of x lie in panels of 64, side by side: 16 V of them are multiplied by TALL rows of w,
+// which are `down` apart and their numbers `right`, and the sums stay in registers.
+enum { PANEL = 64, TALL = 6 };
+INLINE Floats add(Floats total, Floats x, float w) { return total + x * w; }
+#ifdef __AVX512BF16__  // or pairs of bfloat16 in place of a float
+INLINE Floats add(Floats total, Floats x, uint32_t w) {
+  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)_mm512_set1_epi32(w));
+}
+#endif
+template <int V, class E>  // of the TALL only `columns` are there
+INLINE void tile(Floats (&total)[TALL][V], const E *w, long down, long right, int columns,
+                 const E *x, long K) {
+  const E *row[TALL];
+  memset(total, 0, sizeof total);
+  for (int n = 0; n < TALL; n++) row[n] = w + (n < columns ? n * down : 0);
+  for (long k = 0; k < K; k++, x += PANEL) {
+    Floats v[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) pairs[v] = load<__m512bh>(x + 16 * v);
+    for (int i = 0; i < V; i++) v[i] = load<Floats>(x + 16 * i);
 #pragma GCC unroll 6
     for (int n = 0; n < TALL; n++) {
-      auto pair = (__m512bh)_mm512_set1_epi32(w[n * K2 + k]);
+      E one = row[n][k * right];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) total[n][v] = _mm512_dpbf16_ps(total[n][v], pairs[v], pair);
+      for (int i = 0; i < V; i++) total[n][i] = add(total[n][i], v[i], one);
     }
   }
+}
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX torch is faster
+enum { STRIP = 24 };  // rows of w that are unpacked at a time
+
+template <int V>
+void tile(const uint32_t *w, const uint32_t *x, float *y, long N, long K2, int rows, int columns) {
+  Floats total[TALL][V];
+  tile(total, w, K2, 1L, columns, x, K2);
   float out[TALL][16 * V];
   memcpy(out, total, sizeof out);
   for (int r = 0; r < rows; r++)
@@ -954,6 +970,141 @@ TYPE(Q5_K, 256, 176, 32, 5, 0, scales_k4(b, s, m),
 TYPE(Q6_K, 256, 210, 16, 6, 32, s = floats(widen<Ints, int8_t>(b + 192)) * half(b + 208),
      bits<V>(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) |
          bits<V>(b + 128 + RUN(8), i / 2 % 4 * 2, 3, 4))
+
+// A whole layer: what Block.forward does, 60 operations of torch, in one call.
+INLINE Floats exp(Floats x) {  // 2e-7 relative: 2^n e^r
+  x = x < -87 ? all(-87) : x > 88 ? all(88) : x;
+  Floats n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats p = all(1.f / 720);
+  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = p * r + c;
+  return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+}
+typedef std::unique_ptr<float[]> Array;
+INLINE Array array(long n) { return Array(new float[n]); }
+struct Linear {  // this and Layer: as Python packs them
+  Bytes w;
+  void (*multiply)(Bytes w, const float *x, float *y, long rows, long N, long K);
+  long N, K;
+  Array operator()(const Array &x, long rows) const {
+    Array y = array(rows * N);
+    multiply(w, x.get(), y.get(), rows, N, K);
+    return y;
+  }
+};
+struct Layer {
+  Linear q, k, v, o, gate, up, down;
+  double eps;
+  long size;  // of a head
+};
+static Array norm(const float *x, const float *w, double eps, long rows, long C) {
+  Array y = array(rows * C);
+#pragma omp parallel for if (rows > 16)
+  for (long r = 0; r < rows; r++) {
+    Floats squares = {};
+    for (long i = r * C; i < r * C + C; i += 16) squares += load<Floats>(x + i) * load<Floats>(x + i);
+    float scale = 1 / std::sqrt(sum(squares) / C + (float)eps);
+    for (long i = 0; i < C; i += 16)
+      store(&y[r * C + i], load<Floats>(x + r * C + i) * scale * load<Floats>(w + i));
+  }
+  return y;
+}
+static void rotate(const float *from, float *to, const float *cos, const float *sin, long D) {
+  for (long i = 0; i < D / 2; i++) {
+    float even = from[2 * i], odd = from[2 * i + 1];
+    to[2 * i] = even * cos[i] - odd * sin[i], to[2 * i + 1] = even * sin[i] + odd * cos[i];
+  }
+}
+// One token of a head with `length` keys and values
+static void attend(const float *q, const float *k, const float *v, float *y, long length, long D) {
+  std::vector<float> p((length + 15) / 16 * 16, -INFINITY);
+  float most = -INFINITY;
+  for (long s = 0; s < length; s++) {
+    Floats dot = {};
+    for (long d = 0; d < D; d += 16) dot += load<Floats>(q + d) * load<Floats>(k + s * D + d);
+    p[s] = sum(dot) / std::sqrt((float)D), most = p[s] > most ? p[s] : most;
+  }
+  Floats total = {};
+  for (long s = 0; s < length; s += 16) {
+    Floats e = exp(load<Floats>(&p[s]) - most);
+    store(&p[s], e), total += e;
+  }
+  for (long d = 0; d < D; d += 16) {
+    Floats mix[4] = {};
+    for (long s = 0; s < length; s++) mix[s % 4] += p[s] * load<Floats>(v + s * D + d);
+    store(y + d, (mix[0] + mix[1] + mix[2] + mix[3]) / sum(total));
+  }
+}
+// The same for up to PANEL tokens, `row` apart: the i-th sees `length` + i keys
+static void attend(const float *q, const float *k, const float *v, float *y, int tokens, long length,
+                   long D, long row) {
+  enum { V = PANEL / 16 };
+  long keys = length + tokens - 1;
+  Array queries = array(D * PANEL);
+  std::unique_ptr<Floats[][V]> p(new Floats[keys][V]);
+  Floats most[V], sums[V] = {}, total[TALL][V];
+  float scale = 1 / std::sqrt((float)D);
+  for (long d = 0; d < D; d++)
+    for (int i = 0; i < PANEL; i++) queries[d * PANEL + i] = i < tokens ? q[i * row + d] * scale : 0;
+  for (int i = 0; i < V; i++) most[i] = all(-INFINITY);
+  for (long s = 0; s < keys; s += TALL) {
+    int columns = keys - s < TALL ? keys - s : TALL;
+    tile(total, k + s * D, D, 1L, columns, (const float *)queries.get(), D);
+    for (int n = 0; n < columns; n++)
+      for (int i = 0; i < V; i++) {
+        Floats score = LANE + 16 * i + (int)length > (int)s + n ? total[n][i] : all(-INFINITY);
+        p[s + n][i] = score, most[i] = score > most[i] ? score : most[i];
+      }
+  }
+  for (long s = 0; s < keys; s++)
+    for (int i = 0; i < V; i++) sums[i] += p[s][i] = exp(p[s][i] - most[i]);
+  for (int i = 0; i < V; i++) sums[i] = 1 / sums[i];
+  for (long d = 0; d < D; d += TALL) {
+    int columns = D - d < TALL ? D - d : TALL;
+    tile(total, v + d, 1L, D, columns, (const float *)p.get(), keys);
+    for (int n = 0; n < columns; n++)
+      for (int i = 0; i < tokens; i++) y[i * row + d + n] = ((float *)total[n])[i] * ((float *)sums)[i];
+  }
+}
+// x (B, T, C) += the layer's two halves; keys and values: its cache (B, G, room, D), `pos` are there
+extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const float *norm2,
+                          const float *cos, const float *sin, float *keys, float *values, long B,
+                          long T, long pos, long room) {
+  long D = l->size, C = l->q.K, H = l->q.N / D, G = l->k.N / D, rows = B * T, wide = l->gate.N;
+  Array h = norm(x, norm1, l->eps, rows, C);
+  Array q = l->q(h, rows), k = l->k(h, rows), v = l->v(h, rows), y = array(rows * H * D);
+#pragma omp parallel for if (rows > 16)
+  for (long i = 0; i < rows; i++) {
+    const float *c = cos + i % T * (D / 2), *s = sin + i % T * (D / 2);
+    for (long j = 0; j < H; j++) rotate(&q[(i * H + j) * D], &q[(i * H + j) * D], c, s, D);
+    for (long j = 0; j < G; j++) {
+      long at = ((i / T * G + j) * room + pos + i % T) * D;
+      rotate(&k[(i * G + j) * D], keys + at, c, s, D);
+      memcpy(values + at, &v[(i * G + j) * D], D * sizeof(float));
+    }
+  }
+  long step = T > 16 ? PANEL : 1, steps = (T + step - 1) / step;
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < B * H * steps; i++) {
+    long b = i / steps / H, j = i / steps % H, t = i % steps * step;
+    long at = (b * G + j / (H / G)) * room * D, from = ((b * T + t) * H + j) * D;
+    int tokens = T - t < step ? T - t : step;
+    if (step == 1) attend(&q[from], keys + at, values + at, &y[from], pos + t + 1, D);
+    else attend(&q[from], keys + at, values + at, &y[from], tokens, pos + t + 1, D, H * D);
+  }
+  h = l->o(y, rows);
+#pragma omp parallel for if (rows > 16)
+  for (long i = 0; i < rows * C; i += 16) store(x + i, load<Floats>(x + i) + load<Floats>(&h[i]));
+  h = norm(x, norm2, l->eps, rows, C);
+  Array gate = l->gate(h, rows), up = l->up(h, rows);
+#pragma omp parallel for if (rows > 16)
+  for (long i = 0; i < rows * wide; i += 16) {
+    Floats g = load<Floats>(&gate[i]);
+    store(&gate[i], g / (1 + exp(-g)) * load<Floats>(&up[i]));
+  }
+  h = l->down(gate, rows);
+#pragma omp parallel for if (rows > 16)
+  for (long i = 0; i < rows * C; i += 16) store(x + i, load<Floats>(x + i) + load<Floats>(&h[i]));
+}
 """
 
 
@@ -1092,7 +1243,7 @@ class QuantizedLinear(nn.Module):
         """x (..., in) -> (..., out) of x's dtype."""
         N, K = self.out_features, self.in_features
         few = x.numel() <= FEW_ROWS * K
-        kernel = self.native.get("few" if few else "many")
+        kernel = x.is_cpu and self.native.get("few" if few else "many")
         if few and torch.compiler.is_compiling():  # one fused loop: W is never unpacked to memory
             w = dequantize(self.blocks, self.kind)
             y = (w * x.float()[..., None, :]).sum(-1)
@@ -1115,7 +1266,8 @@ class QuantizedLinear(nn.Module):
         step = max(1, CHUNK // row) if x.device.type == "cpu" else self.out_features
         y = x.new_empty(self.out_features, len(x))  # transposed: each product writes one run
         dtype = x.dtype if x.dtype in self.native else torch.float32
-        buffer = torch.empty(step, self.in_features, dtype=dtype) if self.native else None
+        native = self.native and x.is_cpu
+        buffer = torch.empty(step, self.in_features, dtype=dtype) if native else None
         for start in range(0, self.out_features, step):
             blocks = self.blocks[start : start + step]
             if buffer is None:
@@ -1126,6 +1278,61 @@ class QuantizedLinear(nn.Module):
                 self.native[dtype](blocks.data_ptr(), w.data_ptr(), count)
             torch.mm(w.to(x.dtype), x.T, out=y[start : start + step])
         return y.T
+
+
+class NativeBlock:
+    """What Block.forward does, in one call of the kernels: the same but for 1e-6 relative.
+
+    Put in its place as `block.forward`; leaves to it what it cannot do: padding, hooks, 16 bits.
+    """
+
+    def __init__(self, block: Block, library: ctypes.CDLL) -> None:
+        attention, mlp = block.self_attn, block.mlp
+        self.block, self.layer = block, attention.layer
+        self.linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        self.linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.blocks = [getattr(linear, "blocks", None) for linear in self.linears]  # stay in memory
+        self.run = library.run_layer
+        self.run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 11]
+        self.packed: dict[str, bytes] = {}  # struct Layer, for few and for many tokens
+        for key in ("few", "many"):
+            functions = [getattr(linear, "native", {}).get(key) for linear in self.linears]
+            if all(functions) and attention.head_dim % 16 == 0:
+                numbers = []
+                for linear, function in zip(self.linears, functions, strict=True):
+                    address = ctypes.cast(function, ctypes.c_void_p).value
+                    numbers += linear.blocks.data_ptr(), address
+                    numbers += linear.out_features, linear.in_features
+                eps = block.input_layernorm.eps
+                self.packed[key] = struct.pack("28qdq", *numbers, eps, attention.head_dim)
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        B, T, _ = x.shape
+        packed = self.packed.get("few" if B * T <= FEW_ROWS else "many")
+        if (
+            not packed
+            or not x.is_cpu
+            or type(cache) is not Cache
+            or cache.padding is not None
+            or {x.dtype, cache.k.dtype} != {torch.float32}
+            or any(linear._forward_hooks for linear in self.linears)
+        ):
+            return Block.forward(self.block, x, cos, sin, mask, cache)
+        y = x.clone(memory_format=torch.contiguous_format)
+        norms = self.block.input_layernorm.weight, self.block.post_attention_layernorm.weight
+        tensors = y, *norms, cos, sin, cache.k[self.layer], cache.v[self.layer]
+        self.run(
+            packed,
+            *(tensor.data_ptr() for tensor in tensors),
+            B,
+            T,
+            cache.slots(T).start,
+            cache.max_seq_len,
+        )
+        return y
 
 
 class QuantizedEmbedding(nn.Module):
@@ -1778,6 +1985,8 @@ def build_model(
         setattr(model.get_submodule(parent), attribute, module)
     if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
         model.lm_head.weight = model.embed_tokens.weight
+    for block in model.layers if "library" in options else ():
+        block.forward = NativeBlock(block, options["library"])
     return model.eval()
 
 

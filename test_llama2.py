@@ -1155,6 +1155,75 @@ def test_fast_layers_round_what_enters_them(kind, monkeypatch):
     assert_close(unpacked.float(), weight, 2**-8)
 
 
+def native_block(vocabulary, path, kv_heads):
+    """A block of a quantised model with its NativeBlock, made able to take any number of tokens."""
+    compiled_kernels()
+    config = dataclasses.replace(
+        WIDE, num_attention_heads=4, num_key_value_heads=kv_heads, max_position_embeddings=256
+    )
+    path, _ = quantised(vocabulary, path, ["Q4_K", "Q5_1", "Q8_0", "Q6_K"], config)
+    block = llama2.build_model(llama2.open_checkpoint(path)).layers[0]
+    assert isinstance(block.forward, llama2.NativeBlock)
+    for layer in block.modules():
+        if isinstance(layer, llama2.QuantizedLinear):
+            layer.native["many"] = layer.native["few"]
+    return config, block, llama2.NativeBlock(block, compiled_kernels())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@torch.no_grad()
+def test_a_native_block_does_what_the_block_does(tmp_path, vocabulary, kv_heads):
+    """Chunk after chunk, in batches: its output, and what it stores."""
+    config, block, native = native_block(vocabulary, tmp_path / "x.gguf", kv_heads)
+    torch.manual_seed(0)
+    for B, chunks in ((1, (1, 5, 1, 64, 1)), (2, (3, 8, 1)), (1, (130, 17, 1)), (2, (65, 70))):
+        ours, theirs = (llama2.Cache(config, B, 201) for _ in range(2))
+        for T in chunks:
+            x = torch.randn(B, T, 256)
+            rest = *theirs.rope(T), theirs.mask(T)
+            wanted, before = llama2.Block.forward(block, x, *rest, theirs), x.clone()
+            assert_close(native(x, *rest, ours), wanted, 1e-5)
+            assert torch.equal(x, before)
+            ours.advance(T), theirs.advance(T)
+        for found, wanted in ((ours.k, theirs.k), (ours.v, theirs.v)):
+            assert wanted[:, :, :, : ours.pos].any() and not found[:, :, :, ours.pos :].any()
+            assert_close(found, wanted, 1e-5)
+    x = torch.randn(1, 20, 256)
+    x[0, 11, 5] = math.nan  # is not lost
+    cache = llama2.Cache(config)
+    assert native(x, *cache.rope(20), cache.mask(20), cache)[0, 11:].isnan().all()
+
+
+@torch.no_grad()
+def test_a_native_block_leaves_the_rest_to_the_block(tmp_path, vocabulary, monkeypatch):
+    """Padding, hooks, 16 bits, no cache, a step that is compiled."""
+    config, block, native = native_block(vocabulary, tmp_path / "x.gguf", 2)
+    calls, forward = [], llama2.Block.forward
+    monkeypatch.setattr(llama2.Block, "forward", lambda *args: calls.append(args) or forward(*args))
+    x, cache = torch.randn(2, 3, 256), llama2.Cache(config, 2)
+    native(x, *cache.rope(3), cache.mask(3), cache)
+    assert not calls
+    padded = llama2.Cache(config, 2, padding=torch.tensor([0, 1]))
+    step = llama2.StaticCache(cache, 8)
+    for inputs, other in ((x, padded), (x[:, :1], step)):
+        T = inputs.shape[1]
+        native(inputs, *other.rope(T), other.mask(T), other)
+    native(x, *cache.rope(3), None, None)
+    seen = []
+    hook = block.mlp.down_proj.register_forward_hook(lambda *args: seen.append(args))
+    native(x, *cache.rope(3), cache.mask(3), cache)
+    assert len(calls) == 4 and len(seen) == 1
+    hook.remove()
+    block.post_attention_layernorm.weight = torch.nn.Parameter(torch.full((256,), 3.0))
+    wanted = forward(block, x, *cache.rope(3), cache.mask(3), cache)
+    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), wanted, 1e-5)
+    assert len(calls) == 4
+    half = llama2.Cache(config, 2, dtype=torch.bfloat16)
+    block.bfloat16()
+    native(x.bfloat16(), *half.rope(3), half.mask(3), half)
+    assert len(calls) == 5
+
+
 @pytest.mark.parametrize("kind", llama2.GGML_TYPES)
 @torch.no_grad()
 def test_fast_layers_without_a_compiler(kind, monkeypatch):
