@@ -217,8 +217,13 @@ class Setting:
         """
         llama2.tune_process()
         llama2.check_memory(checkpoint, 512, self.dtype, self.device)
-        options = {"progress": sys.stderr.isatty(), "compile": self.args.compile is not False}
-        options["fast"] = as_run and self.args.dtype == "auto" and llama2.is_large(checkpoint)
+        options = {
+            "progress": sys.stderr.isatty(),
+            "compile": self.args.compile is not False,
+        }
+        if as_run:
+            rounds = self.args.dtype == "auto" and llama2.is_large(checkpoint)
+            options["activation_bits"] = self.args.activation_bits or (16 if rounds else 32)
         return llama2.build_model(checkpoint, self.device, self.dtype, **options)
 
     def step(
@@ -1095,6 +1100,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, help="default: kernels; steps on CUDA")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *llama2.DTYPES), default="auto", help="of the activations")
+    bits = "as for llama2.py, with --model and --table"
+    add("--activation-bits", choices=(32, 16, 8), type=int, help=bits)
     add("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     add("--json", metavar="FILE", type=Path, help="write the result there as well")
     args = parser.parse_args(argv)

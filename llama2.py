@@ -575,8 +575,9 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
 
 
 # The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
-# rounded_TYPE: those rows as 16-bit integers, a scale for each group of weights, where that pays;
-# dequantize_TYPE and bfloat16_TYPE. F16 and BF16 are handled as blocks of 32, too.
+# linear16 and linear8: those rows as integers of 16 or 8 bits, a scale for each group of weights;
+# product16 and product8: for many rows, as bfloat16 or such integers; dequantize and bfloat16;
+# run_layer: a whole Block. F32, F16 and BF16 are handled as blocks of 32, too.
 KERNELS = r"""
 // Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
@@ -596,6 +597,7 @@ typedef float Floats __attribute__((vector_size(64)));  // 16 weights are handle
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef int16_t Shorts __attribute__((vector_size(64)));  // or 32, as integers
 typedef int16_t Half __attribute__((vector_size(32)));
+typedef uint8_t Small __attribute__((vector_size(32)));  // or 32, as bytes
 typedef float Eight __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(16)));
 static const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -671,6 +673,15 @@ typedef int16_t Rounded;
 #else
 typedef float Rounded;  // which is faster here
 #endif
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+WIDEN(Small, uint8_t) { return load<Small>(p); }
+INLINE Eight quads(Small a, Small b) {  // of unsigned by signed bytes: 4 products each, added up
+  return (Eight)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(__m256i{}, (__m256i)a, (__m256i)b));
+}
+typedef int8_t Tiny;
+#else
+typedef Rounded Tiny;
+#endif
 
 // The integers of a block, 16 Ints or 32 Shorts. Bits `mask` << from of each byte, moved to `to`:
 template <class V> INLINE V bits(Bytes p, int from, int mask, int to = 0) {
@@ -693,6 +704,13 @@ template <> ALWAYS Shorts nibbles(Bytes p, int) {
 }
 template <> ALWAYS Shorts fifth(Bytes p, int) {
   return (Shorts)_mm512_maskz_set1_epi16(load<uint32_t>(p), 16);
+}
+template <> ALWAYS Small nibbles(Bytes p, int) {
+  __m128i v = load<__m128i>(p);
+  return (Small)_mm256_set_m128i(_mm_srli_epi16(v, 4), v) & 15;
+}
+template <> ALWAYS Small fifth(Bytes p, int) {
+  return (Small)_mm256_maskz_set1_epi8(load<uint32_t>(p), 16);
 }
 #endif
 
@@ -733,11 +751,14 @@ INLINE float sum(Floats v) {
 // Rows to be multiplied, float32 or integers with a step for each group, and the sums of the groups
 template <class X> struct Rows { const X *x; const float *steps, *sums; };
 
-// y[r] = (row w) . x[r] for R rows of x: of each group of weights s * (q . x) - m * sum(x)
+// y[r] = (row w) . x[r] for R rows of x: of each group of weights s * (q . x) - m * sum(x); bytes
+// must be unsigned, for them m takes the place of the zero point
 template <class T, int R, class X>
 INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
-  const bool exact = std::is_same<X, float>::value;
-  Floats total[R][2] = {}, lanes[R] = {}, scales[R];
+  const bool exact = std::is_same<X, float>::value, bytes = sizeof(X) == 1;
+  const bool shifted = T::MINIMUM || (bytes && T::ZERO);
+  typename std::conditional<bytes, Eight, Floats>::type total[R][2] = {};
+  Floats lanes[R] = {}, scales[R];
   float low[R] = {};
   alignas(64) float scale[R][16];
   for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
@@ -746,13 +767,22 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
     T::scales(w, s, m);
     for (int r = 0; r < R && T::BITS < 16; r++) {
       long group = (r * K + k) / T::GROUP;
+      typename T::Scales step, sums;
+      if constexpr (T::BLOCK == 32) step = exact ? 1 : rows.steps[group], sums = rows.sums[group];
+      else {
+        sums = load<Floats>(rows.sums + group);
+        if constexpr (exact) step = all(1);
+        else if (bytes) step = all(rows.steps[(r * K + k) / T::BLOCK]);
+        else step = load<Floats>(rows.steps + group);
+      }
+      auto scaled = exact ? s : s * step;
+      auto shift = (T::MINIMUM && !exact ? m * step : T::MINIMUM ? m : scaled) * sums;
       if constexpr (T::BLOCK == 32) {
-        scale[r][0] = exact ? s : s * rows.steps[group];
-        if (T::MINIMUM) low[r] += m * rows.sums[group];
+        scale[r][0] = scaled;
+        if (shifted) low[r] += shift;
       } else {
-        scales[r] = exact ? s : s * load<Floats>(rows.steps + group);
-        store(scale[r], scales[r]);
-        if (T::MINIMUM) lanes[r] += m * load<Floats>(rows.sums + group);
+        store(scale[r], scales[r] = scaled);
+        if (shifted) lanes[r] += shift;
       }
     }
     if (T::BLOCK == 256) asm volatile("" : : "r"(scale) : "memory");  // scales from memory: free
@@ -770,6 +800,18 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
             total[r][1] += p * b * all(scale[r][2 * i + 1]);
           }
         }
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+      } else if constexpr (bytes) {
+        Small q = T::template values<Small>(w, 2 * i);
+        for (int r = 0; r < R; r++, x += K) {
+          Eight t = quads(q, load<Small>(x));
+          if (T::GROUP == 32) total[r][i & 1] += t * scale[r][i];
+          else {
+            Floats s = __builtin_shuffle(scales[r], LANE / 4 + 2 * i);
+            total[r][i & 1] += t * (Eight)_mm512_castps512_ps256((__m512)s);
+          }
+        }
+#endif
       } else {
         Shorts q = T::template values<Shorts>(w, 2 * i) - (int16_t)T::ZERO;
         for (int r = 0; r < R; r++, x += K) {
@@ -780,44 +822,51 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
       }
     }
   }
-  for (int r = 0; r < R; r++) y[r * N] = sum(total[r][0] + total[r][1] - lanes[r]) - low[r];
-}
-// The sum of a group of 16 or 32; if q is not null, the group as integers and the step between them
-template <int GROUP> INLINE float split(const float *x, int16_t *q, float *step) {
-  Floats f[GROUP / 16], total = {}, most = {};
-  for (int i = 0; i < GROUP / 16; i++) {
-    f[i] = load<Floats>(x + 16 * i), total += f[i];
-    Floats size = f[i] < 0 ? -f[i] : f[i];
-    most = size > most ? size : most;
+  for (int r = 0; r < R; r++) {
+    Floats all;
+    if constexpr (bytes) all = join<Floats>(total[r][0], total[r][1]);
+    else all = total[r][0] + total[r][1];
+    y[r * N] = sum(all - lanes[r]) - low[r];
   }
-  float whole = sum(total), top = 0;
-  if (!q) return whole;
+}
+// RUN numbers as integers, the step between them, and the sums of their groups in steps
+template <int RUN, int GROUP, class X>
+INLINE void split(const float *x, X *q, float *step, float *sums, long apart = 1) {
+  const float limit = sizeof(X) == 1 ? 127 : 32767;
+  Floats most = {}, whole = {}, total = {};
+  for (int i = 0; i < RUN; i += 16) {
+    Floats f = load<Floats>(x + i), size = f < 0 ? -f : f;
+    whole += f, most = size > most ? size : most;
+  }
+  float top = 0;
   for (int i = 0; i < 16; i++) top = most[i] > top ? most[i] : top;
-  float inverse = top > 1e-30f ? 32767 / top : 0;
-  *step = top / 32767 + 0 * whole;  // NaN if an x is
-  for (int i = 0; i < GROUP / 16; i++) {
-    Floats near = f[i] * inverse + 0x1.8p23f - 0x1.8p23f;
-    Half v = __builtin_convertvector(__builtin_convertvector(near, Ints), Half);
-    memcpy(q + 16 * i, &v, 32);
+  float inverse = top > 1e-30f ? limit / top : 0;
+  *step = top / limit + 0 * sum(whole);  // NaN if an x is
+  for (int i = 0; i < RUN; i += 16) {
+    typedef X Integers __attribute__((vector_size(16 * sizeof(X))));
+    Floats near = load<Floats>(x + i) * inverse + 0x1.8p23f - 0x1.8p23f;
+    Integers v = __builtin_convertvector(__builtin_convertvector(near, Ints), Integers);
+    memcpy(q + i, &v, sizeof v), total += near;
+    if ((i + 16) % GROUP == 0) sums[i / GROUP * apart] = sum(total), total = Floats{};
   }
-  return whole;
 }
-// (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y; X int16_t: x is rounded to integers
+// (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y; X an integer: x is rounded to it
 template <class T, class X>
 void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
   const bool exact = std::is_same<X, float>::value;
+  const int RUN = sizeof(X) == 1 ? T::BLOCK : T::GROUP;  // numbers that share a step
   long groups = rows * K / T::GROUP;
-  std::vector<float> sums(exact && !T::MINIMUM ? 0 : groups + 16), steps(exact ? 0 : groups + 16);
-  std::vector<int16_t> q(exact ? 0 : rows * K);
-  for (long i = 0; i < (long)sums.size() - 16; i++) {
-    const float *group = x + i * T::GROUP;
-    if (exact) sums[i] = split<T::GROUP>(group, nullptr, nullptr);
-    else sums[i] = split<T::GROUP>(group, &q[i * T::GROUP], &steps[i]);
+  std::vector<float> sums(groups + 16), steps(exact ? 0 : groups + 16);
+  std::vector<X> q(exact ? 0 : rows * K);
+  for (long i = 0; i < rows * K; i += RUN) {
+    float *to = &sums[i / T::GROUP];
+    if constexpr (!exact) split<RUN, T::GROUP>(x + i, &q[i], &steps[i / RUN], to);
+    else if (T::MINIMUM) *to = sum(load<Floats>(x + i) + (RUN == 32 ? load<Floats>(x + i + 16) : Floats{}));
   }
+  for (float &sum : sums) if (sizeof(X) == 1 && T::ZERO) sum *= T::ZERO;
   auto from = [&](long r) {
     const void *start = exact ? (const void *)(x + r * K) : &q[r * K];
-    long group = r * K / T::GROUP;
-    return Rows<X>{(const X *)start, steps.data() + group, sums.data() + group};
+    return Rows<X>{(const X *)start, &steps[r * K / RUN], &sums[r * K / T::GROUP]};
   };
 #pragma omp parallel for schedule(dynamic, 64) if (N * K > 1 << 16)
   for (long n = 0; n < N; n++) {
@@ -844,6 +893,11 @@ template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) 
 #pragma omp parallel for if (blocks * T::BLOCK > 1 << 16)
   for (long n = 0; n < blocks; n++) unpack<T>(w + n * T::SIZE, y + n * T::BLOCK);
 }
+
+template <class X> INLINE std::unique_ptr<X[]> array(long n) {
+  return std::unique_ptr<X[]>(new X[n]);  // without zeros in it
+}
+typedef std::unique_ptr<float[]> Array;
 
 // Many rows of x lie in panels of 64, side by side: 16 V of them are multiplied by TALL rows of w,
 // which are `down` apart and their numbers `right`, and the sums stay in registers.
@@ -873,57 +927,143 @@ INLINE void tile(Floats (&total)[TALL][V], const E *w, long down, long right, in
   }
 }
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX torch is faster
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)  // AMX: torch is faster
 enum { STRIP = 24 };  // rows of w that are unpacked at a time
-
-template <int V>
-void tile(const uint32_t *w, const uint32_t *x, float *y, long N, long K2, int rows, int columns) {
-  Floats total[TALL][V];
-  tile(total, w, K2, 1L, columns, x, K2);
-  float out[TALL][16 * V];
-  memcpy(out, total, sizeof out);
+INLINE void scatter(const void *sums, float *y, long N, int width, int rows, int columns) {
   for (int r = 0; r < rows; r++)
-    for (int n = 0; n < columns; n++) y[r * N + n] = out[n][r];
+    for (int n = 0; n < columns; n++) y[r * N + n] = ((const float *)sums)[n * width + r];
 }
-template <class T> void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
-  long K2 = K / 2, panels = (rows + PANEL - 1) / PANEL, strips = (N + STRIP - 1) / STRIP;
-  std::unique_ptr<Floats[]> memory(new Floats[panels * PANEL * K2 / 16]);
-  auto packed = (uint32_t *)memory.get();
+// A strip of w and a panel of x as X, 2 or 4 numbers to a word: bfloat16, or bytes with what belongs
+// to their groups; `start` makes up for the 128 that are added to x because it must be unsigned
+struct Strip { uint32_t *words; int32_t *start; float *scale, *low; };
+struct Panel { uint32_t *words; float *steps, *sums; };
+
+#ifdef __AVX512BF16__
+template <int V, int, int, bool>
+void multiply(uint16_t, Strip w, Panel x, float *y, long N, long K, int rows, int columns) {
+  Floats total[6][V];
+  tile(total, w.words, K / 2, 1L, columns, x.words, K / 2);
+  scatter(total, y, N, 16 * V, rows, columns);
+}
+#endif
+template <int V, int BLOCK, int GROUP, bool MINIMUM>
+void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int columns) {
+  enum { TALL = 3, QUADS = GROUP / 4 };
+  Floats total[TALL][V] = {};
+  for (long b = 0; b < K / BLOCK; b++, x.steps += PANEL) {
+    Floats block[TALL][V] = {};
+    for (long g = b * (BLOCK / GROUP); g < (b + 1) * (BLOCK / GROUP); g++, x.sums += PANEL) {
+      __m512i part[TALL][V];
+      for (int n = 0; n < TALL; n++)
+        for (int i = 0; i < V; i++) part[n][i] = _mm512_set1_epi32(w.start[n * (K / GROUP) + g]);
+#pragma GCC unroll 8
+      for (int k = 0; k < QUADS; k++, x.words += PANEL) {
+        __m512i v[V];
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) {
+          v[i] = load<__m512i>(x.words + 16 * i);
+          asm("" : "+v"(v[i]));  // stays in its register: GCC would load it three times
+        }
+#pragma GCC unroll 3
+        for (int n = 0; n < TALL; n++) {
+          __m512i quad = _mm512_set1_epi32(w.words[n * (K / 4) + g * QUADS + k]);
+#pragma GCC unroll 4
+          for (int i = 0; i < V; i++) part[n][i] = _mm512_dpbusd_epi32(part[n][i], v[i], quad);
+        }
+      }
+      for (int n = 0; n < TALL; n++)
+        for (int i = 0; i < V; i++) {
+          block[n][i] += floats((Ints)part[n][i]) * all(w.scale[n * (K / GROUP) + g]);
+          if (MINIMUM) block[n][i] -= load<Floats>(x.sums + 16 * i) * all(w.low[n * (K / GROUP) + g]);
+        }
+    }
+    for (int n = 0; n < TALL; n++)
+      for (int i = 0; i < V; i++) total[n][i] += block[n][i] * load<Floats>(x.steps + 16 * i);
+  }
+  scatter(total, y, N, 16 * V, rows, columns);
+}
+template <class T> INLINE void unpack(Bytes w, int8_t *q, int32_t *start, float *scale, float *low) {
+  typename T::Scales s, m;
+  T::scales(w, s, m);
+  for (int i = 0; i < T::BLOCK / 32; i++) {
+    Shorts v = T::template values<Shorts>(w, 2 * i) - (int16_t)T::ZERO;
+    __m256i bytes = _mm512_cvtepi16_epi8((__m512i)v);
+    memcpy(q + 32 * i, &bytes, 32);
+    Ints sums = pairs(v, Shorts{} - 128);
+    for (int g = 0; g < 32 / T::GROUP; g++)
+      start[32 / T::GROUP * i + g] =
+          _mm512_mask_reduce_add_epi32(T::GROUP == 32 ? 0xffff : 0xff << 8 * g, (__m512i)sums);
+  }
+  memcpy(scale, &s, T::BLOCK / T::GROUP * 4);
+  if (T::MINIMUM) memcpy(low, &m, T::BLOCK / T::GROUP * 4);
+}
+template <class T, class X>
+void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
+  const bool bytes = sizeof(X) == 1;
+  const int PER = 4 / sizeof(X), TALL = bytes ? 3 : 6, GROUP = T::GROUP, BLOCK = T::BLOCK;
+  long words = K / PER, padded = (rows + PANEL - 1) / PANEL * PANEL;
+  long groups = bytes ? K / GROUP : 0, blocks = K / BLOCK;
+  auto packed = array<uint32_t>(padded * words);
+  auto steps = array<float>(padded * blocks), sums = array<float>(padded * groups);
 #pragma omp parallel
   {
 #pragma omp for
-    for (long r = 0; r < panels * PANEL; r += 16)
-      for (long k = 0; k < K2; k += 8) {
-        uint32_t pairs[16][8];
-        for (int i = 0; i < 16; i++)
-          store((uint16_t *)pairs[i], r + i < rows ? load<Floats>(x + (r + i) * K + 2 * k) : Floats{});
-        uint32_t *to = packed + r / PANEL * PANEL * K2 + k * PANEL + r % PANEL;
-        for (int j = 0; j < 8; j++)
-          for (int i = 0; i < 16; i++) to[j * PANEL + i] = pairs[i][j];
-      }
-    std::unique_ptr<uint32_t[]> strip(new uint32_t[STRIP * K2]);
+    for (long from = 0; from < padded; from += 16)
+      for (long k = 0; k < K; k += BLOCK)
+        for (long r = from; r < from + 16; r++) {
+          X some[BLOCK] = {};
+          const float *f = x + r * K + k;
+          long panel = r / PANEL * PANEL, lane = r % PANEL;
+          float *step = &steps[panel * blocks + k / BLOCK * PANEL + lane];
+          float *sum = &sums[panel * groups + k / GROUP * PANEL + lane];
+          if constexpr (bytes) {
+            if (r < rows) split<BLOCK, GROUP>(f, some, step, sum, PANEL);
+          } else
+            for (int i = 0; r < rows && i < BLOCK; i += 16) store(some + i, load<Floats>(f + i));
+          uint32_t *to = &packed[panel * words + k / PER * PANEL + lane];
+          for (int i = 0; i < BLOCK / PER; i++)
+            to[i * PANEL] = load<uint32_t>(some + i * PER) ^ (bytes ? 0x80808080 : 0);
+        }
+    auto strip = array<uint32_t>(STRIP * words);
+    auto start = array<int32_t>(STRIP * groups);
+    auto scale = array<float>(STRIP * groups), low = array<float>(STRIP * groups);
 #pragma omp for schedule(dynamic)
-    for (long s = 0; s < strips; s++) {
-      long n = s * STRIP, high = N - n < STRIP ? N - n : STRIP, blocks = K / T::BLOCK;
-      for (long b = 0; b < high * blocks; b++)
-        unpack<T>(w + (n * blocks + b) * T::SIZE, (uint16_t *)strip.get() + b * T::BLOCK);
+    for (long n = 0; n < N; n += STRIP) {
+      long high = N - n < STRIP ? N - n : STRIP;
+      for (long b = 0; b < high * blocks; b++) {
+        Bytes block = w + (n * blocks + b) * T::SIZE;
+        X *to = (X *)strip.get() + b * BLOCK;
+        long g = b * (BLOCK / GROUP);
+        if constexpr (bytes) unpack<T>(block, to, &start[g], &scale[g], &low[g]);
+        else unpack<T>(block, to);
+      }
       for (long r = 0; r < rows; r += PANEL)
         for (long i = 0; i < high; i += TALL) {
-          int wide = rows - r < PANEL ? rows - r : PANEL, columns = high - i < TALL ? high - i : TALL;
-          auto f = wide > 48 ? tile<4> : wide > 32 ? tile<3> : wide > 16 ? tile<2> : tile<1>;
-          f(&strip[i * K2], packed + r * K2, y + r * N + n + i, N, K2, wide, columns);
+          long wide = rows - r < PANEL ? rows - r : PANEL, columns = high - i < TALL ? high - i : TALL;
+          Strip a = {&strip[i * words], &start[i * groups], &scale[i * groups], &low[i * groups]};
+          Panel b = {&packed[r * words], &steps[r * blocks], &sums[r * groups]};
+          auto to = y + r * N + n + i;
+          if (wide > 32) multiply<4, BLOCK, GROUP, T::MINIMUM>(X(), a, b, to, N, K, wide, columns);
+          else multiply<2, BLOCK, GROUP, T::MINIMUM>(X(), a, b, to, N, K, wide, columns);
         }
     }
   }
 }
-#define PRODUCT(name)                                                                        \
-  extern "C" void product_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    product<name>(w, x, y, n, N, K);                                                        \
+#define PRODUCT8(name)                                                                         \
+  extern "C" void product8_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+    if constexpr (name::BITS < 16) product<name, int8_t>(w, x, y, n, N, K);                    \
   }
 #else
-#define PRODUCT(name)
+#define PRODUCT8(name)
 #endif
-
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define PRODUCT16(name)                                                                         \
+  extern "C" void product16_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+    product<name, uint16_t>(w, x, y, n, N, K);                                                  \
+  }
+#else
+#define PRODUCT16(name)
+#endif
 #define TYPE(name, block, size, group, bits_, zero, get_scales, get_values)                 \
   struct name {                                                                             \
     enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_, ZERO = zero };          \
@@ -935,8 +1075,12 @@ template <class T> void product(Bytes w, const float *x, float *y, long rows, lo
   extern "C" void linear_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
     linear<name, float>(w, x, y, n, N, K);                                                  \
   }                                                                                         \
-  extern "C" void rounded_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+  extern "C" void linear16_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
     linear<name, std::conditional<(bits_ < 16), Rounded, float>::type>(w, x, y, n, N, K);   \
+  }                                                                                         \
+  extern "C" void linear8_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+    typedef std::conditional<(bits_ < 16), Rounded, float>::type Wide;                      \
+    linear<name, std::conditional<(bits_ < 8), Tiny, Wide>::type>(w, x, y, n, N, K);        \
   }                                                                                         \
   extern "C" void dequantize_##name(Bytes w, float *y, long blocks) {                       \
     dequantize<name>(w, y, blocks);                                                         \
@@ -944,7 +1088,8 @@ template <class T> void product(Bytes w, const float *x, float *y, long rows, lo
   extern "C" void bfloat16_##name(Bytes w, uint16_t *y, long blocks) {                      \
     dequantize<name>(w, y, blocks);                                                         \
   }                                                                                         \
-  PRODUCT(name)
+  PRODUCT16(name)                                                                           \
+  PRODUCT8(name)
 #define RUN(n) (i / n * 32 + i % 2 * 16)  // where 16 weights lie that share n / 2 bit positions
 
 // type, weights and bytes per block, weights per scale, bits, zero point, scales (and minima if the
@@ -979,14 +1124,12 @@ INLINE Floats exp(Floats x) {  // 2e-7 relative: 2^n e^r
   for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = p * r + c;
   return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
-typedef std::unique_ptr<float[]> Array;
-INLINE Array array(long n) { return Array(new float[n]); }
 struct Linear {  // this and Layer: as Python packs them
   Bytes w;
   void (*multiply)(Bytes w, const float *x, float *y, long rows, long N, long K);
   long N, K;
   Array operator()(const Array &x, long rows) const {
-    Array y = array(rows * N);
+    Array y = array<float>(rows * N);
     multiply(w, x.get(), y.get(), rows, N, K);
     return y;
   }
@@ -997,7 +1140,7 @@ struct Layer {
   long size;  // of a head
 };
 static Array norm(const float *x, const float *w, double eps, long rows, long C) {
-  Array y = array(rows * C);
+  Array y = array<float>(rows * C);
 #pragma omp parallel for if (rows > 16)
   for (long r = 0; r < rows; r++) {
     Floats squares = {};
@@ -1039,7 +1182,7 @@ static void attend(const float *q, const float *k, const float *v, float *y, int
                    long D, long row) {
   enum { V = PANEL / 16 };
   long keys = length + tokens - 1;
-  Array queries = array(D * PANEL);
+  Array queries = array<float>(D * PANEL);
   std::unique_ptr<Floats[][V]> p(new Floats[keys][V]);
   Floats most[V], sums[V] = {}, total[TALL][V];
   float scale = 1 / std::sqrt((float)D);
@@ -1071,7 +1214,7 @@ extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const fl
                           long T, long pos, long room) {
   long D = l->size, C = l->q.K, H = l->q.N / D, G = l->k.N / D, rows = B * T, wide = l->gate.N;
   Array h = norm(x, norm1, l->eps, rows, C);
-  Array q = l->q(h, rows), k = l->k(h, rows), v = l->v(h, rows), y = array(rows * H * D);
+  Array q = l->q(h, rows), k = l->k(h, rows), v = l->v(h, rows), y = array<float>(rows * H * D);
 #pragma omp parallel for if (rows > 16)
   for (long i = 0; i < rows; i++) {
     const float *c = cos + i % T * (D / 2), *s = sin + i % T * (D / 2);
@@ -1202,9 +1345,10 @@ class QuantizedLinear(nn.Module):
 
     The result is that of F.linear(x, dequantize(W)) in float32, but for the order of summation
     (1e-6 relative). `library`: the compiled kernels, for the CPU; without them torch does it all.
-    `unpack`: dequantize, or what torch.compile makes of it. `fast`: on a CPU x is rounded, up to 16
-    rows by the kernels to 16-bit integers (3e-5 relative; with AVX-512), else to bfloat16 (4e-3),
-    many rows only if the CPU has instructions for it.
+    `unpack`: dequantize, or what torch.compile makes of it. `activation_bits`: with 16 a CPU may
+    round x, up to 16 rows to 16-bit integers (3e-5 relative; with AVX-512), more to bfloat16 (4e-3;
+    where it has instructions for it); with 8 to 8-bit integers, as llama.cpp does (8e-3; with VNNI).
+    ValueError for others.
     """
 
     def __init__(
@@ -1213,27 +1357,31 @@ class QuantizedLinear(nn.Module):
         kind: str,
         library: ctypes.CDLL | None = None,
         unpack: Callable[[Tensor, str], Tensor] = dequantize,
-        fast: bool = False,
+        activation_bits: int = 32,
     ) -> None:
         super().__init__()
-        fast &= blocks.device.type == "cpu"
-        self.kind, self.unpack, self.rounds = kind, unpack, fast and has_bfloat16()
+        if activation_bits not in (32, 16, 8):
+            raise ValueError(f"activation_bits is {activation_bits!r}; accepted are 32, 16 and 8")
+        rounds = activation_bits < 32 and blocks.device.type == "cpu"
+        self.kind, self.unpack, self.activation_bits = kind, unpack, activation_bits
+        self.rounds = rounds and has_bfloat16()
         self.register_buffer("blocks", blocks)
         block, size, _ = GGML_TYPES[kind]
         self.out_features, self.in_features = len(blocks), blocks.shape[1] // size * block
         if self.in_features % 32:  # rows of F16 that the kernels cannot read
             library = None
         self.native: dict[Any, Callable] = {}
+        bits = max(activation_bits, 16) if kind in DENSE else activation_bits
         for key, name, arguments in (
-            ("few", "rounded" if fast else "linear", 6),
-            ("many", "product" if fast else "", 6),
+            ("few", f"linear{bits}" if rounds else "linear", 6),
+            ("many", f"product{bits}", 6),
             (torch.float32, "dequantize", 3),
             (torch.bfloat16, "bfloat16", 3),
         ):
             if library and (function := getattr(library, f"{name}_{kind}", None)):
                 self.native[key] = function
                 function.argtypes = [ctypes.c_ssize_t] * arguments  # pointers and sizes
-        self.packed = packed_linear(blocks, kind) if fast and not library else None
+        self.packed = packed_linear(blocks, kind) if rounds and not library else None
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
@@ -1949,16 +2097,18 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
     compile: bool = True,
-    fast: bool = False,
+    activation_bits: int = 32,
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
     Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit
     ones keep their 16 bits too: half the memory, and the same numbers. `compile`: multiply by the
-    compiled kernels; where the CPU's cannot be compiled, it is slow and a warning says why. `fast`:
-    a CPU may round what enters a layer, as QuantizedLinear tells; implied by bfloat16.
+    compiled kernels; where the CPU's cannot be compiled, it is slow and a warning says why.
+    `activation_bits`, 32, 16 or 8: to what a CPU may round what enters a layer, as QuantizedLinear
+    tells; with bfloat16 to 16 at most.
     """
-    options: dict[str, Any] = {"fast": fast or dtype == torch.bfloat16}  # of QuantizedLinear
+    bits = min(activation_bits, 16) if dtype == torch.bfloat16 else activation_bits
+    options: dict[str, Any] = {"activation_bits": bits}  # of QuantizedLinear
     kept = any(keeps_blocks(weight, dtype) for weight in checkpoint.weights.values())
     if compile and kept and torch.device(device).type == "cpu":
         try:
@@ -2809,9 +2959,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="end before this text; repeatable",
     )
     add("--no-echo", action="store_true", help="do not repeat the prompt")
-    dtype = "of the activations (default: float32 on a CPU, rounded for speed above 64 MiB)"
+    dtype = "of the activations (default: float32 on a CPU, bfloat16 or float16 elsewhere)"
+    bits = "what a CPU may round them to in products (default: 16 for more than 64 MiB)"
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
+    add("--activation-bits", choices=(32, 16, 8), type=int, help=bits)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
@@ -3041,10 +3193,10 @@ def run(args: argparse.Namespace) -> None:
     check_memory(checkpoint, size, dtype, device)
     large = is_large(checkpoint)  # a small model is done before a compiler is
     args.compile = large if args.compile is None else args.compile
-    fast = large and args.dtype == "auto"
+    bits = args.activation_bits or (16 if large and args.dtype == "auto" else 32)
     tune_process()
     with warnings.catch_warnings(record=True) as problems:
-        model = build_model(checkpoint, device, dtype, progress, args.compile, fast)
+        model = build_model(checkpoint, device, dtype, progress, args.compile, bits)
     for problem in problems if not args.quiet else ():
         note(f"llama2.py: {problem.message}")
     if ranks > 1:

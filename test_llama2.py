@@ -1127,7 +1127,7 @@ def test_fast_layers_round_what_enters_them(kind, monkeypatch):
     """To 16-bit integers up to 16 rows, to bfloat16 above; the errors are those that are told."""
     monkeypatch.setattr(llama2, "has_bfloat16", lambda: True)
     blocks, weight = wide_blocks(kind, rows=53)
-    layer = llama2.QuantizedLinear(blocks, kind, compiled_kernels(), fast=True)
+    layer = llama2.QuantizedLinear(blocks, kind, compiled_kernels(), activation_bits=16)
     exact = llama2.QuantizedLinear(blocks, kind, compiled_kernels())
     torch.manual_seed(2)
     for rows in (1, 2, 3, 7, 16):
@@ -1153,6 +1153,28 @@ def test_fast_layers_round_what_enters_them(kind, monkeypatch):
     # Rounded once: all but those in the middle of two numbers are the same.
     assert (unpacked == weight.bfloat16()).float().mean() > 0.999
     assert_close(unpacked.float(), weight, 2**-8)
+
+
+@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
+@torch.no_grad()
+def test_activations_of_8_bits(kind):
+    """Each block of x is rounded to 127 steps up and down, where the CPU multiplies such integers."""
+    blocks, weight = wide_blocks(kind, rows=53)
+    library = compiled_kernels()
+    layer = llama2.QuantizedLinear(blocks, kind, library, activation_bits=8)
+    torch.manual_seed(2)
+    for rows in (1, 2, 3, 7, 16, 17, 33, 64, 65, 130):
+        x = torch.randn(rows, 512) * torch.logspace(-3, 3, 512)
+        x[0, :256] = 0
+        assert_close(layer(x), F.linear(x, weight), 4e-2)
+        whole = x.view(rows, -1, llama2.GGML_TYPES[kind][0])
+        step = (whole.abs().amax(2, keepdim=True) / 127).clamp(min=1e-30)
+        rounded = ((whole / step).round() * step).view(rows, 512)
+        as_16 = kind in llama2.DENSE or (kind == "Q8_0" and rows <= 16)
+        if hasattr(library, "product8_Q4_0") and not as_16:
+            assert_close(layer(x), F.linear(rounded, weight), 1e-4)
+        x[0, 500] = math.nan
+        assert layer(x)[0].isnan().all() and not layer(x)[1:].isnan().any()
 
 
 def native_block(vocabulary, path, kv_heads):
@@ -1229,7 +1251,7 @@ def test_a_native_block_leaves_the_rest_to_the_block(tmp_path, vocabulary, monke
 def test_fast_layers_without_a_compiler(kind, monkeypatch):
     """Torch's own products with 16-bit matrices and 4-bit integers, where memory is free."""
     blocks, weight = wide_blocks(kind)
-    layer = llama2.QuantizedLinear(blocks, kind, fast=True)
+    layer = llama2.QuantizedLinear(blocks, kind, activation_bits=16)
     assert (layer.packed is None) == (kind == "F32")
     assert llama2.QuantizedLinear(blocks, kind).packed is None
     torch.manual_seed(3)
@@ -1237,10 +1259,10 @@ def test_fast_layers_without_a_compiler(kind, monkeypatch):
         x = torch.randn(rows, 1, 512)
         assert layer(x).dtype == torch.float32 and layer(x).shape == (rows, 1, 48)
         assert_close(layer(x), F.linear(x, weight), 1.5e-2)
-    odd = llama2.QuantizedLinear(blocks[:40], kind, fast=True)  # no multiple of 16 rows
+    odd = llama2.QuantizedLinear(blocks[:40], kind, activation_bits=16)  # no multiple of 16 rows
     assert_close(odd(x), F.linear(x, weight[:40]), 1.5e-2)
     monkeypatch.setattr(llama2, "free_memory", lambda device: 2 * blocks.nbytes)
-    scarce = llama2.QuantizedLinear(blocks, kind, fast=True)
+    scarce = llama2.QuantizedLinear(blocks, kind, activation_bits=16)
     assert (scarce.packed is None) == (kind not in ("F16", "BF16"))
     assert_close(scarce(x), F.linear(x, weight), 1.5e-2)
 
@@ -1899,11 +1921,18 @@ def continuation(cli_model, prompt, n):
 
 
 @pytest.mark.parametrize(
-    "large, dtype, rounds",
-    [(True, "auto", True), (True, "float32", False), (False, "auto", False)],
+    "large, args, bits",
+    [
+        (True, (), 16),
+        (True, ("--dtype", "float32"), 32),
+        (False, (), 32),
+        (False, ("--activation-bits", 8), 8),
+        (True, ("--activation-bits", 32), 32),
+        (False, ("--dtype", "bfloat16"), 16),
+    ],
 )
 def test_large_models_are_rounded_unless_told_otherwise(
-    cli, monkeypatch, tmp_path, vocabulary, large, dtype, rounds
+    cli, monkeypatch, tmp_path, vocabulary, large, args, bits
 ):
     """The command line only: a model built from Python is exact without a word."""
     path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q8_0"])
@@ -1916,11 +1945,11 @@ def test_large_models_are_rounded_unless_told_otherwise(
     monkeypatch.setattr(llama2, "build_model", note)
     monkeypatch.setattr(llama2, "has_bfloat16", lambda: True)
     monkeypatch.setattr(llama2, "is_large", lambda checkpoint: large)
-    args = "--prompt", "The fox", "--max-new-tokens", 5, "--dtype", dtype
-    status, out, _ = cli(*args, model=path)
+    status, out, _ = cli("--prompt", "The fox", "--max-new-tokens", 5, *args, model=path)
     layers = [m for m in built[0].modules() if isinstance(m, llama2.QuantizedLinear)]
     assert status == 0 and len(out) > len("The fox") and len(layers) > 3
-    assert {layer.rounds for layer in layers} == {rounds}
+    assert {layer.activation_bits for layer in layers} == {bits}
+    assert {layer.rounds for layer in layers} == {bits < 32}
 
 
 def test_only_large_files_are_worth_a_compiler(cli_path):
