@@ -742,6 +742,9 @@ template <class T> INLINE Floats unscaled(Bytes b, int i) {
   else return floats(q - (int)T::ZERO);
 }
 INLINE float sum(Floats v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#endif
 #pragma GCC unroll 4
   for (int n = 8; n; n /= 2)
 #pragma GCC unroll 8
@@ -762,7 +765,7 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
   float low[R] = {};
   alignas(64) float scale[R][16];
   for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
-    for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 4096 + j);
+    for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 1024 * T::BITS + j, 0, 2);
     typename T::Scales s, m;  // one number or one for each group
     T::scales(w, s, m);
     for (int r = 0; r < R && T::BITS < 16; r++) {
