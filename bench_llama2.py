@@ -787,14 +787,16 @@ def our_engine(s: Setting, model: llama2.Llama, room: int, batch: int = 1) -> En
 
 
 def transformers_engine(
-    s: Setting, config: llama2.Config, room: int, batch: int, compiled: bool
+    s: Setting, config: llama2.Config, room: int, batch: int, name: str
 ) -> Engine:
     """The same shape in Hugging Face's model: eager, or compiled with its static cache."""
     import transformers
 
+    compiled = name == "transformers-compiled"
+    dtype = torch.bfloat16 if name == "transformers-bfloat16" else s.dtype
     shape = transformers.LlamaConfig(**vars(config))
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(shape).eval().to(s.dtype)
+        model = transformers.LlamaForCausalLM(shape).eval().to(dtype)
     model.to_empty(device=s.device)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.fill_(0.01)
@@ -916,7 +918,7 @@ def run_whole(s: Setting) -> dict:
     peak = llama2.peak_memory(s.device)  # before the others come
     for other in args.compare:
         if other != "llama.cpp":
-            engines[other] = transformers_engine(s, c, room, B, compiled="compiled" in other)
+            engines[other] = transformers_engine(s, c, room, B, other)
         elif B > 1:
             raise ValueError("--compare llama.cpp runs one row: leave --batch at 1")
         else:
@@ -1088,7 +1090,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context-sweep", metavar="N", type=count, nargs="+", default=[], help="context lengths")
     add("--table-prompts", metavar="N", type=count, nargs="+", default=[128, 512])
     add("--context", metavar="N", type=count, default=512, help="of --perplexity (default: 512)")
-    peers = ("transformers", "transformers-compiled", "llama.cpp")
+    peers = ("transformers", "transformers-bfloat16", "transformers-compiled", "llama.cpp")
     add("--compare", choices=peers, nargs="+", default=[], help="run these in turns with ours")
     add = parser.add_argument_group("how").add_argument
     add("--rounds", metavar="N", type=count, default=5, help="of what takes turns (default: 5)")
