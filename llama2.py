@@ -674,6 +674,7 @@ typedef int16_t Rounded;
 typedef float Rounded;  // which is faster here
 #endif
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define QUADS
 WIDEN(Small, uint8_t) { return load<Small>(p); }
 INLINE Eight quads(Small a, Small b) {  // of unsigned by signed bytes: 4 products each, added up
   return (Eight)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(__m256i{}, (__m256i)a, (__m256i)b));
@@ -803,7 +804,7 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
             total[r][1] += p * b * all(scale[r][2 * i + 1]);
           }
         }
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#ifdef QUADS
       } else if constexpr (bytes) {
         Small q = T::template values<Small>(w, 2 * i);
         for (int r = 0; r < R; r++, x += K) {
@@ -864,9 +865,11 @@ void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
   for (long i = 0; i < rows * K; i += RUN) {
     float *to = &sums[i / T::GROUP];
     if constexpr (!exact) split<RUN, T::GROUP>(x + i, &q[i], &steps[i / RUN], to);
-    else if (T::MINIMUM) *to = sum(load<Floats>(x + i) + (RUN == 32 ? load<Floats>(x + i + 16) : Floats{}));
+    else if (T::MINIMUM)
+      for (int j = 0; j < RUN; j += 16) *to += sum(load<Floats>(x + i + j));
   }
-  for (float &sum : sums) if (sizeof(X) == 1 && T::ZERO) sum *= T::ZERO;
+  if (sizeof(X) == 1 && T::ZERO)
+    for (float &sum : sums) sum *= T::ZERO;
   auto from = [&](long r) {
     const void *start = exact ? (const void *)(x + r * K) : &q[r * K];
     return Rows<X>{(const X *)start, &steps[r * K / RUN], &sums[r * K / T::GROUP]};
@@ -930,28 +933,28 @@ INLINE void tile(Floats (&total)[TALL][V], const E *w, long down, long right, in
   }
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && !defined(__AMX_BF16__)  // AMX: torch is faster
+#if defined(QUADS) && !defined(__AMX_BF16__)  // with AMX torch is faster
 enum { STRIP = 24 };  // rows of w that are unpacked at a time
 INLINE void scatter(const void *sums, float *y, long N, int width, int rows, int columns) {
   for (int r = 0; r < rows; r++)
     for (int n = 0; n < columns; n++) y[r * N + n] = ((const float *)sums)[n * width + r];
 }
-// A strip of w and a panel of x as X, 2 or 4 numbers to a word: bfloat16, or bytes with what belongs
-// to their groups; `start` makes up for the 128 that are added to x because it must be unsigned
+// A strip of w and a panel of x, two bfloat16 or four bytes to a word. With bytes, what belongs to
+// their groups: `start` makes up for the 128 that are added to x, which must be unsigned
 struct Strip { uint32_t *words; int32_t *start; float *scale, *low; };
 struct Panel { uint32_t *words; float *steps, *sums; };
 
 #ifdef __AVX512BF16__
 template <int V, int, int, bool>
 void multiply(uint16_t, Strip w, Panel x, float *y, long N, long K, int rows, int columns) {
-  Floats total[6][V];
+  Floats total[TALL][V];
   tile(total, w.words, K / 2, 1L, columns, x.words, K / 2);
   scatter(total, y, N, 16 * V, rows, columns);
 }
 #endif
 template <int V, int BLOCK, int GROUP, bool MINIMUM>
 void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int columns) {
-  enum { TALL = 3, QUADS = GROUP / 4 };
+  enum { TALL = 3 };
   Floats total[TALL][V] = {};
   for (long b = 0; b < K / BLOCK; b++, x.steps += PANEL) {
     Floats block[TALL][V] = {};
@@ -960,7 +963,7 @@ void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int 
       for (int n = 0; n < TALL; n++)
         for (int i = 0; i < V; i++) part[n][i] = _mm512_set1_epi32(w.start[n * (K / GROUP) + g]);
 #pragma GCC unroll 8
-      for (int k = 0; k < QUADS; k++, x.words += PANEL) {
+      for (int k = 0; k < GROUP / 4; k++, x.words += PANEL) {
         __m512i v[V];
 #pragma GCC unroll 4
         for (int i = 0; i < V; i++) {
@@ -969,15 +972,16 @@ void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int 
         }
 #pragma GCC unroll 3
         for (int n = 0; n < TALL; n++) {
-          __m512i quad = _mm512_set1_epi32(w.words[n * (K / 4) + g * QUADS + k]);
+          __m512i quad = _mm512_set1_epi32(w.words[n * (K / 4) + g * (GROUP / 4) + k]);
 #pragma GCC unroll 4
           for (int i = 0; i < V; i++) part[n][i] = _mm512_dpbusd_epi32(part[n][i], v[i], quad);
         }
       }
       for (int n = 0; n < TALL; n++)
         for (int i = 0; i < V; i++) {
-          block[n][i] += floats((Ints)part[n][i]) * all(w.scale[n * (K / GROUP) + g]);
-          if (MINIMUM) block[n][i] -= load<Floats>(x.sums + 16 * i) * all(w.low[n * (K / GROUP) + g]);
+          long at = n * (K / GROUP) + g;
+          block[n][i] += floats((Ints)part[n][i]) * all(w.scale[at]);
+          if (MINIMUM) block[n][i] -= load<Floats>(x.sums + 16 * i) * all(w.low[at]);
         }
     }
     for (int n = 0; n < TALL; n++)
@@ -985,7 +989,8 @@ void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int 
   }
   scatter(total, y, N, 16 * V, rows, columns);
 }
-template <class T> INLINE void unpack(Bytes w, int8_t *q, int32_t *start, float *scale, float *low) {
+template <class T>
+INLINE void unpack(Bytes w, int8_t *q, int32_t *start, float *scale, float *low) {
   typename T::Scales s, m;
   T::scales(w, s, m);
   for (int i = 0; i < T::BLOCK / 32; i++) {
@@ -1042,7 +1047,8 @@ void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
       }
       for (long r = 0; r < rows; r += PANEL)
         for (long i = 0; i < high; i += TALL) {
-          long wide = rows - r < PANEL ? rows - r : PANEL, columns = high - i < TALL ? high - i : TALL;
+          long wide = rows - r < PANEL ? rows - r : PANEL;
+          long columns = high - i < TALL ? high - i : TALL;
           Strip a = {&strip[i * words], &start[i * groups], &scale[i * groups], &low[i * groups]};
           Panel b = {&packed[r * words], &steps[r * blocks], &sums[r * groups]};
           auto to = y + r * N + n + i;
@@ -1146,11 +1152,12 @@ static Array norm(const float *x, const float *w, double eps, long rows, long C)
   Array y = array<float>(rows * C);
 #pragma omp parallel for if (rows > 16)
   for (long r = 0; r < rows; r++) {
+    const float *from = x + r * C;
     Floats squares = {};
-    for (long i = r * C; i < r * C + C; i += 16) squares += load<Floats>(x + i) * load<Floats>(x + i);
+    for (long i = 0; i < C; i += 16) squares += load<Floats>(from + i) * load<Floats>(from + i);
     float scale = 1 / std::sqrt(sum(squares) / C + (float)eps);
     for (long i = 0; i < C; i += 16)
-      store(&y[r * C + i], load<Floats>(x + r * C + i) * scale * load<Floats>(w + i));
+      store(&y[r * C + i], load<Floats>(from + i) * scale * load<Floats>(w + i));
   }
   return y;
 }
@@ -1181,8 +1188,8 @@ static void attend(const float *q, const float *k, const float *v, float *y, lon
   }
 }
 // The same for up to PANEL tokens, `row` apart: the i-th sees `length` + i keys
-static void attend(const float *q, const float *k, const float *v, float *y, int tokens, long length,
-                   long D, long row) {
+static void attend(const float *q, const float *k, const float *v, float *y, long length, long D,
+                   int tokens, long row) {
   enum { V = PANEL / 16 };
   long keys = length + tokens - 1;
   Array queries = array<float>(D * PANEL);
@@ -1190,7 +1197,8 @@ static void attend(const float *q, const float *k, const float *v, float *y, int
   Floats most[V], sums[V] = {}, total[TALL][V];
   float scale = 1 / std::sqrt((float)D);
   for (long d = 0; d < D; d++)
-    for (int i = 0; i < PANEL; i++) queries[d * PANEL + i] = i < tokens ? q[i * row + d] * scale : 0;
+    for (int i = 0; i < PANEL; i++)
+      queries[d * PANEL + i] = i < tokens ? q[i * row + d] * scale : 0;
   for (int i = 0; i < V; i++) most[i] = all(-INFINITY);
   for (long s = 0; s < keys; s += TALL) {
     int columns = keys - s < TALL ? keys - s : TALL;
@@ -1208,10 +1216,11 @@ static void attend(const float *q, const float *k, const float *v, float *y, int
     int columns = D - d < TALL ? D - d : TALL;
     tile(total, v + d, 1L, D, columns, (const float *)p.get(), keys);
     for (int n = 0; n < columns; n++)
-      for (int i = 0; i < tokens; i++) y[i * row + d + n] = ((float *)total[n])[i] * ((float *)sums)[i];
+      for (int i = 0; i < tokens; i++)
+        y[i * row + d + n] = ((float *)total[n])[i] * ((float *)sums)[i];
   }
 }
-// x (B, T, C) += the layer's two halves; keys and values: its cache (B, G, room, D), `pos` are there
+// x (B, T, C) += the two halves of the layer, whose cache (B, G, room, D) holds `pos` tokens
 extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const float *norm2,
                           const float *cos, const float *sin, float *keys, float *values, long B,
                           long T, long pos, long room) {
@@ -1235,7 +1244,7 @@ extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const fl
     long at = (b * G + j / (H / G)) * room * D, from = ((b * T + t) * H + j) * D;
     int tokens = T - t < step ? T - t : step;
     if (step == 1) attend(&q[from], keys + at, values + at, &y[from], pos + t + 1, D);
-    else attend(&q[from], keys + at, values + at, &y[from], tokens, pos + t + 1, D, H * D);
+    else attend(&q[from], keys + at, values + at, &y[from], pos + t + 1, D, tokens, H * D);
   }
   h = l->o(y, rows);
 #pragma omp parallel for if (rows > 16)
@@ -1348,10 +1357,10 @@ class QuantizedLinear(nn.Module):
 
     The result is that of F.linear(x, dequantize(W)) in float32, but for the order of summation
     (1e-6 relative). `library`: the compiled kernels, for the CPU; without them torch does it all.
-    `unpack`: dequantize, or what torch.compile makes of it. `activation_bits`: with 16 a CPU may
-    round x, up to 16 rows to 16-bit integers (3e-5 relative; with AVX-512), more to bfloat16 (4e-3;
-    where it has instructions for it); with 8 to 8-bit integers, as llama.cpp does (8e-3; with VNNI).
-    ValueError for others.
+    `unpack`: dequantize, or what torch.compile makes of it. `activation_bits`: 32; with 16 a
+    CPU may round x, up to 16 rows to 16-bit integers (3e-5 relative; needs AVX-512), more to
+    bfloat16 (4e-3; needs instructions for it); with 8 to 8-bit integers, as llama.cpp does (8e-3;
+    needs VNNI). ValueError for others.
     """
 
     def __init__(
@@ -1475,14 +1484,8 @@ class NativeBlock:
         y = x.clone(memory_format=torch.contiguous_format)
         norms = self.block.input_layernorm.weight, self.block.post_attention_layernorm.weight
         tensors = y, *norms, cos, sin, cache.k[self.layer], cache.v[self.layer]
-        self.run(
-            packed,
-            *(tensor.data_ptr() for tensor in tensors),
-            B,
-            T,
-            cache.slots(T).start,
-            cache.max_seq_len,
-        )
+        sizes = B, T, cache.slots(T).start, cache.max_seq_len
+        self.run(packed, *(tensor.data_ptr() for tensor in tensors), *sizes)
         return y
 
 

@@ -4056,7 +4056,9 @@ def test_whole_model(tmp_path, options):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("other", ["transformers", "transformers-bfloat16", "transformers-compiled"])
+@pytest.mark.parametrize(
+    "other", ["transformers", "transformers-bfloat16", "transformers-compiled"]
+)
 def test_compare_with_transformers(tmp_path, other):
     pytest.importorskip("transformers")
     short = ("--prompt-tokens", 8, "--gen-tokens", 2, "--rounds", 2)
