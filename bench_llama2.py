@@ -213,7 +213,7 @@ class Setting:
     def build(self, checkpoint: llama2.Checkpoint, as_run: bool = False) -> llama2.Llama:
         """The model, with a progress bar at a terminal. ValueError if there is no memory for it.
 
-        `as_run`: with the precision that the command line has by default; else exact.
+        `as_run`: rounded as by the command line; without, only if --activation-bits says so.
         """
         llama2.tune_process()
         llama2.check_memory(checkpoint, 512, self.dtype, self.device)
@@ -221,9 +221,8 @@ class Setting:
             "progress": sys.stderr.isatty(),
             "compile": self.args.compile is not False,
         }
-        if as_run:
-            rounds = self.args.dtype == "auto" and llama2.is_large(checkpoint)
-            options["activation_bits"] = self.args.activation_bits or (16 if rounds else 32)
+        rounds = as_run and self.args.dtype == "auto" and llama2.is_large(checkpoint)
+        options["activation_bits"] = self.args.activation_bits or (16 if rounds else 32)
         return llama2.build_model(checkpoint, self.device, self.dtype, **options)
 
     def step(
@@ -1102,7 +1101,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, help="default: kernels; steps on CUDA")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *llama2.DTYPES), default="auto", help="of the activations")
-    bits = "as for llama2.py, with --model and --table"
+    bits = "to what products may round on a CPU (default: as llama2.py does, else 32)"
     add("--activation-bits", choices=(32, 16, 8), type=int, help=bits)
     add("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     add("--json", metavar="FILE", type=Path, help="write the result there as well")

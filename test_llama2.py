@@ -1216,6 +1216,28 @@ def test_a_native_block_does_what_the_block_does(tmp_path, vocabulary, kv_heads)
     assert native(x, *cache.rope(20), cache.mask(20), cache)[0, 11:].isnan().all()
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@torch.no_grad()
+def test_a_native_block_of_layers_that_round(tmp_path, vocabulary, bits):
+    """Prompts, too, where there are products for them: the same layers, in another order of sums."""
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q5_1", "Q8_0", "Q6_K"])
+    library = compiled_kernels()
+    block = llama2.build_model(llama2.open_checkpoint(path), activation_bits=bits).layers[0]
+    wide = block.self_attn.head_dim % 16 == 0
+    assert set(block.forward.packed) == {
+        key
+        for key in ("few", "many")
+        if wide and (key == "few" or hasattr(library, f"product{bits}_Q4_0"))
+    }
+    for T in (1, 9, 40, 130):
+        ours, theirs = (llama2.Cache(WIDE, 1, 200) for _ in range(2))
+        x = torch.randn(1, T, 256)
+        rest = *theirs.rope(T), theirs.mask(T)
+        wanted = llama2.Block.forward(block, x, *rest, theirs)
+        assert_close(block(x, *rest, ours), wanted, 0.05 if bits == 8 else 0.02)
+        assert_close(ours.v, theirs.v, 0.05 if bits == 8 else 0.02)
+
+
 @torch.no_grad()
 def test_a_native_block_leaves_the_rest_to_the_block(tmp_path, vocabulary, monkeypatch):
     """Padding, hooks, 16 bits, no cache, a step that is compiled."""
@@ -4163,6 +4185,19 @@ def test_perplexity_equals_a_direct_computation(tmp_path):
     assert found["tokens"] == len(losses)
     want = math.exp(sum(losses) / len(losses))
     assert found["files"][0]["perplexity"] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.usefixtures("quick")
+def test_perplexity_of_rounded_activations(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(STORY)
+    argv = ("--perplexity", text, "--context", 128)
+    found = {}
+    for bits in (32, 16, 8):
+        out = bench_json(tmp_path, *argv, "--activation-bits", bits)["perplexity"]
+        found[bits] = out["files"][0]["perplexity"]
+    assert found[16] == pytest.approx(found[32], rel=5e-3)
+    assert found[8] == pytest.approx(found[32], rel=2e-2)
 
 
 @pytest.mark.usefixtures("quick")
