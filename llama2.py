@@ -1170,21 +1170,27 @@ static void rotate(const float *from, float *to, const float *cos, const float *
 // One token of a head with `length` keys and values
 static void attend(const float *q, const float *k, const float *v, float *y, long length, long D) {
   std::vector<float> p((length + 15) / 16 * 16, -INFINITY);
-  float most = -INFINITY;
+  float most = -INFINITY, scale = 1 / std::sqrt((float)D);
   for (long s = 0; s < length; s++) {
     Floats dot = {};
     for (long d = 0; d < D; d += 16) dot += load<Floats>(q + d) * load<Floats>(k + s * D + d);
-    p[s] = sum(dot) / std::sqrt((float)D), most = p[s] > most ? p[s] : most;
+    p[s] = sum(dot) * scale, most = p[s] > most ? p[s] : most;
   }
   Floats total = {};
   for (long s = 0; s < length; s += 16) {
     Floats e = exp(load<Floats>(&p[s]) - most);
     store(&p[s], e), total += e;
   }
-  for (long d = 0; d < D; d += 16) {
+  float inverse = 1 / sum(total);
+  for (long from = 0; from < D; from += 64) {
     Floats mix[4] = {};
-    for (long s = 0; s < length; s++) mix[s % 4] += p[s] * load<Floats>(v + s * D + d);
-    store(y + d, (mix[0] + mix[1] + mix[2] + mix[3]) / sum(total));
+    for (long s = 0; s < length; s++)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        if (from + 16 * i < D) mix[i] += p[s] * load<Floats>(v + s * D + from + 16 * i);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+      if (from + 16 * i < D) store(y + from + 16 * i, mix[i] * inverse);
   }
 }
 // The same for up to PANEL tokens, `row` apart: the i-th sees `length` + i keys
