@@ -775,12 +775,11 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
       if constexpr (T::BLOCK == 32) step = exact ? 1 : rows.steps[group], sums = rows.sums[group];
       else {
         sums = load<Floats>(rows.sums + group);
-        if constexpr (exact) step = all(1);
+        if constexpr (exact) step = all(1);  // which costs nothing
         else if (bytes) step = all(rows.steps[(r * K + k) / T::BLOCK]);
         else step = load<Floats>(rows.steps + group);
       }
-      auto scaled = exact ? s : s * step;
-      auto shift = (T::MINIMUM && !exact ? m * step : T::MINIMUM ? m : scaled) * sums;
+      auto scaled = s * step, shift = (T::MINIMUM ? m * step : scaled) * sums;
       if constexpr (T::BLOCK == 32) {
         scale[r][0] = scaled;
         if (shifted) low[r] += shift;
@@ -1058,47 +1057,45 @@ void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
     }
   }
 }
-#define PRODUCT8(name)                                                                         \
-  extern "C" void product8_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    if constexpr (name::BITS < 16) product<name, int8_t>(w, x, y, n, N, K);                    \
-  }
-#else
-#define PRODUCT8(name)
 #endif
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#define PRODUCT16(name)                                                                         \
-  extern "C" void product16_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    product<name, uint16_t>(w, x, y, n, N, K);                                                  \
+
+#define ROWS(function, name, ...)                                                              \
+  extern "C" void function##_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
+    __VA_ARGS__(w, x, y, n, N, K);                                                             \
   }
-#else
+#define BLOCKS(function, name, Float)                                   \
+  extern "C" void function##_##name(Bytes w, Float *y, long blocks) {    \
+    dequantize<name>(w, y, blocks);                                      \
+  }
+#define PRODUCT8(name)
 #define PRODUCT16(name)
+#ifndef __AMX_BF16__
+#ifdef QUADS
+#undef PRODUCT8
+#define PRODUCT8(name) ROWS(product8, name, if constexpr (name::BITS < 16) product<name, int8_t>)
+#endif
+#ifdef __AVX512BF16__
+#undef PRODUCT16
+#define PRODUCT16(name) ROWS(product16, name, product<name, uint16_t>)
+#endif
 #endif
 #define TYPE(name, block, size, group, bits_, zero, get_scales, get_values)                 \
   struct name {                                                                             \
     enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_, ZERO = zero };          \
     enum { MINIMUM = BITS < 8 && ZERO == 0 };                                               \
     typedef std::conditional<BLOCK == 32, float, Floats>::type Scales;                      \
+    typedef std::conditional<(BITS < 16), Rounded, float>::type X16;                        \
+    typedef std::conditional<(BITS < 8), Tiny, X16>::type X8;                               \
     INLINE void scales(Bytes b, Scales &s, Scales &m) { get_scales; }                       \
     template <class V> INLINE auto values(Bytes b, int i) { return get_values; }            \
   };                                                                                        \
-  extern "C" void linear_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    linear<name, float>(w, x, y, n, N, K);                                                  \
-  }                                                                                         \
-  extern "C" void linear16_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    linear<name, std::conditional<(bits_ < 16), Rounded, float>::type>(w, x, y, n, N, K);   \
-  }                                                                                         \
-  extern "C" void linear8_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    typedef std::conditional<(bits_ < 16), Rounded, float>::type Wide;                      \
-    linear<name, std::conditional<(bits_ < 8), Tiny, Wide>::type>(w, x, y, n, N, K);        \
-  }                                                                                         \
-  extern "C" void dequantize_##name(Bytes w, float *y, long blocks) {                       \
-    dequantize<name>(w, y, blocks);                                                         \
-  }                                                                                         \
-  extern "C" void bfloat16_##name(Bytes w, uint16_t *y, long blocks) {                      \
-    dequantize<name>(w, y, blocks);                                                         \
-  }                                                                                         \
+  ROWS(linear, name, linear<name, float>)                                                   \
+  ROWS(linear16, name, linear<name, name::X16>)                                             \
+  ROWS(linear8, name, linear<name, name::X8>)                                               \
   PRODUCT16(name)                                                                           \
-  PRODUCT8(name)
+  PRODUCT8(name)                                                                            \
+  BLOCKS(dequantize, name, float)                                                           \
+  BLOCKS(bfloat16, name, uint16_t)
 #define RUN(n) (i / n * 32 + i % 2 * 16)  // where 16 weights lie that share n / 2 bit positions
 
 // type, weights and bytes per block, weights per scale, bits, zero point, scales (and minima if the
@@ -1226,6 +1223,10 @@ static void attend(const float *q, const float *k, const float *v, float *y, lon
         y[i * row + d + n] = ((float *)total[n])[i] * ((float *)sums)[i];
   }
 }
+static void add(float *x, const Array &h, long n) {
+#pragma omp parallel for if (n > 1 << 16)
+  for (long i = 0; i < n; i += 16) store(x + i, load<Floats>(x + i) + load<Floats>(&h[i]));
+}
 // x (B, T, C) += the two halves of the layer, whose cache (B, G, room, D) holds `pos` tokens
 extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const float *norm2,
                           const float *cos, const float *sin, float *keys, float *values, long B,
@@ -1253,8 +1254,7 @@ extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const fl
     else attend(&q[from], keys + at, values + at, &y[from], pos + t + 1, D, tokens, H * D);
   }
   h = l->o(y, rows);
-#pragma omp parallel for if (rows > 16)
-  for (long i = 0; i < rows * C; i += 16) store(x + i, load<Floats>(x + i) + load<Floats>(&h[i]));
+  add(x, h, rows * C);
   h = norm(x, norm2, l->eps, rows, C);
   Array gate = l->gate(h, rows), up = l->up(h, rows);
 #pragma omp parallel for if (rows > 16)
@@ -1263,8 +1263,7 @@ extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const fl
     store(&gate[i], g / (1 + exp(-g)) * load<Floats>(&up[i]));
   }
   h = l->down(gate, rows);
-#pragma omp parallel for if (rows > 16)
-  for (long i = 0; i < rows * C; i += 16) store(x + i, load<Floats>(x + i) + load<Floats>(&h[i]));
+  add(x, h, rows * C);
 }
 """
 
@@ -1449,28 +1448,35 @@ class QuantizedLinear(nn.Module):
 class NativeBlock:
     """What Block.forward does, in one call of the kernels: the same but for 1e-6 relative.
 
-    Put in its place as `block.forward`; leaves to it what it cannot do: padding, hooks, 16 bits.
+    Put in its place as `block.forward`; leaves to it what it cannot do: padding, hooks, 16 bits,
+    modules that have been replaced.
     """
 
     def __init__(self, block: Block, library: ctypes.CDLL) -> None:
         attention, mlp = block.self_attn, block.mlp
         self.block, self.layer = block, attention.layer
-        self.linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        self.linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.blocks = [getattr(linear, "blocks", None) for linear in self.linears]  # stay in memory
+        self.parts = self.modules()
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.blocks = [getattr(linear, "blocks", None) for linear in linears]  # stay in memory
         self.run = library.run_layer
         self.run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 11]
         self.packed: dict[str, bytes] = {}  # struct Layer, for few and for many tokens
         for key in ("few", "many"):
-            functions = [getattr(linear, "native", {}).get(key) for linear in self.linears]
+            functions = [getattr(linear, "native", {}).get(key) for linear in linears]
             if all(functions) and attention.head_dim % 16 == 0:
                 numbers = []
-                for linear, function in zip(self.linears, functions, strict=True):
+                for linear, function in zip(linears, functions, strict=True):
                     address = ctypes.cast(function, ctypes.c_void_p).value
                     numbers += linear.blocks.data_ptr(), address
                     numbers += linear.out_features, linear.in_features
                 eps = block.input_layernorm.eps
                 self.packed[key] = struct.pack("28qdq", *numbers, eps, attention.head_dim)
+
+    def modules(self) -> list[nn.Module]:
+        """What the block is made of now."""
+        parents = self.block, self.block.self_attn, self.block.mlp
+        return [child for parent in parents for child in parent._modules.values()]
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
@@ -1484,7 +1490,8 @@ class NativeBlock:
             or type(cache) is not Cache
             or cache.padding is not None
             or {x.dtype, cache.k.dtype} != {torch.float32}
-            or any(linear._forward_hooks for linear in self.linears)
+            or self.modules() != self.parts
+            or any(part._forward_hooks or part._forward_pre_hooks for part in self.parts)
         ):
             return Block.forward(self.block, x, cos, sin, mask, cache)
         y = x.clone(memory_format=torch.contiguous_format)

@@ -1135,7 +1135,8 @@ def test_fast_layers_round_what_enters_them(kind, monkeypatch):
         wanted = F.linear(x, weight)
         assert_close(layer(x), wanted, 1e-4)
         assert_close(exact(x), wanted, 1e-5)
-        assert kind not in llama2.DENSE or torch.equal(layer(x), exact(x))
+        rounds = torch.backends.cpu.get_cpu_capability() == "AVX512" and kind not in llama2.DENSE
+        assert torch.equal(layer(x), exact(x)) == (not rounds)
     x[1, 500] = math.nan
     assert layer(x)[1].isnan().all() and not layer(x)[0].isnan().any()
     assert not layer(torch.zeros(2, 512)).any()
@@ -1223,12 +1224,8 @@ def test_a_native_block_of_layers_that_round(tmp_path, vocabulary, bits):
     path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q5_1", "Q8_0", "Q6_K"])
     library = compiled_kernels()
     block = llama2.build_model(llama2.open_checkpoint(path), activation_bits=bits).layers[0]
-    wide = block.self_attn.head_dim % 16 == 0
-    assert set(block.forward.packed) == {
-        key
-        for key in ("few", "many")
-        if wide and (key == "few" or hasattr(library, f"product{bits}_Q4_0"))
-    }
+    products = {"many"} if hasattr(library, f"product{bits}_Q4_0") else set()
+    assert set(block.forward.packed) == {"few"} | products
     for T in (1, 9, 40, 130):
         ours, theirs = (llama2.Cache(WIDE, 1, 200) for _ in range(2))
         x = torch.randn(1, T, 256)
@@ -1254,18 +1251,24 @@ def test_a_native_block_leaves_the_rest_to_the_block(tmp_path, vocabulary, monke
         native(inputs, *other.rope(T), other.mask(T), other)
     native(x, *cache.rope(3), None, None)
     seen = []
-    hook = block.mlp.down_proj.register_forward_hook(lambda *args: seen.append(args))
-    native(x, *cache.rope(3), cache.mask(3), cache)
-    assert len(calls) == 4 and len(seen) == 1
-    hook.remove()
+    for part in (block.mlp.down_proj, block.mlp, block.self_attn, block.input_layernorm):
+        for register in (part.register_forward_hook, part.register_forward_pre_hook):
+            hook = register(lambda *args: seen.append(args))
+            native(x, *cache.rope(3), cache.mask(3), cache)
+            hook.remove()
+    assert len(calls) == 11 and len(seen) == 8
+    calls.clear()
+    mlp, block.mlp = block.mlp, torch.nn.Identity()  # what stands in the model counts
+    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), forward(*calls.pop()), 1e-6)
+    block.mlp = mlp
     block.post_attention_layernorm.weight = torch.nn.Parameter(torch.full((256,), 3.0))
     wanted = forward(block, x, *cache.rope(3), cache.mask(3), cache)
     assert_close(native(x, *cache.rope(3), cache.mask(3), cache), wanted, 1e-5)
-    assert len(calls) == 4
+    assert not calls
     half = llama2.Cache(config, 2, dtype=torch.bfloat16)
     block.bfloat16()
     native(x.bfloat16(), *half.rope(3), half.mask(3), half)
-    assert len(calls) == 5
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("kind", llama2.GGML_TYPES)
