@@ -585,6 +585,7 @@ KERNELS = r"""
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <type_traits>
 #include <vector>
 #ifdef __AVX2__
@@ -841,6 +842,13 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
     y[r * N] = sum(all - lanes[r]) - low[r];
   }
 }
+struct Free { void operator()(void *p) const { operator delete[](p, std::align_val_t(64)); } };
+template <class X> using Aligned = std::unique_ptr<X[], Free>;
+template <class X> INLINE Aligned<X> array(long n) {  // lines of memory, without zeros in them
+  return Aligned<X>(new (std::align_val_t(64)) X[n]);
+}
+typedef Aligned<float> Array;
+
 // RUN numbers as integers, the step between them, and the sums of their groups in steps
 template <int RUN, int GROUP, class X>
 INLINE void split(const float *x, X *q, float *step, float *sums, long apart = 1) {
@@ -869,7 +877,7 @@ void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
   const int RUN = sizeof(X) == 1 ? T::BLOCK : T::GROUP;  // numbers that share a step
   long groups = rows * K / T::GROUP;
   std::vector<float> sums(groups + 16), steps(exact ? 0 : groups + 16);
-  std::vector<X> q(exact ? 0 : rows * K);
+  auto q = array<X>(exact ? 0 : rows * K);
   for (long i = 0; i < rows * K; i += RUN) {
     float *to = &sums[i / T::GROUP];
     if constexpr (!exact) split<RUN, T::GROUP>(x + i, &q[i], &steps[i / RUN], to);
@@ -907,11 +915,6 @@ template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) 
 #pragma omp parallel for if (blocks * T::BLOCK > 1 << 16)
   for (long n = 0; n < blocks; n++) unpack<T>(w + n * T::SIZE, y + n * T::BLOCK);
 }
-
-template <class X> INLINE std::unique_ptr<X[]> array(long n) {
-  return std::unique_ptr<X[]>(new X[n]);  // without zeros in it
-}
-typedef std::unique_ptr<float[]> Array;
 
 // Many rows of x lie in panels of 64, side by side: 16 V of them are multiplied by TALL rows of w,
 // which are `down` apart and their numbers `right`, and the sums stay in registers.
