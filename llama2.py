@@ -442,8 +442,7 @@ class Llama(nn.Module):
             cache is None and torch.is_grad_enabled()
         ):  # no gradient through a cache
             x = self.embed_tokens(tokens)  # (B, T, C)
-            for layer in self.layers:
-                x = layer(x, cos, sin, mask, cache)
+            x = self.run_layers(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the rest of the largest matrix product would be thrown away
             logits = self.lm_head(
@@ -453,6 +452,14 @@ class Llama(nn.Module):
         if cache is not None:
             cache.advance(T)
         return logits
+
+    def run_layers(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """One after the other: x (B, T, C) -> (B, T, C)."""
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask, cache)
+        return x
 
 
 # ==================================================================================================
@@ -577,7 +584,7 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
 # The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
 # linear16 and linear8: those rows as integers of 16 or 8 bits, a scale for each group of weights;
 # product16 and product8: for many rows, as bfloat16 or such integers; dequantize and bfloat16;
-# run_layer: a whole Block. F32, F16 and BF16 are handled as blocks of 32, too.
+# run_layers: all that lies between embedding and head. F32, F16 and BF16 are handled as blocks of 32, too.
 KERNELS = r"""
 // Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
@@ -1134,7 +1141,7 @@ TYPE(Q6_K, 256, 210, 16, 6, 32, s = floats(widen<Ints, int8_t>(b + 192)) * half(
      bits<V>(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) |
          bits<V>(b + 128 + RUN(8), i / 2 % 4 * 2, 3, 4))
 
-// A whole layer: what Block.forward does, 60 operations of torch, in one call.
+// Whole layers: what Llama.run_layers does, 60 operations of torch for each, in one call.
 INLINE Floats exp(Floats x) {  // 2e-7 relative: 2^n e^r
   x = x < -87 ? all(-87) : x > 88 ? all(88) : x;
   Floats n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -1239,10 +1246,10 @@ static void add(float *x, const Array &h, long n) {
 #pragma omp parallel for if (n > 1 << 16)
   for (long i = 0; i < n; i += 16) store(x + i, load<Floats>(x + i) + load<Floats>(&h[i]));
 }
-// x (B, T, C) += the two halves of the layer, whose cache (B, G, room, D) holds `pos` tokens
-extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const float *norm2,
-                          const float *cos, const float *sin, float *keys, float *values, long B,
-                          long T, long pos, long room) {
+// x (B, T, C) += the two halves of a layer, whose cache (B, G, room, D) holds `pos` tokens
+static void run_layer(const Layer *l, float *x, const float *norm1, const float *norm2,
+                      const float *cos, const float *sin, float *keys, float *values, long B,
+                      long T, long pos, long room) {
   long D = l->size, C = l->q.K, H = l->q.N / D, G = l->k.N / D, rows = B * T, wide = l->gate.N;
   Array h = norm(x, norm1, l->eps, rows, C);
   Array q = l->q(h, rows), k = l->k(h, rows), v = l->v(h, rows), y = array<float>(rows * H * D);
@@ -1276,6 +1283,14 @@ extern "C" void run_layer(const Layer *l, float *x, const float *norm1, const fl
   }
   h = l->down(gate, rows);
   add(x, h, rows * C);
+}
+extern "C" void run_layers(const Layer *l, const float *const *norms, long count, float *x,
+                           const float *cos, const float *sin, float *keys, float *values, long B,
+                           long T, long pos, long room) {
+  for (long i = 0; i < count; i++, l++, norms += 2) {
+    long at = i * B * l->k.N * room;
+    run_layer(l, x, norms[0], norms[1], cos, sin, keys + at, values + at, B, T, pos, room);
+  }
 }
 """
 
@@ -1457,38 +1472,46 @@ class QuantizedLinear(nn.Module):
         return y.T
 
 
-class NativeBlock:
-    """What Block.forward does, in one call of the kernels: the same but for 1e-6 relative.
+class NativeLayers:
+    """What Llama.run_layers does, in one call of the kernels: the same but for 1e-6 relative.
 
-    Put in its place as `block.forward`; leaves to it what it cannot do: padding, hooks, 16 bits,
-    modules that have been replaced.
+    Put in its place as `model.run_layers`; leaves to it what it cannot do: padding, hooks, 16 bits,
+    modules that have been replaced. (A call for each layer is slower by 2 to 4 ms a token: weights
+    have passed through the processor's caches, and Python begins each time with none of its own.)
     """
 
-    def __init__(self, block: Block, library: ctypes.CDLL) -> None:
-        attention, mlp = block.self_attn, block.mlp
-        self.block, self.layer = block, attention.layer
+    def __init__(self, model: Llama, library: ctypes.CDLL) -> None:
+        self.model = model
+        self.parents = [module for module in model.layers.modules() if module._modules]
         self.parts = self.modules()
-        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.blocks = [getattr(linear, "blocks", None) for linear in linears]  # stay in memory
-        self.run = library.run_layer
-        self.run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 11]
-        self.packed: dict[str, bytes] = {}  # struct Layer, for few and for many tokens
+        self.norms = [part for part in self.parts if isinstance(part, RMSNorm)]  # two per layer
+        self.blocks: list[Tensor] = []  # to stay in memory
+        self.run = library.run_layers
+        self.run.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_ssize_t] * 10
+        self.packed: dict[str, bytes] = {}  # struct Layer of each, for few and for many tokens
         for key in ("few", "many"):
-            functions = [getattr(linear, "native", {}).get(key) for linear in linears]
-            if all(functions) and attention.head_dim % 16 == 0:
-                numbers = []
-                for linear, function in zip(linears, functions, strict=True):
-                    address = ctypes.cast(function, ctypes.c_void_p).value
-                    numbers += linear.blocks.data_ptr(), address
-                    numbers += linear.out_features, linear.in_features
-                eps = block.input_layernorm.eps
-                self.packed[key] = struct.pack("28qdq", *numbers, eps, attention.head_dim)
+            packed = [self.pack(block, key) for block in model.layers]
+            if all(packed):
+                self.packed[key] = b"".join(packed)
 
     def modules(self) -> list[nn.Module]:
-        """What the block is made of now."""
-        parents = self.block, self.block.self_attn, self.block.mlp
-        return [child for parent in parents for child in parent._modules.values()]
+        """What the layers are made of now."""
+        return [child for parent in self.parents for child in parent._modules.values()]
+
+    def pack(self, block: Block, key: str) -> bytes:
+        """struct Layer, which names the kernels for `key`; empty if there are not all."""
+        attention, mlp, numbers = block.self_attn, block.mlp, []
+        for linear in (
+            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        ):
+            function = getattr(linear, "native", {}).get(key)
+            if not function or attention.head_dim % 16:
+                return b""
+            self.blocks.append(linear.blocks)
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            numbers += linear.blocks.data_ptr(), address, linear.out_features, linear.in_features
+        return struct.pack("28qdq", *numbers, block.input_layernorm.eps, attention.head_dim)
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
@@ -1496,21 +1519,22 @@ class NativeBlock:
         """x (B, T, C) -> (B, T, C)."""
         B, T, _ = x.shape
         packed = self.packed.get("few" if B * T <= FEW_ROWS else "many")
+        weights = [norm.weight for norm in self.norms]
         if (
             not packed
             or not x.is_cpu
             or type(cache) is not Cache
             or cache.padding is not None
-            or {x.dtype, cache.k.dtype} != {torch.float32}
+            or any(t.dtype != torch.float32 for t in (x, cache.k, *weights))
             or self.modules() != self.parts
             or any(part._forward_hooks or part._forward_pre_hooks for part in self.parts)
         ):
-            return Block.forward(self.block, x, cos, sin, mask, cache)
+            return Llama.run_layers(self.model, x, cos, sin, mask, cache)
         y = x.clone(memory_format=torch.contiguous_format)
-        norms = self.block.input_layernorm.weight, self.block.post_attention_layernorm.weight
-        tensors = y, *norms, cos, sin, cache.k[self.layer], cache.v[self.layer]
+        norms = struct.pack(f"{len(weights)}q", *(weight.data_ptr() for weight in weights))
+        tensors = (tensor.data_ptr() for tensor in (cos, sin, cache.k, cache.v))
         sizes = B, T, cache.slots(T).start, cache.max_seq_len
-        self.run(packed, *(tensor.data_ptr() for tensor in tensors), *sizes)
+        self.run(packed, norms, len(weights) // 2, y.data_ptr(), *tensors, *sizes)
         return y
 
 
@@ -2166,8 +2190,8 @@ def build_model(
         setattr(model.get_submodule(parent), attribute, module)
     if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
         model.lm_head.weight = model.embed_tokens.weight
-    for block in model.layers if "library" in options else ():
-        block.forward = NativeBlock(block, options["library"])
+    if "library" in options:
+        model.run_layers = NativeLayers(model, options["library"])
     return model.eval()
 
 
@@ -2696,7 +2720,8 @@ def generate(
         raise ValueError("prompts of different lengths cannot continue a cache")
     tokens = torch.tensor([[0] * (max(lengths) - len(row)) + row for row in rows])
     report = Report() if report is None else report
-    report.__init__(sum(lengths), new_ids=[[] for _ in rows], stop_reasons=[""] * len(rows))
+    report.prompt_tokens, report.prompt_seconds, report.new_seconds = sum(lengths), 0.0, 0.0
+    report.new_ids, report.stop_reasons = [[] for _ in rows], [""] * len(rows)
     stop_ids = (config.eos_token_id,) if stop_ids is None else stop_ids
     step = model if step is None else step
     generators = [torch.Generator() for _ in rows]

@@ -1178,33 +1178,37 @@ def test_activations_of_8_bits(kind):
         assert layer(x)[0].isnan().all() and not layer(x)[1:].isnan().any()
 
 
-def native_block(vocabulary, path, kv_heads):
-    """A block of a quantised model with its NativeBlock, made able to take any number of tokens."""
+def native_layers(vocabulary, path, kv_heads):
+    """A quantised model and its NativeLayers, made able to take any number of tokens."""
     compiled_kernels()
     config = dataclasses.replace(
-        WIDE, num_attention_heads=4, num_key_value_heads=kv_heads, max_position_embeddings=256
+        WIDE,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=256,
     )
     path, _ = quantised(vocabulary, path, ["Q4_K", "Q5_1", "Q8_0", "Q6_K"], config)
-    block = llama2.build_model(llama2.open_checkpoint(path)).layers[0]
-    assert isinstance(block.forward, llama2.NativeBlock)
-    for layer in block.modules():
+    model = llama2.build_model(llama2.open_checkpoint(path))
+    assert isinstance(model.run_layers, llama2.NativeLayers)
+    for layer in model.layers.modules():
         if isinstance(layer, llama2.QuantizedLinear):
             layer.native["many"] = layer.native["few"]
-    return config, block, llama2.NativeBlock(block, compiled_kernels())
+    return config, model, llama2.NativeLayers(model, compiled_kernels())
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @torch.no_grad()
-def test_a_native_block_does_what_the_block_does(tmp_path, vocabulary, kv_heads):
+def test_native_layers_do_what_the_layers_do(tmp_path, vocabulary, kv_heads):
     """Chunk after chunk, in batches: its output, and what it stores."""
-    config, block, native = native_block(vocabulary, tmp_path / "x.gguf", kv_heads)
+    config, model, native = native_layers(vocabulary, tmp_path / "x.gguf", kv_heads)
     torch.manual_seed(0)
     for B, chunks in ((1, (1, 5, 1, 64, 1)), (2, (3, 8, 1)), (1, (130, 17, 1)), (2, (65, 70))):
         ours, theirs = (llama2.Cache(config, B, 201) for _ in range(2))
         for T in chunks:
             x = torch.randn(B, T, 256)
             rest = *theirs.rope(T), theirs.mask(T)
-            wanted, before = llama2.Block.forward(block, x, *rest, theirs), x.clone()
+            wanted, before = llama2.Llama.run_layers(model, x, *rest, theirs), x.clone()
             assert_close(native(x, *rest, ours), wanted, 1e-5)
             assert torch.equal(x, before)
             ours.advance(T), theirs.advance(T)
@@ -1219,28 +1223,30 @@ def test_a_native_block_does_what_the_block_does(tmp_path, vocabulary, kv_heads)
 
 @pytest.mark.parametrize("bits", [16, 8])
 @torch.no_grad()
-def test_a_native_block_of_layers_that_round(tmp_path, vocabulary, bits):
+def test_native_layers_that_round(tmp_path, vocabulary, bits):
     """Prompts, too, where there are products for them: the same layers, in another order of sums."""
     path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q5_1", "Q8_0", "Q6_K"])
     library = compiled_kernels()
-    block = llama2.build_model(llama2.open_checkpoint(path), activation_bits=bits).layers[0]
+    model = llama2.build_model(llama2.open_checkpoint(path), activation_bits=bits)
     products = {"many"} if hasattr(library, f"product{bits}_Q4_0") else set()
-    assert set(block.forward.packed) == {"few"} | products
+    assert set(model.run_layers.packed) == {"few"} | products
     for T in (1, 9, 40, 130):
         ours, theirs = (llama2.Cache(WIDE, 1, 200) for _ in range(2))
         x = torch.randn(1, T, 256)
         rest = *theirs.rope(T), theirs.mask(T)
-        wanted = llama2.Block.forward(block, x, *rest, theirs)
-        assert_close(block(x, *rest, ours), wanted, 0.05 if bits == 8 else 0.02)
+        wanted = llama2.Llama.run_layers(model, x, *rest, theirs)
+        assert_close(model.run_layers(x, *rest, ours), wanted, 0.05 if bits == 8 else 0.02)
         assert_close(ours.v, theirs.v, 0.05 if bits == 8 else 0.02)
 
 
 @torch.no_grad()
-def test_a_native_block_leaves_the_rest_to_the_block(tmp_path, vocabulary, monkeypatch):
+def test_native_layers_leave_the_rest_to_the_layers(tmp_path, vocabulary, monkeypatch):
     """Padding, hooks, 16 bits, no cache, a step that is compiled."""
-    config, block, native = native_block(vocabulary, tmp_path / "x.gguf", 2)
-    calls, forward = [], llama2.Block.forward
-    monkeypatch.setattr(llama2.Block, "forward", lambda *args: calls.append(args) or forward(*args))
+    config, model, native = native_layers(vocabulary, tmp_path / "x.gguf", 2)
+    calls, run_layers, block = [], llama2.Llama.run_layers, model.layers[1]
+    monkeypatch.setattr(
+        llama2.Llama, "run_layers", lambda *args: calls.append(args) or run_layers(*args)
+    )
     x, cache = torch.randn(2, 3, 256), llama2.Cache(config, 2)
     native(x, *cache.rope(3), cache.mask(3), cache)
     assert not calls
@@ -1251,24 +1257,29 @@ def test_a_native_block_leaves_the_rest_to_the_block(tmp_path, vocabulary, monke
         native(inputs, *other.rope(T), other.mask(T), other)
     native(x, *cache.rope(3), None, None)
     seen = []
-    for part in (block.mlp.down_proj, block.mlp, block.self_attn, block.input_layernorm):
+    for part in (block, block.mlp, block.self_attn, block.input_layernorm, block.mlp.down_proj):
         for register in (part.register_forward_hook, part.register_forward_pre_hook):
             hook = register(lambda *args: seen.append(args))
             native(x, *cache.rope(3), cache.mask(3), cache)
             hook.remove()
-    assert len(calls) == 11 and len(seen) == 8
+    assert len(calls) == 13 and len(seen) == 10
     calls.clear()
     mlp, block.mlp = block.mlp, torch.nn.Identity()  # what stands in the model counts
-    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), forward(*calls.pop()), 1e-6)
+    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), run_layers(*calls.pop()), 1e-6)
     block.mlp = mlp
     block.post_attention_layernorm.weight = torch.nn.Parameter(torch.full((256,), 3.0))
-    wanted = forward(block, x, *cache.rope(3), cache.mask(3), cache)
+    wanted = run_layers(model, x, *cache.rope(3), cache.mask(3), cache)
     assert_close(native(x, *cache.rope(3), cache.mask(3), cache), wanted, 1e-5)
+    last = model.layers.pop(-1)
+    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), run_layers(*calls.pop()), 1e-6)
+    model.layers.append(last)
+    native(x, *cache.rope(3), cache.mask(3), cache)
     assert not calls
     half = llama2.Cache(config, 2, dtype=torch.bfloat16)
-    block.bfloat16()
+    model.bfloat16()
     native(x.bfloat16(), *half.rope(3), half.mask(3), half)
-    assert len(calls) == 1
+    native(x, *cache.rope(3), cache.mask(3), cache)  # the norms are not what the kernels read
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("kind", llama2.GGML_TYPES)
