@@ -456,7 +456,7 @@ class Llama(nn.Module):
     def run_layers(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """One after the other: x (B, T, C) -> (B, T, C)."""
+        """All layers, one after the other: x (B, T, C) -> (B, T, C)."""
         for layer in self.layers:
             x = layer(x, cos, sin, mask, cache)
         return x
@@ -682,6 +682,9 @@ template <class To, class From> INLINE To widen(Bytes line, int i) {  // 16 of 3
 WIDEN(Half, uint8_t) { return (Half)_mm256_cvtepu8_epi16(load<__m128i>(p)); }
 WIDEN(Shorts, uint8_t) { return (Shorts)_mm512_cvtepu8_epi16(load<__m256i>(p)); }
 WIDEN(Shorts, int8_t) { return (Shorts)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
+INLINE Floats spread(Floats v, Ints lanes) {
+  return (Floats)_mm512_permutexvar_ps((__m512i)lanes, (__m512)v);
+}
 INLINE Ints pairs(Shorts a, Shorts b) {  // a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
   return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 }
@@ -827,8 +830,8 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
           Eight t = quads(q, load<Small>(x));
           if (T::GROUP == 32) total[r][i & 1] += t * scale[r][i];
           else {
-            Floats s = __builtin_shuffle(scales[r], LANE / 4 + 2 * i);
-            total[r][i & 1] += t * (Eight)_mm512_castps512_ps256((__m512)s);
+            __m512 s = (__m512)spread(scales[r], LANE / 4 + 2 * i);
+            total[r][i & 1] += t * (Eight)_mm512_castps512_ps256(s);
           }
         }
 #endif
@@ -837,7 +840,7 @@ INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
         for (int r = 0; r < R; r++, x += K) {
           Floats t = floats(pairs(q, load<Shorts>(x)));
           if (T::GROUP == 32) total[r][i & 1] += t * all(scale[r][i]);
-          else total[r][i & 1] += t * __builtin_shuffle(scales[r], LANE / 8 + 2 * i);
+          else total[r][i & 1] += t * spread(scales[r], LANE / 8 + 2 * i);
         }
       }
     }
