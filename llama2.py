@@ -1484,7 +1484,7 @@ class NativeLayers:
     """
 
     def __init__(self, model: Llama, library: ctypes.CDLL) -> None:
-        self.model = model
+        self.layers = model.layers  # not the model, which could not be freed: it refers to us
         self.parents = [module for module in model.layers.modules() if module._modules]
         self.parts = self.modules()
         self.norms = [part for part in self.parts if isinstance(part, RMSNorm)]  # two per layer
@@ -1493,7 +1493,7 @@ class NativeLayers:
         self.run.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_ssize_t] * 10
         self.packed: dict[str, bytes] = {}  # struct Layer of each, for few and for many tokens
         for key in ("few", "many"):
-            packed = [self.pack(block, key) for block in model.layers]
+            packed = [self.pack(block, key) for block in self.layers]
             if all(packed):
                 self.packed[key] = b"".join(packed)
 
@@ -1532,7 +1532,7 @@ class NativeLayers:
             or self.modules() != self.parts
             or any(part._forward_hooks or part._forward_pre_hooks for part in self.parts)
         ):
-            return Llama.run_layers(self.model, x, cos, sin, mask, cache)
+            return Llama.run_layers(self, x, cos, sin, mask, cache)
         y = x.clone(memory_format=torch.contiguous_format)
         norms = struct.pack(f"{len(weights)}q", *(weight.data_ptr() for weight in weights))
         tensors = (tensor.data_ptr() for tensor in (cos, sin, cache.k, cache.v))

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -1274,6 +1275,10 @@ def test_native_layers_leave_the_rest_to_the_layers(tmp_path, vocabulary, monkey
     native(x.bfloat16(), *half.rope(3), half.mask(3), half)
     native(x, *cache.rope(3), cache.mask(3), cache)  # the norms are not what the kernels read
     assert len(calls) == 2
+    alive = weakref.ref(model)
+    calls.clear()
+    del model
+    assert alive() is None  # at once, with its weights
 
 
 @pytest.mark.parametrize("kind", llama2.GGML_TYPES)
