@@ -1186,30 +1186,44 @@ static void rotate(const float *from, float *to, const float *cos, const float *
     to[2 * i] = even * cos[i] - odd * sin[i], to[2 * i + 1] = even * sin[i] + odd * cos[i];
   }
 }
-// One token of a head with `length` keys and values
-static void attend(const float *q, const float *k, const float *v, float *y, long length, long D) {
-  std::vector<float> p((length + 15) / 16 * 16, -INFINITY);
-  float most = -INFINITY, scale = 1 / std::sqrt((float)D);
+// One token of J heads that share `length` keys and values
+template <int J>
+void attend(const float *q, const float *k, const float *v, float *y, long length, long D) {
+  long room = (length + 15) / 16 * 16;
+  std::vector<float> p(J * room, -INFINITY);
+  float most[J], inverse[J], scale = 1 / std::sqrt((float)D);
+  for (float &score : most) score = -INFINITY;
   for (long s = 0; s < length; s++) {
-    Floats dot = {};
-    for (long d = 0; d < D; d += 16) dot += load<Floats>(q + d) * load<Floats>(k + s * D + d);
-    p[s] = sum(dot) * scale, most = p[s] > most ? p[s] : most;
+    Floats dot[J] = {};
+    for (long d = 0; d < D; d += 16)
+#pragma GCC unroll 4
+      for (int j = 0; j < J; j++) dot[j] += load<Floats>(q + j * D + d) * load<Floats>(k + s * D + d);
+    for (int j = 0; j < J; j++) {
+      float score = p[j * room + s] = sum(dot[j]) * scale;
+      most[j] = score > most[j] ? score : most[j];
+    }
   }
-  Floats total = {};
-  for (long s = 0; s < length; s += 16) {
-    Floats e = exp(load<Floats>(&p[s]) - most);
-    store(&p[s], e), total += e;
+  for (int j = 0; j < J; j++) {
+    Floats total = {};
+    for (long s = j * room; s < (j + 1) * room; s += 16) {
+      Floats e = exp(load<Floats>(&p[s]) - most[j]);
+      store(&p[s], e), total += e;
+    }
+    inverse[j] = 1 / sum(total);
   }
-  float inverse = 1 / sum(total);
   for (long from = 0; from < D; from += 64) {
-    Floats mix[4] = {};
+    Floats mix[J][4] = {};
     for (long s = 0; s < length; s++)
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++)
-        if (from + 16 * i < D) mix[i] += p[s] * load<Floats>(v + s * D + from + 16 * i);
+        if (from + 16 * i < D)
+#pragma GCC unroll 4
+          for (int j = 0; j < J; j++)
+            mix[j][i] += p[j * room + s] * load<Floats>(v + s * D + from + 16 * i);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-      if (from + 16 * i < D) store(y + from + 16 * i, mix[i] * inverse);
+      if (from + 16 * i < D)
+        for (int j = 0; j < J; j++) store(y + j * D + from + 16 * i, mix[j][i] * inverse[j]);
   }
 }
 // The same for up to PANEL tokens, `row` apart: the i-th sees `length` + i keys
@@ -1267,12 +1281,14 @@ static void run_layer(const Layer *l, float *x, const float *norm1, const float 
     }
   }
   long step = T > 16 ? PANEL : 1, steps = (T + step - 1) / step;
+  long some = step == 1 && H / G % 4 == 0 ? 4 : 1;  // heads that are handled together
 #pragma omp parallel for schedule(dynamic)
-  for (long i = 0; i < B * H * steps; i++) {
-    long b = i / steps / H, j = i / steps % H, t = i % steps * step;
+  for (long i = 0; i < B * H / some * steps; i++) {
+    long b = i / steps / (H / some), j = i / steps % (H / some) * some, t = i % steps * step;
     long at = (b * G + j / (H / G)) * room * D, from = ((b * T + t) * H + j) * D;
     int tokens = T - t < step ? T - t : step;
-    if (step == 1) attend(&q[from], keys + at, values + at, &y[from], pos + t + 1, D);
+    auto one = some == 4 ? attend<4> : attend<1>;
+    if (step == 1) one(&q[from], keys + at, values + at, &y[from], pos + t + 1, D);
     else attend(&q[from], keys + at, values + at, &y[from], pos + t + 1, D, tokens, H * D);
   }
   h = l->o(y, rows);
