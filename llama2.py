@@ -584,7 +584,7 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
 # The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
 # linear16 and linear8: those rows as integers of 16 or 8 bits, a scale for each group of weights;
 # product16 and product8: for many rows, as bfloat16 or such integers; dequantize and bfloat16;
-# run_layers: all that lies between embedding and head. F32, F16 and BF16 are handled as blocks of 32, too.
+# run_layers: all between embedding and head. F32, F16 and BF16 are handled as blocks of 32, too.
 KERNELS = r"""
 // Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
 // (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
@@ -1303,12 +1303,12 @@ static void run_layer(const Layer *l, float *x, const float *norm1, const float 
   h = l->down(gate, rows);
   add(x, h, rows * C);
 }
-extern "C" void run_layers(const Layer *l, const float *const *norms, long count, float *x,
-                           const float *cos, const float *sin, float *keys, float *values, long B,
-                           long T, long pos, long room) {
-  for (long i = 0; i < count; i++, l++, norms += 2) {
-    long at = i * B * l->k.N * room;
-    run_layer(l, x, norms[0], norms[1], cos, sin, keys + at, values + at, B, T, pos, room);
+extern "C" void run_layers(const Layer *l, const float *const *norms, long first, long last,
+                           float *x, const float *cos, const float *sin, float *keys,
+                           float *values, long B, long T, long pos, long room) {
+  for (long i = first; i < last; i++) {
+    float *k = keys + i * B * l->k.N * room, *v = values + i * B * l->k.N * room;
+    run_layer(l + i, x, norms[2 * i], norms[2 * i + 1], cos, sin, k, v, B, T, pos, room);
   }
 }
 """
@@ -1495,7 +1495,7 @@ class NativeLayers:
     """What Llama.run_layers does, in one call of the kernels: the same but for 1e-6 relative.
 
     Put in its place as `model.run_layers`; leaves to it what it cannot do: padding, hooks, 16 bits,
-    modules that have been replaced. (A call for each layer is slower by 2 to 4 ms a token: weights
+    modules that have been replaced. (A call for each layer would cost 2 to 4 ms a token: weights
     have passed through the processor's caches, and Python begins each time with none of its own.)
     """
 
@@ -1506,7 +1506,7 @@ class NativeLayers:
         self.norms = [part for part in self.parts if isinstance(part, RMSNorm)]  # two per layer
         self.blocks: list[Tensor] = []  # to stay in memory
         self.run = library.run_layers
-        self.run.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_ssize_t] * 10
+        self.run.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_ssize_t] * 11
         self.packed: dict[str, bytes] = {}  # struct Layer of each, for few and for many tokens
         for key in ("few", "many"):
             packed = [self.pack(block, key) for block in self.layers]
@@ -1536,8 +1536,9 @@ class NativeLayers:
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        B, T, _ = x.shape
-        packed = self.packed.get("few" if B * T <= FEW_ROWS else "many")
+        (B, T, _), L = x.shape, len(self.layers)
+        few = B * T <= FEW_ROWS
+        packed = self.packed.get("few" if few else "many")
         weights = [norm.weight for norm in self.norms]
         if (
             not packed
@@ -1551,9 +1552,11 @@ class NativeLayers:
             return Llama.run_layers(self, x, cos, sin, mask, cache)
         y = x.clone(memory_format=torch.contiguous_format)
         norms = struct.pack(f"{len(weights)}q", *(weight.data_ptr() for weight in weights))
-        tensors = (tensor.data_ptr() for tensor in (cos, sin, cache.k, cache.v))
+        pointers = [tensor.data_ptr() for tensor in (y, cos, sin, cache.k, cache.v)]
         sizes = B, T, cache.slots(T).start, cache.max_seq_len
-        self.run(packed, norms, len(weights) // 2, y.data_ptr(), *tensors, *sizes)
+        step = L if few else 1  # a prompt takes seconds: Ctrl-C is heard between calls
+        for first in range(0, L, step):
+            self.run(packed, norms, first, first + step, *pointers, *sizes)
         return y
 
 
