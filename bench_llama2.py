@@ -218,8 +218,8 @@ class Setting:
         llama2.tune_process()
         llama2.check_memory(checkpoint, 512, self.dtype, self.device)
         options = {"progress": sys.stderr.isatty(), "compile": self.args.compile is not False}
-        rounds = as_run and self.args.dtype == "auto" and llama2.is_large(checkpoint)
-        options["activation_bits"] = self.args.activation_bits or (16 if rounds else 32)
+        default = llama2.default_bits(checkpoint, self.args.dtype) if as_run else 32
+        options["activation_bits"] = self.args.activation_bits or default
         return llama2.build_model(checkpoint, self.device, self.dtype, **options)
 
     def step(

@@ -955,7 +955,7 @@ INLINE void tile(Floats (&total)[TALL][V], const E *w, long down, long right, in
 }
 
 #if defined(QUADS) && !defined(__AMX_BF16__)  // with AMX torch is faster
-enum { STRIP = 24 };  // rows of w that are unpacked at a time
+enum { STRIP = 24, SHORT = 3 };  // rows of w that are unpacked at a time; TALL, with bytes
 INLINE void scatter(const void *sums, float *y, long N, int width, int rows, int columns) {
   for (int r = 0; r < rows; r++)
     for (int n = 0; n < columns; n++) y[r * N + n] = ((const float *)sums)[n * width + r];
@@ -975,13 +975,12 @@ void multiply(uint16_t, Strip w, Panel x, float *y, long N, long K, int rows, in
 #endif
 template <int V, int BLOCK, int GROUP, bool MINIMUM>
 void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int columns) {
-  enum { TALL = 3 };
-  Floats total[TALL][V] = {};
+  Floats total[SHORT][V] = {};
   for (long b = 0; b < K / BLOCK; b++, x.steps += PANEL) {
-    Floats block[TALL][V] = {};
+    Floats block[SHORT][V] = {};
     for (long g = b * (BLOCK / GROUP); g < (b + 1) * (BLOCK / GROUP); g++, x.sums += PANEL) {
-      __m512i part[TALL][V];
-      for (int n = 0; n < TALL; n++)
+      __m512i part[SHORT][V];
+      for (int n = 0; n < SHORT; n++)
         for (int i = 0; i < V; i++) part[n][i] = _mm512_set1_epi32(w.start[n * (K / GROUP) + g]);
 #pragma GCC unroll 8
       for (int k = 0; k < GROUP / 4; k++, x.words += PANEL) {
@@ -992,20 +991,20 @@ void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int 
           asm("" : "+v"(v[i]));  // stays in its register: GCC would load it three times
         }
 #pragma GCC unroll 3
-        for (int n = 0; n < TALL; n++) {
+        for (int n = 0; n < SHORT; n++) {
           __m512i quad = _mm512_set1_epi32(w.words[n * (K / 4) + g * (GROUP / 4) + k]);
 #pragma GCC unroll 4
           for (int i = 0; i < V; i++) part[n][i] = _mm512_dpbusd_epi32(part[n][i], v[i], quad);
         }
       }
-      for (int n = 0; n < TALL; n++)
+      for (int n = 0; n < SHORT; n++)
         for (int i = 0; i < V; i++) {
           long at = n * (K / GROUP) + g;
           block[n][i] += floats((Ints)part[n][i]) * all(w.scale[at]);
           if (MINIMUM) block[n][i] -= load<Floats>(x.sums + 16 * i) * all(w.low[at]);
         }
     }
-    for (int n = 0; n < TALL; n++)
+    for (int n = 0; n < SHORT; n++)
       for (int i = 0; i < V; i++) total[n][i] += block[n][i] * load<Floats>(x.steps + 16 * i);
   }
   scatter(total, y, N, 16 * V, rows, columns);
@@ -1029,7 +1028,7 @@ INLINE void unpack(Bytes w, int8_t *q, int32_t *start, float *scale, float *low)
 template <class T, class X>
 void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
   const bool bytes = sizeof(X) == 1;
-  const int PER = 4 / sizeof(X), TALL = bytes ? 3 : 6, GROUP = T::GROUP, BLOCK = T::BLOCK;
+  const int PER = 4 / sizeof(X), EACH = bytes ? SHORT : TALL, GROUP = T::GROUP, BLOCK = T::BLOCK;
   long words = K / PER, padded = (rows + PANEL - 1) / PANEL * PANEL;
   long groups = bytes ? K / GROUP : 0, blocks = K / BLOCK;
   auto packed = array<uint32_t>(padded * words);
@@ -1067,9 +1066,9 @@ void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
         else unpack<T>(block, to);
       }
       for (long r = 0; r < rows; r += PANEL)
-        for (long i = 0; i < high; i += TALL) {
+        for (long i = 0; i < high; i += EACH) {
           long wide = rows - r < PANEL ? rows - r : PANEL;
-          long columns = high - i < TALL ? high - i : TALL;
+          long columns = high - i < EACH ? high - i : EACH;
           Strip a = {&strip[i * words], &start[i * groups], &scale[i * groups], &low[i * groups]};
           Panel b = {&packed[r * words], &steps[r * blocks], &sums[r * groups]};
           auto to = y + r * N + n + i;
@@ -1091,15 +1090,9 @@ void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
   }
 #define PRODUCT8(name)
 #define PRODUCT16(name)
-#ifndef __AMX_BF16__
-#ifdef QUADS
-#undef PRODUCT8
-#define PRODUCT8(name) ROWS(product8, name, if constexpr (name::BITS < 16) product<name, int8_t>)
-#endif
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #undef PRODUCT16
 #define PRODUCT16(name) ROWS(product16, name, product<name, uint16_t>)
-#endif
 #endif
 #define TYPE(name, block, size, group, bits_, zero, get_scales, get_values)                 \
   struct name {                                                                             \
@@ -1125,6 +1118,10 @@ void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
 TYPE(F32, 32, 128, 32, 32, 0, , load<Floats>(b + 64 * i))
 TYPE(F16, 32, 64, 32, 16, 0, , (widen<Floats, _Float16>(b, i)))
 TYPE(BF16, 32, 64, 32, 16, 0, , (widen<Ints, uint16_t>(b, i)) << 16)
+#if defined(QUADS) && !defined(__AMX_BF16__)  // of the types that follow
+#undef PRODUCT8
+#define PRODUCT8(name) ROWS(product8, name, product<name, int8_t>)
+#endif
 TYPE(Q4_0, 32, 18, 32, 4, 8, s = half(b), nibbles<V>(b + 2, i))
 TYPE(Q4_1, 32, 20, 32, 4, 0, (s = half(b), m = -half(b + 2)), nibbles<V>(b + 4, i))
 TYPE(Q5_0, 32, 22, 32, 5, 16, s = half(b), nibbles<V>(b + 6, i) | fifth<V>(b + 2, i))
@@ -1197,7 +1194,8 @@ void attend(const float *q, const float *k, const float *v, float *y, long lengt
     Floats dot[J] = {};
     for (long d = 0; d < D; d += 16)
 #pragma GCC unroll 4
-      for (int j = 0; j < J; j++) dot[j] += load<Floats>(q + j * D + d) * load<Floats>(k + s * D + d);
+      for (int j = 0; j < J; j++)
+        dot[j] += load<Floats>(q + j * D + d) * load<Floats>(k + s * D + d);
     for (int j = 0; j < J; j++) {
       float score = p[j * room + s] = sum(dot[j]) * scale;
       most[j] = score > most[j] ? score : most[j];
@@ -1232,7 +1230,7 @@ static void attend(const float *q, const float *k, const float *v, float *y, lon
   enum { V = PANEL / 16 };
   long keys = length + tokens - 1;
   Array queries = array<float>(D * PANEL);
-  std::unique_ptr<Floats[][V]> p(new Floats[keys][V]);
+  auto p = array<Floats[V]>(keys);
   Floats most[V], sums[V] = {}, total[TALL][V];
   float scale = 1 / std::sqrt((float)D);
   for (long d = 0; d < D; d++)
@@ -1504,7 +1502,8 @@ class NativeLayers:
         self.parents = [module for module in model.layers.modules() if module._modules]
         self.parts = self.modules()
         self.norms = [part for part in self.parts if isinstance(part, RMSNorm)]  # two per layer
-        self.blocks: list[Tensor] = []  # to stay in memory
+        linears = [part for part in self.parts if isinstance(part, QuantizedLinear)]
+        self.blocks = [linear.blocks for linear in linears]  # stay in memory
         self.run = library.run_layers
         self.run.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_ssize_t] * 11
         self.packed: dict[str, bytes] = {}  # struct Layer of each, for few and for many tokens
@@ -1527,7 +1526,6 @@ class NativeLayers:
             function = getattr(linear, "native", {}).get(key)
             if not function or attention.head_dim % 16:
                 return b""
-            self.blocks.append(linear.blocks)
             address = ctypes.cast(function, ctypes.c_void_p).value
             numbers += linear.blocks.data_ptr(), address, linear.out_features, linear.in_features
         return struct.pack("28qdq", *numbers, block.input_layernorm.eps, attention.head_dim)
@@ -3107,6 +3105,11 @@ def is_large(checkpoint: Checkpoint) -> bool:
     return sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
 
 
+def default_bits(checkpoint: Checkpoint, dtype: str) -> int:
+    """The command line's `activation_bits`: large models are rounded unless a dtype is named."""
+    return 16 if is_large(checkpoint) and dtype == "auto" else 32
+
+
 def tune_process() -> None:
     """What suits a process that does nothing else."""
     with suppress(AttributeError, OSError, TypeError):  # it is glibc's
@@ -3271,7 +3274,7 @@ def run(args: argparse.Namespace) -> None:
     check_memory(checkpoint, size, dtype, device)
     large = is_large(checkpoint)  # a small model is done before a compiler is
     args.compile = large if args.compile is None else args.compile
-    bits = args.activation_bits or (16 if large and args.dtype == "auto" else 32)
+    bits = args.activation_bits or default_bits(checkpoint, args.dtype)
     tune_process()
     with warnings.catch_warnings(record=True) as problems:
         model = build_model(checkpoint, device, dtype, progress, args.compile, bits)
