@@ -1602,22 +1602,22 @@ def last_name(name: str) -> str:
 class Weight:
     """One tensor of a checkpoint where it lies: mapped files, read when data or dense is asked for.
 
-    Its pieces are uint8 (rows, bytes per row), joined along `axis`: Meta's shards are several.
+    Its shards are uint8 (rows, bytes per row), joined along `axis`: Meta's checkpoints have several.
     """
 
-    kind: str  # its ggml type
+    ggml_type: str
     shape: tuple[int, ...]  # in torch's order, (out, in)
-    pieces: list[Tensor]
+    shards: list[Tensor]
     axis: int = 0
     hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
-    source: mmap.mmap | None = None  # the file that the pieces are mapped from, at their offsets
+    source: mmap.mmap | None = None  # the file that the shards are mapped from, at their offsets
 
     @property
     def block(self) -> tuple[int, int]:
         """Elements and bytes of one block: columns are cut between blocks only."""
         import gguf
 
-        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
+        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
 
     @property
     def nbytes(self) -> int:
@@ -1627,46 +1627,46 @@ class Weight:
     @property
     def data(self) -> Tensor:
         """uint8 (rows, bytes per row) in Meta's order: the mapped file if nothing has to move."""
-        data = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, self.axis)
+        data = self.shards[0] if len(self.shards) == 1 else torch.cat(self.shards, self.axis)
         if self.hf_head_dim:  # each head's rows 0, 2, 4, ... before 1, 3, 5, ...
             heads = data.unflatten(0, (-1, 2, self.hf_head_dim // 2))
             data = heads.transpose(1, 2).flatten(0, 2)
         data = data.contiguous()
-        if data.data_ptr() != self.pieces[0].data_ptr():  # columns: a copy
+        if data.data_ptr() != self.shards[0].data_ptr():  # columns: a copy
             self.release()
         return data
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
         """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads no others."""
-        shape, pieces = list(self.shape), []
+        shape, shards = list(self.shape), []
         shape[axis] = stop - start
         if axis == 1:
             start, stop = (i // self.block[0] * self.block[1] for i in (start, stop))
-        for piece in self.pieces:
-            pieces.append(piece[start:stop] if axis == 0 else piece[:, start:stop])
-            if axis == self.axis:  # the next piece begins where this one ends
-                start, stop = (max(i - piece.shape[axis], 0) for i in (start, stop))
-        return replace(self, shape=tuple(shape), pieces=[p for p in pieces if p.numel()])
+        for shard in self.shards:
+            shards.append(shard[start:stop] if axis == 0 else shard[:, start:stop])
+            if axis == self.axis:  # the next shard begins where this one ends
+                start, stop = (max(i - shard.shape[axis], 0) for i in (start, stop))
+        return replace(self, shape=tuple(shape), shards=[s for s in shards if s.numel()])
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a dense tensor, converted a few rows at a time; mapped if it fits as is."""
         rows = self.data
-        if DENSE.get(self.kind) == dtype and rows.storage_offset() % dtype.itemsize == 0:
+        if DENSE.get(self.ggml_type) == dtype and rows.storage_offset() % dtype.itemsize == 0:
             return rows.view(dtype).view(self.shape).to(device)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         flat = out.view(len(rows), -1)
         step = max(1, 2**20 // flat.shape[1])  # temporaries that stay in the processor's cache
         for i in range(0, len(rows), step):
-            flat[i : i + step] = dequantize(rows[i : i + step], self.kind)
+            flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
         self.release()
         return out
 
     def release(self) -> None:
         """After a copy was made: what was read for it need not stay in memory beside it."""
         if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
-            for piece in self.pieces:
-                start = piece.storage_offset() // mmap.PAGESIZE * mmap.PAGESIZE
-                stop = piece.storage_offset() + (len(piece) - 1) * piece.stride(0) + piece.shape[1]
+            for shard in self.shards:
+                start = shard.storage_offset() // mmap.PAGESIZE * mmap.PAGESIZE
+                stop = shard.storage_offset() + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
                 self.source.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
@@ -1844,7 +1844,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     vocabulary = get("tokenizer.ggml.model", str)
     if vocabulary != "llama":
         raise ValueError(f"{fail}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
-    for kind, name in {weight.kind: name for name, weight in tensors.items()}.items():
+    for kind, name in {weight.ggml_type: name for name, weight in tensors.items()}.items():
         try:
             dequantize(tensors[name].data[:1], kind)
         except NotImplementedError:
@@ -2018,12 +2018,14 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
     for name, weight in shards[0].items():
         parts = [shard.get(name) for shard in shards]
-        if any(w is None or (w.kind, w.shape) != (weight.kind, weight.shape) for w in parts):
+        if any(
+            w is None or (w.ggml_type, w.shape) != (weight.ggml_type, weight.shape) for w in parts
+        ):
             raise ValueError(f"{path}: {name} differs in type or shape from shard to shard")
         axis, shape = axes.get(last_name(name)), list(weight.shape)
         if axis is not None and len(shape) == 2:
             shape[axis] *= len(parts)
-            weight = Weight(weight.kind, tuple(shape), [w.pieces[0] for w in parts], axis)
+            weight = Weight(weight.ggml_type, tuple(shape), [w.shards[0] for w in parts], axis)
         tensors[name] = weight
     tensors.pop("rope.freqs", None)  # computed, not learned
 
@@ -2163,7 +2165,9 @@ def show_progress(items: Collection, label: str, show: bool) -> Iterable:
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether a weight stays in memory as it is in the file, for activations of `dtype`."""
     dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
-    return len(weight.shape) == 2 and weight.kind in GGML_TYPES and weight.kind not in dense
+    return (
+        len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES and weight.ggml_type not in dense
+    )
 
 
 def build_model(
@@ -2202,11 +2206,11 @@ def build_model(
             continue
         data = weight.data.to(device)
         if isinstance(module, nn.Embedding):
-            module = QuantizedEmbedding(data, weight.kind, dtype)
+            module = QuantizedEmbedding(data, weight.ggml_type, dtype)
             if checkpoint.config.tie_word_embeddings:
-                model.lm_head = QuantizedLinear(data, weight.kind, **options)
+                model.lm_head = QuantizedLinear(data, weight.ggml_type, **options)
         else:
-            module = QuantizedLinear(data, weight.kind, **options)
+            module = QuantizedLinear(data, weight.ggml_type, **options)
         setattr(model.get_submodule(parent), attribute, module)
     if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
         model.lm_head.weight = model.embed_tokens.weight
@@ -2233,8 +2237,8 @@ def save_kind(weight: Weight, kind: str | None) -> str:
     """The type of a weight in a file of `kind`: vectors F32, rows not of whole blocks F16."""
     if len(weight.shape) == 1:
         return "F32"
-    fits = weight.shape[-1] % replace(weight, kind=kind or weight.kind).block[0] == 0
-    return (kind or weight.kind) if fits else "F16"
+    fits = weight.shape[-1] % replace(weight, ggml_type=kind or weight.ggml_type).block[0] == 0
+    return (kind or weight.ggml_type) if fits else "F16"
 
 
 def save_gguf(
@@ -2285,8 +2289,8 @@ def save_gguf(
         factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
         weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
     for name, weight in weights.items():
-        target = replace(weight, kind=save_kind(weight, kind))
-        raw = gguf.GGMLQuantizationType[target.kind]
+        target = replace(weight, ggml_type=save_kind(weight, kind))
+        raw = gguf.GGMLQuantizationType[target.ggml_type]
         writer.add_tensor_info(name, weight.shape, numpy.dtype("f4"), target.nbytes, raw)
     try:
         writer.write_header_to_file()
@@ -2294,7 +2298,7 @@ def save_gguf(
         writer.write_ti_data_to_file()
         for weight in show_progress(weights.values(), "saving", progress):
             target = save_kind(weight, kind)
-            if target == weight.kind:
+            if target == weight.ggml_type:
                 rows = weight.data.numpy()
             else:
                 values = weight.dense(torch.float32).numpy()
@@ -2888,7 +2892,7 @@ def rank_part(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
         start, stop = (size // run * r // ranks * run for r in (rank, rank + 1))
         if start == stop or start % block or stop % block:
             found = f"{size} cannot be divided by {ranks} ranks into runs of {run}"
-            raise ValueError(f"{name}, {weight.kind} in blocks of {block}: {found}")
+            raise ValueError(f"{name}, {weight.ggml_type} in blocks of {block}: {found}")
         weights[name] = weight.part(axis, start, stop)
     config = replace(config, num_key_value_heads=kv_heads // ranks, tie_word_embeddings=False)
     return replace(checkpoint, config=config, weights=weights)
@@ -2975,7 +2979,9 @@ def check_memory(
     if room > 0:
         fits.append(f"--context {room}")
     for kind in ("Q8_0", "Q4_0"):
-        weights = {k: replace(w, kind=save_kind(w, kind)) for k, w in checkpoint.weights.items()}
+        weights = {
+            k: replace(w, ggml_type=save_kind(w, kind)) for k, w in checkpoint.weights.items()
+        }
         smaller = replace(checkpoint, weights=weights)
         need = sum(memory_plan(smaller, context, dtype, device).values())
         if need <= free:
@@ -3141,7 +3147,7 @@ def peak_memory(device: torch.device) -> int:
 
 def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
     """What --info prints; `plan` is that of memory_plan()."""
-    kinds = Counter(weight.kind for weight in checkpoint.weights.values())
+    kinds = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     size = sum(weight.nbytes for weight in checkpoint.weights.values())
     rows = {
         "form": checkpoint.form,
