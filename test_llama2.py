@@ -202,8 +202,9 @@ def random_blocks(kind, rows, columns, seed):
     return blocks.reshape(rows, -1)
 
 
-def quantised(vocabulary, path, kinds, config=WIDE):
+def quantised(vocabulary, path, kinds, config=WIDE, keys=None):
     """A file with blocks of these types in turn, and its weights as gguf dequantises them."""
+    keys = config_keys(config) | vocabulary_keys(vocabulary[1]) | (keys or {})
     weights, stored = make_weights(config), {}
     for i, name in enumerate(sorted(weights)):
         blocks, kind = weights[name], None
@@ -218,7 +219,7 @@ def quantised(vocabulary, path, kinds, config=WIDE):
         stored[gguf_name(name)] = (blocks, kind)
     if config.tie_word_embeddings:
         assert "output.weight" not in stored
-    write_gguf(path, config_keys(config) | vocabulary_keys(vocabulary[1]), stored)
+    write_gguf(path, keys, stored)
     return path, weights
 
 
