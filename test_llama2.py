@@ -14,6 +14,7 @@ import inspect
 import io
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -1328,6 +1329,13 @@ def test_tokenizer_never_raises_on_text_and_names_wrong_ids(rebuilt):
                 call([5, bad])
 
 
+@pytest.mark.parametrize("text", ["<s>", "</s>", "<unk>", "[INST]", "<<SYS>>", "<0x0A>", "a</s>b"])
+def test_text_like_special_tokens_is_text(rebuilt, text):
+    """A typed control token is never that token."""
+    ids = rebuilt.encode(text, bos=False)
+    assert not {0, 1, 2} & set(ids) and rebuilt.decode(ids) == text
+
+
 @pytest.mark.parametrize("kind", [3, 4])
 def test_unknown_piece_of_another_type(tmp_path, keys, kind, rebuilt):
     """Converters type <unk> as CONTROL, which SentencePiece refuses."""
@@ -1890,6 +1898,59 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
     assert (status, out, err) == (0, wanted_text, "")
     assert [call for call in calls if call[1] > 1] == wanted_calls
     assert wanted_calls[1][0] >= 10  # the first question at least is not computed again
+
+
+DEVICES = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("--prompt-file x.txt", "--prompt-file"),  # beside --prompt
+        ("--temperature -1", "temperature -1"),
+        ("--temperature nan", "temperature nan"),
+        ("--temperature inf", "temperature inf"),
+        ("--top-k -1", "top_k -1"),
+        ("--top-p 0", "top_p 0"),
+        ("--top-p 1.01", "top_p 1.01"),
+        ("--min-p -0.5", "min_p -0.5"),
+        ("--seed -2", "seed is -2"),
+        ("--seed 9223372036854775808", "seed is 9223372036854775808"),
+        ("--max-new-tokens -1", "max_new_tokens is -1"),
+        ("--max-new-tokens many", "--max-new-tokens"),
+        ("--context 0", "--context 0"),
+        ("--context 401", "401; accepted is 1 to 400"),
+        ("--context 2", "the context holds 2"),
+        ("--threads 0", "--threads 0"),
+        ("--threads 100000", "--threads 100000"),
+        ("--device tpu", "tpu"),
+        ("--dtype float8", "float8"),
+        ("--stop=", "--stop"),
+        ("--system x", "--chat"),
+        ("--model absent.gguf", "absent.gguf"),
+        ("--model {dir}", "{dir}"),
+        (f"--model {os.devnull}", os.devnull),
+        (f"--model {SCRIPT}", "llama2.py: starts with b'\"\"\"L', not with b'GGUF'"),
+        ("--unheard-of", "--unheard-of"),
+        *[(f"--device {name}", name) for name in sorted(DEVICES) if not DEVICES[name]],
+    ],
+)
+def test_one_line_and_status_2(cli, tmp_path, argv, said):
+    """A wrong argument is told in one line that names it; nothing is written to stdout."""
+    argv = argv.format(dir=tmp_path).split()
+    status, out, err = cli("--prompt", "ab", *argv)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("llama2.py: error: ") and said.format(dir=tmp_path) in err
+
+
+def test_prompts_that_cannot_be_are_told(cli):
+    """A file that is not there, and more tokens than the context: no silent cut."""
+    for argv, said in (
+        (["--prompt-file", "absent.txt"], "absent.txt"),
+        (["--prompt", "fox " * 400], "tokens, the context holds 400"),
+    ):
+        status, out, err = cli(*argv)
+        assert (status, out, err.count("\n")) == (2, "", 1) and said in err
 
 
 def test_import_is_quick():
