@@ -9,17 +9,20 @@ out here. The folder tests/ holds what is long or special; it makes its models w
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
 import io
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
 import struct
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 
@@ -777,9 +780,35 @@ def test_model_half_runs_cut_out(weights, model):
     cut = {"__name__": "cut"}
     sys.modules["cut"] = type(sys)("cut")  # dataclass looks its module up
     exec(compile(header + "\n".join(model_half()), "cut", "exec"), cut)  # noqa: S102
-    copy = cut["Llama"](cut["Config"](**SHAPE)).eval()
-    copy.load_state_dict(model.state_dict())
-    assert_close(copy(TOKENS[:1, :9], cut["Cache"](copy.config)), model(TOKENS[:1, :9])[:, -1])
+    alone = cut["Llama"](cut["Config"](**SHAPE)).eval()
+    alone.load_state_dict(model.state_dict())
+    assert_close(alone(TOKENS[:1, :9], cut["Cache"](alone.config)), model(TOKENS[:1, :9])[:, -1])
+
+
+def globals_of(table):
+    """The module's names that a function or class refers to, those within it included."""
+    names = {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+    return names.union(*map(globals_of, table.get_children()))
+
+
+def test_sections_refer_upwards():
+    """What a reader meets is known already: defined in the same section or in one above."""
+    text, section, home = SCRIPT.read_text(encoding="utf-8"), 0, {}
+    sections = re.findall(r"(?m)^# (\d+)\. ", text)
+    assert sections == [str(i + 1) for i in range(len(sections))] and len(sections) > 10
+    for line in text.splitlines():
+        if banner := re.match(r"# (\d+)\. ", line):
+            section = int(banner[1])
+        if name := re.match(r"(?:def |class )?(\w+)(?:\(|:| = |: .* = )", line):
+            home.setdefault(name[1], section)
+    downwards = set()
+    for table in symtable.symtable(text, SCRIPT.name, "exec").get_children():
+        user = table.get_name()
+        below = [n for n in globals_of(table) if home.get(n, 0) > home.get(user, 99)]
+        downwards |= {(user, name) for name in below}
+    # A checkpoint knows how to make its tokenizer.
+    makers = {(f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")}
+    assert downwards == makers | ({("load", "accelerate")} & downwards)
 
 
 def test_written_names_exist():
@@ -1240,6 +1269,19 @@ def test_tied_quantised_embeddings(tmp_path, vocabulary, kind):
     tied = llama2.Config(**{**vars(WIDE), "tie_word_embeddings": True})
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind], tied)
     assert_close(logits_of(path), make_model(tied, weights)(TOKENS[:2, :24]))
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.nn.Module.share_memory],
+    ids=["deepcopy", "pickle", "share_memory"],
+)
+@torch.no_grad()
+def test_loaded_models_can_be_copied(tmp_path, vocabulary, duplicate):
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0", "IQ4_NL", "F16"])
+    loaded, _ = llama2.load(path)
+    wanted = loaded(TOKENS[:2, :24])
+    assert torch.equal(duplicate(loaded)(TOKENS[:2, :24]), wanted)
 
 
 @pytest.mark.parametrize("kind", ["I8", "I32", "F64", "Q8_1", "Q8_K"])
@@ -2236,8 +2278,22 @@ def test_memory_plan_and_refusal(monkeypatch):
     llama2.check_memory(*options)
 
 
-def test_memory_that_is_free():
-    assert 2**20 < llama2.free_memory(torch.device("cpu")) < 2**50
+def test_memory_that_is_free(tmp_path, monkeypatch):
+    """What Linux says is available, within the limit of a container, shared by torchrun's ranks."""
+    cpu, group = torch.device("cpu"), tmp_path / "sys" / "fs" / "cgroup"
+    assert llama2.free_memory(cpu) > 0
+    for folder in (tmp_path / "proc", group):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(llama2, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   3000 kB\n")
+    assert llama2.free_memory(cpu) == 3000 * 1024
+    (group / "memory.stat").write_text("anon 1000\nfile 300000\n")
+    (group / "memory.current").write_text("1500000\n")
+    for limit, free in (("2000000", 800000), ("max", 3000 * 1024), ("9999999", 3000 * 1024)):
+        (group / "memory.max").write_text(limit + "\n")
+        assert llama2.free_memory(cpu) == free
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert llama2.free_memory(cpu) == 1500 * 1024
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2258,6 +2314,8 @@ broke the whistle in two and laid half of it in her grave."""
 @pytest.fixture(scope="module")
 def bundled():
     """The model that the README's first command runs."""
+    if not llama2.DEFAULT_MODEL.exists():
+        pytest.skip("the bundled model is not here")
     return llama2.load(llama2.DEFAULT_MODEL)
 
 
@@ -2304,3 +2362,16 @@ def test_missing_bundled_model_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(llama2, "DEFAULT_MODEL", tmp_path / "models" / "fairytales.gguf")
     assert llama2.main(["--prompt", "x"]) == 2
     assert "pass --model PATH" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("bundled")
+def test_python_in_the_readme_runs(monkeypatch, capsys):
+    readme = SCRIPT.with_name("README.md")
+    if not readme.exists():
+        pytest.skip("README.md is not here")
+    monkeypatch.chdir(SCRIPT.parent)
+    blocks = re.findall(r"```python\n(.*?)```", readme.read_text("utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})  # noqa: S102
+        assert capsys.readouterr().out.strip()

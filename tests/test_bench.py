@@ -204,10 +204,21 @@ def test_suite_and_baselines(tmp_path, monkeypatch, capsys):
 
 
 def test_claims(tmp_path, capsys):
+    """Each verdict is the one that follows from the figures that are told with it."""
     found = bench_json(tmp_path, "--claims", "--config", "tiny")["claims"]
-    words = {"confirmed", "refuted", "depends", "not measured"}
-    assert len(found) == 5
-    assert all(row["verdict"] in words and row["because"] for row in found.values())
+    mask, caches, modules, loading, all_of_it = (found[claim] for claim in bench.CLAIMS)
+    limit = 1 + llama2.DEFAULT_MODEL.stat().st_size / 0.5e9
+    for row, cases, *bounds in (
+        (mask, mask["saved"], 0.05),
+        (caches, caches["ratios"], 1.05),
+        (modules, modules["ratios"], 1.05),
+        (loading, {"": sum(loading["seconds"].values())}, 0, limit),
+        (all_of_it, all_of_it["ratios"], 2, 3),
+    ):
+        assert row["verdict"] == bench.judge(cases, *bounds)
+        assert all(f"{name}" in row["because"] for name in cases)
+    assert len(mask["saved"]) == len(modules["ratios"]) == 4 and len(all_of_it["ratios"]) == 2
+    assert all(0 <= part < 1 for part in mask["saved"].values())
     assert capsys.readouterr().out.count("(e)") >= 2
 
 
