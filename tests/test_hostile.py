@@ -688,9 +688,9 @@ def test_norms_that_are_not_finite(tmp_path, keys, tensors, name, bad, temperatu
     norm[0] = bad
     path = write_gguf(tmp_path / "bad.gguf", keys, tensors | {f"{name}.weight": norm})
     model, _ = llama2.load(path)
-    for prompt in ([1, 268], [[1, 268], [1, 265, 266]]):
+    for prompts in ([[1, 268]], [[1, 268], [1, 265, 266]]):
         with pytest.raises(ValueError, match="not finite"):
-            list(llama2.generate(model, prompt, 4, temperature))
+            list(llama2.generate_batch(model, prompts, 4, temperature))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -708,7 +708,8 @@ def test_memory_stays_flat(tmp_path, keys, tensors):
         return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
 
     for i in range(20):
-        assert len(list(llama2.generate(model, [1], 10**6, 0.8, stop_ids=()))) == 23
+        options = {"max_new_tokens": 10**6, "temperature": 0.8, "stop_ids": ()}
+        assert len(list(llama2.generate(model, [1], **options))) == 23
         if i == 4:
             warm = resident()
     assert resident() - warm < 8 * 2**20

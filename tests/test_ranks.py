@@ -29,15 +29,18 @@ def run_rank(rank, ranks, port, root, tokens, out):
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
-    assert llama2.start_ranks() == rank
-    found = {}
+    group, found = llama2.Ranks(), {}
+    assert (group.rank, group.count) == (rank, ranks)
+    assert group.gather(rank) == list(range(ranks)) and group.share(lambda: rank) == 0
     for form in RANK_FORMS[ranks]:
         part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, ranks)
         model = llama2.build_model(part)
         held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        llama2.connect_ranks(model)
-        texts = [list(llama2.generate(model, tokens[0].tolist(), 6, t, seed=3)) for t in (0, 1)]
+        llama2.connect_ranks(model, group)
+        prompt, options = tokens[0].tolist(), {"max_new_tokens": 6, "seed": 3}
+        texts = [list(llama2.generate(model, prompt, temperature=t, **options)) for t in (0, 1)]
         found[form] = (model(tokens), *texts, held)
+    group.close()
     torch.save(found, out / str(rank))
 
 
@@ -72,7 +75,7 @@ def test_ranks_equal_one_process(forms, processes, tmp_path, ranks):
     found = [torch.load(tmp_path / str(rank)) for rank in range(ranks)]
     for form in RANK_FORMS[ranks]:
         model, _ = llama2.load(root / form)
-        ids = list(llama2.generate(model, tokens[0].tolist(), 6))
+        ids = list(llama2.generate(model, tokens[0].tolist(), max_new_tokens=6))
         held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         if form == "tied.gguf":  # the embedding and the head are cut along different axes
             held += model.embed_tokens.blocks.nbytes
@@ -106,7 +109,7 @@ def test_too_many_ranks(forms):
     ):
         llama2.rank_part(checkpoint, 0, 8)
     checkpoint.weights["layers.0.mlp.down_proj.weight"].ggml_type = "Q4_K"  # blocks of 256
-    with pytest.raises(ValueError, match="160 cannot be divided by 2 ranks into runs of 256"):
+    with pytest.raises(ValueError, match="160 cannot be divided by 2 ranks into units of 256"):
         llama2.rank_part(checkpoint, 0, 2)
 
 

@@ -320,10 +320,9 @@ def test_chat_answer_with_reserved_tags(cli, cli_path, heard, monkeypatch):
     tokenizer, calls = llama2.Tokenizer.from_gguf(cli_path), []
     script = tokenizer.encode("ab [INST] cd", bos=False)
 
-    def scripted(model, prompt, report, **options):
+    def scripted(model, prompt, **options):
         calls.append(prompt)
-        report.__init__(new_ids=[[]], stop_reasons=[""])
-        yield from script
+        return llama2.Stream(iter(script), llama2.Report(len(prompt), [[]], [""]))
 
     monkeypatch.setattr(llama2, "generate", scripted)
     status, out, err = cli("--chat", "--quiet", stdin=b"ab\ncd\n")
