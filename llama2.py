@@ -2002,42 +2002,41 @@ class Kernels:
 @functools.cache
 def kernels() -> Kernels:
     """Compile kernels/cpu.cpp once per machine and load it. It runs on torch's own threads."""
-    start = time.perf_counter()
+    if not KERNELS_SOURCE.is_file():
+        return Kernels(problem=f"{KERNELS_SOURCE} is missing; it belongs beside llama2.py")
+    problems = []
+    for compiler in compilers():
+        try:
+            return find_or_compile(KERNELS_SOURCE.read_bytes(), compiler, kernel_folder())
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
+    return Kernels(problem="; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
+
+
+def open_library(path: Path, compile_seconds: float = 0.0) -> Kernels:
+    """Load compiled kernels. Raises OSError for any other library, or another version of them."""
+    library = ctypes.CDLL(str(path))
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
-        source = KERNELS_SOURCE.read_bytes()
-    except OSError:
-        return Kernels(problem=f"there is no {KERNELS_SOURCE}; it belongs beside llama2.py")
-    try:
-        folder, problems = kernel_folder(), []
-        for compiler in compilers():
-            try:
-                path, compiled = find_or_compile(source, compiler, folder)
-                library = ctypes.CDLL(str(path))
-                version = library.kernels_version()
-                if version != KERNELS_VERSION:
-                    raise OSError(f"{KERNELS_SOURCE} is version {version}, not {KERNELS_VERSION}")
-                i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-                library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-                library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
-                library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
-                features = library.kernels_features()
-                if not features & 1:
-                    warnings.warn(
-                        f"{compiler[0]} has no OpenMP: kernels use one thread", stacklevel=3
-                    )
-                seconds = (time.perf_counter() - start) * compiled
-                return Kernels(library, "", seconds, amx=bool(features & 2))
-            except (OSError, AttributeError, subprocess.SubprocessError) as error:
-                problems.append(str(error))
-        problem = problems[0] if problems else "no C++ compiler (g++, clang++ or what $CXX names)"
-    except (OSError, RuntimeError, ValueError) as error:  # no home, no permission, $CXX unbalanced
-        problem = str(error)
-    return Kernels(problem=" ".join(problem.split())[:300])
+        library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
+        library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
+        library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
+        version, features = library.kernels_version(), library.kernels_features()
+    except AttributeError as error:
+        raise OSError(f"{path}: {error}") from None
+    if version != KERNELS_VERSION:
+        raise OSError(f"{KERNELS_SOURCE} is version {version}; needed is {KERNELS_VERSION}")
+    if not features & 1:
+        warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
+    return Kernels(library, "", compile_seconds, amx=bool(features & 2))
 
 
 def compilers() -> list[list[str]]:
     """Commands to try, in this order: what $CXX says, g++, clang++, c++."""
-    named = [shlex.split(os.environ.get("CXX", ""))]
+    try:
+        named = [shlex.split(os.environ.get("CXX", ""))]
+    except ValueError:  # an open quote
+        named = []
     found = [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
     return [command for command in named + found if command]
 
@@ -2061,12 +2060,13 @@ def is_ours(path: Path) -> bool:
     return owned and (os.name == "nt" or not status.st_mode & 0o022)
 
 
-def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> tuple[Path, bool]:
-    """The library of a source file, and whether it had to be compiled. Raises OSError.
+def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels:
+    """The compiled source, from the folder if it is there. Raises OSError.
 
-    Its name holds two hashes: of the source with the compiler's predefined macros (its version and
-    the processor's instruction sets), and of the library itself, which a power cut may have damaged.
+    A library's name holds two hashes: of the source with the compiler's predefined macros (its
+    version, the processor's instruction sets), and of the library, which a power cut may damage.
     """
+    start = time.perf_counter()
     for target in ("-march=native", "-mcpu=native"):  # some compilers know only one of them
         try:
             macros = run_compiler([*compiler, target, "-dM", "-E", "-x", "c++", os.devnull], folder)
@@ -2077,21 +2077,22 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> tuple[P
     key = hashlib.sha256(source + macros + " ".join(compiler).encode()).hexdigest()[:16]
     for path in folder.glob(f"cpu-{key}-*.so"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        if path.stem.endswith(digest) and is_ours(path):
-            return path, False
+        with suppress(OSError):
+            if path.stem.endswith(digest) and is_ours(path):
+                return open_library(path)
     for old in folder.glob("build-*"):  # of a run that was killed
         if old.stat().st_mtime < time.time() - 3600:
             shutil.rmtree(old, ignore_errors=True)
+
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
         new = Path(build, "cpu.so")
         Path(build, "cpu.cpp").write_bytes(source)
-        flags = ["-O3", target, "-std=c++17", "-shared", "-fPIC", "cpu.cpp", "-o", new.name]
-        if sys.platform == "win32":
-            flags.remove("-fPIC")
-        omp = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # the one that torch runs on
-        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(omp)], []):
+        command = [*compiler, "-O3", target, "-std=c++17", "-shared", "cpu.cpp", "-o", new.name]
+        command += ["-fPIC"] * (sys.platform != "win32")
+        apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
+        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):
             try:
-                run_compiler([*compiler, *flags, *openmp], Path(build))
+                run_compiler([*command, *openmp], Path(build))
                 break
             except OSError:
                 if not openmp:
@@ -2099,9 +2100,10 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> tuple[P
         with new.open("rb+") as file:
             digest = hashlib.sha256(file.read()).hexdigest()[:16]
             os.fsync(file.fileno())
+        new.chmod(0o700)  # whatever the umask is
         path = folder / f"cpu-{key}-{digest}.so"
         new.replace(path)  # at once: two processes may do this at the same time
-    return path, True
+    return open_library(path, time.perf_counter() - start)
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
@@ -2175,6 +2177,8 @@ class NativeLinear(QuantizedLinear):
             or torch.compiler.is_compiling()
             or not self.is_native()
             or not x.is_cpu
+            or x.layout != torch.strided
+            or x.dtype not in DENSE.values()
             or x.shape[-1:] != (K,)
             or (x.requires_grad and torch.is_grad_enabled())
         ):
