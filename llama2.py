@@ -3201,18 +3201,21 @@ def read_question(ranks: Ranks | None) -> str | None:
 
 
 def fit_turns(
-    encode: Callable[[list[dict[str, str]]], list[int]], turns: list[dict[str, str]], cache: Cache
+    encode: Callable[[list[dict[str, str]]], list[int]],
+    turns: list[dict[str, str]],
+    context: int,
+    reserve: int,
 ) -> list[int]:
-    """The ids of a conversation; its oldest turns are deleted until a quarter is free to answer.
+    """The ids of a conversation; its oldest turns are deleted until `reserve` tokens are free.
 
     Raises ValueError if the last question alone is too long, or what encode_chat() raises.
     """
     ids = encode(turns)
-    while len(ids) > cache.max_seq_len * 3 // 4 and len(turns) > 1:
+    while len(ids) + reserve > context and len(turns) > 1:
         del turns[:2]
         ids = encode(turns)
-    if len(ids) > cache.max_seq_len:
-        raise ValueError(f"{len(ids)} tokens; the context holds {cache.max_seq_len}")
+    if len(ids) > context:
+        raise ValueError(f"{len(ids)} tokens; the context holds {context}")
     return ids
 
 
@@ -3252,6 +3255,7 @@ def chat(
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
     stored: list[int] = []  # the ids that the cache holds
+    reserve = min(args.max_new_tokens, cache.max_seq_len // 4)  # tokens of room for an answer
 
     def encode(turns: list[dict[str, str]]) -> list[int]:
         return encode_chat(tokenizer, system + turns, chat_format)
@@ -3262,7 +3266,7 @@ def chat(
             continue
         turns = [*messages, {"role": "user", "content": question}]
         try:
-            ids = fit_turns(encode, turns, cache)
+            ids = fit_turns(encode, turns, cache.max_seq_len, reserve)
         except ValueError as error:
             fail(error)
             continue
