@@ -1584,9 +1584,11 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     if not all(0 <= i < n for i in (unk, bos, *ends)):
         found = ", ".join(map(str, (unk, bos, *ends)))
         raise ValueError(f"{gguf.path}: the unknown, BOS and EOS ids are {found} of {n} tokens")
-    for i in (bos, *ends):  # the ids decide: converters have left them NORMAL or USER_DEFINED, and
-        types[i] = CONTROL
+    types[bos] = types[eos] = CONTROL  # the ids decide: converters have left them NORMAL, and
     types[unk] = UNKNOWN  # this one CONTROL, which SentencePiece refuses
+    for i in ends:
+        if types[i] == USER_DEFINED:  # which text would become
+            types[i] = CONTROL
 
     trainer = integer_field(3, 2) + integer_field(4, n)  # model_type BPE, vocab_size
     trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
