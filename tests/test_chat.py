@@ -6,7 +6,6 @@ tokenizer.model; where transformers is installed, random dialogues are compared 
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import re
@@ -668,22 +667,6 @@ def test_code_llama_in_metas_form(tmp_path, small):
 # Command line
 
 
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    """Runs the command line: cli(model, arguments, stdin) -> status, stdout, stderr."""
-
-    def run(model, *arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        arguments = ["--model", str(model), "--temperature", "0", *map(str, arguments)]
-        try:
-            status = llama2.main(arguments)
-        except SystemExit as error:
-            status = error.code
-        return status, *capsys.readouterr()
-
-    return run
-
-
 @pytest.mark.parametrize(
     "template, arguments, used",
     [
@@ -712,7 +695,7 @@ def test_chat_in_the_models_format(cli, tmp_path, small, monkeypatch, template, 
     if used is None:
         monkeypatch.setattr(llama2, "build_model", lambda *args: pytest.fail("read the weights"))
     options = ("--chat", "--max-new-tokens", 3, *arguments)
-    status, out, err = cli(path, *options, stdin=b"hi\nabc\n")
+    status, out, err = cli(*options, model=path, stdin=b"hi\nabc\n")
     if used is None:
         assert status == 2 and err.count("\n") == 1
         assert "'unheard of'" in err and "--chat-format" in err and "chatml" in err
@@ -720,7 +703,7 @@ def test_chat_in_the_models_format(cli, tmp_path, small, monkeypatch, template, 
     assert status == 0 and out.count("\n") >= 2
     assert {name for name, _ in fed} == {used} and fed[-1][1][::2] == ["hi", "abc"]
     assert ("no chat template" in err) == (not template and not arguments)
-    status, out, _ = cli(path, "--info")
+    status, out, _ = cli("--info", model=path)
     assert status == 0 and re.search(
         {"": "chat format +llama-2", "unheard of": "chat format .*'unheard of'"}.get(
             template, f"chat format +{llama2.describe_chat_format(template)}"
@@ -742,7 +725,7 @@ def test_chat_ends_where_the_format_says(cli, tmp_path, small, monkeypatch):
         return logits
 
     monkeypatch.setattr(llama2.Llama, "forward", scripted)
-    status, out, err = cli(path, "--chat", stdin=b"a\nb\n")
+    status, out, err = cli("--chat", model=path, stdin=b"a\nb\n")
     assert (status, out, script) == (0, "hi\nhi\n", [269])
     assert f"stop token {SIZE - 1}" in err
 
@@ -750,6 +733,6 @@ def test_chat_ends_where_the_format_says(cli, tmp_path, small, monkeypatch):
 def test_context_beyond_the_window(cli, tmp_path, small):
     change = {"model_type": "mistral", "sliding_window": 40}
     path = hf_directory(tmp_path / "hf", small, change)
-    status, _, err = cli(path, "--context", 41, "--prompt", "a")
+    status, _, err = cli("--context", 41, "--prompt", "a", model=path)
     assert status == 2 and "--context 41; accepted is 1 to 40, the model's sliding window" in err
-    assert cli(path, "--context", 40, "--prompt", "a", "--max-new-tokens", 2)[0] == 0
+    assert cli("--context", 40, "--prompt", "a", "--max-new-tokens", 2, model=path)[0] == 0
