@@ -1,21 +1,24 @@
 """Llama 2 in one file of PyTorch: run it, read it beside the paper, copy the part you need.
 
-It is the whole path from a file of weights to text: model, cache, quantised weights, checkpoints,
-tokenizer, chat format, sampling, command line. It is not a training framework, a server or a zoo.
-
     python llama2.py --prompt "Once upon a time"               # the small bundled model
     python llama2.py --model llama-2-7b-chat.Q4_0.gguf --chat  # the real thing
+
+    import llama2
     model, tokenizer = llama2.load("llama-2-7b.Q4_0.gguf")     # or a Meta or Hugging Face folder
     for token_id in llama2.generate(model, tokenizer.encode("Hello")): ...
     logits = model(tokens, llama2.Cache(model.config))         # (B, T) int64 -> (B, V) float32
 
-One letter per dimension, in every shape comment:
+It has four parts. I is the model, in torch alone: cut it out and paste it anywhere. II runs it on
+real files: weights, tokenizer, chat, sampling. III makes it faster and larger: delete it, and
+kernels/ beside it, and everything still works. IV is the command line.
+
+Letters in shape comments:
 
     B  batch             H  query heads            D  head size, C / H
     T  new tokens        G  key/value heads        C  hidden size
     S  visible tokens    L  layers                 V  vocabulary
 
-The way of the data, with the section that holds each step:
+Data flow:
 
     text --Tokenizer--> ids (B, T) --embed_tokens--> x (B, T, C)
       L times, Block:   x = x + CausalSelfAttention(RMSNorm(x))       reads and extends the Cache
@@ -42,6 +45,7 @@ import mmap
 import os
 import pickletools
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -56,10 +60,10 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -67,6 +71,10 @@ if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes second
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
+
+# ==================================================================================================
+# Part I: The model
+# ==================================================================================================
 
 # --------------------------------------------------------------------------------------------------
 # 1. Config
@@ -90,6 +98,7 @@ class Config:
     tie_word_embeddings: bool = False  # the output matrix is the embedding matrix
     bos_token_id: int = 1
     eos_token_id: int = 2
+    stop_token_ids: tuple[int, ...] = ()  # others that end a text
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -190,9 +199,9 @@ class Cache:
     """What one pass hands to the next: keys, values, RoPE tables, causal masks, the position.
 
     It is allocated once for `max_seq_len` tokens (default: the model's context) and owns the
-    position, so that no caller can be off by one. `padding` (B,) says how many tokens at the left
-    of each row are filler: prompts of different lengths are aligned at their ends. A full cache
-    raises ValueError.
+    position, so that no caller can be off by one. `dtype` may have fewer bits than the model's.
+    `padding` (B,) says how many tokens at the left of each row are filler: prompts of different
+    lengths are aligned at their ends. A full cache raises ValueError.
     """
 
     def __init__(
@@ -230,6 +239,16 @@ class Cache:
         """B, the number of rows that the cache was made for."""
         return self.k.shape[1]
 
+    def check(self, config: Config, x: Tensor) -> None:
+        """Raises ValueError unless it was made for this model and for as many rows as x has."""
+        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        needed = (L, len(x), G, self.max_seq_len, D)
+        if self.k.shape != needed or self.v.shape != needed or self.k.device != x.device:
+            found = f"{tuple(self.k.shape)} and {tuple(self.v.shape)} on {self.k.device}"
+            raise ValueError(f"the cache is {found}; needed is {needed} on {x.device}")
+        if not 0 <= self.pos <= self.max_seq_len:
+            raise ValueError(f"the cache's position is {self.pos} of {self.max_seq_len}")
+
     def slots(self, T: int) -> slice:
         """Where the next T tokens are stored. Raises ValueError when they do not fit."""
         if self.pos + T > self.max_seq_len:
@@ -241,10 +260,11 @@ class Cache:
     def rope(self, T: int) -> tuple[Tensor, Tensor]:
         """cos and sin for the next T tokens: (T, D/2), with padding (B, T, D/2)."""
         where = self.slots(T)
-        if self.padding is not None:  # a row's first real token is at position 0
-            slot = torch.arange(where.start, where.stop, device=self.cos.device)
-            where = (slot - self.padding[:, None]).clamp(min=0)
-        return self.cos[where], self.sin[where]
+        if self.padding is None:
+            return self.cos[where], self.sin[where]
+        slot = torch.arange(where.start, where.stop, device=self.cos.device)
+        position = (slot - self.padding[:, None]).clamp(min=0)  # a row's first real token is at 0
+        return self.cos[position], self.sin[position]
 
     def mask(self, T: int) -> Tensor | None:
         """Which of the S = pos + T tokens a new one sees: bool (T, S), with padding (B, 1, T, S).
@@ -275,11 +295,12 @@ class Cache:
         )  # filler sees itself: softmax over nothing is NaN
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, G, T, D) of one layer; return all that is visible, views (B, G, S, D)."""
+        """Store k, v (B, G, T, D) of one layer; return all that is visible (B, G, S, D)."""
         where = self.slots(k.shape[2])
         self.k[layer, :, :, where] = k
         self.v[layer, :, :, where] = v
-        return self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
+        keys, values = self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
+        return keys.type_as(k), values.type_as(v)  # views if the dtypes are the same
 
     def advance(self, T: int) -> None:
         """Count T tokens as stored: called once per forward pass, after the last layer."""
@@ -427,57 +448,51 @@ class Llama(nn.Module):
         """tokens (B, T) int64 -> logits float32: (B, V) of the last position, or (B, T, V) of all.
 
         With a cache the tokens continue what it holds. Without one they stand alone: one causal
-        pass, all positions, differentiable. ValueError if the cache is full or for another batch.
+        pass, all positions, differentiable. ValueError for a cache that is full or does not fit.
         """
-        B, T = tokens.shape
-        if T == 0 or (cache is not None and cache.batch_size != B):
-            rows = "" if cache is None else f" and a cache for {cache.batch_size} rows"
-            raise ValueError(
-                f"tokens of shape ({B}, {T}){rows}; needed is one token or more, and equal rows"
-            )
-        if cache is None:
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
+            found = f"{tuple(tokens.shape)} {tokens.dtype}"
+            raise ValueError(f"tokens are {found}; needed is (B, T) int64, one token or more")
+        T, mask = tokens.shape[1], None
+        if cache is not None:
+            cache.check(self.config, tokens)
+            (cos, sin), mask = cache.rope(T), cache.mask(T)
+        else:
             cos, sin = rope_tables(self.config, T, tokens.device)
             mask = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
             all_positions = True
-        else:
-            (cos, sin), mask = cache.rope(T), cache.mask(T)
 
-        with torch.set_grad_enabled(
-            cache is None and torch.is_grad_enabled()
-        ):  # no gradient through a cache
+        # No gradient through a cache: it is written in place.
+        with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            x = self.run_layers(x, cos, sin, mask, cache)
+            for layer in self.layers:
+                x = layer(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the rest of the largest matrix product would be thrown away
-            logits = self.lm_head(
-                self.norm(x)
-            ).float()  # float32 island 4 of 4: what is sampled from
+            # float32 island 4 of 4: what is sampled from.
+            logits = self.lm_head(self.norm(x)).float()
 
         if cache is not None:
             cache.advance(T)
         return logits
 
-    def run_layers(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        """All layers, one after the other: x (B, T, C) -> (B, T, C)."""
-        for layer in self.layers:
-            x = layer(x, cos, sin, mask, cache)
-        return x
-
 
 # ==================================================================================================
-# The end of the model. Above: torch and math only, to be read beside the paper and cut out whole.
-# Below: what it takes to run it on real files, for real users.
+# Part II: Running it
 # ==================================================================================================
-
 
 # --------------------------------------------------------------------------------------------------
-# 9. Quantised weights
+# 9. Weights
 #
-# A block is a run of 32 or 256 weights of a row: integers q of 2 to 8 bits, and for every 16 or 32
-# of them a scale s and, in some types, a minimum m; a weight is s * q - m. What follows is the
-# reference, bit for bit equal to the gguf package; the C++ below does the same many times faster.
+# Quantised weights come in blocks of 32 or 256 of a row: integers q of 2 to 8 bits, and for every
+# 16 or 32 of them a scale s and, in some types, a minimum m. A weight is s * q - m. All of it is
+# bit for bit equal to the gguf package.
+
+# Dense (unblocked) types, as GGUF and safetensors name them.
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Integers q (n, block), scales s and minima m (n, groups).
+Unpacked = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
 def half(b: Tensor, at: int) -> Tensor:
@@ -485,92 +500,88 @@ def half(b: Tensor, at: int) -> Tensor:
     return b[:, at : at + 2].view(torch.float16).float()
 
 
-# The types that are no blocks, as GGUF and safetensors name them.
-DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def bits(b: Tensor, width: int, n: int) -> Tensor:
+def unpack_bits(b: Tensor, width: int, n: int) -> Tensor:
     """Unpack n-bit integers: the lowest n bits of `width` bytes come first, then the next n."""
     b = b.contiguous().view(len(b), -1, width)
     return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
 
 
-def minus(q: Tensor, offset: int) -> Tensor:
-    """Unsigned integers, made signed."""
-    return q.view(torch.int8) - offset
-
-
-Parts = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]  # q (n, block), s, m (n, groups)
+def subtract(q: Tensor, zero_point: int) -> Tensor:
+    """uint8 -> int8 less the zero point."""
+    return q.view(torch.int8) - zero_point
 
 
 def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
-    """8 scales, 8 minima of Q4_K and Q5_K, 6 bits each; the last four's top bits are elsewhere."""
-    packed = b[:, 4:16].T.contiguous()  # (12, n): blocks side by side, which is faster
+    """8 scales and minima of 6 bits (Q4_K, Q5_K); the last four's top 2 bits are in bytes 0-7."""
+    packed = b[:, 4:16].T.contiguous()  # (12, n): the long axis last is faster
     low, top = torch.cat((packed[8:] & 15, packed[8:] >> 4)), packed[:8] >> 6 << 4  # (8, n)
     scale = torch.cat((packed[:4] & 63, low[:4] | top[:4]))
     minimum = torch.cat((packed[4:8] & 63, low[4:] | top[4:]))
     return half(b, 0) * scale.T, half(b, 2) * minimum.T
 
 
-def q2_k(b: Tensor) -> Parts:
+def q2_k(b: Tensor) -> Unpacked:
     """Q2_K: 16 scales and 16 minima of 4 bits."""
     scale, minimum = half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
-    return bits(b[:, 16:80], 32, 2), scale, minimum
+    return unpack_bits(b[:, 16:80], 32, 2), scale, minimum
 
 
-def q3_k(b: Tensor) -> Parts:
-    """Q3_K: the third bits apart, 16 scales of 6 bits."""
-    scale = minus(bits(b[:, 96:104], 8, 4) | bits(b[:, 104:108], 4, 2) << 4, 32)
-    q = bits(b[:, 32:96], 32, 2) | bits(b[:, :32], 32, 1) << 2
-    return minus(q, 4), half(b, 108) * scale
+def q3_k(b: Tensor) -> Unpacked:
+    """Q3_K: the third bit is stored apart; 16 scales of 6 bits."""
+    scale = subtract(unpack_bits(b[:, 96:104], 8, 4) | unpack_bits(b[:, 104:108], 4, 2) << 4, 32)
+    q = unpack_bits(b[:, 32:96], 32, 2) | unpack_bits(b[:, :32], 32, 1) << 2
+    return subtract(q, 4), half(b, 108) * scale
 
 
-def q6_k(b: Tensor) -> Parts:
-    """Q6_K: the upper two bits apart, 16 scales of 8 bits."""
-    q = bits(b[:, :128], 64, 4) | bits(b[:, 128:192], 32, 2) << 4
-    return minus(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
+def q6_k(b: Tensor) -> Unpacked:
+    """Q6_K: the upper two bits are stored apart; 16 scales of 8 bits."""
+    q = unpack_bits(b[:, :128], 64, 4) | unpack_bits(b[:, 128:192], 32, 2) << 4
+    return subtract(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
 
 
-def fifth(b: Tensor, width: int) -> Tensor:
-    """One bit per weight, the fifth of each."""
-    return bits(b, width, 1) << 4
+def fifth_bit(b: Tensor, width: int) -> Tensor:
+    """The fifth bit of each weight, where it is stored apart."""
+    return unpack_bits(b, width, 1) << 4
 
 
-GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Parts | tuple[Tensor]]]] = {
-    # weights and bytes per block, uint8 (n, bytes) -> parts of n blocks, or weights as they are
+def q5_0(b: Tensor) -> Unpacked:
+    """Q5_0: the fifth bits are stored apart."""
+    return subtract(unpack_bits(b[:, 6:], 16, 4) | fifth_bit(b[:, 2:6], 1), 16), half(b, 0)
+
+
+def q5_1(b: Tensor) -> Unpacked:
+    """Q5_1: the same with a minimum instead of a zero point."""
+    return unpack_bits(b[:, 8:], 16, 4) | fifth_bit(b[:, 4:8], 1), half(b, 0), -half(b, 2)
+
+
+def q5_k(b: Tensor) -> Unpacked:
+    """Q5_K: Q4_K with a fifth bit."""
+    return unpack_bits(b[:, 48:], 32, 4) | fifth_bit(b[:, 16:48], 32), *scales_k4(b)
+
+
+GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Unpacked | tuple[Tensor]]]] = {
+    # weights and bytes per block, uint8 (n, bytes) -> q, s and m of n blocks, or dense weights
     "F32": (1, 4, lambda b: (b.view(torch.float32),)),
     "F16": (1, 2, lambda b: (b.view(torch.float16),)),
     "BF16": (1, 2, lambda b: (b.view(torch.bfloat16),)),
-    "Q4_0": (32, 18, lambda b: (minus(bits(b[:, 2:], 16, 4), 8), half(b, 0))),
-    "Q4_1": (32, 20, lambda b: (bits(b[:, 4:], 16, 4), half(b, 0), -half(b, 2))),
-    "Q5_0": (
-        32,
-        22,
-        lambda b: (minus(bits(b[:, 6:], 16, 4) | fifth(b[:, 2:6], 1), 16), half(b, 0)),
-    ),
-    "Q5_1": (
-        32,
-        24,
-        lambda b: (bits(b[:, 8:], 16, 4) | fifth(b[:, 4:8], 1), half(b, 0), -half(b, 2)),
-    ),
+    "Q4_0": (32, 18, lambda b: (subtract(unpack_bits(b[:, 2:], 16, 4), 8), half(b, 0))),
+    "Q4_1": (32, 20, lambda b: (unpack_bits(b[:, 4:], 16, 4), half(b, 0), -half(b, 2))),
+    "Q5_0": (32, 22, q5_0),
+    "Q5_1": (32, 24, q5_1),
     "Q8_0": (32, 34, lambda b: (b[:, 2:].view(torch.int8), half(b, 0))),
     "Q2_K": (256, 84, q2_k),
     "Q3_K": (256, 110, q3_k),
-    "Q4_K": (256, 144, lambda b: (bits(b[:, 16:], 32, 4), *scales_k4(b))),
-    "Q5_K": (
-        256,
-        176,
-        lambda b: (bits(b[:, 48:], 32, 4) | fifth(b[:, 16:48], 32), *scales_k4(b)),
-    ),
+    "Q4_K": (256, 144, lambda b: (unpack_bits(b[:, 16:], 32, 4), *scales_k4(b))),
+    "Q5_K": (256, 176, q5_k),
     "Q6_K": (256, 210, q6_k),
 }
 
 
-def dequantize(blocks: Tensor, kind: str) -> Tensor:
-    """uint8 blocks (rows, bytes) of a ggml type -> float32 (rows, weights); rare types by gguf."""
-    if kind in GGML_TYPES:
-        _, size, function = GGML_TYPES[kind]
-        q, *scales = function(blocks.reshape(-1, size))
+def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
+    """uint8 (rows, bytes per row) -> float32 (rows, weights); rare types by gguf on the CPU."""
+    if ggml_type in GGML_TYPES:
+        _, block_bytes, unpack = GGML_TYPES[ggml_type]
+        q, *scales = unpack(blocks.reshape(-1, block_bytes))
         w = q.float()
         if scales:  # (n, groups, weights of a group)
             w = w.view(len(w), scales[0].shape[1], -1).mul_(scales[0][..., None])
@@ -581,999 +592,60 @@ def dequantize(blocks: Tensor, kind: str) -> Tensor:
     import numpy
 
     with numpy.errstate(all="ignore"):  # what is not finite is found at the logits
-        array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
+        array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
     return torch.from_numpy(array)
 
 
-# The same in C++. linear_TYPE: rows of blocks times rows of float32, nothing unpacked to memory;
-# linear16 and linear8: those rows as integers of 16 or 8 bits, a scale for each group of weights;
-# product16 and product8: for many rows, as bfloat16 or such integers; dequantize and bfloat16;
-# run_layers: all between embedding and head. F32, F16 and BF16 are handled as blocks of 32, too.
-KERNELS = r"""
-// Weights are multiplied as they lie in the file. GNU vector types compile to what the machine has
-// (AVX-512, AVX2, NEON); some intrinsics help where GCC does not see the one instruction for it.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <new>
-#include <type_traits>
-#include <vector>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-#define ALWAYS inline __attribute__((always_inline))
-#define INLINE static ALWAYS
-typedef const uint8_t *Bytes;
-typedef float Floats __attribute__((vector_size(64)));  // 16 weights are handled at a time
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef int16_t Shorts __attribute__((vector_size(64)));  // or 32, as integers
-typedef int16_t Half __attribute__((vector_size(32)));
-typedef uint8_t Small __attribute__((vector_size(32)));  // or 32, as bytes
-typedef float Eight __attribute__((vector_size(32)));
-typedef uint32_t Words __attribute__((vector_size(16)));
-static const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-static const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, LOW6 = 0x3f3f3f3f;
-
-template <class V> INLINE V load(const void *p) { V v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store(float *to, Floats f) { memcpy(to, &f, sizeof f); }
-INLINE void store(uint16_t *to, Floats f) {  // as bfloat16, rounded to the nearest
-#ifdef __AVX512BF16__
-  auto v = _mm512_cvtneps_pbh((__m512)f);
-#else
-  typedef uint32_t Bits __attribute__((vector_size(64)));
-  typedef uint16_t Words __attribute__((vector_size(32)));
-  auto v = __builtin_convertvector(((Bits)f + 0x7fff + ((Bits)f >> 16 & 1)) >> 16, Words);
-#endif
-  memcpy(to, &v, 32);
-}
-static const struct Halves {  // float16 -> float by table: converting one number is slow on x86
-  float f[65536];
-  Halves() { for (int i = 0; i < 65536; i++) { uint16_t h = i; f[i] = load<_Float16>(&h); } }
-} halves;
-INLINE float half(Bytes p) { return halves.f[load<uint16_t>(p)]; }
-INLINE Floats floats(Ints v) { return __builtin_convertvector(v, Floats); }
-
-template <class To, class From> INLINE To widen(Bytes p) {  // numbers of one type to another
-  To v;
-  for (int i = 0; i < sizeof(v) / sizeof(v[0]); i++) v[i] = load<From>(p + i * sizeof(From));
-  return v;
-}
-template <class To, class From> INLINE To join(From low, From high) {
-#ifdef __AVX512F__
-  typedef int64_t Quads __attribute__((vector_size(32)));
-  return (To)__builtin_shufflevector((Quads)low, (Quads)high, 0, 1, 2, 3, 4, 5, 6, 7);
-#else
-  To v;
-  memcpy(&v, &low, 32), memcpy((char *)&v + 32, &high, 32);
-  return v;
-#endif
-}
-INLINE Floats all(float f) {
-#ifdef __AVX512F__
-  return f - Floats{};
-#else
-  return join<Floats>(f - Eight{}, f - Eight{});  // GCC goes number by number with 16
-#endif
-}
-#define WIDEN(To, From) template <> ALWAYS To widen<To, From>(Bytes p)
-#if defined(__AVX512F__)
-WIDEN(Ints, uint8_t) { return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(p)); }
-WIDEN(Ints, int8_t) { return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(p)); }
-WIDEN(Ints, uint16_t) { return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(p)); }
-WIDEN(Floats, _Float16) { return (Floats)_mm512_cvtph_ps(load<__m256i>(p)); }
-#elif defined(__AVX2__)
-INLINE __m128i eight(Bytes p) { return _mm_loadl_epi64((const __m128i *)p); }
-WIDEN(Ints, uint8_t) {
-  return join<Ints>(_mm256_cvtepu8_epi32(eight(p)), _mm256_cvtepu8_epi32(eight(p + 8)));
-}
-WIDEN(Ints, int8_t) {
-  return join<Ints>(_mm256_cvtepi8_epi32(eight(p)), _mm256_cvtepi8_epi32(eight(p + 8)));
-}
-WIDEN(Floats, _Float16) {
-  return join<Floats>(_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 16)));
-}
-#endif
-template <class To, class From> INLINE To widen(Bytes line, int i) {  // 16 of 32 halves
-#ifdef __AVX512F__  // a line of memory is asked for at once, not half by half: up to 9 % faster
-  auto v = load<__m512i>(line);
-  auto half = i ? _mm512_extracti64x4_epi64(v, 1) : _mm512_castsi512_si256(v);
-  return widen<To, From>((Bytes)&half);
-#endif
-  return widen<To, From>(line + 32 * i);
-}
-#ifdef __AVX512BW__
-WIDEN(Half, uint8_t) { return (Half)_mm256_cvtepu8_epi16(load<__m128i>(p)); }
-WIDEN(Shorts, uint8_t) { return (Shorts)_mm512_cvtepu8_epi16(load<__m256i>(p)); }
-WIDEN(Shorts, int8_t) { return (Shorts)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
-INLINE Floats spread(Floats v, Ints lanes) {
-  return (Floats)_mm512_permutexvar_ps((__m512i)lanes, (__m512)v);
-}
-INLINE Ints pairs(Shorts a, Shorts b) {  // a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
-  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-}
-typedef int16_t Rounded;
-#else
-typedef float Rounded;  // which is faster here
-#endif
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define QUADS
-WIDEN(Small, uint8_t) { return load<Small>(p); }
-INLINE Eight quads(Small a, Small b) {  // of unsigned by signed bytes: 4 products each, added up
-  return (Eight)_mm256_cvtepi32_ps(_mm256_dpbusd_epi32(__m256i{}, (__m256i)a, (__m256i)b));
-}
-typedef int8_t Tiny;
-#else
-typedef Rounded Tiny;
-#endif
-
-// The integers of a block, 16 Ints or 32 Shorts. Bits `mask` << from of each byte, moved to `to`:
-template <class V> INLINE V bits(Bytes p, int from, int mask, int to = 0) {
-  V v = widen<V, uint8_t>(p);
-  auto shift = v[0], kept = v[0];
-  shift = from > to ? from - to : to - from, kept = mask << to;
-  v = from > to ? v >> shift : v << shift;
-  return to == 0 && 255 >> from <= mask ? v : v & kept;
-}
-// 16 bytes of which the lower four bits are the first 16 of 32 integers
-template <class V> ALWAYS V nibbles(Bytes p, int i) { return bits<V>(p, 4 * i, 15); }
-// 32 bits, each the fifth of an integer
-template <class V> ALWAYS V fifth(Bytes p, int i) {
-  return (load<int32_t>(p) >> (LANE + 16 * i) & 1) << 4;
-}
-#ifdef __AVX512BW__
-template <> ALWAYS Shorts nibbles(Bytes p, int) {
-  Half v = widen<Half, uint8_t>(p);
-  return join<Shorts>(v & 15, v >> 4);
-}
-template <> ALWAYS Shorts fifth(Bytes p, int) {
-  return (Shorts)_mm512_maskz_set1_epi16(load<uint32_t>(p), 16);
-}
-template <> ALWAYS Small nibbles(Bytes p, int) {
-  __m128i v = load<__m128i>(p);
-  return (Small)_mm256_set_m128i(_mm_srli_epi16(v, 4), v) & 15;
-}
-template <> ALWAYS Small fifth(Bytes p, int) {
-  return (Small)_mm256_maskz_set1_epi8(load<uint32_t>(p), 16);
-}
-#endif
-
-INLINE void scales_k4(Bytes b, Floats &s, Floats &m) {  // 8 scales, 8 minima: 6 bits, 12 bytes
-  Words v = load<Words>(b), low = {LOW6, LOW4, LOW6, LOW4}, top = {0, LOW6 - LOW4, 0, LOW6 - LOW4};
-  v = (__builtin_shufflevector(v, v, 1, 3, 2, 3) >> (Words){0, 0, 0, 4} & low) |
-      (__builtin_shufflevector(v, v, 1, 1, 2, 2) >> (Words){0, 2, 0, 2} & top);
-  Floats f = floats(widen<Ints, uint8_t>((Bytes)&v)), none = {};
-  s = f * half(b);
-  m = half(b + 2) * __builtin_shufflevector(f, none, 8, 9, 10, 11, 12, 13, 14, 15, 16, 16, 16, 16,
-                                            16, 16, 16, 16);
-}
-INLINE Floats scales_k3(Bytes b) {  // 16 scales of 6 bits in 12 bytes
-  Words v = {load<uint32_t>(b + 96), load<uint32_t>(b + 100), load<uint32_t>(b + 104)};
-  v = (__builtin_shufflevector(v, v, 0, 1, 0, 1) >> (Words){0, 0, 4, 4} & LOW4) |
-      (__builtin_shufflevector(v, v, 2, 2, 2, 2) >> (Words){0, 2, 4, 6} & LOW2) << 4;
-  return (floats(widen<Ints, uint8_t>((Bytes)&v)) - 32.f) * half(b + 108);
-}
-
-// The i-th 16 weights of a block, not yet scaled
-template <class T> INLINE Floats unscaled(Bytes b, int i) {
-  auto q = T::template values<Ints>(b, i);
-  if constexpr (T::BITS >= 16) return (Floats)q;
-#ifdef __AVX512F__
-  // 4 bits: one instruction looks up 16 numbers among the 16 there are
-  else if constexpr (T::BITS == 4)
-    return (Floats)_mm512_permutexvar_ps((__m512i)q, (__m512)floats(LANE - (int)T::ZERO));
-#endif
-  else return floats(q - (int)T::ZERO);
-}
-INLINE float sum(Floats v) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_ps((__m512)v);
-#endif
-#pragma GCC unroll 4
-  for (int n = 8; n; n /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < n; i++) v[i] += v[i + n];
-  return v[0];
-}
-// Rows to be multiplied, float32 or integers with a step for each group, and the sums of the groups
-template <class X> struct Rows { const X *x; const float *steps, *sums; };
-
-// y[r] = (row w) . x[r] for R rows of x: of each group of weights s * (q . x) - m * sum(x); bytes
-// must be unsigned, for them m takes the place of the zero point
-template <class T, int R, class X>
-INLINE void dot(Bytes w, Rows<X> rows, float *y, long N, long K) {
-  const bool exact = std::is_same<X, float>::value, bytes = sizeof(X) == 1;
-  const bool shifted = T::MINIMUM || (bytes && T::ZERO);
-  typename std::conditional<bytes, Eight, Floats>::type total[R][2] = {};
-  Floats lanes[R] = {}, scales[R];
-  float low[R] = {};
-  alignas(64) float scale[R][16];
-  for (long k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
-    for (int j = 0; j < T::SIZE && T::BITS < 16; j += 64)  // dense rows are 20 % faster without
-      __builtin_prefetch(w + 1024 * T::BITS + j, 0, 2);
-    typename T::Scales s, m;  // one number or one for each group
-    T::scales(w, s, m);
-    for (int r = 0; r < R && T::BITS < 16; r++) {
-      long group = (r * K + k) / T::GROUP;
-      typename T::Scales step, sums;
-      if constexpr (T::BLOCK == 32) step = exact ? 1 : rows.steps[group], sums = rows.sums[group];
-      else {
-        sums = load<Floats>(rows.sums + group);
-        if constexpr (exact) step = all(1);  // which costs nothing
-        else if (bytes) step = all(rows.steps[(r * K + k) / T::BLOCK]);
-        else step = load<Floats>(rows.steps + group);
-      }
-      auto scaled = s * step, shift = (T::MINIMUM ? m * step : scaled) * sums;
-      if constexpr (T::BLOCK == 32) {
-        scale[r][0] = scaled;
-        if (shifted) low[r] += shift;
-      } else {
-        store(scale[r], scales[r] = scaled);
-        if (shifted) lanes[r] += shift;
-      }
-    }
-    if (T::BLOCK == 256) asm volatile("" : : "r"(scale) : "memory");  // scales from memory: free
-#pragma GCC unroll 8
-    for (int i = 0; i < T::BLOCK / 32; i++) {
-      const X *x = rows.x + k + 32 * i;
-      if constexpr (exact) {
-        Floats q = unscaled<T>(w, 2 * i), p = unscaled<T>(w, 2 * i + 1);
-        for (int r = 0; r < R; r++, x += K) {
-          Floats a = load<Floats>(x), b = load<Floats>(x + 16);
-          if (T::BITS >= 16) total[r][0] += q * a, total[r][1] += p * b;
-          else if (T::GROUP == 32) total[r][i & 1] += (q * a + p * b) * all(scale[r][i]);
-          else {
-            total[r][0] += q * a * all(scale[r][2 * i]);
-            total[r][1] += p * b * all(scale[r][2 * i + 1]);
-          }
-        }
-#ifdef QUADS
-      } else if constexpr (bytes) {
-        Small q = T::template values<Small>(w, 2 * i);
-        for (int r = 0; r < R; r++, x += K) {
-          Eight t = quads(q, load<Small>(x));
-          if (T::GROUP == 32) total[r][i & 1] += t * scale[r][i];
-          else {
-            __m512 s = (__m512)spread(scales[r], LANE / 4 + 2 * i);
-            total[r][i & 1] += t * (Eight)_mm512_castps512_ps256(s);
-          }
-        }
-#endif
-      } else {
-        Shorts q = T::template values<Shorts>(w, 2 * i) - (int16_t)T::ZERO;
-        for (int r = 0; r < R; r++, x += K) {
-          Floats t = floats(pairs(q, load<Shorts>(x)));
-          if (T::GROUP == 32) total[r][i & 1] += t * all(scale[r][i]);
-          else total[r][i & 1] += t * spread(scales[r], LANE / 8 + 2 * i);
-        }
-      }
-    }
-  }
-  for (int r = 0; r < R; r++) {
-    Floats all;
-    if constexpr (bytes) all = join<Floats>(total[r][0], total[r][1]);
-    else all = total[r][0] + total[r][1];
-    y[r * N] = sum(all - lanes[r]) - low[r];
-  }
-}
-struct Free { void operator()(void *p) const { operator delete[](p, std::align_val_t(64)); } };
-template <class X> using Aligned = std::unique_ptr<X[], Free>;
-template <class X> INLINE Aligned<X> array(long n) {  // lines of memory, without zeros in them
-  return Aligned<X>(new (std::align_val_t(64)) X[n]);
-}
-typedef Aligned<float> Array;
-
-// RUN numbers as integers, the step between them, and the sums of their groups in steps
-template <int RUN, int GROUP, class X>
-INLINE void split(const float *x, X *q, float *step, float *sums, long apart = 1) {
-  const float limit = sizeof(X) == 1 ? 127 : 32767;
-  Floats most = {}, whole = {}, total = {};
-  for (int i = 0; i < RUN; i += 16) {
-    Floats f = load<Floats>(x + i), size = f < 0 ? -f : f;
-    whole += f, most = size > most ? size : most;
-  }
-  float top = 0;
-  for (int i = 0; i < 16; i++) top = most[i] > top ? most[i] : top;
-  float inverse = top > 1e-30f ? limit / top : 0;
-  *step = top / limit + 0 * sum(whole);  // NaN if an x is
-  for (int i = 0; i < RUN; i += 16) {
-    typedef X Integers __attribute__((vector_size(16 * sizeof(X))));
-    Floats near = load<Floats>(x + i) * inverse + 0x1.8p23f - 0x1.8p23f;
-    Integers v = __builtin_convertvector(__builtin_convertvector(near, Ints), Integers);
-    memcpy(q + i, &v, sizeof v), total += near;
-    if ((i + 16) % GROUP == 0) sums[i / GROUP * apart] = sum(total), total = Floats{};
-  }
-}
-// (rows, K) float32 x, (N, K) weights -> (rows, N) float32 y; X an integer: x is rounded to it
-template <class T, class X>
-void linear(Bytes w, const float *x, float *y, long rows, long N, long K) {
-  const bool exact = std::is_same<X, float>::value;
-  const int RUN = sizeof(X) == 1 ? T::BLOCK : T::GROUP;  // numbers that share a step
-  long groups = rows * K / T::GROUP;
-  std::vector<float> sums(groups + 16), steps(exact ? 0 : groups + 16);
-  auto q = array<X>(exact ? 0 : rows * K);
-  for (long i = 0; i < rows * K; i += RUN) {
-    float *to = &sums[i / T::GROUP];
-    if constexpr (!exact) split<RUN, T::GROUP>(x + i, &q[i], &steps[i / RUN], to);
-    else if (T::MINIMUM)
-      for (int j = 0; j < RUN; j += 16) *to += sum(load<Floats>(x + i + j));
-  }
-  if (sizeof(X) == 1 && T::ZERO)
-    for (float &sum : sums) sum *= T::ZERO;
-  auto from = [&](long r) {
-    const void *start = exact ? (const void *)(x + r * K) : &q[r * K];
-    return Rows<X>{(const X *)start, &steps[r * K / RUN], &sums[r * K / T::GROUP]};
-  };
-#pragma omp parallel for schedule(guided, 16) if (N * K > 1 << 16)  // long runs of memory
-  for (long n = 0; n < N; n++) {
-    Bytes b = w + n * (K / T::BLOCK * T::SIZE);
-    long r = 0;
-    for (; r + 4 <= rows; r += 4) dot<T, 4>(b, from(r), y + r * N + n, N, K);
-    if (rows - r >= 2) dot<T, 2>(b, from(r), y + r * N + n, N, K), r += 2;
-    if (rows - r >= 1) dot<T, 1>(b, from(r), y + r * N + n, N, K);
-  }
-}
-template <class T, class Float> INLINE void unpack(Bytes w, Float *y) {  // a block
-  typename T::Scales s, m;
-  T::scales(w, s, m);
-#pragma GCC unroll 16
-  for (int i = 0; i < T::BLOCK / 16; i++) {
-    Floats q = unscaled<T>(w, i);
-    int g = 16 * i / T::GROUP;
-    if (T::BITS < 16) q *= ((float *)&s)[g];
-    if (T::MINIMUM) q -= ((float *)&m)[g];
-    store(y + 16 * i, q);
-  }
-}
-template <class T, class Float> void dequantize(Bytes w, Float *y, long blocks) {
-#pragma omp parallel for if (blocks * T::BLOCK > 1 << 16)
-  for (long n = 0; n < blocks; n++) unpack<T>(w + n * T::SIZE, y + n * T::BLOCK);
-}
-
-// Many rows of x lie in panels of 64, side by side: 16 V of them are multiplied by TALL rows of w,
-// which are `down` apart and their numbers `right`, and the sums stay in registers.
-enum { PANEL = 64, TALL = 6 };
-INLINE Floats add(Floats total, Floats x, float w) { return total + x * w; }
-#ifdef __AVX512BF16__  // or pairs of bfloat16 in place of a float
-INLINE Floats add(Floats total, Floats x, uint32_t w) {
-  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)_mm512_set1_epi32(w));
-}
-#endif
-template <int V, class E>  // of the TALL only `columns` are there
-INLINE void tile(Floats (&total)[TALL][V], const E *w, long down, long right, int columns,
-                 const E *x, long K) {
-  const E *row[TALL];
-  memset(total, 0, sizeof total);
-  for (int n = 0; n < TALL; n++) row[n] = w + (n < columns ? n * down : 0);
-  for (long k = 0; k < K; k++, x += PANEL) {
-    Floats v[V];
-#pragma GCC unroll 4
-    for (int i = 0; i < V; i++) v[i] = load<Floats>(x + 16 * i);
-#pragma GCC unroll 6
-    for (int n = 0; n < TALL; n++) {
-      E one = row[n][k * right];
-#pragma GCC unroll 4
-      for (int i = 0; i < V; i++) total[n][i] = add(total[n][i], v[i], one);
-    }
-  }
-}
-
-#if defined(QUADS) && !defined(__AMX_BF16__)  // with AMX torch is faster
-enum { STRIP = 24, SHORT = 3 };  // rows of w that are unpacked at a time; TALL, with bytes
-INLINE void scatter(const void *sums, float *y, long N, int width, int rows, int columns) {
-  for (int r = 0; r < rows; r++)
-    for (int n = 0; n < columns; n++) y[r * N + n] = ((const float *)sums)[n * width + r];
-}
-// A strip of w and a panel of x, two bfloat16 or four bytes to a word. With bytes, what belongs to
-// their groups: `start` makes up for the 128 that are added to x, which must be unsigned
-struct Strip { uint32_t *words; int32_t *start; float *scale, *low; };
-struct Panel { uint32_t *words; float *steps, *sums; };
-
-#ifdef __AVX512BF16__
-template <int V, int, int, bool>
-void multiply(uint16_t, Strip w, Panel x, float *y, long N, long K, int rows, int columns) {
-  Floats total[TALL][V];
-  tile(total, w.words, K / 2, 1L, columns, x.words, K / 2);
-  scatter(total, y, N, 16 * V, rows, columns);
-}
-#endif
-template <int V, int BLOCK, int GROUP, bool MINIMUM>
-void multiply(int8_t, Strip w, Panel x, float *y, long N, long K, int rows, int columns) {
-  Floats total[SHORT][V] = {};
-  for (long b = 0; b < K / BLOCK; b++, x.steps += PANEL) {
-    Floats block[SHORT][V] = {};
-    for (long g = b * (BLOCK / GROUP); g < (b + 1) * (BLOCK / GROUP); g++, x.sums += PANEL) {
-      __m512i part[SHORT][V];
-      for (int n = 0; n < SHORT; n++)
-        for (int i = 0; i < V; i++) part[n][i] = _mm512_set1_epi32(w.start[n * (K / GROUP) + g]);
-#pragma GCC unroll 8
-      for (int k = 0; k < GROUP / 4; k++, x.words += PANEL) {
-        __m512i v[V];
-#pragma GCC unroll 4
-        for (int i = 0; i < V; i++) {
-          v[i] = load<__m512i>(x.words + 16 * i);
-          asm("" : "+v"(v[i]));  // stays in its register: GCC would load it three times
-        }
-#pragma GCC unroll 3
-        for (int n = 0; n < SHORT; n++) {
-          __m512i quad = _mm512_set1_epi32(w.words[n * (K / 4) + g * (GROUP / 4) + k]);
-#pragma GCC unroll 4
-          for (int i = 0; i < V; i++) part[n][i] = _mm512_dpbusd_epi32(part[n][i], v[i], quad);
-        }
-      }
-      for (int n = 0; n < SHORT; n++)
-        for (int i = 0; i < V; i++) {
-          long at = n * (K / GROUP) + g;
-          block[n][i] += floats((Ints)part[n][i]) * all(w.scale[at]);
-          if (MINIMUM) block[n][i] -= load<Floats>(x.sums + 16 * i) * all(w.low[at]);
-        }
-    }
-    for (int n = 0; n < SHORT; n++)
-      for (int i = 0; i < V; i++) total[n][i] += block[n][i] * load<Floats>(x.steps + 16 * i);
-  }
-  scatter(total, y, N, 16 * V, rows, columns);
-}
-template <class T>
-INLINE void unpack(Bytes w, int8_t *q, int32_t *start, float *scale, float *low) {
-  typename T::Scales s, m;
-  T::scales(w, s, m);
-  for (int i = 0; i < T::BLOCK / 32; i++) {
-    Shorts v = T::template values<Shorts>(w, 2 * i) - (int16_t)T::ZERO;
-    __m256i bytes = _mm512_cvtepi16_epi8((__m512i)v);
-    memcpy(q + 32 * i, &bytes, 32);
-    Ints sums = pairs(v, Shorts{} - 128);
-    for (int g = 0; g < 32 / T::GROUP; g++)
-      start[32 / T::GROUP * i + g] =
-          _mm512_mask_reduce_add_epi32(T::GROUP == 32 ? 0xffff : 0xff << 8 * g, (__m512i)sums);
-  }
-  memcpy(scale, &s, T::BLOCK / T::GROUP * 4);
-  if (T::MINIMUM) memcpy(low, &m, T::BLOCK / T::GROUP * 4);
-}
-template <class T, class X>
-void product(Bytes w, const float *x, float *y, long rows, long N, long K) {
-  const bool bytes = sizeof(X) == 1;
-  const int PER = 4 / sizeof(X), EACH = bytes ? SHORT : TALL, GROUP = T::GROUP, BLOCK = T::BLOCK;
-  long words = K / PER, padded = (rows + PANEL - 1) / PANEL * PANEL;
-  long groups = bytes ? K / GROUP : 0, blocks = K / BLOCK;
-  auto packed = array<uint32_t>(padded * words);
-  auto steps = array<float>(padded * blocks), sums = array<float>(padded * groups);
-#pragma omp parallel
-  {
-#pragma omp for
-    for (long from = 0; from < padded; from += 16)
-      for (long k = 0; k < K; k += BLOCK)
-        for (long r = from; r < from + 16; r++) {
-          X some[BLOCK] = {};
-          const float *f = x + r * K + k;
-          long panel = r / PANEL * PANEL, lane = r % PANEL;
-          float *step = &steps[panel * blocks + k / BLOCK * PANEL + lane];
-          float *sum = &sums[panel * groups + k / GROUP * PANEL + lane];
-          if constexpr (bytes) {
-            if (r < rows) split<BLOCK, GROUP>(f, some, step, sum, PANEL);
-          } else
-            for (int i = 0; r < rows && i < BLOCK; i += 16) store(some + i, load<Floats>(f + i));
-          uint32_t *to = &packed[panel * words + k / PER * PANEL + lane];
-          for (int i = 0; i < BLOCK / PER; i++)
-            to[i * PANEL] = load<uint32_t>(some + i * PER) ^ (bytes ? 0x80808080 : 0);
-        }
-    auto strip = array<uint32_t>(STRIP * words);
-    auto start = array<int32_t>(STRIP * groups);
-    auto scale = array<float>(STRIP * groups), low = array<float>(STRIP * groups);
-#pragma omp for schedule(dynamic)
-    for (long n = 0; n < N; n += STRIP) {
-      long high = N - n < STRIP ? N - n : STRIP;
-      for (long b = 0; b < high * blocks; b++) {
-        Bytes block = w + (n * blocks + b) * T::SIZE;
-        X *to = (X *)strip.get() + b * BLOCK;
-        long g = b * (BLOCK / GROUP);
-        if constexpr (bytes) unpack<T>(block, to, &start[g], &scale[g], &low[g]);
-        else unpack<T>(block, to);
-      }
-      for (long r = 0; r < rows; r += PANEL)
-        for (long i = 0; i < high; i += EACH) {
-          long wide = rows - r < PANEL ? rows - r : PANEL;
-          long columns = high - i < EACH ? high - i : EACH;
-          Strip a = {&strip[i * words], &start[i * groups], &scale[i * groups], &low[i * groups]};
-          Panel b = {&packed[r * words], &steps[r * blocks], &sums[r * groups]};
-          auto to = y + r * N + n + i;
-          if (wide > 32) multiply<4, BLOCK, GROUP, T::MINIMUM>(X(), a, b, to, N, K, wide, columns);
-          else multiply<2, BLOCK, GROUP, T::MINIMUM>(X(), a, b, to, N, K, wide, columns);
-        }
-    }
-  }
-}
-#endif
-
-#define ROWS(function, name, ...)                                                              \
-  extern "C" void function##_##name(Bytes w, const float *x, float *y, long n, long N, long K) { \
-    __VA_ARGS__(w, x, y, n, N, K);                                                             \
-  }
-#define BLOCKS(function, name, Float)                                   \
-  extern "C" void function##_##name(Bytes w, Float *y, long blocks) {    \
-    dequantize<name>(w, y, blocks);                                      \
-  }
-#define PRODUCT8(name)
-#define PRODUCT16(name)
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#undef PRODUCT16
-#define PRODUCT16(name) ROWS(product16, name, product<name, uint16_t>)
-#endif
-#define TYPE(name, block, size, group, bits_, zero, get_scales, get_values)                 \
-  struct name {                                                                             \
-    enum { BLOCK = block, SIZE = size, GROUP = group, BITS = bits_, ZERO = zero };          \
-    enum { MINIMUM = BITS < 8 && ZERO == 0 };                                               \
-    typedef std::conditional<BLOCK == 32, float, Floats>::type Scales;                      \
-    typedef std::conditional<(BITS < 16), Rounded, float>::type X16;                        \
-    typedef std::conditional<(BITS < 8), Tiny, X16>::type X8;                               \
-    INLINE void scales(Bytes b, Scales &s, Scales &m) { get_scales; }                       \
-    template <class V> INLINE auto values(Bytes b, int i) { return get_values; }            \
-  };                                                                                        \
-  ROWS(linear, name, linear<name, float>)                                                   \
-  ROWS(linear16, name, linear<name, name::X16>)                                             \
-  ROWS(linear8, name, linear<name, name::X8>)                                               \
-  PRODUCT16(name)                                                                           \
-  PRODUCT8(name)                                                                            \
-  BLOCKS(dequantize, name, float)                                                           \
-  BLOCKS(bfloat16, name, uint16_t)
-#define RUN(n) (i / n * 32 + i % 2 * 16)  // where 16 weights lie that share n / 2 bit positions
-
-// type, weights and bytes per block, weights per scale, bits, zero point, scales (and minima if the
-// zero point is 0), the integers from 16 i on
-TYPE(F32, 32, 128, 32, 32, 0, , load<Floats>(b + 64 * i))
-TYPE(F16, 32, 64, 32, 16, 0, , (widen<Floats, _Float16>(b, i)))
-TYPE(BF16, 32, 64, 32, 16, 0, , (widen<Ints, uint16_t>(b, i)) << 16)
-#if defined(QUADS) && !defined(__AMX_BF16__)  // of the types that follow
-#undef PRODUCT8
-#define PRODUCT8(name) ROWS(product8, name, product<name, int8_t>)
-#endif
-TYPE(Q4_0, 32, 18, 32, 4, 8, s = half(b), nibbles<V>(b + 2, i))
-TYPE(Q4_1, 32, 20, 32, 4, 0, (s = half(b), m = -half(b + 2)), nibbles<V>(b + 4, i))
-TYPE(Q5_0, 32, 22, 32, 5, 16, s = half(b), nibbles<V>(b + 6, i) | fifth<V>(b + 2, i))
-TYPE(Q5_1, 32, 24, 32, 5, 0, (s = half(b), m = -half(b + 2)),
-     nibbles<V>(b + 8, i) | fifth<V>(b + 4, i))
-TYPE(Q8_0, 32, 34, 32, 8, 0, s = half(b), (widen<V, int8_t>(b + 2 + 16 * i)))
-TYPE(Q2_K, 256, 84, 16, 2, 0,
-     (s = floats(bits<Ints>(b, 0, 15)) * half(b + 80),
-      m = floats(bits<Ints>(b, 4, 15)) * half(b + 82)),
-     bits<V>(b + 16 + RUN(8), i / 2 % 4 * 2, 3))
-TYPE(Q3_K, 256, 110, 16, 3, 4, s = scales_k3(b),
-     bits<V>(b + 32 + RUN(8), i / 2 % 4 * 2, 3) | bits<V>(b + RUN(16), i / 2, 1, 2))
-TYPE(Q4_K, 256, 144, 32, 4, 0, scales_k4(b, s, m), bits<V>(b + 16 + RUN(4), i / 2 % 2 * 4, 15))
-TYPE(Q5_K, 256, 176, 32, 5, 0, scales_k4(b, s, m),
-     bits<V>(b + 48 + RUN(4), i / 2 % 2 * 4, 15) | bits<V>(b + 16 + RUN(16), i / 2, 1, 4))
-TYPE(Q6_K, 256, 210, 16, 6, 32, s = floats(widen<Ints, int8_t>(b + 192)) * half(b + 208),
-     bits<V>(b + i / 8 * 64 + i % 4 * 16, i / 4 % 2 * 4, 15) |
-         bits<V>(b + 128 + RUN(8), i / 2 % 4 * 2, 3, 4))
-
-// Whole layers: what Llama.run_layers does, 60 operations of torch for each, in one call.
-INLINE Floats exp(Floats x) {  // 2e-7 relative: 2^n e^r
-  x = x < -87 ? all(-87) : x > 88 ? all(88) : x;
-  Floats n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Floats p = all(1.f / 720);
-  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = p * r + c;
-  return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
-}
-struct Linear {  // this and Layer: as Python packs them
-  Bytes w;
-  void (*multiply)(Bytes w, const float *x, float *y, long rows, long N, long K);
-  long N, K;
-  Array operator()(const Array &x, long rows) const {
-    Array y = array<float>(rows * N);
-    multiply(w, x.get(), y.get(), rows, N, K);
-    return y;
-  }
-};
-struct Layer {
-  Linear q, k, v, o, gate, up, down;
-  double eps;
-  long size;  // of a head
-};
-static Array norm(const float *x, const float *w, double eps, long rows, long C) {
-  Array y = array<float>(rows * C);
-#pragma omp parallel for if (rows > 16)
-  for (long r = 0; r < rows; r++) {
-    const float *from = x + r * C;
-    Floats squares = {};
-    for (long i = 0; i < C; i += 16) squares += load<Floats>(from + i) * load<Floats>(from + i);
-    float scale = 1 / std::sqrt(sum(squares) / C + (float)eps);
-    for (long i = 0; i < C; i += 16)
-      store(&y[r * C + i], load<Floats>(from + i) * scale * load<Floats>(w + i));
-  }
-  return y;
-}
-static void rotate(const float *from, float *to, const float *cos, const float *sin, long D) {
-  for (long i = 0; i < D / 2; i++) {
-    float even = from[2 * i], odd = from[2 * i + 1];
-    to[2 * i] = even * cos[i] - odd * sin[i], to[2 * i + 1] = even * sin[i] + odd * cos[i];
-  }
-}
-// One token of J heads that share `length` keys and values
-template <int J>
-void attend(const float *q, const float *k, const float *v, float *y, long length, long D) {
-  long room = (length + 15) / 16 * 16;
-  std::vector<float> p(J * room, -INFINITY);
-  float most[J], inverse[J], scale = 1 / std::sqrt((float)D);
-  for (float &score : most) score = -INFINITY;
-  for (long s = 0; s < length; s++) {
-    Floats dot[J] = {};
-    for (long d = 0; d < D; d += 16)
-#pragma GCC unroll 4
-      for (int j = 0; j < J; j++)
-        dot[j] += load<Floats>(q + j * D + d) * load<Floats>(k + s * D + d);
-    for (int j = 0; j < J; j++) {
-      float score = p[j * room + s] = sum(dot[j]) * scale;
-      most[j] = score > most[j] ? score : most[j];
-    }
-  }
-  for (int j = 0; j < J; j++) {
-    Floats total = {};
-    for (long s = j * room; s < (j + 1) * room; s += 16) {
-      Floats e = exp(load<Floats>(&p[s]) - most[j]);
-      store(&p[s], e), total += e;
-    }
-    inverse[j] = 1 / sum(total);
-  }
-  for (long from = 0; from < D; from += 64) {
-    Floats mix[J][4] = {};
-    for (long s = 0; s < length; s++)
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++)
-        if (from + 16 * i < D)
-#pragma GCC unroll 4
-          for (int j = 0; j < J; j++)
-            mix[j][i] += p[j * room + s] * load<Floats>(v + s * D + from + 16 * i);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-      if (from + 16 * i < D)
-        for (int j = 0; j < J; j++) store(y + j * D + from + 16 * i, mix[j][i] * inverse[j]);
-  }
-}
-// The same for up to PANEL tokens, `row` apart: the i-th sees `length` + i keys
-static void attend(const float *q, const float *k, const float *v, float *y, long length, long D,
-                   int tokens, long row) {
-  enum { V = PANEL / 16 };
-  long keys = length + tokens - 1;
-  Array queries = array<float>(D * PANEL);
-  auto p = array<Floats[V]>(keys);
-  Floats most[V], sums[V] = {}, total[TALL][V];
-  float scale = 1 / std::sqrt((float)D);
-  for (long d = 0; d < D; d++)
-    for (int i = 0; i < PANEL; i++)
-      queries[d * PANEL + i] = i < tokens ? q[i * row + d] * scale : 0;
-  for (int i = 0; i < V; i++) most[i] = all(-INFINITY);
-  for (long s = 0; s < keys; s += TALL) {
-    int columns = keys - s < TALL ? keys - s : TALL;
-    tile(total, k + s * D, D, 1L, columns, (const float *)queries.get(), D);
-    for (int n = 0; n < columns; n++)
-      for (int i = 0; i < V; i++) {
-        Floats score = LANE + 16 * i + (int)length > (int)s + n ? total[n][i] : all(-INFINITY);
-        p[s + n][i] = score, most[i] = score > most[i] ? score : most[i];
-      }
-  }
-  for (long s = 0; s < keys; s++)
-    for (int i = 0; i < V; i++) sums[i] += p[s][i] = exp(p[s][i] - most[i]);
-  for (int i = 0; i < V; i++) sums[i] = 1 / sums[i];
-  for (long d = 0; d < D; d += TALL) {
-    int columns = D - d < TALL ? D - d : TALL;
-    tile(total, v + d, 1L, D, columns, (const float *)p.get(), keys);
-    for (int n = 0; n < columns; n++)
-      for (int i = 0; i < tokens; i++)
-        y[i * row + d + n] = ((float *)total[n])[i] * ((float *)sums)[i];
-  }
-}
-static void add(float *x, const Array &h, long n) {
-#pragma omp parallel for if (n > 1 << 16)
-  for (long i = 0; i < n; i += 16) store(x + i, load<Floats>(x + i) + load<Floats>(&h[i]));
-}
-// x (B, T, C) += the two halves of a layer, whose cache (B, G, room, D) holds `pos` tokens
-static void run_layer(const Layer *l, float *x, const float *norm1, const float *norm2,
-                      const float *cos, const float *sin, float *keys, float *values, long B,
-                      long T, long pos, long room) {
-  long D = l->size, C = l->q.K, H = l->q.N / D, G = l->k.N / D, rows = B * T, wide = l->gate.N;
-  Array h = norm(x, norm1, l->eps, rows, C);
-  Array q = l->q(h, rows), k = l->k(h, rows), v = l->v(h, rows), y = array<float>(rows * H * D);
-#pragma omp parallel for if (rows > 16)
-  for (long i = 0; i < rows; i++) {
-    const float *c = cos + i % T * (D / 2), *s = sin + i % T * (D / 2);
-    for (long j = 0; j < H; j++) rotate(&q[(i * H + j) * D], &q[(i * H + j) * D], c, s, D);
-    for (long j = 0; j < G; j++) {
-      long at = ((i / T * G + j) * room + pos + i % T) * D;
-      rotate(&k[(i * G + j) * D], keys + at, c, s, D);
-      memcpy(values + at, &v[(i * G + j) * D], D * sizeof(float));
-    }
-  }
-  long step = T > 16 ? PANEL : 1, steps = (T + step - 1) / step;
-  long some = step == 1 && H / G % 4 == 0 ? 4 : 1;  // heads that are handled together
-#pragma omp parallel for schedule(dynamic)
-  for (long i = 0; i < B * H / some * steps; i++) {
-    long b = i / steps / (H / some), j = i / steps % (H / some) * some, t = i % steps * step;
-    long at = (b * G + j / (H / G)) * room * D, from = ((b * T + t) * H + j) * D;
-    int tokens = T - t < step ? T - t : step;
-    auto one = some == 4 ? attend<4> : attend<1>;
-    if (step == 1) one(&q[from], keys + at, values + at, &y[from], pos + t + 1, D);
-    else attend(&q[from], keys + at, values + at, &y[from], pos + t + 1, D, tokens, H * D);
-  }
-  h = l->o(y, rows);
-  add(x, h, rows * C);
-  h = norm(x, norm2, l->eps, rows, C);
-  Array gate = l->gate(h, rows), up = l->up(h, rows);
-#pragma omp parallel for if (rows > 16)
-  for (long i = 0; i < rows * wide; i += 16) {
-    Floats g = load<Floats>(&gate[i]);
-    store(&gate[i], g / (1 + exp(-g)) * load<Floats>(&up[i]));
-  }
-  h = l->down(gate, rows);
-  add(x, h, rows * C);
-}
-extern "C" void run_layers(const Layer *l, const float *const *norms, long first, long last,
-                           float *x, const float *cos, const float *sin, float *keys,
-                           float *values, long B, long T, long pos, long room) {
-  for (long i = first; i < last; i++) {
-    float *k = keys + i * B * l->k.N * room, *v = values + i * B * l->k.N * room;
-    run_layer(l + i, x, norms[2 * i], norms[2 * i + 1], cos, sin, k, v, B, T, pos, room);
-  }
-}
-"""
-
-
-@functools.cache
-def kernels() -> tuple[ctypes.CDLL, float]:
-    """KERNELS, compiled once per machine and then found in the cache, and the seconds that took.
-
-    They run on torch's own threads. Raises OSError where there is no compiler, or none that can.
-    """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        raise OSError("no C++ compiler (g++, clang++ or the one that $CXX names)")
-    start = time.perf_counter()
-
-    def run(*arguments: str) -> str:
-        done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {done.stderr.strip()[:200]}")
-        return done.stdout
-
-    # The predefined macros name the compiler's version and the processor's instruction sets.
-    macros = run("-march=native", "-dM", "-E", "-x", "c++", os.devnull)
-    key = hashlib.sha256((KERNELS + macros).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llama2.py")
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid") and cache.stat().st_uid != os.getuid():
-        raise OSError(f"{cache} belongs to another user")
-    library = cache / f"kernels-{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=cache) as build:
-            source, new = Path(build, "kernels.cpp"), Path(build, library.name)
-            source.write_text(KERNELS)
-            flags = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-w", "-shared", "-fPIC")
-            run(*flags, str(source), "-o", str(new))
-            new.replace(library)  # at once: two processes may do this at the same time
-    return ctypes.CDLL(str(library)), time.perf_counter() - start
-
-
-FEW_ROWS = 16  # up to here multiply block by block, above dequantise and use a matrix product
-CHUNK = 2**22  # bytes of weights dequantised at a time: they stay in the processor's cache
-
-
-def packed_linear(blocks: Tensor, kind: str) -> Callable[[Tensor], Tensor] | None:
-    """What multiplies few rows, (n, in) -> float32 (n, out), without a compiler; None if nothing.
-
-    Torch has products with 16-bit matrices and with integers of 4 bits; those of more bits are two
-    such digits, multiplied by x and 16 x. x and scales are rounded to 16 bits: 4e-3 relative.
-    """
-    pack = getattr(torch, "_convert_weight_to_int4pack_for_cpu", None)
-    if kind in ("F16", "BF16"):
-        w = blocks.view(DENSE[kind])
-        return lambda x: F.linear(x.to(w.dtype), w).float()
-    if (
-        kind == "F32"
-        or not pack
-        or len(blocks) % 16
-        or free_memory(blocks.device) < 4 * blocks.nbytes
-    ):
-        return None
-    packed, scales, one = [], [], kind in ("Q4_0", "Q4_1", "Q4_K")
-    for some in blocks.split(256):
-        q, s, *m = GGML_TYPES[kind][2](some.reshape(-1, GGML_TYPES[kind][1]))
-        width = q.shape[1] // s.shape[1]
-        low = -m[0] if m else 0 * s
-        # The product is with (digit - 8) * s + zero.
-        if one:
-            digits, zero = (q + 8, low) if kind == "Q4_0" else (q, low + 8 * s)
-        else:
-            q = q.view(len(s), -1, 1, width)
-            digits, zero = torch.cat((q & 15, (q >> 4) + 8), 2), (low + 8 * s) / 17
-        packed.append(pack(digits.reshape(len(some), -1).int(), 1))
-        s, zero = (part.reshape(len(some), -1).T for part in (s, zero))
-        scales.append(torch.stack((s, zero), -1).bfloat16())
-    w, sz = torch.cat(packed), torch.cat(scales, 1)  # sz (groups, out, 2)
-    if one:
-        return lambda x: torch._weight_int4pack_mm_for_cpu(x.bfloat16(), w, width, sz).float()
-    places = torch.tensor([[1], [16]], dtype=torch.bfloat16)
-
-    def multiply(x: Tensor) -> Tensor:
-        x = (x.bfloat16().view(len(x), -1, 1, width) * places).flatten(1)
-        return torch._weight_int4pack_mm_for_cpu(x, w, 2 * width, sz).float()
-
-    return multiply
-
-
-@functools.cache
-def has_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16; torch before 2.11 cannot tell."""
-    can = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+CHUNK = 2**20  # weights dequantised at a time: they stay in the processor's cache
 
 
 class QuantizedLinear(nn.Module):
-    """y = x W^T with W kept as the file's blocks, uint8 (out, bytes per row), most often mapped.
+    """y = x W^T; W stays as the file's blocks, uint8 (out, bytes per row), most often mapped.
 
-    The result is that of F.linear(x, dequantize(W)) in float32, but for the order of summation
-    (1e-6 relative). `library`: the compiled kernels, for the CPU; without them torch does it all.
-    `unpack`: dequantize, or what torch.compile makes of it. `activation_bits`: 32; with 16 a
-    CPU may round x, up to 16 rows to 16-bit integers (3e-5 relative; needs AVX-512), more to
-    bfloat16 (4e-3; needs instructions for it); with 8 to 8-bit integers, as llama.cpp does (8e-3;
-    needs VNNI). ValueError for others.
+    The reference for everything faster. Raises ValueError for blocks of another shape or dtype.
     """
 
-    def __init__(
-        self,
-        blocks: Tensor,
-        kind: str,
-        library: ctypes.CDLL | None = None,
-        unpack: Callable[[Tensor, str], Tensor] = dequantize,
-        activation_bits: int = 32,
-    ) -> None:
+    blocks: Tensor
+
+    def __init__(self, blocks: Tensor, ggml_type: str) -> None:
         super().__init__()
-        if activation_bits not in (32, 16, 8):
-            raise ValueError(f"activation_bits is {activation_bits!r}; accepted are 32, 16 and 8")
-        rounds = activation_bits < 32 and blocks.device.type == "cpu"
-        self.kind, self.unpack, self.activation_bits = kind, unpack, activation_bits
-        self.rounds = rounds and has_bfloat16()
+        block, block_bytes, _ = GGML_TYPES[ggml_type]
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block_bytes:
+            found = f"{tuple(blocks.shape)} {blocks.dtype}"
+            raise ValueError(
+                f"blocks are {found}; {ggml_type} needs (rows, n * {block_bytes}) uint8"
+            )
+        self.ggml_type = ggml_type
         self.register_buffer("blocks", blocks)
-        block, size, _ = GGML_TYPES[kind]
-        self.out_features, self.in_features = len(blocks), blocks.shape[1] // size * block
-        if self.in_features % 32:  # rows of F16 that the kernels cannot read
-            library = None
-        self.native: dict[Any, Callable] = {}
-        bits = max(activation_bits, 16) if kind in DENSE else activation_bits
-        for key, name, arguments in (
-            ("few", f"linear{bits}" if rounds else "linear", 6),
-            ("many", f"product{bits}", 6),
-            (torch.float32, "dequantize", 3),
-            (torch.bfloat16, "bfloat16", 3),
-        ):
-            if library and (function := getattr(library, f"{name}_{kind}", None)):
-                self.native[key] = function
-                function.argtypes = [ctypes.c_ssize_t] * arguments  # pointers and sizes
-        self.packed = packed_linear(blocks, kind) if rounds and not library else None
+        self.in_features = blocks.shape[1] // block_bytes * block
+        self.out_features = len(blocks)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
-        return f"{self.in_features}, {self.out_features}, {self.kind}"
+        return f"{self.in_features}, {self.out_features}, {self.ggml_type}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype."""
-        N, K = self.out_features, self.in_features
-        few = x.numel() <= FEW_ROWS * K
-        kernel = x.is_cpu and self.native.get("few" if few else "many")
-        if few and torch.compiler.is_compiling():  # one fused loop: W is never unpacked to memory
-            w = dequantize(self.blocks, self.kind)
-            y = (w * x.float()[..., None, :]).sum(-1)
-        elif kernel:
-            x32 = x.float().contiguous()
-            y = x32.new_empty(*x.shape[:-1], N)
-            pointers = self.blocks.data_ptr(), x32.data_ptr(), y.data_ptr()
-            kernel(*pointers, x.numel() // K, N, K)
-        elif few and self.packed:
-            y = self.packed(x.reshape(-1, K)).view(*x.shape[:-1], N)
-        else:
-            y = self.matmul(x.reshape(-1, K)).reshape(*x.shape[:-1], N)
-        return y.to(x.dtype)
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """Dequantise some rows of W, multiply, go on with the next: (n, in) -> (n, out)."""
-        if self.rounds:
-            x = x.bfloat16()
-        row = self.in_features * x.element_size()
-        step = max(1, CHUNK // row) if x.device.type == "cpu" else self.out_features
-        y = x.new_empty(self.out_features, len(x))  # transposed: each product writes one run
-        dtype = x.dtype if x.dtype in self.native else torch.float32
-        native = self.native and x.is_cpu
-        buffer = torch.empty(step, self.in_features, dtype=dtype) if native else None
-        for start in range(0, self.out_features, step):
-            blocks = self.blocks[start : start + step]
-            if buffer is None:
-                w = self.unpack(blocks, self.kind)
-            else:
-                w = buffer[: len(blocks)]
-                count = w.numel() // max(GGML_TYPES[self.kind][0], 32)
-                self.native[dtype](blocks.data_ptr(), w.data_ptr(), count)
-            torch.mm(w.to(x.dtype), x.T, out=y[start : start + step])
-        return y.T
-
-
-class NativeLayers:
-    """What Llama.run_layers does, in one call of the kernels: the same but for 1e-6 relative.
-
-    Put in its place as `model.run_layers`; leaves to it what it cannot do: padding, hooks, 16 bits,
-    modules that have been replaced. (A call for each layer would cost 2 to 4 ms a token: weights
-    have passed through the processor's caches, and Python begins each time with none of its own.)
-    """
-
-    def __init__(self, model: Llama, library: ctypes.CDLL) -> None:
-        self.layers = model.layers  # not the model, which could not be freed: it refers to us
-        self.parents = [module for module in model.layers.modules() if module._modules]
-        self.parts = self.modules()
-        self.norms = [part for part in self.parts if isinstance(part, RMSNorm)]  # two per layer
-        linears = [part for part in self.parts if isinstance(part, QuantizedLinear)]
-        self.blocks = [linear.blocks for linear in linears]  # stay in memory
-        self.run = library.run_layers
-        self.run.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_ssize_t] * 11
-        self.packed: dict[str, bytes] = {}  # struct Layer of each, for few and for many tokens
-        for key in ("few", "many"):
-            packed = [self.pack(block, key) for block in self.layers]
-            if all(packed):
-                self.packed[key] = b"".join(packed)
-
-    def modules(self) -> list[nn.Module]:
-        """What the layers are made of now."""
-        return [child for parent in self.parents for child in parent._modules.values()]
-
-    def pack(self, block: Block, key: str) -> bytes:
-        """struct Layer, which names the kernels for `key`; empty if there are not all."""
-        attention, mlp, numbers = block.self_attn, block.mlp, []
-        for linear in (
-            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-        ):
-            function = getattr(linear, "native", {}).get(key)
-            if not function or attention.head_dim % 16:
-                return b""
-            address = ctypes.cast(function, ctypes.c_void_p).value
-            numbers += linear.blocks.data_ptr(), address, linear.out_features, linear.in_features
-        return struct.pack("28qdq", *numbers, block.input_layernorm.eps, attention.head_dim)
-
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        (B, T, _), L = x.shape, len(self.layers)
-        few = B * T <= FEW_ROWS
-        packed = self.packed.get("few" if few else "many")
-        weights = [norm.weight for norm in self.norms]
-        if (
-            not packed
-            or not x.is_cpu
-            or type(cache) is not Cache
-            or cache.padding is not None
-            or any(t.dtype != torch.float32 for t in (x, cache.k, *weights))
-            or self.modules() != self.parts
-            or any(part._forward_hooks or part._forward_pre_hooks for part in self.parts)
-        ):
-            return Llama.run_layers(self, x, cos, sin, mask, cache)
-        y = x.clone(memory_format=torch.contiguous_format)
-        norms = struct.pack(f"{len(weights)}q", *(weight.data_ptr() for weight in weights))
-        pointers = [tensor.data_ptr() for tensor in (y, cos, sin, cache.k, cache.v)]
-        sizes = B, T, cache.slots(T).start, cache.max_seq_len
-        step = L if few else 1  # a prompt takes seconds: Ctrl-C is heard between calls
-        for first in range(0, L, step):
-            self.run(packed, norms, first, first + step, *pointers, *sizes)
-        return y
+        """x (..., in) -> (..., out) of x's dtype: dequantise some rows of W, multiply, go on."""
+        rows = max(1, CHUNK // self.in_features)
+        chunks = self.blocks.split(rows)
+        y = [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks]
+        return torch.cat(y, -1)
 
 
 class QuantizedEmbedding(nn.Module):
     """Rows of W, dequantised when looked up; W is the file's blocks as in QuantizedLinear."""
 
-    def __init__(self, blocks: Tensor, kind: str, dtype: torch.dtype) -> None:
+    blocks: Tensor
+
+    def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.kind, self.dtype = kind, dtype
+        self.ggml_type, self.dtype = ggml_type, dtype
         self.register_buffer("blocks", blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (...) -> (..., C)."""
-        rows = self.blocks[tokens.flatten()]
-        return dequantize(rows, self.kind).view(*tokens.shape, -1).to(self.dtype)
+        """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
+        rows = F.embedding(tokens.flatten(), self.blocks)
+        return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2445,59 +1517,114 @@ def build_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
-    compile: bool = True,
-    activation_bits: int = 32,
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
-    Dense weights are converted to it, quantised ones keep their blocks. With float32, dense 16-bit
-    ones keep their 16 bits too: half the memory, and the same numbers. `compile`: multiply by the
-    compiled kernels; where the CPU's cannot be compiled, it is slow and a warning says why.
-    `activation_bits`, 32, 16 or 8: to what a CPU may round what enters a layer, as QuantizedLinear
-    tells; with bfloat16 to 16 at most.
+    Quantised weights keep their blocks. Dense ones are converted to `dtype`, except that those of
+    16 bits stay as they are beside float32 activations: half the memory, the same numbers.
     """
-    bits = min(activation_bits, 16) if dtype == torch.bfloat16 else activation_bits
-    options: dict[str, Any] = {"activation_bits": bits}  # of QuantizedLinear
-    kept = any(keeps_blocks(weight, dtype) for weight in checkpoint.weights.values())
-    if compile and kept and torch.device(device).type == "cpu":
-        try:
-            options["library"], _ = kernels()
-        except OSError as error:
-            warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
-    elif compile and kept and torch.device(device).type == "cuda":
-        options["unpack"] = torch.compile(dequantize, dynamic=True)
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     for name, weight in show_progress(checkpoint.weights.items(), "loading", progress):
-        parent, _, attribute = name.removesuffix(".weight").rpartition(".")
-        module = model.get_submodule(name.removesuffix(".weight"))
+        name = name.removesuffix(".weight")
         if not keeps_blocks(weight, dtype):
-            module.weight = nn.Parameter(weight.dense(dtype, device), requires_grad=False)
-            continue
-        data = weight.read().to(device)
-        if isinstance(module, nn.Embedding):
-            module = QuantizedEmbedding(data, weight.ggml_type, dtype)
-            if checkpoint.config.tie_word_embeddings:
-                model.lm_head = QuantizedLinear(data, weight.ggml_type, **options)
+            dense = nn.Parameter(weight.dense(dtype, device), requires_grad=False)
+            model.get_submodule(name).weight = dense
+        elif name == "embed_tokens":
+            blocks = weight.read().to(device)
+            model.embed_tokens = QuantizedEmbedding(blocks, weight.ggml_type, dtype)
         else:
-            module = QuantizedLinear(data, weight.ggml_type, **options)
-        setattr(model.get_submodule(parent), attribute, module)
-    if checkpoint.config.tie_word_embeddings and isinstance(model.embed_tokens, nn.Embedding):
-        model.lm_head.weight = model.embed_tokens.weight
-    if "library" in options:
-        model.run_layers = NativeLayers(model, options["library"])
+            blocks = weight.read().to(device)
+            model.set_submodule(name, QuantizedLinear(blocks, weight.ggml_type))
+    if checkpoint.config.tie_word_embeddings:
+        embedding = model.embed_tokens
+        if isinstance(embedding, QuantizedEmbedding):
+            head = QuantizedLinear(embedding.blocks, embedding.ggml_type)
+            model.set_submodule("lm_head", head)
+        else:
+            model.lm_head.weight = embedding.weight
     return model.eval()
 
 
+def is_large(checkpoint: Checkpoint) -> bool:
+    """Whether faster layers are worth a compiler's seconds: above 64 MiB of weights."""
+    return sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
+
+
 def load(
-    path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    accelerated: bool | None = None,
+    exact: bool = True,
 ) -> tuple[Llama, Tokenizer]:
     """A .gguf file, a Meta or Hugging Face directory -> model and tokenizer.
 
-    Raises ValueError or FileNotFoundError that says what is wrong.
+    `accelerated`: by part III, see accelerate(); default: if the model is large. `exact`: False
+    allows it to round activations to 16 bits. ValueError or FileNotFoundError says what is wrong.
     """
     checkpoint = open_checkpoint(path)
-    return build_model(checkpoint, device, dtype or torch.float32), checkpoint.tokenizer()
+    tokenizer = checkpoint.tokenizer()
+    model = build_model(checkpoint, device, dtype or torch.float32)
+    faster = part_3("accelerate")
+    if faster and (is_large(checkpoint) if accelerated is None else accelerated):
+        faster(model, exact)
+    return model, tokenizer
+
+
+def part_3(name: str) -> Callable | None:
+    """A function of part III, or None in a copy of this file that goes without that part."""
+    return globals().get(name)
+
+
+def memory_plan(
+    checkpoint: Checkpoint,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    cache_dtype: torch.dtype | None = None,
+) -> dict[str, int]:
+    """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
+    config, item = checkpoint.config, dtype.itemsize
+    kept, other = 0, 0  # bytes of the file that stay, numbers that are converted
+    unpacked = 0  # of the weights that stay: a GPU unpacks a whole matrix, a CPU part of it
+    for weight in checkpoint.weights.values():
+        count = math.prod(weight.shape)
+        if keeps_blocks(weight, dtype):
+            kept, unpacked = kept + weight.nbytes, max(unpacked, count)
+        else:
+            other += count
+    if torch.device(device).type == "cpu":
+        unpacked = min(unpacked, 2 * CHUNK)
+    widths = 4 * config.hidden_size + 3 * config.intermediate_size
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    activations = min(context, PREFILL_CHUNK) * (widths * item + context)
+    return {
+        "weights": kept + other * item,
+        "cache": 2 * heads * config.head_dim * context * (cache_dtype or dtype).itemsize,
+        "overhead": activations + 10 * unpacked,  # float32, integers, dtype
+    }
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that a process can have on a device, caches that others give back included.
+
+    Infinity where the system does not tell, as on Windows.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not Path("/proc/meminfo").exists():  # not Linux: all there is
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):
+            return math.inf
+    found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    free, group = int(found[1]) * 1024 if found else math.inf, Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # the limit of a container, if it has one
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = re.search(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - used + int(cached[1] if cached else 0))
+    return free / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes share it
 
 
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
@@ -2850,6 +1977,711 @@ def sample(
 # 14. Generation
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
+SCORE_CHUNK = 128  # the same where the logits of all positions are needed
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Report:
+    """What a generation did so far."""
+
+    prompt_tokens: int
+    new_ids: list[list[int]]  # per row
+    stop_reasons: list[str]  # per row; "" while it goes on
+    prompt_seconds: float = 0.0  # until the first new token is known
+    new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were generated, in all rows together."""
+        return sum(map(len, self.new_ids))
+
+
+class Stream(Iterator[Item]):
+    """What a generation yields, as it comes; `report` says at any time what was done so far."""
+
+    def __init__(self, items: Iterator[Item], report: Report) -> None:
+        self.items, self.report = items, report
+
+    def __next__(self) -> Item:
+        return next(self.items)
+
+
+def check_options(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+) -> None:
+    """Raises ValueError for options of generate() that are out of range."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; accepted is 0 or more")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; accepted is 0 to 2**63 - 1")
+    sample(torch.zeros(1), temperature, top_k, top_p, min_p)
+
+
+def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
+    """The ids as a list. Raises ValueError if there are none, too many, or some out of range."""
+    ids = list(ids)
+    bad = [i for i in ids if not 0 <= i < config.vocab_size]
+    if not ids or bad:
+        problem = f"holds the token id {bad[0]}" if bad else "is empty"
+        raise ValueError(f"the prompt {problem}; accepted are ids below {config.vocab_size}")
+    if len(ids) > limit:
+        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {limit}")
+    return ids
+
+
+def generate(model: Llama, ids: Sequence[int], **options: Any) -> Stream[int]:
+    """Continue a prompt: yields new ids one by one, without the one that stops it.
+
+    Options and errors are those of generate_batch(): max_new_tokens, temperature, seed, ...
+    """
+    batch = generate_batch(model, [ids], **options)
+    return Stream((row for (row,) in batch if row is not None), batch.report)
+
+
+def generate_batch(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    stop_ids: Collection[int] | None = None,
+    vocab_size: int | None = None,
+    cache: Cache | None = None,
+    step: Callable[[Tensor, Cache], Tensor] | None = None,
+) -> Stream[list[int | None]]:
+    """Continue several prompts of any lengths: yields a list per step, None in finished rows.
+
+    Row i draws from seed + i (None: from entropy), as it would alone. `stop_ids` end a row (default:
+    the model's EOS ids). `vocab_size`: only ids below it are drawn. `cache`: the prompts continue
+    what is stored there. `step`: what runs the model, such as a CompiledStep of that cache. Raises
+    ValueError for options out of range, empty prompts, ids out of range, too long prompts.
+    """
+    config, weight = model.config, model.norm.weight
+    limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
+    rows = [check_prompt(config, prompt, limit) for prompt in prompts]
+    if not rows:
+        raise ValueError("no prompts; accepted is one or more")
+    check_options(max_new_tokens, temperature, top_k, top_p, min_p, seed)
+    if stop_ids is None:
+        stop_ids = (config.eos_token_id, *config.stop_token_ids)
+    longest = max(map(len, rows))
+    room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
+    padding = torch.tensor([longest - len(row) for row in rows])
+    uneven = padding if padding.any() else None
+    if cache is None:
+        size = longest + max(room)
+        cache = Cache(config, len(rows), size, weight.dtype, weight.device, uneven)
+    elif uneven is not None:
+        raise ValueError("prompts of different lengths cannot continue a cache")
+    generators = [torch.Generator() for _ in rows]
+    for i, generator in enumerate(generators):
+        generator.seed() if seed is None else generator.manual_seed(seed + i)
+
+    def draw(logits: Tensor) -> list[int]:  # (B, V) -> B ids
+        logits = logits[:, :vocab_size]
+        if temperature == 0:
+            return sample(logits, 0.0).tolist()  # the one wait for the device per step
+        options = (temperature, top_k, top_p, min_p)
+        ids = [sample(row, *options, generators[i]) for i, row in enumerate(logits)]
+        return torch.stack(ids).tolist()
+
+    ends = ["max new tokens" if n == max_new_tokens else "context full" for n in room]
+    reasons = [end if n == 0 else "" for n, end in zip(room, ends, strict=True)]
+    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons)
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # (B, T)
+
+    def steps(tokens: Tensor) -> Iterator[list[int | None]]:
+        while not all(reasons):
+            start = time.perf_counter()
+            for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
+                logits = (step or model)(chunk, cache)
+            ids = draw(logits)
+            seconds = time.perf_counter() - start
+            if not report.prompt_seconds:
+                report.prompt_seconds = seconds
+            else:
+                report.new_seconds += seconds
+            if -1 in ids:
+                raise ValueError("the logits are not finite: NaN or infinity in the weights")
+            new: list[int | None] = [None] * len(ids)
+            for i, token_id in enumerate(ids):
+                if not reasons[i] and token_id in stop_ids:
+                    reasons[i] = f"stop token {token_id}"
+                elif not reasons[i]:
+                    new[i] = token_id
+                    report.new_ids[i].append(token_id)
+                    reasons[i] = ends[i] if len(report.new_ids[i]) == room[i] else ""
+            if any(token_id is not None for token_id in new):
+                yield new
+            tokens = torch.tensor(ids)[:, None]
+
+    return Stream(steps(tokens), report)
+
+
+def split_at_stop(text: str, stops: Sequence[str], final: bool) -> tuple[str, str, str]:
+    """Split text into what can be shown, what may begin a stop text, and the stop text found."""
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    if found:
+        place, stop = min(found)
+        return text[:place], "", stop
+    keep = 0
+    for stop in stops if not final else ():
+        keep = max(keep, *(n for n in range(len(stop)) if text.endswith(stop[:n])))
+    return text[: len(text) - keep], text[len(text) - keep :], ""
+
+
+def stream_text(
+    model: Llama,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    first: bool = True,
+    stop: Sequence[str] = (),
+    **options: Any,
+) -> Stream[str]:
+    """generate() as pieces of text, up to the first of the texts in `stop`, which is not shown.
+
+    `first`: the text begins here and does not continue a prompt that was shown before it.
+    """
+    tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
+    decoder, report = StreamDecoder(tokenizer, first), tokens.report
+
+    def pieces() -> Iterator[str]:
+        held = ""
+        for token_id in tokens:
+            text, held, found = split_at_stop(held + decoder.decode(token_id), stop, final=False)
+            if found:
+                report.stop_reasons[0] = f"stop text {found!r}"
+            if text:
+                yield text
+            if found:
+                return
+        text, _, found = split_at_stop(held + decoder.flush(), stop, final=True)
+        if found:
+            report.stop_reasons[0] = f"stop text {found!r}"
+        if text:
+            yield text
+
+    return Stream(pieces(), report)
+
+
+def rewind(cache: Cache, stored: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """Truncate a cache that holds `stored` to what it shares with `ids`; return the rest of ids.
+
+    At least one id is left, for the logits. A conversation that goes on computes only what is new.
+    """
+    shared = 0
+    while shared < min(len(stored), len(ids) - 1, cache.pos) and stored[shared] == ids[shared]:
+        shared += 1
+    cache.truncate(shared)
+    return list(ids[shared:])
+
+
+@torch.no_grad()
+def score(model: Llama, ids: Sequence[int], top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of each token given those before it, float32 (T - 1,), for T ids.
+
+    Beside them the `top` likeliest of each place: log-probabilities and ids, (T - 1, top). The
+    logits of a few positions at a time are in memory. ValueError as generate() for the ids.
+    """
+    config, weight = model.config, model.norm.weight
+    ids = check_prompt(config, ids, config.max_position_embeddings)
+    tokens = torch.tensor([ids], device=weight.device)  # (1, T)
+    cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
+    logprobs = torch.empty(len(ids) - 1)
+    top_logprobs = torch.empty(len(ids) - 1, top)
+    top_ids = torch.empty(len(ids) - 1, top, dtype=torch.int64)
+    for start in range(0, len(ids) - 1, SCORE_CHUNK):
+        stop = min(start + SCORE_CHUNK, len(ids) - 1)
+        logits = model(tokens[:, start:stop], cache, all_positions=True)[0]  # (t, V)
+        scores = logits.log_softmax(-1)
+        logprobs[start:stop] = scores.gather(-1, tokens[0, start + 1 : stop + 1, None])[:, 0]
+        top_logprobs[start:stop], top_ids[start:stop] = scores.topk(top)
+    return logprobs, top_logprobs, top_ids
+
+
+# ==================================================================================================
+# Part III: Faster and larger. Delete it freely, and kernels/ with it
+# ==================================================================================================
+
+
+# --------------------------------------------------------------------------------------------------
+# 15. CPU kernels
+
+
+def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
+    """Replace what multiplies quantised weights by something faster; returns the model.
+
+    On a CPU by kernels/cpu.cpp, compiled once per machine, whole layers at a time. `exact`:
+    activations stay float32 (1e-6 relative per layer); else they are rounded to 16-bit integers with
+    a scale per group of weights (3e-5), with AMX many rows to bfloat16 (4e-3). Where there is no
+    compiler, or with compile=False, by torch's own products with integers if not exact (4e-3); a
+    warning says what is missing. On CUDA by compiled dequantisation.
+    """
+    device = model.norm.weight.device.type
+    if device == "cuda":
+        replace_linears(model, CompiledLinear)
+    if device != "cpu" or not any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        return model
+    found = kernels() if compile else Kernels(problem="switched off")
+    if found.library:
+        replace_linears(model, partial(NativeLinear, exact=exact))
+        layers = model.layers
+        blocks = layers[0].blocks if isinstance(layers[0], NativeLayers) else layers
+        model.layers = nn.ModuleList([NativeLayers(blocks, exact)])
+        return model
+    if compile:
+        warnings.warn(f"quantised weights will be slow: {found.problem}", stacklevel=2)
+    if not exact:
+        replace_linears(model, PackedLinear)
+    return model
+
+
+def replace_linears(model: nn.Module, make: Callable[[QuantizedLinear], nn.Module]) -> None:
+    """Put make(linear) in the place of each QuantizedLinear."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            model.set_submodule(name, make(module))
+
+
+KERNELS_SOURCE = Path(__file__).resolve().parent / "kernels" / "cpu.cpp"
+KERNELS_VERSION = 1  # of the interface between that file and this one
+FEW_ROWS = 16  # up to here weights are multiplied as they stream by, above they are unpacked first
+
+
+@dataclass
+class Kernels:
+    """kernels/cpu.cpp as a library, or the problem that there is none."""
+
+    library: ctypes.CDLL | None = None
+    problem: str = ""
+    compile_seconds: float = 0.0  # 0 if it was compiled before
+    amx: bool = False  # torch's product of bfloat16 is faster for many rows
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """Compile kernels/cpu.cpp once per machine and load it. It runs on torch's own threads."""
+    if not KERNELS_SOURCE.is_file():
+        return Kernels(problem=f"{KERNELS_SOURCE} is missing; it belongs beside llama2.py")
+    problems = []
+    for compiler in compilers():
+        try:
+            return find_or_compile(KERNELS_SOURCE.read_bytes(), compiler, kernel_folder())
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
+    return Kernels(problem="; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
+
+
+def open_library(path: Path, compile_seconds: float = 0.0) -> Kernels:
+    """Load compiled kernels. Raises OSError for any other library, or another version of them."""
+    library = ctypes.CDLL(str(path))
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    try:
+        library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
+        library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
+        library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
+        version, features = library.kernels_version(), library.kernels_features()
+    except AttributeError as error:
+        raise OSError(f"{path}: {error}") from None
+    if version != KERNELS_VERSION:
+        raise OSError(f"{KERNELS_SOURCE} is version {version}; needed is {KERNELS_VERSION}")
+    if not features & 1:
+        warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
+    return Kernels(library, "", compile_seconds, amx=bool(features & 2))
+
+
+def compilers() -> list[list[str]]:
+    """Commands to try, in this order: what $CXX says, g++, clang++, c++."""
+    try:
+        named = [shlex.split(os.environ.get("CXX", ""))]
+    except ValueError:  # an open quote
+        named = []
+    found = [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
+    return [command for command in named + found if command]
+
+
+def kernel_folder() -> Path:
+    """Where compiled kernels are kept: ours, and writable by nobody else. Raises OSError."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    folder = (base if base.is_absolute() else Path.home() / ".cache") / "llama2.py"
+    if not folder.is_absolute():
+        raise OSError(f"{folder} is no absolute path: set XDG_CACHE_HOME")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours(folder):
+        raise OSError(f"{folder} belongs to another user, or others may write to it")
+    return folder
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file or folder is the user's own and nobody else may write to it."""
+    status = path.lstat()
+    owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return owned and (os.name == "nt" or not status.st_mode & 0o022)
+
+
+def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels:
+    """The compiled source, from the folder if it is there. Raises OSError.
+
+    A library's name holds two hashes: of the source with the compiler's predefined macros (its
+    version, the processor's instruction sets), and of the library, which a power cut may damage.
+    """
+    start = time.perf_counter()
+    for target in ("-march=native", "-mcpu=native"):  # some compilers know only one of them
+        try:
+            macros = run_compiler([*compiler, target, "-dM", "-E", "-x", "c++", os.devnull], folder)
+            break
+        except OSError:
+            if target == "-mcpu=native":
+                raise
+    key = hashlib.sha256(source + macros + " ".join(compiler).encode()).hexdigest()[:16]
+    for path in folder.glob(f"cpu-{key}-*.so"):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        with suppress(OSError):
+            if path.stem.endswith(digest) and is_ours(path):
+                return open_library(path)
+    for old in folder.glob("build-*"):  # of a run that was killed
+        if old.stat().st_mtime < time.time() - 3600:
+            shutil.rmtree(old, ignore_errors=True)
+
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
+        new = Path(build, "cpu.so")
+        Path(build, "cpu.cpp").write_bytes(source)
+        command = [*compiler, "-O3", target, "-std=c++17", "-shared", "cpu.cpp", "-o", new.name]
+        command += ["-fPIC"] * (sys.platform != "win32")
+        apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
+        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):
+            try:
+                run_compiler([*command, *openmp], Path(build))
+                break
+            except OSError:
+                if not openmp:
+                    raise
+        with new.open("rb+") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()[:16]
+            os.fsync(file.fileno())
+        new.chmod(0o700)  # whatever the umask is
+        path = folder / f"cpu-{key}-{digest}.so"
+        new.replace(path)  # at once: two processes may do this at the same time
+    return open_library(path, time.perf_counter() - start)
+
+
+def run_compiler(command: list[str], folder: Path) -> bytes:
+    """What a compiler writes to stdout; it does not outlive us. Raises OSError if it fails."""
+    own_group = os.name == "posix"  # the compiler proper is a child of the driver
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=own_group,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=300)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL) if own_group else process.kill()
+            raise
+    if process.returncode:
+        raise OSError(f"{command[0]} failed: {errors.decode(errors='replace').strip()[:200]}")
+    return out
+
+
+def is_plain(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether C++ may use t by pointer: CPU memory of this dtype and shape without gaps."""
+    return (
+        t.dtype == dtype
+        and t.shape == shape
+        and t.is_cpu
+        and t.layout == torch.strided
+        and t.is_contiguous()
+        and not t.is_neg()
+        and type(t) in (Tensor, nn.Parameter)
+    )
+
+
+def check_kernel(status: int) -> None:
+    """Raises MemoryError or RuntimeError for what a kernel returned."""
+    if status:
+        raise (
+            MemoryError("the kernels ran out of memory")
+            if status == 1
+            else RuntimeError(f"the kernels refused a matrix: status {status}")
+        )
+
+
+class NativeLinear(QuantizedLinear):
+    """QuantizedLinear by kernels/cpu.cpp, which is looked up when called: models can be copied.
+
+    What the kernels cannot do is left to the reference: gradients, other devices, odd layouts.
+    """
+
+    def __init__(self, linear: QuantizedLinear, exact: bool) -> None:
+        import gguf
+
+        super().__init__(linear.blocks, linear.ggml_type)
+        self.exact = exact
+        self.type_id = int(gguf.GGMLQuantizationType[linear.ggml_type])
+
+    def is_native(self) -> bool:
+        """Whether the kernels can multiply these blocks."""
+        block, block_bytes, _ = GGML_TYPES[self.ggml_type]
+        shape = (self.out_features, self.in_features // block * block_bytes)
+        return self.in_features % 32 == 0 and is_plain(self.blocks, torch.uint8, shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out) of x's dtype."""
+        library, K, N = kernels().library, self.in_features, self.out_features
+        if (
+            library is None
+            or torch.compiler.is_compiling()
+            or not self.is_native()
+            or not x.is_cpu
+            or x.layout != torch.strided
+            or x.dtype not in DENSE.values()
+            or x.shape[-1:] != (K,)
+            or (x.requires_grad and torch.is_grad_enabled())
+        ):
+            return super().forward(x)
+        rows = x.numel() // K
+        if kernels().amx and not self.exact and rows > FEW_ROWS:
+            return self.by_amx(library, x.reshape(rows, K)).view(*x.shape[:-1], N).to(x.dtype)
+        x32 = x.float().contiguous()
+        if not is_plain(x32, torch.float32, x.shape):
+            return super().forward(x)
+        y = torch.empty(*x.shape[:-1], N)
+        pointers = [t.data_ptr() for t in (self.blocks, x32, y)]
+        check_kernel(library.linear(self.type_id, not self.exact, *pointers, rows, N, K))
+        return y.to(x.dtype)
+
+    def by_amx(self, library: ctypes.CDLL, x: Tensor) -> Tensor:
+        """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
+        K, N = self.in_features, self.out_features
+        rows = max(1, 2 * CHUNK // K)
+        x, buffer = x.bfloat16(), torch.empty(min(rows, N), K, dtype=torch.bfloat16)
+        y = torch.empty(N, len(x), dtype=torch.bfloat16)  # transposed: each product writes one run
+        for start in range(0, N, rows):
+            blocks = self.blocks[start : start + rows]
+            w = buffer[: len(blocks)]
+            pointers = blocks.data_ptr(), w.data_ptr()
+            check_kernel(library.dequantize(self.type_id, True, *pointers, w.numel()))
+            torch.mm(w, x.T, out=y[start : start + rows])
+        return y.T
+
+
+class NativeLayers(nn.Module):
+    """All layers of a model in one call of the kernels; stands in model.layers and holds the blocks.
+
+    Between calls for each layer Python would take 2 to 4 ms a token, its own memory having left the
+    processor's caches. It falls back to the blocks for what the kernels cannot do: padding, hooks,
+    16-bit activations, replaced modules, odd layouts, a cache that is not a plain Cache.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, exact: bool) -> None:
+        super().__init__()
+        self.blocks: nn.ModuleList = blocks
+        self.exact = exact
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        native = kernels()
+        many = x.shape[0] * x.shape[1] > FEW_ROWS
+        if native.library and not (many and native.amx and not self.exact):
+            packed = self.pack(x, cos, sin, cache)
+            if packed and cache is not None:
+                return self.run(native.library, packed, x, cos, sin, cache)
+        for block in self.blocks:
+            x = block(x, cos, sin, mask, cache)
+        return x
+
+    def pack(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> list[bytes]:
+        """struct Layer of each block, as kernels/cpu.cpp declares it; empty if one does not fit."""
+        if (
+            type(cache) is not Cache
+            or cache.padding is not None
+            or torch.compiler.is_compiling()
+            or (x.requires_grad and torch.is_grad_enabled())
+            or torch.nn.modules.module._has_any_global_hook()
+            or x.dim() != 3
+        ):
+            return []
+        (B, T, C), (G, room, D) = x.shape, cache.k.shape[2:]
+        tables, stored = (T, D // 2), (len(self.blocks), B, G, room, D)
+        if (
+            D % 16
+            or cache.k.dtype not in (torch.float32, torch.float16)
+            or not all(is_plain(t, cache.k.dtype, stored) for t in (cache.k, cache.v))
+            or not all(is_plain(t, torch.float32, tables) for t in (cos, sin))
+            or not is_plain(x, torch.float32, x.shape)
+            or not 0 <= cache.pos <= room - T
+        ):
+            return []
+        packed = [self.pack_block(i, block, C, D, G) for i, block in enumerate(self.blocks)]
+        return packed if all(packed) else []
+
+    def pack_block(self, i: int, block: Any, C: int, D: int, G: int) -> bytes:
+        """struct Layer of one block; empty if it is not as accelerate() left it."""
+        children = block._modules.get  # ten times as fast as attributes
+        attention, mlp = children("self_attn"), children("mlp")
+        norms = [children("input_layernorm"), children("post_attention_layernorm")]
+        expected = (Block, CausalSelfAttention, MLP, RMSNorm, RMSNorm)
+        if not all(map(is_untouched, (block, attention, mlp, *norms), expected)):
+            return b""
+        linears = [attention._modules.get(f"{name}_proj") for name in "qkvo"]
+        linears += [mlp._modules.get(f"{name}_proj") for name in ("gate", "up", "down")]
+        if not all(is_untouched(linear, NativeLinear) and linear.is_native() for linear in linears):
+            return b""
+        wide, inner = linears[0].out_features, linears[4].out_features
+        shapes = [(wide, C), (G * D, C), (G * D, C), (C, wide), (inner, C), (inner, C), (C, inner)]
+        if (
+            [(linear.out_features, linear.in_features) for linear in linears] != shapes
+            or not all(is_plain(norm.weight, torch.float32, (C,)) for norm in norms)
+            or any(linear.exact != self.exact for linear in linears)
+            or wide % (G * D)
+            or (attention.layer, attention.head_dim) != (i, D)
+            or norms[0].eps != norms[1].eps
+        ):
+            return b""
+        numbers = [norm.weight.data_ptr() for norm in norms]
+        for linear in reversed(linears):
+            sizes = linear.type_id, linear.out_features, linear.in_features
+            numbers = [linear.blocks.data_ptr(), *sizes, *numbers]
+        return struct.pack("30qdq", *numbers, norms[0].eps, D)
+
+    def run(
+        self,
+        library: ctypes.CDLL,
+        packed: list[bytes],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Cache,
+    ) -> Tensor:
+        """Hand everything over: (B, T, C) -> (B, T, C)."""
+        B, T, _ = x.shape
+        y, room, half = x.clone(), cache.k.shape[3], cache.k.dtype == torch.float16
+        step = len(packed) if B * T <= FEW_ROWS else 1  # Ctrl-C is heard between calls
+        for i in range(0, len(packed), step):
+            count = min(step, len(packed) - i)
+            pointers = [t.data_ptr() for t in (y, cos, sin, cache.k[i], cache.v[i])]
+            layers, fast = b"".join(packed[i : i + count]), not self.exact
+            sizes = half, B, T, cache.pos, room
+            check_kernel(library.run_layers(layers, count, fast, *pointers, *sizes))
+        return y
+
+
+def is_untouched(module: Any, expected: Any) -> bool:
+    """Whether calling a module does what its class says: no hooks, no forward of its own."""
+    return (
+        type(module) is expected
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in module.__dict__
+    )
+
+
+class PackedLinear(QuantizedLinear):
+    """QuantizedLinear for a CPU without compiled kernels: up to FEW_ROWS rows by torch's own ones.
+
+    Torch multiplies 16-bit matrices and integers of 4 bits; those of more bits become two such
+    digits, multiplied by x and 16 x. Activations and scales are rounded to 16 bits (4e-3 relative).
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: QuantizedLinear) -> None:
+        super().__init__(linear.blocks, linear.ggml_type)
+        self.group, self.one_digit = 0, self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
+        can_pack = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
+        fits = free_memory(self.blocks.device) >= 4 * self.blocks.nbytes  # the repacked copy
+        if self.ggml_type not in DENSE and can_pack and self.out_features % 16 == 0 and fits:
+            pairs = [self.pack(rows) for rows in self.blocks.split(256)]
+            self.register_buffer("packed", torch.cat([packed for packed, _ in pairs]))
+            scales = torch.cat([scales for _, scales in pairs], 1)  # (groups, out, 2)
+            self.register_buffer("scales", scales)
+
+    def pack(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Some rows as torch's 4-bit matrix, which means (digit - 8) * scale + zero."""
+        _, block_bytes, unpack = GGML_TYPES[self.ggml_type]
+        unpacked: Any = unpack(blocks.reshape(-1, block_bytes))
+        q, s, *m = unpacked
+        low, width = -m[0] if m else 0 * s, q.shape[1] // s.shape[1]
+        if self.one_digit:
+            digits, zero = (q + 8, low) if self.ggml_type == "Q4_0" else (q, low + 8 * s)
+        else:
+            q = q.view(len(s), -1, 1, width)
+            digits = torch.cat((q & 15, (q >> 4) + 8), 2)
+            zero = (low + 8 * s) / 17  # it meets x and 16 x
+        self.group = width if self.one_digit else 2 * width
+        digits = digits.reshape(len(blocks), -1).int()
+        s, zero = (part.reshape(len(blocks), -1).T for part in (s, zero))
+        return (
+            torch._convert_weight_to_int4pack_for_cpu(digits, 1),
+            torch.stack((s, zero), -1).bfloat16(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out) of x's dtype."""
+        K = self.in_features
+        if x.shape[-1:] != (K,) or (x.requires_grad and torch.is_grad_enabled()):
+            return super().forward(x)
+        if x.numel() > FEW_ROWS * K:
+            return super().forward(x.bfloat16() if has_bfloat16() else x).to(x.dtype)
+        if self.ggml_type in ("F16", "BF16"):
+            w = self.blocks.view(DENSE[self.ggml_type])
+            return F.linear(x.to(w.dtype), w).to(x.dtype)
+        if not self.group:
+            return super().forward(x)
+        rows = x.reshape(-1, K).bfloat16()
+        if not self.one_digit:
+            places = torch.tensor([[1], [16]], dtype=torch.bfloat16)
+            rows = (rows.view(len(rows), -1, 1, self.group // 2) * places).flatten(1)
+        y = torch._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16; torch before 2.11 cannot tell."""
+    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+# --------------------------------------------------------------------------------------------------
+# 16. Compiled steps
+
+
+@functools.cache
+def compiled_dequantize() -> Callable[[Tensor, str], Tensor]:
+    """dequantize() as one loop."""
+    return torch.compile(dequantize, dynamic=True)
+
+
+class CompiledLinear(QuantizedLinear):
+    """QuantizedLinear for a GPU; in a compiled step few rows never unpack W to memory."""
+
+    def __init__(self, linear: QuantizedLinear) -> None:
+        super().__init__(linear.blocks, linear.ggml_type)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out) of x's dtype."""
+        if torch.compiler.is_compiling() and x.numel() <= FEW_ROWS * self.in_features:
+            w = dequantize(self.blocks, self.ggml_type)
+            return (w * x.float()[..., None, :]).sum(-1).to(x.dtype)
+        w = compiled_dequantize()(self.blocks, self.ggml_type)
+        return F.linear(x, w.to(x.dtype))
 
 
 class StaticCache(Cache):
@@ -2879,9 +2711,10 @@ class StaticCache(Cache):
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, G, 1, D) of one layer; return the window, (B, G, window, D)."""
-        self.k[layer].index_copy_(2, self.slot, k)
-        self.v[layer].index_copy_(2, self.slot, v)
-        return self.k[layer, :, :, : self.window], self.v[layer, :, :, : self.window]
+        self.k[layer].index_copy_(2, self.slot, k.type_as(self.k))
+        self.v[layer].index_copy_(2, self.slot, v.type_as(self.v))
+        keys, values = self.k[layer, :, :, : self.window], self.v[layer, :, :, : self.window]
+        return keys.type_as(k), values.type_as(v)
 
     def advance(self, T: int) -> None:
         """The position is set from outside, by CompiledStep."""
@@ -2901,6 +2734,10 @@ class CompiledStep:
         self.steps: dict[int, tuple[StaticCache, Callable[[], Tensor]]] = {}  # by window
 
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """As model(tokens, cache). Raises ValueError for any cache but the one it was made for."""
+        if cache is not self.cache or tokens.shape[0] != cache.batch_size:
+            rows = f"{tokens.shape[0]} rows"
+            raise ValueError(f"a compiled step for one cache got {rows} and another or smaller one")
         if tokens.shape[1] > 1:
             return self.model(tokens, cache)
         end = cache.slots(1).stop
@@ -2938,215 +2775,48 @@ class CompiledStep:
         return static, replay
 
 
-@dataclass
-class Report:
-    """What generate() did; filled in while it runs."""
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0  # until the first new token is known
-    new_ids: list[list[int]] = field(default_factory=list)  # per row
-    new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
-    stop_reasons: list[str] = field(default_factory=list)  # per row; "" while it goes on
-
-    @property
-    def new_tokens(self) -> int:
-        """How many tokens were generated, in all rows together."""
-        return sum(map(len, self.new_ids))
-
-
-def check_options(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int | None,
-) -> None:
-    """Raises ValueError for parameters of generate() that are out of range."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; accepted is 0 or more")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; accepted is 0 to 2**63 - 1")
-    sample(torch.zeros(1), temperature, top_k, top_p, min_p)
-
-
-def generate(
-    model: Llama,
-    prompt: Sequence[int] | Sequence[Sequence[int]],
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-    stop_ids: Collection[int] | None = None,
-    cache: Cache | None = None,
-    step: Callable[[Tensor, Cache], Tensor] | None = None,
-    report: Report | None = None,
-) -> Iterator[int] | Iterator[list[int | None]]:
-    """Continue a prompt: yields new ids one by one, without the one that stops it (default: EOS).
-
-    A list of prompts yields a list per step, None in rows that have finished; row i draws from
-    seed + i, as it would alone. `cache`: the prompt continues what is stored there. `step`: what
-    runs the model, such as a CompiledStep of that cache.
-    Raises ValueError for an empty prompt, ids out of range, and a prompt beyond the context.
-    """
-    single = len(prompt) == 0 or isinstance(prompt[0], int)
-    rows = [list(row) for row in ([prompt] if single else prompt)]
-    config, weight = model.config, model.norm.weight
-    lengths = [len(row) for row in rows]
-    for row in rows:
-        bad = [i for i in row if not 0 <= i < config.vocab_size]
-        if not row or bad:
-            problem = f"holds the token id {bad[0]}" if bad else "is empty"
-            raise ValueError(f"the prompt {problem}; accepted are ids below {config.vocab_size}")
-    check_options(max_new_tokens, temperature, top_k, top_p, min_p, seed)
-    limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
-    if max(lengths) > limit:
-        raise ValueError(f"the prompt has {max(lengths)} tokens, the context holds {limit}")
-    room = [min(max_new_tokens, limit - n) for n in lengths]  # new tokens per row
-    padding = torch.tensor([max(lengths) - n for n in lengths])
-    if cache is None:
-        size = max(lengths) + max(room)
-        uneven = padding if padding.any() else None
-        cache = Cache(config, len(rows), size, weight.dtype, weight.device, uneven)
-    elif padding.any():
-        raise ValueError("prompts of different lengths cannot continue a cache")
-    tokens = torch.tensor([[0] * (max(lengths) - len(row)) + row for row in rows])
-    report = Report() if report is None else report
-    report.prompt_tokens, report.prompt_seconds, report.new_seconds = sum(lengths), 0.0, 0.0
-    report.new_ids, report.stop_reasons = [[] for _ in rows], [""] * len(rows)
-    stop_ids = (config.eos_token_id,) if stop_ids is None else stop_ids
-    step = model if step is None else step
-    generators = [torch.Generator() for _ in rows]
-    for i, generator in enumerate(generators):
-        generator.seed() if seed is None else generator.manual_seed(seed + i)
-
-    def steps() -> Iterator[list[int | None]]:
-        nonlocal tokens
-        reasons = report.stop_reasons
-        while True:
-            start = time.perf_counter()
-            for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
-                logits = step(chunk, cache)  # (B, V)
-            if temperature == 0:
-                ids = sample(logits, 0.0).tolist()  # the one wait for the device per step
-            else:
-                draws = [
-                    sample(row, temperature, top_k, top_p, min_p, generator)
-                    for row, generator in zip(logits, generators, strict=True)
-                ]
-                ids = torch.stack(draws).tolist()
-            seconds = time.perf_counter() - start
-            if report.prompt_seconds:
-                report.new_seconds += seconds
-            else:
-                report.prompt_seconds = seconds
-            if -1 in ids:
-                raise ValueError("the logits are not finite: NaN or infinity in the weights")
-            for i, token_id in enumerate(ids):
-                if not reasons[i] and token_id in stop_ids:
-                    reasons[i] = f"stop token {token_id}"
-                elif not reasons[i]:
-                    report.new_ids[i].append(token_id)
-            if all(reasons):
-                return
-            yield [None if reason else i for i, reason in zip(ids, reasons, strict=True)]
-            room[:] = [n - 1 for n in room]
-            set_ends()
-            if all(reasons):
-                return
-            tokens = torch.tensor(ids)[:, None]
-
-    def set_ends() -> None:
-        for i, n in enumerate(room):
-            if n <= 0 and not report.stop_reasons[i]:
-                full = max_new_tokens > limit - lengths[i]
-                report.stop_reasons[i] = "context full" if full else "max new tokens"
-
-    set_ends()
-    if all(report.stop_reasons):
-        return iter(())
-    return (step[0] for step in steps()) if single else steps()
-
-
-def stream_text(
-    model: Llama,
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    first: bool = True,
-    stop: Sequence[str] = (),
-    **options: Any,
-) -> Iterator[str]:
-    """generate() as pieces of text, up to the first of the texts in `stop`, which is not shown."""
-    decoder, held = StreamDecoder(tokenizer, first), ""
-    options["report"] = report = options.get("report") or Report()
-
-    def release(final: bool) -> tuple[str, str, str]:
-        """Split what is held into text to show now, text to keep and the stop text found."""
-        found = [(held.index(text), text) for text in stop if text in held]
-        if found:
-            place, text = min(found)
-            return held[:place], "", text
-        keep = 0  # the end of what is held may be the beginning of a stop text
-        for text in stop if not final else ():
-            keep = max(keep, *(n for n in range(len(text)) if held.endswith(text[:n])))
-        return held[: len(held) - keep], held[len(held) - keep :], ""
-
-    for token_id in generate(model, prompt, **options):
-        held += decoder.decode(token_id)
-        text, held, stopped_by = release(final=False)
-        if text:
-            yield text
-        if stopped_by:
-            report.stop_reasons[0] = f"stop text {stopped_by!r}"
-            return
-    held += decoder.flush()
-    text, _, _ = release(final=True)
-    if text:
-        yield text
-
-
 # --------------------------------------------------------------------------------------------------
-# 15. Larger than one device
+# 17. Several devices
 
 
-def start_ranks() -> int:
-    """Meet the other processes that torchrun started, if it did; return this one's rank."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and not distributed.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        patience = datetime.timedelta(days=30)  # in a chat, the others wait for what rank 0 reads
-        distributed.init_process_group(backend, timeout=patience)
-    return distributed.get_rank() if distributed.is_initialized() else 0
+class Ranks:
+    """The processes that torchrun started, one per device."""
+
+    def __init__(self) -> None:
+        if not distributed.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            patience = datetime.timedelta(days=30)  # in a chat, the others wait for rank 0's reader
+            distributed.init_process_group(backend, timeout=patience)
+        self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process has as `value`, by rank."""
+        values = [None] * self.count
+        distributed.all_gather_object(values, value)
+        return values
+
+    def share(self, read: Callable[[], Any]) -> Any:
+        """What `read` returns on rank 0, which alone calls it: they share one standard input."""
+        return self.gather(read() if self.rank == 0 else None)[0]
+
+    def close(self) -> None:
+        """Leave: its threads may abort a process that ends before them."""
+        distributed.destroy_process_group()
 
 
-def all_ranks(value: Any) -> list[Any]:
-    """What each process has as `value`, by rank; a process alone has its own."""
-    if not distributed.is_initialized():
-        return [value]
-    values = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
-    return values
-
-
-def from_rank_0(read: Callable[[], Any]) -> Any:
-    """What `read` returns on rank 0, which alone calls it: they share one standard input."""
-    return all_ranks(read() if start_ranks() == 0 else None)[0]
-
-
-def rank_part(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
-    """What one of several devices holds of a model: a part of every matrix (tensor parallelism).
+def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
+    """What one of `count` devices holds: a part of every matrix (Megatron-LM, arXiv:1909.08053, 3).
 
     Of attention it is key/value heads with their query heads, of the MLP some of its width: rows of
-    the first matrices, the same columns of the last. (Megatron-LM, arXiv:1909.08053, section 3; not
-    torch's DTensor, which cuts tensors of numbers, not of blocks, and reads them whole first.)
-    Raises ValueError for more ranks than the heads or the blocks allow.
+    the first matrices, the same columns of the last. (Not torch's DTensor, which divides tensors of
+    numbers, not of blocks, and reads them whole first.) Raises ValueError for more ranks than the
+    heads or the blocks allow.
     """
     config, weights = checkpoint.config, dict(checkpoint.weights)
     kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
-    if kv_heads % ranks:
+    if kv_heads % count:
         counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        raise ValueError(f"{ranks} ranks for {kv_heads} key/value heads; accepted are {counts}")
+        raise ValueError(f"{count} ranks for {kv_heads} key/value heads; accepted are {counts}")
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     for name, weight in list(weights.items()):
@@ -3154,22 +2824,25 @@ def rank_part(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
         if axis is None:
             continue
         size, block = weight.shape[axis], weight.block[0] if axis == 1 else 1
-        run = block  # what must stay together: a block, of the MLP one of down_proj's columns, ...
-        if ".mlp." in name:
-            run = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-        elif ".self_attn." in name:  # ... a key/value head with its query heads
-            run = size // kv_heads
-        start, stop = (size // run * r // ranks * run for r in (rank, rank + 1))
+        # Units that stay together: a key/value head with its query heads, in the MLP the columns
+        # of one block of down_proj, else a block.
+        if ".self_attn." in name:
+            unit = size // kv_heads
+        elif ".mlp." in name:
+            unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
+        else:
+            unit = block
+        start, stop = (size // unit * r // count * unit for r in (rank, rank + 1))
         if start == stop or start % block or stop % block:
-            found = f"{size} cannot be divided by {ranks} ranks into runs of {run}"
+            found = f"{size} cannot be divided by {count} ranks into units of {unit}"
             raise ValueError(f"{name}, {weight.ggml_type} in blocks of {block}: {found}")
         weights[name] = weight.part(axis, start, stop)
-    config = replace(config, num_key_value_heads=kv_heads // ranks, tie_word_embeddings=False)
+    config = replace(config, num_key_value_heads=kv_heads // count, tie_word_embeddings=False)
     return replace(checkpoint, config=config, weights=weights)
 
 
-def connect_ranks(model: Llama) -> None:
-    """Make the model of a rank_part() one with those of the other ranks: same logits on each.
+def connect_ranks(model: Llama, ranks: Ranks) -> None:
+    """Join a model of rank_part() with those of the other ranks: the same logits on each.
 
     The products of o_proj and down_proj are added up. Those of embed_tokens and lm_head stand side
     by side: each rank puts its own into zeros, so that adding them up is exact.
@@ -3184,108 +2857,52 @@ def connect_ranks(model: Llama) -> None:
         whole[..., start : start + y.shape[-1]] = y
         return add(module, args, whole)
 
-    device, rank = model.norm.weight.device, distributed.get_rank()
-    for layer in model.layers:
-        layer.self_attn.o_proj.register_forward_hook(add)
-        layer.mlp.down_proj.register_forward_hook(add)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    for name, module in model.named_modules():
+        if name.endswith(("o_proj", "down_proj")):
+            module.register_forward_hook(add)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.norm.weight.device)
     for module, x in ((model.embed_tokens, token), (model.lm_head, model.norm.weight[None])):
-        widths = all_ranks(module(x).shape[-1])
-        module.register_forward_hook(partial(join, sum(widths[:rank]), sum(widths)))
+        widths = ranks.gather(module(x).shape[-1])
+        start = sum(widths[: ranks.rank])
+        module.register_forward_hook(partial(join, start, sum(widths)))
 
 
-def memory_plan(
-    checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> dict[str, int]:
-    """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
-    config, item = checkpoint.config, dtype.itemsize
-    kept, other = 0, 0  # bytes of the file that stay, numbers that are converted
-    unpacked = 0  # of the weights that stay: a GPU unpacks a whole matrix, a CPU part of it
-    for weight in checkpoint.weights.values():
-        count = math.prod(weight.shape)
-        if keeps_blocks(weight, dtype):
-            kept, unpacked = kept + weight.nbytes, max(unpacked, count)
-        else:
-            other += count
-    if torch.device(device).type == "cpu":
-        unpacked = min(unpacked, CHUNK // 2)
-    widths = 4 * config.hidden_size + 3 * config.intermediate_size
-    heads = config.num_hidden_layers * config.num_key_value_heads
-    activations = min(context, PREFILL_CHUNK) * (widths * item + context)
-    return {
-        "weights": kept + other * item,
-        "cache": 2 * heads * config.head_dim * context * item,
-        "overhead": activations + 10 * unpacked,  # float32, integers, dtype
-    }
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that a process can have on a device, what others use and may give back not counted."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if not Path("/proc/meminfo").exists():  # not Linux: all there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-    free, group = int(found[1]) * 1024, Path("/sys/fs/cgroup")  # with the page cache
-    try:  # the limit of a container
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        cached = re.search(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, int(limit) - int(used) + int(cached[1]))
-    except (OSError, ValueError):  # there is none
-        pass
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes share it
-
-
-def check_memory(
-    checkpoint: Checkpoint, context: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raises ValueError, before anything is loaded, if a model cannot fit: with what would."""
-    plan = memory_plan(checkpoint, context, dtype, device)
-    free = min(all_ranks(free_memory(device)))
-    if sum(plan.values()) <= free:
-        return
-    fits = []
-    room = (free - plan["weights"] - plan["overhead"]) * context // plan["cache"]
-    if room > 0:
-        fits.append(f"--context {room}")
-    for kind in ("Q8_0", "Q4_0"):
-        weights = {
-            k: replace(w, ggml_type=save_kind(w, kind)) for k, w in checkpoint.weights.items()
-        }
-        smaller = replace(checkpoint, weights=weights)
-        need = sum(memory_plan(smaller, context, dtype, device).values())
-        if need <= free:
-            fits.append(f"type {kind} ({need / 1e9:.1f} GB; --save converts)")
-    raise ValueError(
-        f"the model needs {gigabytes(plan)}, {free / 1e9:.1f} GB are free on {device};"
-        f" what would fit: {', '.join(fits) or 'more devices, with torchrun'}"
-    )
-
-
-def gigabytes(plan: dict[str, int]) -> str:
-    """A memory plan as text."""
-    parts = [f"{name} {size / 1e9:.3g}" for name, size in plan.items()]
-    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.3g} GB"
+# ==================================================================================================
+# Part IV: Command line
+# ==================================================================================================
 
 
 # --------------------------------------------------------------------------------------------------
-# 16. Command line
+# 18. Command line
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 CHAT_CONTEXT = 8192  # tokens that a chat makes room for if not told: a file may claim any context
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; a wrong one ends in one line on stderr and exit status 2."""
-    parser = argparse.ArgumentParser(prog="llama2.py", description="Run Llama 2 models.")
-    parser.error = lambda message: sys.exit(fail(message))
+def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
+    """What read() returns; of several processes, rank 0 alone calls it."""
+    return ranks.share(read) if ranks else read()
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong command line is one line on stderr and exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argparse.Namespace:
+    """The command line. Raises ValueError for a wrong one."""
+    parser = Parser(prog="llama2.py", description="Run Llama 2 models.")
 
     def text_type(argument: str) -> str:
         return os.fsencode(argument).decode("utf-8", "replace")  # the shell passes any bytes
 
     add = parser.add_argument
-    add("--model", metavar="PATH", type=Path, default=DEFAULT_MODEL, help=".gguf file or directory")
+    add("--model", metavar="PATH", type=Path, help=".gguf file or directory")
     text = parser.add_mutually_exclusive_group()
     text.add_argument(
         "--prompt", metavar="TEXT", type=text_type, help="text to continue (default: stdin)"
@@ -3311,11 +2928,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="end before this text; repeatable",
     )
     add("--no-echo", action="store_true", help="do not repeat the prompt")
-    dtype = "of the activations (default: float32 on a CPU, bfloat16 or float16 elsewhere)"
-    bits = "what a CPU may round them to in products (default: 16 for more than 64 MiB)"
+    dtype = "of the activations (default: on a CPU float32, in large models rounded to 16 bits)"
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
-    add("--activation-bits", choices=(32, 16, 8), type=int, help=bits)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
@@ -3330,18 +2945,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--type needs --save")
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
+    if args.threads is not None and not 1 <= args.threads <= (os.cpu_count() or 1):
+        parser.error(f"--threads {args.threads}; accepted is 1 to {os.cpu_count()}")
+    if args.seed == -1:
+        args.seed = shared(torch.seed, ranks) % 2**31
+    sampling = (args.temperature, args.top_k, args.top_p, args.min_p)
+    check_options(args.max_new_tokens, *sampling, args.seed)
+    if args.model is None:
+        args.model = DEFAULT_MODEL
+        if not args.model.exists():
+            raise FileNotFoundError(f"the bundled model {args.model} is missing; pass --model PATH")
     if args.prompt_file is not None:
         args.prompt = args.prompt_file.read_bytes().decode("utf-8", "replace")
     elif args.prompt is None and not args.chat and not args.info and not args.save:
         if sys.stdin.isatty():
             parser.print_usage(sys.stderr)
             sys.exit(2)
-        args.prompt = from_rank_0(sys.stdin.buffer.read).decode("utf-8", "replace")
+        args.prompt = shared(sys.stdin.buffer.read, ranks).decode("utf-8", "replace")
     return args
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
 def note(text: str) -> None:
@@ -3353,37 +2974,45 @@ def note(text: str) -> None:
 def fail(message: object) -> int:
     """One line on stderr; 2, the exit status for what the user or a file got wrong."""
     text = " ".join((str(message) or type(message).__name__).split())
-    if start_ranks() == 0 or isinstance(message, RuntimeError):  # the others would say the same
-        note("llama2.py: error: " + re.sub(r"[\0-\x1f\x7f-\x9f]", "?", text))  # names from files
+    note("llama2.py: error: " + re.sub(r"[\0-\x1f\x7f-\x9f]", "?", text))  # names from files
     return 2
 
 
-def choose_device(name: str) -> torch.device:
-    """auto is cuda, then mps, then cpu. Raises ValueError for a device that is not there."""
+def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
+    """auto: CUDA, else MPS for dense weights, else the CPU. ValueError for what is not there."""
     there = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    if name == "auto":
-        name = next(device for device, is_there in there.items() if is_there)
+    if name == "auto":  # MPS would unpack quantised weights anew for every token
+        dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
+        name = "cuda" if there["cuda"] else "mps" if there["mps"] and dense else "cpu"
     if not there[name]:
         found = ", ".join(device for device, is_there in there.items() if is_there)
         raise ValueError(f"--device {name} is not available; accepted here: {found}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "cuda" and rank >= torch.cuda.device_count():
         raise ValueError(f"rank {rank} has no GPU: there are {torch.cuda.device_count()}")
-    return torch.device(name, rank if name == "cuda" else None)
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
-def is_large(checkpoint: Checkpoint) -> bool:
-    """Whether speed is worth a compiler's seconds and rounded activations: above 64 MiB."""
-    return sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
+def gigabytes(plan: dict[str, int]) -> str:
+    """A memory plan as text."""
+    parts = [f"{name} {size / 1e9:.3g}" for name, size in plan.items()]
+    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.3g} GB"
 
 
-def default_bits(checkpoint: Checkpoint, dtype: str) -> int:
-    """The command line's `activation_bits`: large models are rounded unless a dtype is named."""
-    return 16 if is_large(checkpoint) and dtype == "auto" else 32
+def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
+    """Raises ValueError, before anything is loaded, if a model cannot fit."""
+    if sum(plan.values()) <= free:
+        return
+    room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
+    advice = "a file of fewer bits (--save with --type Q4_0 makes one) or more devices (torchrun)"
+    raise ValueError(
+        f"the model needs {gigabytes(plan)}, {free / 1e9:.1f} GB are free on {device};"
+        f" what may fit: {f'--context {room}' if room > 0 else advice}"
+    )
 
 
 def tune_process() -> None:
@@ -3433,8 +3062,9 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     """The line on stderr at the end of a run."""
     device = model.norm.weight.device
     parts = [f"load {load_seconds:.2f} s"]
-    if kernels.cache_info().currsize and kernels()[1] > 1:
-        parts[0] += f" ({kernels()[1]:.1f} s of it to compile kernels, once)"
+    found: Any = part_3("kernels")
+    if found and found.cache_info().currsize and (seconds := found().compile_seconds):
+        parts[0] += f" ({seconds:.1f} s of it to compile kernels, once)"
     parts.append(f"prompt {report.prompt_tokens} tokens")
     if report.prompt_seconds:
         parts[-1] += f", {report.prompt_tokens / report.prompt_seconds:.1f} tokens/s"
@@ -3454,143 +3084,196 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def chat(model: Llama, tokenizer: Tokenizer, args: argparse.Namespace, options: dict) -> None:
+def read_question(ranks: Ranks | None) -> str | None:
+    """The next line of standard input, without its end; None at the end of input."""
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = shared(sys.stdin.buffer.readline, ranks).decode("utf-8", "replace")
+    return line.rstrip("\n") if line else None
+
+
+def fit_turns(
+    encode: Callable[[list[dict[str, str]]], list[int]], turns: list[dict[str, str]], limit: int
+) -> list[int]:
+    """The ids of a conversation, whose oldest turns are deleted until they leave room to answer.
+
+    Raises ValueError if the last question alone is too long, or what encode_chat() raises.
+    """
+    ids = encode(turns)
+    while len(ids) > limit and len(turns) > 1:
+        del turns[:2]
+        ids = encode(turns)
+    return ids
+
+
+def chat(
+    model: Llama,
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
+    options: dict[str, Any],
+    ranks: Ranks | None,
+) -> Report | None:
     """A conversation that keeps its cache: of each turn only what is new is computed.
 
-    The ids are always Meta's encoding of the whole conversation; the cache is cut back to the part
-    of them that it holds. A full context drops the oldest turns and keeps the system message.
+    The ids are always the encoding of the whole conversation; the cache is cut back to the part of
+    them that it holds. A full context drops the oldest turns and keeps the system message. Returns
+    the report of the last answer.
     """
-    report, cache = options["report"], options["cache"]
+    cache, report = options["cache"], None
     system = [{"role": "system", "content": args.system}] if args.system else []
-    messages, stored = [], []  # the conversation; the ids that the cache holds
-    stop = (*args.stop, *RESERVED_TAGS)  # where a model begins to speak for the user
-    question = args.prompt
-    while True:
-        if question is None:
-            if sys.stdin.isatty() and sys.stderr.isatty():
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = from_rank_0(sys.stdin.buffer.readline).decode("utf-8", "replace")
-            if not line:
-                return
-            question = line.rstrip("\n")
-        if not question.strip():
-            question = None
-            continue
-        turns, dropped = [*messages, {"role": "user", "content": question}], 0
-        question = None
-        reserve = min(args.max_new_tokens, cache.max_seq_len // 4)  # room for an answer
-        try:
-            ids = encode_chat(tokenizer, system + turns)
-            while len(ids) + reserve > cache.max_seq_len and len(turns) > 1:
-                del turns[:2]
-                dropped += 1
-                ids = encode_chat(tokenizer, system + turns)
-            if len(ids) > cache.max_seq_len:
-                raise ValueError(f"{len(ids)} tokens; the context holds {cache.max_seq_len}")
-        except ValueError as error:
-            fail(error)
-            continue
-        messages = turns
-        if dropped and not args.quiet:
-            note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
-        same = 0
-        while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
-            same += 1
-        cache.truncate(same)
-        answer = ""
-        try:
-            for text in stream_text(model, tokenizer, ids[same:], stop=stop, **options):
-                text = text.lstrip() if not answer else text
-                answer += text
-                write(text)
-        except KeyboardInterrupt:
-            report.stop_reasons = ["interrupted"]
+    messages: list[dict[str, str]] = []
+    stored: list[int] = []  # the ids that the cache holds
+    room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)
+    question = args.prompt if args.prompt is not None else read_question(ranks)
+    while question is not None:
+        if question.strip():
+            turns = [*messages, {"role": "user", "content": question}]
+            try:
+                ids = fit_turns(lambda turns: encode_chat(tokenizer, system + turns), turns, room)
+                if len(ids) > cache.max_seq_len:
+                    found = f"{len(ids)} tokens; the context holds {cache.max_seq_len}"
+                    raise ValueError(found)
+            except ValueError as error:
+                fail(error)
+            else:
+                dropped = (len(messages) + 1 - len(turns)) // 2
+                if dropped and not args.quiet:
+                    note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
+                stop = (*args.stop, *RESERVED_TAGS)  # where a model begins to speak for the user
+                new = rewind(cache, stored, ids)
+                stream = stream_text(model, tokenizer, new, stop=stop, **options)
+                report, answer = stream.report, ""
+                try:
+                    for text in stream:
+                        text = text if answer else text.lstrip()
+                        answer += text
+                        write(text)
+                except KeyboardInterrupt:
+                    report.stop_reasons = ["interrupted"]
+                write("\n")
+                if "context full" in report.stop_reasons and not args.quiet:
+                    note("context full: the answer ends here")
+                messages = [*turns, {"role": "assistant", "content": answer}]
+                stored = [*ids, *report.new_ids[0]][: cache.pos]
+        question = read_question(ranks)
+    return report
+
+
+def complete(
+    model: Llama,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    args: argparse.Namespace,
+    options: dict[str, Any],
+) -> Report:
+    """The prompt and its continuation, as one text on stdout."""
+    if not args.no_echo:
+        write(args.prompt)
+    stream = stream_text(model, tokenizer, ids, first=not args.prompt, stop=args.stop, **options)
+    try:
+        for text in stream:
+            write(text)
         write("\n")
-        if "context full" in report.stop_reasons and not args.quiet:
-            note("context full: the answer ends here")
-        messages.append({"role": "assistant", "content": answer})
-        stored = [*ids, *(report.new_ids or [[]])[0]][: cache.pos]
+    except KeyboardInterrupt:
+        stream.report.stop_reasons = ["interrupted"]
+        note("")  # the terminal shows ^C at the end of the text
+    return stream.report
 
 
-def run(args: argparse.Namespace) -> None:
-    """Load the model and do what the command line says."""
-    start = time.perf_counter()
-    seed = args.seed if args.seed != -1 else from_rank_0(torch.seed) % 2**31
-    sampling = (args.temperature, args.top_k, args.top_p, args.min_p)
-    check_options(args.max_new_tokens, *sampling, seed)  # before seconds are spent on loading
-    if args.threads is not None:
-        if not 1 <= args.threads <= (os.cpu_count() or 1):
-            raise ValueError(f"--threads {args.threads}; accepted is 1 to {os.cpu_count()}")
-        torch.set_num_threads(args.threads)
-    device = choose_device(args.device)
-    if args.model == DEFAULT_MODEL and not args.model.exists():
-        raise FileNotFoundError(f"the bundled model {args.model} is missing; pass --model PATH")
-    progress = not args.quiet and sys.stderr.isatty()
-    checkpoint, rank, ranks = open_checkpoint(args.model), start_ranks(), len(all_ranks(None))
-    if args.save is not None:
-        return save_gguf(checkpoint, args.save, args.type, progress) if rank == 0 else None
-    if ranks > 1:
-        checkpoint = rank_part(checkpoint, rank, ranks)
-    config = checkpoint.config
-    context = config.max_position_embeddings if args.context is None else args.context
-    if not 1 <= context <= config.max_position_embeddings:
-        limit = config.max_position_embeddings
+def choose_context(args: argparse.Namespace, config: Config) -> int:
+    """Tokens that the model may see at most. Raises ValueError for more than it can."""
+    limit = config.max_position_embeddings
+    context = limit if args.context is None else args.context
+    if not 1 <= context <= limit:
         raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
+    return context
+
+
+def build(
+    args: argparse.Namespace,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: bool,
+    ranks: Ranks | None,
+) -> Llama:
+    """The model, accelerated if it is large or --compile says so; warnings become notes."""
+    tune_process()
+    accelerate = part_3("accelerate")
+    with warnings.catch_warnings(record=True) as problems:
+        warnings.simplefilter("always")
+        progress = not args.quiet and sys.stderr.isatty()
+        model = build_model(checkpoint, device, dtype, progress)
+        if is_large(checkpoint) or args.compile:
+            if accelerate:
+                accelerate(model, exact, compile=args.compile is not False)
+            else:
+                warnings.warn("quantised weights are slow without part III of llama2.py")
+    for text in {str(problem.message): None for problem in problems if not args.quiet}:
+        note(f"llama2.py: {text}")
+    if ranks:
+        connect_ranks(model, ranks)
+    return model
+
+
+def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
+    """Load the model and do what the command line says; returns the exit status."""
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(args.model)
+    if args.save is not None:
+        if not ranks or ranks.rank == 0:
+            progress = not args.quiet and sys.stderr.isatty()
+            save_gguf(checkpoint, args.save, args.type, progress)
+        return 0
+    device = choose_device(args.device, checkpoint)
+    if ranks:
+        checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
+    context = choose_context(args, checkpoint.config)
     dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
+    exact = args.dtype != "auto" or not is_large(checkpoint)
+    half_cache = not exact and device.type == "cpu" and not ranks
+    cache_dtype = torch.float16 if half_cache else dtype
+    plan = partial(memory_plan, checkpoint, dtype=dtype, device=device, cache_dtype=cache_dtype)
     if args.info:
-        plan = memory_plan(checkpoint, context, dtype, device)
-        return write(describe_checkpoint(checkpoint, plan, context))
+        write(describe_checkpoint(checkpoint, plan(context), context))
+        return 0
+
     tokenizer = checkpoint.tokenizer()
     size = context if args.context else min(context, CHAT_CONTEXT)
+    ids: list[int] = []
     if not args.chat:
-        ids = tokenizer.encode(args.prompt, bos=tokenizer.add_bos)
-        if len(ids) > context:
-            raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}")
+        ids = check_prompt(
+            checkpoint.config, tokenizer.encode(args.prompt, bos=tokenizer.add_bos), context
+        )
         size = min(context, len(ids) + max(args.max_new_tokens, 1))
-    check_memory(checkpoint, size, dtype, device)
-    large = is_large(checkpoint)  # a small model is done before a compiler is
-    args.compile = large if args.compile is None else args.compile
-    bits = args.activation_bits or default_bits(checkpoint, args.dtype)
-    tune_process()
-    with warnings.catch_warnings(record=True) as problems:
-        model = build_model(checkpoint, device, dtype, progress, args.compile, bits)
-    for problem in problems if not args.quiet else ():
-        note(f"llama2.py: {problem.message}")
-    if ranks > 1:
-        connect_ranks(model)
+    free = free_memory(device)
+    check_memory(plan(size), size, device, min(ranks.gather(free)) if ranks else free)
+    model = build(args, checkpoint, device, dtype, exact, ranks)
     load_seconds = time.perf_counter() - start
-    report = Report()
-    options = {
+
+    cache = Cache(checkpoint.config, 1, size, cache_dtype, device)
+    options: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
         "top_k": args.top_k,
         "top_p": args.top_p,
         "min_p": args.min_p,
-        "seed": seed,
-        "report": report,
-        "cache": Cache(config, 1, size, dtype, device),
+        "seed": args.seed,
+        "cache": cache,
     }
-    if args.compile and device.type == "cuda" and ranks == 1:
-        options["step"] = CompiledStep(model, options["cache"])
-    try:
-        if args.chat:
-            if not checkpoint.chat_template and not args.quiet:
-                note("note: this model does not say that it was tuned for chat")
-            return chat(model, tokenizer, args, options)
-        if not args.no_echo:
-            write(args.prompt)
-        for text in stream_text(
-            model, tokenizer, ids, first=not args.prompt, stop=args.stop, **options
-        ):
-            write(text)
-        write("\n")
-    except KeyboardInterrupt:
-        report.stop_reasons = ["interrupted"]
-        note("")  # the terminal shows ^C at the end of the text
-        raise
-    finally:  # for a chat, of its last answer
-        if not args.quiet and report.stop_reasons and all(report.stop_reasons):
-            note(describe(report, model, load_seconds, seed))
+    compiled_step = part_3("CompiledStep")
+    wanted = is_large(checkpoint) if args.compile is None else args.compile
+    if compiled_step and wanted and device.type == "cuda" and not ranks:
+        options["step"] = compiled_step(model, cache)
+    if args.chat:
+        if not checkpoint.chat_template and not args.quiet:
+            note("note: this model does not say that it was tuned for chat")
+        report = chat(model, tokenizer, args, options, ranks)
+    else:
+        report = complete(model, tokenizer, ids, args, options)
+    if report and not args.quiet:
+        note(describe(report, model, load_seconds, args.seed))
+    return 130 if report and not args.chat and report.stop_reasons == ["interrupted"] else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -3599,22 +3282,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by whoever started us
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    ranks = None
     try:
-        if start_ranks():
+        if "TORCHELASTIC_RUN_ID" in os.environ and (meet := part_3("Ranks")):
+            ranks = meet()
+        if ranks and ranks.rank:
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # rank 0 alone prints
-        args = parse_args(argv)
-        args.quiet |= start_ranks() > 0
-        run(args)
-        if distributed.is_initialized():  # its threads may abort a process that ends before them
-            distributed.destroy_process_group()
-        return 0
+        args = parse_args(argv, ranks)
+        args.quiet |= ranks is not None and ranks.rank > 0
+        status = run(args, ranks)
+        if ranks:
+            ranks.close()
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
-        return fail(error)  # RuntimeError is torch's: out of memory, not possible on this device
+        # RuntimeError is torch's: out of memory, not possible on this device. What a user got
+        # wrong, all ranks would say.
+        told = ranks is not None and ranks.rank > 0 and not isinstance(error, RuntimeError)
+        return 2 if told else fail(error)
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -3623,6 +3313,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def stop(number: int, frame: object) -> NoReturn:
+    """End as SIGTERM and SIGHUP ask, but let files and compilers be cleaned up."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, on_interrupt)
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            signal.signal(number, stop)
     sys.exit(main())
