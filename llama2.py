@@ -45,6 +45,7 @@ import mmap
 import os
 import pickletools
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -59,11 +60,11 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -743,8 +744,9 @@ class Weight:
         """Drop the source's pages after copying: they need not stay in memory beside the copy."""
         if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
             for shard in self.shards:
-                start = shard.storage_offset() // mmap.PAGESIZE * mmap.PAGESIZE
-                stop = shard.storage_offset() + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
+                start = int(shard.storage_offset())
+                stop = start + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
+                start = start // mmap.PAGESIZE * mmap.PAGESIZE
                 self.source.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
@@ -1041,7 +1043,7 @@ def name_map(column: int, config: Config) -> Iterator[tuple[str, str]]:
     """The name of each tensor here and in a column of NAMES."""
     for row in NAMES:
         for layer in range(config.num_hidden_layers) if "{}" in row[0] else (0,):
-            yield row[0].format(layer) + ".weight", row[column].format(layer) + ".weight"
+            yield row[0].format(layer) + ".weight", str(row[column]).format(layer) + ".weight"
 
 
 def rename(
@@ -1151,21 +1153,23 @@ def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
     Stricter than the format, so that there is but one way to read it. Raises ValueError.
     """
     end = len(source) - 22
-    magic, size, at = struct.unpack_from("<4s8xII", source, end)
-    if source[end - 20 : end - 16] == b"PK":  # above 4 GB: a longer record, its locator
-        end -= 76
-        size, at = struct.unpack_from("<QQ", source, end + 40)
-    if magic != b"PK" or at + size != end or size > MAX_HEADER:
+    magic, size, at, comment = struct.unpack_from("<4s8xIIH", source, end)
+    if source[end - 20 : end - 16] == b"PK\6\7":  # above 4 GB: a longer record, its locator
+        (record,) = struct.unpack_from("<Q", source, end - 12)
+        size, at = struct.unpack_from("<QQ", source, record + 40)
+        end = record if record == end - 76 else -1
+    if magic != b"PK\5\6" or comment or at + size != end or size > MAX_HEADER:
         raise ValueError("the zip's directory is not at its end, or is too long: cut off?")
     files, last = {}, 0
-    for entry in sorted(zipfile.ZipFile(source).infolist(), key=lambda entry: entry.header_offset):
+    archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek() and read()
+    for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
         name, begin = entry.orig_filename, entry.header_offset
         if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
             raise ValueError(f"{name[:60]} is compressed or encrypted, as torch.save never does")
         local, *lengths = struct.unpack_from("<4s22xHH", source, begin)
         start = begin + 30 + sum(lengths)
         local += source[begin + 30 : begin + 30 + lengths[0]]
-        if local != b"PK" + name.encode() or begin < last or name in files:
+        if local != b"PK\3\4" + name.encode() or begin < last or name in files:
             raise ValueError(f"{name[:60]} in the zip overlaps, stands twice or has two names")
         last = start + entry.file_size
         files[name] = start, entry.file_size
@@ -1223,6 +1227,7 @@ def unpickle(file: io.BytesIO) -> Any:
         del stack[start:]
         return found
 
+    value: Any
     for count, (opcode, value, _) in enumerate(pickletools.genops(file)):
         if count > 2**18 or len(stack) > 2**12:  # 35 opcodes a tensor; SETITEMS takes 2000 values
             raise ValueError("a pickle longer than a state dict's")
@@ -1306,7 +1311,8 @@ def legacy_state_dict(source: mmap.mmap) -> tuple[dict[str, Stored], dict[str, t
         raise ValueError("neither a zip nor pickles of torch.save")
     content, places = state_dict(file), {}
     sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
-    keys = [key for opcode, key, _ in pickletools.genops(file) if opcode.name == "BINUNICODE"]
+    ops = pickletools.genops(file)
+    keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
     end = file.tell()
     for key in keys:  # 8 bytes with the count of the numbers, then the numbers
         places[key] = end + 8, sizes[key]
@@ -1360,7 +1366,8 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         axis, shape = axes.get(last_name(name)), list(weight.shape)
         if axis is not None and len(shape) == 2 and len(parts) > 1:
             shape[axis] *= len(parts)
-            weight = Weight(weight.ggml_type, tuple(shape), [w.shards[0] for w in parts], axis)
+            pieces = [shard[name].shards[0] for shard in shards]
+            weight = Weight(weight.ggml_type, tuple(shape), pieces, axis)
         tensors[name] = weight
     tensors.pop("rope.freqs", None)  # computed, not learned
 
@@ -1630,30 +1637,21 @@ def free_memory(device: torch.device) -> float:
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
-def save_kind(weight: Weight, kind: str | None) -> str:
-    """The type of a weight in a file of `kind`: vectors F32, rows not of whole blocks F16."""
+def save_type(weight: Weight, ggml_type: str | None) -> str:
+    """The type of a weight in a file of `ggml_type`: vectors F32, rows not of whole blocks F16."""
     if len(weight.shape) == 1:
         return "F32"
-    fits = weight.shape[-1] % replace(weight, ggml_type=kind or weight.ggml_type).block[0] == 0
-    return (kind or weight.ggml_type) if fits else "F16"
+    target = replace(weight, ggml_type=ggml_type or weight.ggml_type)
+    return target.ggml_type if weight.shape[-1] % target.block[0] == 0 else "F16"
 
 
-def save_gguf(
-    checkpoint: Checkpoint, path: str | Path, kind: str | None = None, progress: bool = False
-) -> None:
-    """Write any checkpoint as one GGUF file, tensor by tensor. Without `kind` the types stay.
-
-    The file appears under its name once it is complete. Raises ValueError for other types.
-    """
+def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The metadata that llama.cpp and GGUF() want."""
     import gguf
-    import numpy
 
-    if kind is not None and kind not in SAVE_TYPES:
-        raise ValueError(f"cannot write the type {kind}; accepted are {', '.join(SAVE_TYPES)}")
-    config, path = checkpoint.config, Path(path)
-    unfinished = path.with_name(path.name + ".unfinished")
-    writer = gguf.GGUFWriter(unfinished, "llama")
+    config = checkpoint.config
     settings = {
+        "general.architecture": "llama",
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
@@ -1661,52 +1659,155 @@ def save_gguf(
         "llama.block_count": config.num_hidden_layers,
         "llama.attention.head_count": config.num_attention_heads,
         "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "llama.rope.dimension_count": config.head_dim,
         "llama.rope.freq_base": float(config.rope_theta),
         "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
         "llama.rope.scaling.factor": float(config.rope_scaling_factor),
         "llama.vocab_size": config.vocab_size,
     }
-    settings |= checkpoint.tokenizer().vocabulary(config.vocab_size)
+    settings |= tokenizer.vocabulary(config.vocab_size)
     settings |= {
         "tokenizer.ggml.bos_token_id": config.bos_token_id,
         "tokenizer.ggml.eos_token_id": config.eos_token_id,
         "tokenizer.chat_template": checkpoint.chat_template,
     }
+    return {key: value for key, value in settings.items() if value not in ("", [], -1)}
+
+
+def gguf_string(text: str) -> bytes:
+    """A string in a GGUF file."""
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def gguf_value(value: Any, int_type: int = 4) -> tuple[int, bytes]:
+    """The type and the bytes of a metadata value; numbers have 32 bits, signed ones in arrays."""
+    if isinstance(value, str):
+        return GGUF_STRING, gguf_string(value)
+    if isinstance(value, list):
+        items = [gguf_value(item, 5) for item in value]
+        (item_type,) = {item_type for item_type, _ in items}
+        whole = b"".join(item for _, item in items)
+        return GGUF_ARRAY, struct.pack("<IQ", item_type, len(items)) + whole
+    value_type = {int: int_type, float: 6, bool: 7}[type(value)]
+    return value_type, struct.pack("<" + GGUF_SCALARS[value_type], value)
+
+
+def gguf_header(settings: dict[str, Any], weights: dict[str, Weight]) -> tuple[bytes, int]:
+    """All of a GGUF file but its tensors, and the size of these. ValueError for odd settings."""
+    import gguf
+
+    header, end = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(settings)), 0
     for key, value in settings.items():
-        kind_of_value = gguf.GGUFValueType.get_type(value)  # of 32 bits, as llama.cpp wants them
-        if type(value) is int:
-            kind_of_value = gguf.GGUFValueType.UINT32
-        if value not in ("", [], -1):
-            writer.add_key_value(key, value, kind_of_value)
-    names = dict(name_map(1, config))
+        try:
+            value_type, data = gguf_value(value)
+        except (struct.error, OverflowError, ValueError, KeyError):
+            found = f"{key} is {str(value)[:40]}"
+            raise ValueError(f"{found}, which has no place in 32 bits of a GGUF file") from None
+        header += gguf_string(key) + struct.pack("<I", value_type) + data
+    for name, weight in weights.items():
+        n, number = len(weight.shape), gguf.GGMLQuantizationType[weight.ggml_type]
+        header += gguf_string(name)
+        header += struct.pack(f"<I{n}QIQ", n, *reversed(weight.shape), number, end)
+        end += -(-weight.nbytes // 32) * 32
+    return header.ljust(-(-len(header) // 32) * 32, b"\0"), end
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that becomes `path` once the block has ended well; else nothing is left of it."""
+    path = Path(os.path.realpath(path))  # through symlinks, as writing would go
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path}: cannot be replaced: not a regular file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such folder")
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+SAMPLE_TEXTS = (  # what normalisation, prefixes and unknown characters show in
+    *("", " ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "\u2581\u2581a \u2581"),
+    *(
+        "\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5",
+        "\u4e16\u754c \u0645\u0631",
+        "a" * 99,
+    ),
+    *("\0\x01\x7f\u200b\u00ad\ufeff\u2028", "\U0001f469\u200d\U0001f680", "<s></s><unk><0x0A>"),
+)
+
+
+def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
+    """Raises ValueError unless a file that is being saved tells the same settings and encodes alike."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            return len(a) == len(b) and all(map(same, a, b))
+        return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-6))
+
+    saved = open_checkpoint(path)
+    for item in fields(Config):
+        ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
+        if not same(ours, theirs):
+            raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
+    rebuilt = saved.tokenizer()
+    pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
+    pieces = [piece.replace("\u2581", " ") for piece in pieces]
+    joined = ("".join(pieces[i::step]) for step in (len(pieces), 997, 31) for i in range(step))
+    for text in (*SAMPLE_TEXTS, *joined):
+        ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
+        if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
+            found = f"{text[:20]!r} has the ids {ids[:9]}, would have {others[:9]}"
+            raise ValueError(f"a GGUF file cannot hold this vocabulary: {found}")
+
+
+def save_gguf(
+    checkpoint: Checkpoint, path: str | Path, ggml_type: str | None = None, progress: bool = False
+) -> None:
+    """Write any checkpoint as one GGUF file, tensor by tensor. Without `ggml_type` the types stay.
+
+    The file appears under its name once it is complete and on the disk. Raises ValueError for other
+    types, and before anything is converted for what a GGUF file cannot hold.
+    """
+    import gguf
+    import numpy
+
+    if ggml_type is not None and ggml_type not in SAVE_TYPES:
+        accepted = ", ".join(SAVE_TYPES)
+        raise ValueError(f"cannot write the type {ggml_type}; accepted are {accepted}")
+    config, names = checkpoint.config, dict(name_map(1, checkpoint.config))
     weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
     if config.rope_freq_factors is not None:
         factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
         weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
-    for name, weight in weights.items():
-        target = replace(weight, ggml_type=save_kind(weight, kind))
-        raw = gguf.GGMLQuantizationType[target.ggml_type]
-        writer.add_tensor_info(name, weight.shape, numpy.dtype("f4"), target.nbytes, raw)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for weight in show_progress(weights.values(), "saving", progress):
-            target = save_kind(weight, kind)
+    targets = {n: replace(w, ggml_type=save_type(w, ggml_type)) for n, w in weights.items()}
+    with replacing(Path(path)) as file:
+        tokenizer = checkpoint.tokenizer()
+        header, size = gguf_header(gguf_settings(checkpoint, tokenizer), targets)
+        file.write(header)
+        file.truncate(len(header) + size)
+        file.flush()
+        try:
+            check_saved(checkpoint, tokenizer, Path(file.name))
+        except ValueError as error:
+            raise ValueError(str(error).replace(file.name, str(path))) from None
+        for name, weight in show_progress(weights.items(), "saving", progress):
+            target = targets[name].ggml_type
             if target == weight.ggml_type:
                 rows = weight.read().numpy()
             else:
                 values = weight.dense(torch.float32).numpy()
-                if target == "F16" and abs(values).max() > 65504:
-                    raise ValueError("a weight is beyond the range of F16; BF16 can hold it")
+                if target not in ("F32", "BF16") and abs(values).max() > 65504:
+                    raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
                 rows = gguf.quants.quantize(values, gguf.GGMLQuantizationType[target])
-            writer.write_tensor_data(rows)
-        writer.close()
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+            file.write(numpy.ascontiguousarray(rows).data)
+            file.write(bytes(-rows.nbytes % 32))
 
 
 # --------------------------------------------------------------------------------------------------
