@@ -155,8 +155,7 @@ MIXES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 class RandomWeight(llama2.Weight):
     """A weight that is made when it is read. All of it is real memory; few rows differ: fast."""
 
-    @property
-    def data(self) -> Tensor:
+    def read(self) -> Tensor:
         """Random blocks with one small scale, uint8 (rows, bytes per row); norms are ones."""
         if len(self.shape) == 1:
             return torch.ones(self.shape).view(torch.uint8)[None]
@@ -938,7 +937,7 @@ def run_whole(s: Setting) -> dict:
         "peak memory": (peak, f"{peak / 1e9:.2f} GB"),
     }
     out = {name: value for name, (value, _) in facts.items()}
-    table((checkpoint.form, ""), ((name, text) for name, (_, text) in facts.items()))
+    table((checkpoint.format, ""), ((name, text) for name, (_, text) in facts.items()))
     for name in args.compare:
         out[name] = found = compare(ours, samples[name], {f"pp{P}": B * P, "tg": B})
         rows = [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found.items()]
