@@ -39,6 +39,7 @@ import datetime
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import mmap
@@ -759,6 +760,17 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
+    context_limit: str = "the model's context"  # what ends it; empty where no file tells
+
+    def allow_context(self, context: int) -> Checkpoint:
+        """The same for `context` tokens at least. ValueError beyond what the model can."""
+        most = self.config.max_position_embeddings
+        if context < 1 or (context > most and self.context_limit):
+            limit = self.context_limit or "or more"
+            raise ValueError(f"--context {context}; accepted is 1 to {most}, {limit}")
+        return replace(
+            self, config=replace(self.config, max_position_embeddings=max(context, most))
+        )
 
 
 # What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
@@ -1004,6 +1016,7 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=get("tokenizer.ggml.bos_token_id", int, 1),
         eos_token_id=get("tokenizer.ggml.eos_token_id", int, 2),
+        stop_token_ids=gguf_stop_ids(file),
     )
 
 
@@ -1400,7 +1413,43 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     weights = rename(tensors, 2, config, path)
     file = find_tokenizer(path, path.resolve().parent)
     tokenizer = partial(Tokenizer.from_file, file, vocab_size)
-    return Checkpoint(f"Meta's directory, {len(files)} .pth", config, weights, tokenizer)
+    # No file tells the context: 4096 is Llama 2's, Code Llama's is 16384.
+    form = f"Meta's directory, {len(files)} .pth"
+    return Checkpoint(form, config, weights, tokenizer, context_limit="")
+
+
+def hf_context(file: Path, settings: dict[str, Any]) -> tuple[int, str]:
+    """How many tokens a Hugging Face model can take, and what limits them. ValueError.
+
+    Mistral is Llama with a window: a token sees so many others before it, itself included. Within
+    the window that is Llama's attention; beyond it is not supported.
+    """
+    model_type = settings.get("model_type", "llama")
+    if model_type not in ("llama", "mistral"):
+        found = f"model_type is {str(model_type)[:60]}"
+        raise ValueError(f"{file}: {found}; accepted are llama and mistral")
+    context = lookup(file, settings, "max_position_embeddings", int)
+    window = lookup(file, settings, "sliding_window", int, context)
+    if model_type == "llama" or window >= context:
+        return context, "the model's context"
+    if window < 1:
+        raise ValueError(f"{file}: sliding_window is {window}; accepted is a positive number")
+    return window, "the model's sliding window, beyond which attention is not supported"
+
+
+def hf_token_ids(path: Path, key: str, default: int, vocab_size: int) -> list[int]:
+    """Ids that config.json and generation_config.json give, each as a number or a list of them."""
+    found: list[int] = []
+    for file in (path / "config.json", path / "generation_config.json"):
+        value = read_json(file).get(key) if file.exists() else None
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                accepted = f"accepted are ids below {vocab_size}"
+                raise ValueError(f"{file}: {key} is {str(value)[:40]}; {accepted}")
+            found.append(token_id)
+    return list(dict.fromkeys(found)) or [default]
 
 
 def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
@@ -1415,7 +1464,6 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     heads = get("num_attention_heads", int)
     linear = get("rope_type", str, "default") == "linear"
     for key, accepted in {
-        "model_type": "llama",
         "quantization_config": None,  # GPTQ, AWQ, bitsandbytes, ...
         "attention_bias": False,
         "mlp_bias": False,
@@ -1443,30 +1491,31 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
             if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False)
-    names = "hidden_size intermediate_size num_hidden_layers vocab_size max_position_embeddings"
+    names = "hidden_size intermediate_size num_hidden_layers vocab_size"
+    context, context_limit = hf_context(file, settings)
+    vocab_size = get("vocab_size", int)
+    eos, *others = hf_token_ids(path, "eos_token_id", 2, vocab_size)
     config = Config(
         **{name: get(name, int) for name in names.split()},  # the keys are Config's names
+        max_position_embeddings=context,
         num_attention_heads=heads,
         num_key_value_heads=get("num_key_value_heads", int, heads),
         rms_norm_eps=get("rms_norm_eps", float),
         rope_theta=get("rope_theta", float, 10000.0),
         rope_scaling_factor=get("factor", float, 1.0) if linear else 1.0,
-        bos_token_id=get("bos_token_id", int, 1),
-        eos_token_id=get("eos_token_id", int, 2),
+        bos_token_id=hf_token_ids(path, "bos_token_id", 1, vocab_size)[0],
+        eos_token_id=eos,
+        stop_token_ids=tuple(others),
         tie_word_embeddings=tied and "lm_head.weight" not in tensors,
     )
     weights = rename(tensors, 0, config, path)
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
             weight.hf_head_dim = config.head_dim
-    template, other = path / "chat_template.jinja", path / "tokenizer_config.json"
-    if template.exists():
-        template = read_file(template).decode("utf-8", "replace")
-    else:
-        template = read_json(other).get("chat_template") if other.exists() else ""
     form = f"Hugging Face directory, {len(files)} {suffix}"
-    tokenizer = partial(Tokenizer.from_file, find_tokenizer(path), config.vocab_size)
-    return Checkpoint(form, config, weights, tokenizer, str(template or ""))
+    tokenizer = partial(Tokenizer.from_directory, find_tokenizer(path), config)
+    template = read_chat_template(path)
+    return Checkpoint(form, config, weights, tokenizer, template, context_limit)
 
 
 def printable(text: str) -> str:
@@ -1672,6 +1721,8 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
         "tokenizer.ggml.eos_token_id": config.eos_token_id,
         "tokenizer.chat_template": checkpoint.chat_template,
     }
+    others = zip(("eot", "eom"), config.stop_token_ids)
+    settings |= {f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in others}
     return {key: value for key, value in settings.items() if value not in ("", [], -1)}
 
 
@@ -1756,6 +1807,16 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> Non
         ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
         if not same(ours, theirs):
             raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
+    vocabulary = dict(read_fields(tokenizer.sp.serialized_model_proto()))
+    trainer, normalizer = dict(read_fields(vocabulary[2])), dict(read_fields(vocabulary[3]))
+    for problem, found in (
+        ("a model of Unigram, words or characters, not of BPE", trainer.get(3, 1) != 2),
+        ("spaces at the end of words", trainer.get(24)),
+        (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
+        ("denormalisation", dict(read_fields(vocabulary.get(5, b""))).get(2)),
+    ):
+        if found:
+            raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
     rebuilt = saved.tokenizer()
     pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
     pieces = [piece.replace("\u2581", " ") for piece in pieces]
@@ -1815,12 +1876,74 @@ def save_gguf(
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 
+# SentencePiece's model is a protobuf message (sentencepiece_model.proto), read and written here by
+# hand: sentencepiece's own class for it needs the package protobuf, which it does not install.
+# A message that is appended to another is merged into it: the pieces follow those that are there,
+# and a setting replaces the one before.
+
+
+def varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first."""
+    out = bytearray()
+    number &= 2**64 - 1
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*out, number))
+
+
+def integer_field(field: int, number: int) -> bytes:
+    """A protobuf field that holds an integer."""
+    return varint(field << 3) + varint(number)
+
+
+def bytes_field(field: int, content: bytes) -> bytes:
+    """A protobuf field that holds a string or a message."""
+    return varint(field << 3 | 2) + varint(len(content)) + content
+
+
+def piece_field(text: str, score: float, token_type: int) -> bytes:
+    """One piece of the vocabulary. In user-defined ones, converters write spaces as such."""
+    if token_type == USER_DEFINED:
+        text = text.replace(" ", "\u2581")
+    score_field = b"\x15" + struct.pack("<f", score)
+    piece = bytes_field(1, text.encode()) + score_field + integer_field(3, token_type)
+    return bytes_field(1, piece)
+
+
+def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: their numbers, and an integer or bytes."""
+    at = 0
+
+    def read_varint() -> int:
+        nonlocal at
+        number = shift = 0
+        while data[at] > 127:
+            number |= (data[at] & 127) << shift
+            at, shift = at + 1, shift + 7
+        at += 1
+        return number | data[at - 1] << shift
+
+    while at < len(data):
+        field, wire_type = divmod(read_varint(), 8)
+        if wire_type == 0:
+            yield field, read_varint()
+        else:
+            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
+            at += size
+            yield field, data[at - size : at]
+
+
+def gguf_stop_ids(gguf: GGUF) -> tuple[int, ...]:
+    """The ids that end a text besides EOS: the end of a turn, of a message."""
+    eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
+    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = dict.fromkeys(gguf.get(key, int, eos) for key in keys)
+    return tuple(token_id for token_id in ids if token_id != eos)
+
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
-    """A GGUF file's vocabulary as SentencePiece's ModelProto (sentencepiece_model.proto), in bytes.
-
-    Written by hand: sentencepiece's own class for it needs protobuf, which it does not install.
-    """
+    """A GGUF file's vocabulary as SentencePiece's model."""
     pieces = gguf.get("tokenizer.ggml.tokens", list)
     scores = gguf.get("tokenizer.ggml.scores", list, [])
     types = list(gguf.get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces)))
@@ -1831,45 +1954,72 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     for name, values, fits in (  # what SentencePiece would trust blindly
         ("tokens", pieces, lambda piece: isinstance(piece, str)),
         ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
-        ("token_type", types, lambda kind: isinstance(kind, int) and NORMAL <= kind <= BYTE),
+        ("token_type", types, lambda t: isinstance(t, int) and NORMAL <= t <= BYTE),
     ):
         bad = [repr(value)[:40] for value in values if not fits(value)]
         if bad or len(values) != n:
             found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
             raise ValueError(f"{gguf.path}: tokenizer.ggml.{name} has {found}")
-    if not all(0 <= i < n for i in (unk, bos, eos)):
-        raise ValueError(f"{gguf.path}: unknown, BOS, EOS ids {unk}, {bos}, {eos} of {n} tokens")
+    ends = (eos, *gguf_stop_ids(gguf))
+    if not all(0 <= i < n for i in (unk, bos, *ends)):
+        found = ", ".join(map(str, (unk, bos, *ends)))
+        raise ValueError(f"{gguf.path}: the unknown, BOS and EOS ids are {found} of {n} tokens")
     types[bos] = types[eos] = CONTROL  # the ids decide: converters have left them NORMAL, and
     types[unk] = UNKNOWN  # this one CONTROL, which SentencePiece refuses
+    for i in ends:
+        if types[i] == USER_DEFINED:  # which text would become
+            types[i] = CONTROL
 
-    def varint(number: int) -> bytes:
-        out = bytearray()
-        number &= 2**64 - 1
-        while number > 127:
-            out.append(number & 127 | 128)
-            number >>= 7
-        return bytes((*out, number))
-
-    def integer(field: int, number: int) -> bytes:
-        return varint(field << 3) + varint(number)
-
-    def message(field: int, content: bytes) -> bytes:
-        return varint(field << 3 | 2) + varint(len(content)) + content
-
-    names = [piece.encode() for piece in pieces]
-    out = [
-        message(1, message(1, name) + b"\x15" + struct.pack("<f", score) + integer(3, kind))
-        for name, score, kind in zip(names, scores, types, strict=True)
-    ]
-    trainer = integer(3, 2) + integer(4, n)  # model_type BPE, vocab_size
-    trainer += integer(35, types.count(BYTE) == 256)  # byte_fallback
-    trainer += integer(40, unk) + integer(41, bos) + integer(42, eos) + integer(43, -1)
-    trainer += message(45, names[unk]) + message(46, names[bos]) + message(47, names[eos])
+    trainer = integer_field(3, 2) + integer_field(4, n)  # model_type BPE, vocab_size
+    trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
+    for j, i in enumerate((unk, bos, eos)):
+        trainer += integer_field(40 + j, i) + bytes_field(45 + j, pieces[i].encode())
+    trainer += integer_field(43, -1)  # no padding
     add_dummy_prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
     remove_extra = gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-    normalizer = message(1, b"identity") + integer(3, add_dummy_prefix)
-    normalizer += integer(4, remove_extra) + integer(5, True)  # escape_whitespaces
-    return b"".join((*out, message(2, trainer), message(3, normalizer)))
+    normalizer = bytes_field(1, b"identity") + integer_field(3, add_dummy_prefix)
+    normalizer += integer_field(4, remove_extra) + integer_field(5, True)  # escape_whitespaces
+    vocabulary = b"".join(map(piece_field, pieces, scores, types))
+    return vocabulary + bytes_field(2, trainer) + bytes_field(3, normalizer)
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+SPECIAL_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
+SPECIAL_TOKENS += " additional_special_tokens"
+
+
+def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
+    """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
+    names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+    added, special_map, config = (
+        read_json(path / name) if (path / name).exists() else {} for name in names
+    )
+    texts: dict[int, str] = {}
+    special: list[str] = []
+
+    def content(token: Any) -> str:
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
+        return well_formed(text)
+
+    decoder = lookup(path / names[2], config, "added_tokens_decoder", dict, {})
+    for key, token in decoder.items() or [(i, text) for text, i in added.items()]:
+        if not re.fullmatch("[0-9]{1,9}", str(key)):
+            found = f"{content(token)[:40]!r} has the id {str(key)[:40]!r}"
+            raise ValueError(f"{path}: the added token {found}")
+        texts[int(key)] = content(token)
+        if isinstance(token, dict) and token.get("special"):
+            special.append(texts[int(key)])
+    for settings in (special_map, config):
+        for name in SPECIAL_TOKENS.split():
+            tokens = settings.get(name) or []
+            special += map(content, tokens if isinstance(tokens, list) else [tokens])
+    return texts, special
 
 
 class Tokenizer:
@@ -1881,8 +2031,14 @@ class Tokenizer:
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
 
+        without_prefix = bytes_field(3, integer_field(3, False))  # add_dummy_prefix
         try:
+            if not model_proto:  # which SentencePiece would take for a model to be loaded later
+                raise ValueError("the file is empty")
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
+            self.sp_inside = sentencepiece.SentencePieceProcessor(
+                model_proto=model_proto + without_prefix
+            )
             self.vocab_size = self.sp.vocab_size()
             self.sp.id_to_piece(list(range(self.vocab_size)))  # all are UTF-8
         except (RuntimeError, ValueError) as error:
@@ -1890,6 +2046,9 @@ class Tokenizer:
             raise ValueError(f"{source}: {problem}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
+        self.strips_space = (
+            self.sp.decode(["\u2581a"]) == "a"
+        )  # the one that encode() puts in front
         self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
 
     @classmethod
@@ -1901,6 +2060,32 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
+    def from_directory(cls, file: Path, config: Config) -> Tokenizer:
+        """tokenizer.model of a Hugging Face directory, and the tokens that its other files add.
+
+        Special tokens and those that end a text become control tokens, others user-defined.
+        """
+        plain = cls.from_file(file, config.vocab_size)
+        pieces = plain.sp.id_to_piece([*range(plain.vocab_size)])
+        texts, special = read_added_tokens(file.parent)
+        for text in dict.fromkeys(special):  # those without a number follow the others
+            if text not in pieces and text not in texts.values():
+                texts[max([len(pieces) - 1, *texts]) + 1] = text
+        for i, text in texts.items():
+            if i < len(pieces) and pieces[i] != text.replace(" ", "\u2581"):
+                found = f"{pieces[i]!r} there, {text[:40]!r} in the files beside it"
+                raise ValueError(f"{file}: token {i} is {found}")
+        # Llama 2's own directory names a padding token that its model has no row for: left out.
+        texts = {i: t for i, t in texts.items() if len(pieces) <= i < config.vocab_size}
+        ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
+        added = b""
+        for i in range(len(pieces), max(texts, default=-1) + 1):
+            is_control = i in ends or texts.get(i) in special
+            token_type = CONTROL if is_control else USER_DEFINED if i in texts else UNUSED
+            added += piece_field(texts.get(i, f"[PAD{i}]"), 0.0, token_type)
+        return cls(file.read_bytes() + added, file) if added else plain
+
+    @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
         """Rebuild SentencePiece's model from the vocabulary inside a GGUF file."""
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
@@ -1910,12 +2095,15 @@ class Tokenizer:
         tokenizer.metadata = {key: gguf.metadata[key] for key in keys}
         return tokenizer
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text -> ids. Raises ValueError when BOS is asked for and the vocabulary has none."""
+    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
+        """Text -> ids; no space is put in front of a text that follows others (`first=False`).
+
+        Raises ValueError when BOS is asked for and the vocabulary has none.
+        """
         if bos and self.bos_id < 0:
             raise ValueError("the vocabulary has no BOS token; pass bos=False")
-        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-        return [self.bos_id] * bos + self.sp.encode(text)
+        processor = self.sp if first else self.sp_inside
+        return [self.bos_id] * bos + processor.encode(well_formed(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
@@ -1929,6 +2117,20 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id}; accepted is 0 to {self.vocab_size - 1}")
 
+    @functools.cached_property
+    def types(self) -> list[int]:
+        """The type of each piece. Read from the model's bytes: sp does not tell USER_DEFINED."""
+        pieces = [
+            data for field, data in read_fields(self.sp.serialized_model_proto()) if field == 1
+        ]
+        return [dict(read_fields(piece)).get(3, NORMAL) for piece in pieces]
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the control or user-defined token of this text, if there is one."""
+        token_id = self.sp.piece_to_id(text)
+        found = self.sp.id_to_piece(token_id) == text
+        return token_id if found and self.types[token_id] in (CONTROL, USER_DEFINED) else None
+
     def piece(self, token_id: int) -> tuple[bytes, int]:
         """The UTF-8 bytes that a token stands for and its type; b"" for control tokens."""
         self.check(token_id)
@@ -1939,26 +2141,20 @@ class Tokenizer:
         text = self.sp.id_to_piece(token_id)
         if self.sp.is_byte(token_id):
             return bytes((int(text[3:5], 16),)), BYTE
-        return text.replace("\u2581", " ").encode(), NORMAL
+        return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
 
     def vocabulary(self, count: int) -> dict[str, Any]:
-        """By the keys of GGUF, filled up to `count` pieces with unused ones.
-
-        SentencePiece does not tell which pieces are user-defined: they become normal ones.
-        """
-        sp, found, padding = self.sp, range(self.vocab_size), range(self.vocab_size, count)
-        tests = {
-            sp.is_unknown: UNKNOWN,
-            sp.is_control: CONTROL,
-            sp.is_byte: BYTE,
-            sp.is_unused: UNUSED,
-        }
-        types = [next((t for test, t in tests.items() if test(i)), NORMAL) for i in found]
+        """By the keys of GGUF, filled up to `count` pieces with unused ones."""
+        sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
+        pieces = sp.id_to_piece([*range(self.vocab_size)])
+        for i, token_type in enumerate(types):
+            if token_type == USER_DEFINED:  # whose spaces llama.cpp's converter writes as such
+                pieces[i] = pieces[i].replace("\u2581", " ")
         return self.metadata or {
             "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": sp.id_to_piece([*found]) + [f"[PAD{i}]" for i in padding],
-            "tokenizer.ggml.scores": sp.get_score([*found]) + [0.0 for _ in padding],
-            "tokenizer.ggml.token_type": types + [UNUSED for _ in padding],
+            "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in padding],
+            "tokenizer.ggml.scores": sp.get_score([*range(self.vocab_size)]) + [0.0] * len(padding),
+            "tokenizer.ggml.token_type": types + [UNUSED] * len(padding),
             "tokenizer.ggml.unknown_token_id": sp.unk_id(),
             "tokenizer.ggml.add_bos_token": self.add_bos,
             "tokenizer.ggml.add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
@@ -1978,18 +2174,18 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
-        self.tokenizer, self.first = tokenizer, first
+        self.tokenizer, self.strip = tokenizer, first and tokenizer.strips_space
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
-        data, kind = self.tokenizer.piece(token_id)
-        text = "" if kind == BYTE else self.flush()  # bytes before another piece stay incomplete
-        if kind == CONTROL:
+        data, token_type = self.tokenizer.piece(token_id)
+        text = "" if token_type == BYTE else self.flush()  # bytes before it stay incomplete
+        if token_type == CONTROL:
             return text
-        if self.first and kind == NORMAL:
+        if self.strip and token_type == NORMAL:
             data = data.removeprefix(b" ")
-        self.first = False
+        self.strip = False
         return text + self.utf8.decode(data)
 
     def flush(self) -> str:
@@ -2000,37 +2196,225 @@ class StreamDecoder:
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. Chat format
-
-RESERVED_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
+# 12. Chat formats
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Messages {"role", "content"} -> ids, as Meta's chat_completion encodes them (generation.py).
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a family of models was taught to converse, as data.
 
-    Each question and its answer are encoded by themselves between BOS and EOS; the system message
-    belongs to the first question. Raises ValueError on another order of roles (system?, user,
-    assistant, ..., user) and on reserved tags in a message, which would let it speak for others.
+    In its texts {} stands for a message, <s> and </s> for BOS and EOS. Tags go in as ids where the
+    vocabulary has tokens of that text, else as text.
     """
-    turns = [(message["role"], message["content"]) for message in messages]
-    for role, content in turns:
-        for tag in RESERVED_TAGS:
-            if tag in content:
-                raise ValueError(f"the {role} message contains the reserved tag {tag}")
-    if len(turns) > 1 and turns[0][0] == "system":
-        (_, system), (role, question), *rest = turns
-        turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{question}"), *rest]
-    roles = [role for role, _ in turns]
-    if len(turns) % 2 == 0 or roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
-        found = ", ".join(message["role"] for message in messages) or "no message"
+
+    name: str
+    template_has: tuple[str, ...]  # the texts that tell its chat template from others
+    user: str
+    assistant: str
+    system: str
+    tags: tuple[str, ...]  # where a role begins or ends
+    start: str = ""
+    cue: str = ""  # behind the last question: the model goes on from there
+    template_lacks: tuple[str, ...] = ()
+    system_in: str = ""  # "first" or "last": the question that it is part of; else it stands alone
+    strips: tuple[str, ...] = ()  # the roles whose messages lose white space at their ends
+    needs_tokens: bool = False  # for vocabularies that have a token for each tag
+
+
+CHAT_FORMATS = (
+    ChatFormat(  # Meta's generation.py; a question and its answer are strung between BOS and EOS
+        "llama-2",
+        ("[INST]", "<<SYS>>"),
+        user="<s> [INST] {} [/INST]",
+        assistant=" {} </s>",
+        system="<<SYS>>\n{}\n<</SYS>>\n\n",
+        tags=("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+        system_in="first",
+        strips=("user", "assistant"),
+    ),
+    ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
+        "mistral",
+        ("[INST]",),
+        template_lacks=("[SYSTEM_PROMPT]",),
+        start="<s>",
+        user="[INST] {}[/INST]",
+        assistant=" {}</s>",
+        system="{}\n\n",
+        tags=("[INST]", "[/INST]"),
+        system_in="last",
+        strips=("assistant",),
+        needs_tokens=True,
+    ),
+    ChatFormat(  # version 1: v0.1 and v0.2. Their first templates had no space before [INST], which
+        "mistral",  # mistral-common always had, as have the templates of today
+        ("[INST]",),
+        template_lacks=("[SYSTEM_PROMPT]",),
+        start="<s>",
+        user=" [INST] {} [/INST]",
+        assistant=" {}</s>",
+        system="{}\n\n",
+        tags=("[INST]", "[/INST]"),
+        system_in="first",
+    ),
+    ChatFormat(  # Zephyr 7B, TinyLlama Chat
+        "zephyr",
+        ("<|assistant|>", "eos_token"),
+        template_lacks=("<|end|>", "<|endoftext|>"),
+        user="<|user|>\n{}</s>\n",
+        assistant="<|assistant|>\n{}</s>\n",
+        system="<|system|>\n{}</s>\n",
+        cue="<|assistant|>\n",
+        tags=("<|user|>", "<|assistant|>", "<|system|>"),
+    ),
+    ChatFormat(  # Vicuna 1.1 and 1.5. As in the published templates and in llama.cpp; FastChat, which
+        "vicuna",  # trained it, has a space where these have a newline, and none behind </s>
+        ("USER: ", "ASSISTANT: "),
+        template_lacks=("SYSTEM: ",),
+        start="<s>",
+        user="USER: {}\n",
+        assistant="ASSISTANT: {}</s>\n",
+        system="{}\n\n",
+        cue="ASSISTANT:",
+        tags=("USER:", "ASSISTANT:"),
+        strips=("system", "user", "assistant"),
+    ),
+    ChatFormat(  # OpenHermes 2.5 and many others
+        "chatml",
+        ("<|im_start|>",),
+        user="<|im_start|>user\n{}<|im_end|>\n",
+        assistant="<|im_start|>assistant\n{}<|im_end|>\n",
+        system="<|im_start|>system\n{}<|im_end|>\n",
+        cue="<|im_start|>assistant\n",
+        tags=("<|im_start|>", "<|im_end|>"),
+    ),
+)
+CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
+
+
+def recognise_chat_format(template: str) -> str:
+    """The name of the format that a model's chat template describes; llama-2 if there is none.
+
+    The template is a program; it is never executed, only searched. ValueError if it is unknown.
+    """
+    if not template.strip():
+        return "llama-2"
+    for row in CHAT_FORMATS:
+        lacks = not any(text in template for text in row.template_lacks)
+        if lacks and all(text in template for text in row.template_has):
+            return row.name
+    found = " ".join(template.split())[:60]
+    names = ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"unknown chat template {found!r}; pass --chat-format, one of {names}")
+
+
+def describe_chat_format(template: str) -> str:
+    """For people: the format's name, and where it comes from; or why there is none."""
+    try:
+        name = recognise_chat_format(template)
+    except ValueError as error:
+        return str(error)
+    return name if template.strip() else f"{name} (assumed: the model has no chat template)"
+
+
+def find_chat_format(name: str, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[str, int]]:
+    """The row of that name which suits the vocabulary, and the ids of its tags that are tokens."""
+    for row in (row for row in CHAT_FORMATS if row.name == name):
+        found = {tag: tokenizer.special_id(tag) for tag in row.tags}
+        ids = {tag: token_id for tag, token_id in found.items() if token_id is not None}
+        if not row.needs_tokens or len(ids) == len(row.tags):
+            return row, ids
+    names = ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"unknown chat format {name!r}; accepted are {names}")
+
+
+def chat_stops(
+    tokenizer: Tokenizer, chat_format: str = "llama-2"
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids and the texts that end an answer: EOS, and where a model begins to speak for others.
+
+    No message may hold these texts either: what a user types would be read as a tag.
+    """
+    row, ids = find_chat_format(chat_format, tokenizer)
+    control = [tag for tag, token_id in ids.items() if tokenizer.sp.is_control(token_id)]
+    return (tokenizer.eos_id, *ids.values()), tuple(tag for tag in row.tags if tag not in control)
+
+
+def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -> None:
+    """Raises ValueError on another order of roles, on no text, and on tags in a message."""
+    roles = [message.get("role") for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+        found = ", ".join(map(str, roles)) or "no message"
         raise ValueError(
             f"accepted is: system (or not), user, assistant, ..., user; found: {found}"
         )
-    ids = []
-    for i in range(0, len(turns) - 1, 2):
-        question, answer = turns[i][1].strip(), turns[i + 1][1].strip()
-        ids += tokenizer.encode(f"[INST] {question} [/INST] {answer} ") + [tokenizer.eos_id]
-    return ids + tokenizer.encode(f"[INST] {turns[-1][1].strip()} [/INST]")
+    for role, message in zip(roles, messages):
+        content = message.get("content")
+        if not isinstance(content, str):
+            found = f"{str(content)[:40]!r}, not a text"
+            raise ValueError(f"the {role} message is {found}")  # noqa: TRY004 (as all bad input)
+        for tag in tags:
+            if tag in content:
+                raise ValueError(f"the {role} message contains the reserved tag {tag}")
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], chat_format: str = "llama-2"
+) -> list[int]:
+    """Messages {"role", "content"} -> ids, as the models of that format were trained.
+
+    The ids are those of transformers with the published template and `"legacy": false`: they decode
+    to the template's text. llama.cpp and `"legacy": true` put a space behind each control token,
+    which no template asks for; Meta's own code does behind BOS, so llama-2 has it in its row.
+    Raises ValueError on another order of roles (system?, user, assistant, ..., user) and on
+    reserved tags in a message, which would let it speak for others.
+    """
+    row, tag_ids = find_chat_format(chat_format, tokenizer)
+    check_messages(messages, chat_stops(tokenizer, chat_format)[1])
+    token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
+    any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
+
+    def fill(text: str, content: str = "") -> list[str | int]:
+        """A text of the row with a message in it, which stays text whatever it says."""
+        before, _, after = text.partition("{}")
+        literal = [*any_token.split(before), None, *any_token.split(after)]
+        return [content if part is None else token_ids.get(part, part) for part in literal]
+
+    turns = [(message["role"], message["content"]) for message in messages]
+    if turns[0][0] == "system" and row.system_in:
+        (_, system), *turns = turns
+        at = 0 if row.system_in == "first" else -1
+        before, after = row.system.split("{}")
+        turns[at] = ("user", before + system + after + turns[at][1])
+    parts = fill(row.start)
+    for role, content in turns:
+        parts += fill(getattr(row, role), content.strip() if role in row.strips else content)
+    ids: list[int] = []
+    text = ""
+    for part in [*parts, *fill(row.cue), None]:
+        if isinstance(part, str):
+            text += part  # what stands together is encoded together
+            continue
+        ids += tokenizer.encode(text, bos=False, first=not ids)
+        ids += [] if part is None else [part]
+        text = ""
+    if min(ids) < 0:
+        raise ValueError(f"the vocabulary has no BOS or EOS token; the format {row.name} needs it")
+    return ids
+
+
+def read_chat_template(path: Path) -> str:
+    """The chat template of a Hugging Face directory, "" if there is none."""
+    if (path / "chat_template.jinja").exists():
+        return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
+    file = path / "tokenizer_config.json"
+    template = read_json(file).get("chat_template") if file.exists() else None
+    if isinstance(template, list):  # of several with names
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")
+    return well_formed(template or "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3013,6 +3397,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     )
     add("--chat", action="store_true", help="converse; the prompt is the first question")
     add("--system", metavar="TEXT", type=text_type, help="with --chat: what it is told beforehand")
+    named = "default: what the model's chat template says"
+    add("--chat-format", choices=CHAT_FORMAT_NAMES, help=named)
     add("--max-new-tokens", metavar="N", type=int, default=256, help="default: %(default)s")
     add("--temperature", metavar="T", type=float, default=0.8, help="default: 0.8; 0 is greedy")
     add("--top-k", metavar="K", type=int, default=0, help="only the K likeliest (default: all)")
@@ -3042,6 +3428,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     args = parser.parse_args(argv)
     if args.system is not None and not args.chat:
         parser.error("--system needs --chat")
+    if args.chat_format is not None and not args.chat:
+        parser.error("--chat-format needs --chat")
     if args.type is not None and args.save is None:
         parser.error("--type needs --save")
     if "" in args.stop:
@@ -3152,6 +3540,7 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: i
     rows = {
         "format": checkpoint.format,
         **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
+        "chat format": describe_chat_format(checkpoint.chat_template),
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
         "size": f"{size / 1e9:.3g} GB",
         f"memory at {context} tokens": gigabytes(plan),
@@ -3194,22 +3583,44 @@ def read_question(ranks: Ranks | None) -> str | None:
 
 
 def fit_turns(
-    encode: Callable[[list[dict[str, str]]], list[int]], turns: list[dict[str, str]], limit: int
+    encode: Callable[[list[dict[str, str]]], list[int]],
+    turns: list[dict[str, str]],
+    context: int,
+    reserve: int,
 ) -> list[int]:
-    """The ids of a conversation, whose oldest turns are deleted until they leave room to answer.
+    """The ids of a conversation; its oldest turns are deleted until `reserve` tokens are free.
 
     Raises ValueError if the last question alone is too long, or what encode_chat() raises.
     """
     ids = encode(turns)
-    while len(ids) > limit and len(turns) > 1:
+    while len(ids) + reserve > context and len(turns) > 1:
         del turns[:2]
         ids = encode(turns)
+    if len(ids) > context:
+        raise ValueError(f"{len(ids)} tokens; the context holds {context}")
     return ids
+
+
+def show_answer(stream: Stream[str], quiet: bool) -> str:
+    """Write an answer as it comes and return it; Ctrl-C ends it early."""
+    answer = ""
+    try:
+        for text in stream:
+            text = text if answer else text.lstrip()
+            answer += text
+            write(text)
+    except KeyboardInterrupt:
+        stream.report.stop_reasons = ["interrupted"]
+    write("\n")
+    if "context full" in stream.report.stop_reasons and not quiet:
+        note("context full: the answer ends here")
+    return answer
 
 
 def chat(
     model: Llama,
     tokenizer: Tokenizer,
+    chat_format: str,
     args: argparse.Namespace,
     options: dict[str, Any],
     ranks: Ranks | None,
@@ -3220,43 +3631,36 @@ def chat(
     them that it holds. A full context drops the oldest turns and keeps the system message. Returns
     the report of the last answer.
     """
-    cache, report = options["cache"], None
+    cache, report, config = options["cache"], None, model.config
+    stop_ids, tags = chat_stops(tokenizer, chat_format)
+    options |= {"stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids}}
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
     stored: list[int] = []  # the ids that the cache holds
-    room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)
-    question = args.prompt if args.prompt is not None else read_question(ranks)
-    while question is not None:
-        if question.strip():
-            turns = [*messages, {"role": "user", "content": question}]
-            try:
-                ids = fit_turns(lambda turns: encode_chat(tokenizer, system + turns), turns, room)
-                if len(ids) > cache.max_seq_len:
-                    found = f"{len(ids)} tokens; the context holds {cache.max_seq_len}"
-                    raise ValueError(found)
-            except ValueError as error:
-                fail(error)
-            else:
-                dropped = (len(messages) + 1 - len(turns)) // 2
-                if dropped and not args.quiet:
-                    note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
-                stop = (*args.stop, *RESERVED_TAGS)  # where a model begins to speak for the user
-                new = rewind(cache, stored, ids)
-                stream = stream_text(model, tokenizer, new, stop=stop, **options)
-                report, answer = stream.report, ""
-                try:
-                    for text in stream:
-                        text = text if answer else text.lstrip()
-                        answer += text
-                        write(text)
-                except KeyboardInterrupt:
-                    report.stop_reasons = ["interrupted"]
-                write("\n")
-                if "context full" in report.stop_reasons and not args.quiet:
-                    note("context full: the answer ends here")
-                messages = [*turns, {"role": "assistant", "content": answer}]
-                stored = [*ids, *report.new_ids[0]][: cache.pos]
-        question = read_question(ranks)
+    reserve = min(args.max_new_tokens, cache.max_seq_len // 4)  # tokens of room for an answer
+
+    def encode(turns: list[dict[str, str]]) -> list[int]:
+        return encode_chat(tokenizer, system + turns, chat_format)
+
+    first = [args.prompt] if args.prompt is not None else []
+    for question in itertools.chain(first, iter(partial(read_question, ranks), None)):
+        if not question.strip():
+            continue
+        turns = [*messages, {"role": "user", "content": question}]
+        try:
+            ids = fit_turns(encode, turns, cache.max_seq_len, reserve)
+        except ValueError as error:
+            fail(error)
+            continue
+        dropped = (len(messages) + 1 - len(turns)) // 2
+        if dropped and not args.quiet:
+            note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
+        new = rewind(cache, stored, ids)
+        stream = stream_text(model, tokenizer, new, stop=(*args.stop, *tags), **options)
+        report = stream.report
+        answer = show_answer(stream, args.quiet)
+        messages = [*turns, {"role": "assistant", "content": answer}]
+        stored = [*ids, *report.new_ids[0]][: cache.pos]
     return report
 
 
@@ -3279,15 +3683,6 @@ def complete(
         stream.report.stop_reasons = ["interrupted"]
         note("")  # the terminal shows ^C at the end of the text
     return stream.report
-
-
-def choose_context(args: argparse.Namespace, config: Config) -> int:
-    """Tokens that the model may see at most. Raises ValueError for more than it can."""
-    limit = config.max_position_embeddings
-    context = limit if args.context is None else args.context
-    if not 1 <= context <= limit:
-        raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
-    return context
 
 
 def build(
@@ -3329,7 +3724,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     device = choose_device(args.device, checkpoint)
     if ranks:
         checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
-    context = choose_context(args, checkpoint.config)
+    if args.context is not None:
+        checkpoint = checkpoint.allow_context(args.context)
+    context = args.context or checkpoint.config.max_position_embeddings
     dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
     exact = args.dtype != "auto" or not is_large(checkpoint)
     half_cache = not exact and device.type == "cpu" and not ranks
@@ -3339,7 +3736,11 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         write(describe_checkpoint(checkpoint, plan(context), context))
         return 0
 
-    tokenizer = checkpoint.tokenizer()
+    tokenizer, chat_format = checkpoint.tokenizer(), ""
+    if args.chat:
+        chat_format = args.chat_format or recognise_chat_format(checkpoint.chat_template)
+        if not (args.chat_format or checkpoint.chat_template or args.quiet):
+            note("note: the model has no chat template; its format is taken to be llama-2's")
     size = context if args.context else min(context, CHAT_CONTEXT)
     ids: list[int] = []
     if not args.chat:
@@ -3367,9 +3768,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     if compiled_step and wanted and device.type == "cuda" and not ranks:
         options["step"] = compiled_step(model, cache)
     if args.chat:
-        if not checkpoint.chat_template and not args.quiet:
-            note("note: this model does not say that it was tuned for chat")
-        report = chat(model, tokenizer, args, options, ranks)
+        report = chat(model, tokenizer, chat_format, args, options, ranks)
     else:
         report = complete(model, tokenizer, ids, args, options)
     if report and not args.quiet:

@@ -2450,7 +2450,7 @@ def copy(source, target, **changes):
 
 
 REFUSED_DIRECTORIES = [
-    ("hf", {"model_type": "mistral"}, "model_type is mistral; accepted is llama"),
+    ("hf", {"model_type": "falcon"}, "model_type is falcon; accepted are llama and mistral"),
     ("hf", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
     ("hf", {"attention_bias": True}, "attention_bias is True; accepted is False"),
     ("hf", {"hidden_act": "gelu"}, "hidden_act is gelu; accepted is silu"),
