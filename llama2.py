@@ -1546,7 +1546,7 @@ def show_progress(items: Collection, label: str, show: bool) -> Iterable:
     """The items, with a progress bar on stderr."""
     if not show:
         return items
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr)
 
@@ -2035,9 +2035,7 @@ class Tokenizer:
             raise ValueError(f"{source}: {problem}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
-        self.strips_space = (
-            self.sp.decode(["\u2581a"]) == "a"
-        )  # the one that encode() puts in front
+        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # which encode() put there
         self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
 
     @classmethod
@@ -2152,7 +2150,10 @@ class Tokenizer:
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
-codecs.register_error("replace_each_byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))
+codecs.register_error(
+    "replace_each_byte",
+    lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
+)
 
 
 class StreamDecoder:
@@ -2201,7 +2202,7 @@ class ChatFormat:
     user: str
     assistant: str
     system: str
-    tags: tuple[str, ...]  # where a role begins or ends
+    tags: tuple[str, ...]  # where a role begins or ends: they end an answer, as EOS does
     start: str = ""
     cue: str = ""  # behind the last question: the model goes on from there
     template_lacks: tuple[str, ...] = ()
@@ -2288,12 +2289,11 @@ def recognise_chat_format(template: str) -> str:
     if not template.strip():
         return "llama-2"
     for row in CHAT_FORMATS:
-        lacks = not any(text in template for text in row.template_lacks)
-        if lacks and all(text in template for text in row.template_has):
+        found = [text in template for text in row.template_has]
+        if all(found) and not any(text in template for text in row.template_lacks):
             return row.name
-    found = " ".join(template.split())[:60]
-    names = ", ".join(CHAT_FORMAT_NAMES)
-    raise ValueError(f"unknown chat template {found!r}; pass --chat-format, one of {names}")
+    start, names = " ".join(template.split())[:60], ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"unknown chat template {start!r}; pass --chat-format, one of {names}")
 
 
 def describe_chat_format(template: str) -> str:
@@ -2363,26 +2363,24 @@ def encode_chat(
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
 
-    def fill(text: str, content: str = "") -> list[str | int]:
-        """A text of the row with a message in it, which stays text whatever it says."""
-        before, _, after = text.partition("{}")
-        literal = [*any_token.split(before), None, *any_token.split(after)]
-        return [content if part is None else token_ids.get(part, part) for part in literal]
+    def literal(text: str) -> list[str | int]:
+        return [token_ids.get(part, part) for part in any_token.split(text)]
 
     turns = [(message["role"], message["content"]) for message in messages]
     if turns[0][0] == "system" and row.system_in:
         (_, system), *turns = turns
         at = 0 if row.system_in == "first" else -1
-        before, after = row.system.split("{}")
-        turns[at] = ("user", before + system + after + turns[at][1])
-    parts = fill(row.start)
+        turns[at] = ("user", row.system.replace("{}", system) + turns[at][1])
+    parts = literal(row.start)
     for role, content in turns:
-        parts += fill(getattr(row, role), content.strip() if role in row.strips else content)
+        before, after = getattr(row, role).split("{}")
+        content = content.strip() if role in row.strips else content
+        parts += [*literal(before), content, *literal(after)]
     ids: list[int] = []
-    text = ""
-    for part in [*parts, *fill(row.cue), None]:
+    text = ""  # strings that stand together are encoded together
+    for part in [*parts, *literal(row.cue), None]:
         if isinstance(part, str):
-            text += part  # what stands together is encoded together
+            text += part
             continue
         ids += tokenizer.encode(text, bos=False, first=not ids)
         ids += [] if part is None else [part]

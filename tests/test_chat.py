@@ -6,6 +6,7 @@ tokenizer.model; where transformers is installed, random dialogues are compared 
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -714,3 +715,94 @@ def test_code_llama_in_metas_form(tmp_path, small):
         for _ in range(5):
             logits = model(torch.full((1, 1000), 260), cache)
     assert cache.pos == 5000 and logits.isfinite().all()
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Runs the command line: cli(model, arguments, stdin) -> status, stdout, stderr."""
+
+    def run(model, *arguments, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        arguments = ["--model", str(model), "--temperature", "0", *map(str, arguments)]
+        try:
+            status = llama2.main(arguments)
+        except SystemExit as error:
+            status = error.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "template, arguments, used",
+    [
+        (TEMPLATES["zephyr"], (), "zephyr"),
+        (TEMPLATES["chatml"], (), "chatml"),
+        (TEMPLATES["zephyr"], ("--chat-format", "vicuna"), "vicuna"),
+        ("unheard of", ("--chat-format", "mistral"), "mistral"),
+        ("", (), "llama-2"),
+        ("", ("--chat-format", "zephyr"), "zephyr"),
+        ("unheard of", (), None),
+    ],
+)
+def test_chat_in_the_models_format(cli, tmp_path, small, monkeypatch, template, arguments, used):
+    """As its template says, or the option; one that is unknown is refused before weights are read."""
+    settings = CHATML | {"chat_template": template}
+    path = hf_directory(
+        tmp_path / "hf", small, {"max_position_embeddings": 512}, tokenizer_config=settings
+    )
+    fed, encode = [], llama2.encode_chat
+
+    def spy(tokenizer, messages, chat_format="llama-2"):
+        fed.append((chat_format, [message["content"] for message in messages]))
+        return encode(tokenizer, messages, chat_format)
+
+    monkeypatch.setattr(llama2, "encode_chat", spy)
+    if used is None:
+        monkeypatch.setattr(llama2, "build_model", lambda *args: pytest.fail("read the weights"))
+    options = ("--chat", "--max-new-tokens", 3, *arguments)
+    status, out, err = cli(path, *options, stdin=b"hi\nabc\n")
+    if used is None:
+        assert status == 2 and err.count("\n") == 1
+        assert "'unheard of'" in err and "--chat-format" in err and "chatml" in err
+        return
+    assert status == 0 and out.count("\n") >= 2
+    assert {name for name, _ in fed} == {used} and fed[-1][1][::2] == ["hi", "abc"]
+    assert ("no chat template" in err) == (not template and not arguments)
+    status, out, _ = cli(path, "--info")
+    assert status == 0 and re.search(
+        {"": "chat format +llama-2", "unheard of": "chat format .*'unheard of'"}.get(
+            template, f"chat format +{llama2.describe_chat_format(template)}"
+        ),
+        out,
+    )
+
+
+def test_chat_ends_where_the_format_says(cli, tmp_path, small, monkeypatch):
+    """Not only at EOS: an answer ends at <|im_end|>, and where the model speaks for the user."""
+    path = hf_directory(
+        tmp_path / "hf", small, {"max_position_embeddings": 512}, tokenizer_config=CHATML
+    )
+    forward, script = llama2.Llama.forward, [269, SIZE - 2, 269, SIZE - 1, 269]
+
+    def scripted(model, tokens, *args, **options):
+        logits = forward(model, tokens, *args, **options)
+        logits.zero_()[..., script.pop(0) if script else 2] = 1.0
+        return logits
+
+    monkeypatch.setattr(llama2.Llama, "forward", scripted)
+    status, out, err = cli(path, "--chat", stdin=b"a\nb\n")
+    assert (status, out, script) == (0, "hi\nhi\n", [269])
+    assert f"stop token {SIZE - 1}" in err
+
+
+def test_context_beyond_the_window(cli, tmp_path, small):
+    change = {"model_type": "mistral", "sliding_window": 40}
+    path = hf_directory(tmp_path / "hf", small, change)
+    status, _, err = cli(path, "--context", 41, "--prompt", "a")
+    assert status == 2 and "--context 41; accepted is 1 to 40, the model's sliding window" in err
+    assert cli(path, "--context", 40, "--prompt", "a", "--max-new-tokens", 2)[0] == 0
