@@ -776,7 +776,7 @@ class Checkpoint:
 # What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
 # has 1137 tensors, 160 KB of JSON or pickle, and less than a million tokens and merges.
 MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
-MAX_HEADER = 2**21  # bytes of JSON, of a pickle, of a zip's directory
+MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
 MAX_METADATA = 2**24  # bytes of a GGUF before its tensors; of a tokenizer.model
 MAX_VALUES = 2**21  # in all arrays of a GGUF's metadata
 
@@ -1303,42 +1303,33 @@ def state_dict(file: io.BytesIO) -> dict[str, Stored]:
     return content
 
 
-def zip_state_dict(source: mmap.mmap) -> tuple[dict[str, Stored], dict[str, tuple[int, int]]]:
-    """The tensors of a zip by torch.save, and start and size of each storage."""
-    files = zip_files(source)
-    (pickled,) = (name for name in files if name.endswith("/data.pkl"))
-    folder = pickled.removesuffix("data.pkl")
-    start, size = files.get(f"{folder}byteorder", (0, 0))
-    if source[start : start + min(size, 9)] not in (b"", b"little"):
-        raise ValueError("its numbers are big-endian")
-    start, size = files[pickled]
-    content = state_dict(io.BytesIO(source[start : start + min(size, MAX_HEADER)]))
-    return content, {t.key: files[f"{folder}data/{t.key}"] for t in content.values()}
-
-
-def legacy_state_dict(source: mmap.mmap) -> tuple[dict[str, Stored], dict[str, tuple[int, int]]]:
-    """The same of torch.save before 2020: five pickles, then the storages in the order of the last."""
-    file = io.BytesIO(source[:MAX_HEADER])
-    magic, _, system = (unpickle(file) for _ in range(3))
-    if magic != 0x1950A86A20F9469CFC6C or system["little_endian"] is not True:
-        raise ValueError("neither a zip nor pickles of torch.save")
-    content, places = state_dict(file), {}
-    sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
-    ops = pickletools.genops(file)
-    keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
-    end = file.tell()
-    for key in keys:  # 8 bytes with the count of the numbers, then the numbers
-        places[key] = end + 8, sizes[key]
-        end += 8 + sizes[key]
-    if end != len(source):
-        raise ValueError(f"its storages end at byte {end}, the file at {len(source)}: cut off?")
-    return content, places
-
-
 def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
-    """What torch.save wrote, each tensor within its storage. Raises ValueError, LookupError, ..."""
-    is_zip = source[:4] == b"PK\3\4"
-    content, places = zip_state_dict(source) if is_zip else legacy_state_dict(source)
+    """What torch.save wrote: a zip of a pickle and of storages, or, until 2020, these in a row."""
+    if source[:4] == b"PK\3\4":
+        files = zip_files(source)
+        (pickled,) = (name for name in files if name.endswith("/data.pkl"))
+        folder = pickled.removesuffix("data.pkl")
+        start, size = files.get(f"{folder}byteorder", (0, 0))
+        if source[start : start + min(size, 9)] not in (b"", b"little"):
+            raise ValueError("its numbers are big-endian")
+        start, size = files[pickled]
+        content = state_dict(io.BytesIO(source[start : start + min(size, MAX_HEADER)]))
+        places = {t.key: files[f"{folder}data/{t.key}"] for t in content.values()}
+    else:  # a magic number, a version, what wrote it, the tensors, the storages' names
+        head = io.BytesIO(source[:MAX_HEADER])
+        magic, _, system = (unpickle(head) for _ in range(3))
+        if magic != 0x1950A86A20F9469CFC6C or system["little_endian"] is not True:
+            raise ValueError("neither a zip nor pickles of torch.save")
+        content, places = state_dict(head), {}
+        sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
+        ops = pickletools.genops(head)
+        keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
+        end = head.tell()
+        for key in keys:  # 8 bytes with the count of the numbers, then the numbers
+            places[key] = end + 8, sizes[key]
+            end += 8 + sizes[key]
+        if end != len(source):
+            raise ValueError(f"its storages end at byte {end}, the file at {len(source)}: cut off?")
     weights = {}
     for name, t in content.items():
         item, (start, size) = DENSE[t.ggml_type].itemsize, places[t.key]
@@ -1783,15 +1774,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
-SAMPLE_TEXTS = (  # what normalisation, prefixes and unknown characters show in
-    *("", " ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "\u2581\u2581a \u2581"),
-    *(
-        "\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5",
-        "\u4e16\u754c \u0645\u0631",
-        "a" * 99,
-    ),
-    *("\0\x01\x7f\u200b\u00ad\ufeff\u2028", "\U0001f469\u200d\U0001f680", "<s></s><unk><0x0A>"),
-)
+SAMPLE_TEXTS = ["", "  ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "a" * 99]
+SAMPLE_TEXTS += ["\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5", "\u2581\u2581a \u2581"]
+SAMPLE_TEXTS += [
+    "\0\x01\x7f\u200b\u00ad\ufeff\u2028",
+    "\u4e16 \U0001f469\u200d\U0001f680",
+    "<s><unk>",
+]
 
 
 def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
@@ -1807,6 +1796,16 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> Non
         ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
         if not same(ours, theirs):
             raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
+    vocabulary = dict(read_fields(tokenizer.sp.serialized_model_proto()))
+    trainer, normalizer = dict(read_fields(vocabulary[2])), dict(read_fields(vocabulary[3]))
+    for problem, found in (
+        ("a model of Unigram, words or characters, not of BPE", trainer.get(3, 1) != 2),
+        ("spaces at the end of words", trainer.get(24)),
+        (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
+        ("denormalisation", dict(read_fields(vocabulary.get(5, b""))).get(2)),
+    ):
+        if found:
+            raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
     rebuilt = saved.tokenizer()
     pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
     pieces = [piece.replace("\u2581", " ") for piece in pieces]
@@ -2398,7 +2397,7 @@ def read_chat_template(path: Path) -> str:
     file = path / "tokenizer_config.json"
     template = read_json(file).get("chat_template") if file.exists() else None
     if isinstance(template, list):  # of several with names
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")

@@ -288,7 +288,7 @@ def test_what_ends_an_answer_cannot_be_typed(tokenizers, name, tokens, ids, text
             llama2.encode_chat(tokenizer, dialogue(where.format(text)), name)
     innocent = llama2.encode_chat(tokenizer, dialogue(where.format("")), name)
     for text in ("</s>", "<s>", "[INST]", "[/INST]", "<|im_end|>", "<|im_start|>", "<|user|>"):
-        if text not in texts and tokenizer.special_id(text) != 32001 or text in ("</s>", "<s>"):
+        if text not in texts:
             found = llama2.encode_chat(tokenizer, dialogue(where.format(text)), name)
             for control in (1, 2, 32000, 32001):
                 assert found.count(control) == innocent.count(control), text
@@ -453,7 +453,7 @@ def test_damaged_tokenizer_model_is_named(tmp_path, real, content, capfd):
         content, content
     )
     (tmp_path / "tokenizer.model").write_bytes(data)
-    with pytest.raises(ValueError, match="not a SentencePiece model|file is empty") as caught:
+    with pytest.raises(ValueError, match="not a SentencePiece model|empty") as caught:
         llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
     assert str(tmp_path / "tokenizer.model") in str(caught.value)
     assert "\n" not in str(caught.value) and capfd.readouterr().err == ""
