@@ -823,7 +823,7 @@ def test_sections_refer_upwards():
         downwards |= {(user, name) for name in below}
     # A checkpoint knows how to make its tokenizer, a plan how many tokens are computed at once.
     known = {(f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")}
-    known |= {("gguf_checkpoint", "gguf_stop_ids"), ("hf_checkpoint", "read_chat_template")}
+    known |= {("gguf_config", "gguf_stop_ids"), ("hf_checkpoint", "read_chat_template")}
     known |= {("memory_plan", "PREFILL_CHUNK"), ("accelerate", "CompiledLinear")}
     assert downwards <= known
 
@@ -1108,16 +1108,6 @@ def test_split_files(split_paths, model):
     split_paths[2].unlink()
     with pytest.raises(FileNotFoundError, match="00003-of-00003"):
         llama2.open_checkpoint(split_paths[0])
-
-
-@torch.no_grad()
-def test_fused_qkv(tmp_path, keys, tensors, model):
-    fused = dict(tensors)
-    for layer in range(2):
-        parts = [fused.pop(f"blk.{layer}.attn_{letter}.weight") for letter in "qkv"]
-        fused[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
-    path = write_gguf(tmp_path / "x.gguf", keys, fused)
-    assert_close(logits_of(path), model(TOKENS[:2, :24]), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
