@@ -1092,16 +1092,6 @@ def test_split_files(split_paths, model):
         llama2.open_checkpoint(split_paths[0])
 
 
-@torch.no_grad()
-def test_fused_qkv(tmp_path, keys, tensors, model):
-    fused = dict(tensors)
-    for layer in range(2):
-        parts = [fused.pop(f"blk.{layer}.attn_{letter}.weight") for letter in "qkv"]
-        fused[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
-    path = write_gguf(tmp_path / "x.gguf", keys, fused)
-    assert_close(logits_of(path), model(TOKENS[:2, :24]), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
 @torch.no_grad()
