@@ -977,6 +977,14 @@ def check_gguf(file: GGUF, tensors: dict[str, Weight]) -> None:
             raise ValueError(f"{file.path}: {found}") from None
 
 
+def gguf_stop_ids(file: GGUF) -> tuple[int, ...]:
+    """The ids that end a text besides EOS: the end of a turn, of a message."""
+    eos = file.get("tokenizer.ggml.eos_token_id", int, 2)
+    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = dict.fromkeys(file.get(key, int, eos) for key in keys)
+    return tuple(token_id for token_id in ids if token_id != eos)
+
+
 def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
     """The configuration that a GGUF file's keys and the shapes of its tensors tell; or ValueError."""
     get = file.get
@@ -1796,16 +1804,6 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> Non
         ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
         if not same(ours, theirs):
             raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
-    vocabulary = dict(read_fields(tokenizer.sp.serialized_model_proto()))
-    trainer, normalizer = dict(read_fields(vocabulary[2])), dict(read_fields(vocabulary[3]))
-    for problem, found in (
-        ("a model of Unigram, words or characters, not of BPE", trainer.get(3, 1) != 2),
-        ("spaces at the end of words", trainer.get(24)),
-        (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
-        ("denormalisation", dict(read_fields(vocabulary.get(5, b""))).get(2)),
-    ):
-        if found:
-            raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
     rebuilt = saved.tokenizer()
     pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
     pieces = [piece.replace("\u2581", " ") for piece in pieces]
@@ -1921,14 +1919,6 @@ def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             size = {1: 8, 5: 4}.get(wire_type) or read_varint()
             at += size
             yield field, data[at - size : at]
-
-
-def gguf_stop_ids(gguf: GGUF) -> tuple[int, ...]:
-    """The ids that end a text besides EOS: the end of a turn, of a message."""
-    eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
-    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = dict.fromkeys(gguf.get(key, int, eos) for key in keys)
-    return tuple(token_id for token_id in ids if token_id != eos)
 
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
@@ -2131,7 +2121,20 @@ class Tokenizer:
         return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
 
     def vocabulary(self, count: int) -> dict[str, Any]:
-        """By the keys of GGUF, filled up to `count` pieces with unused ones."""
+        """By the keys of GGUF, filled up to `count` pieces with unused ones.
+
+        Raises ValueError for what SentencePiece can and a GGUF file of this type cannot.
+        """
+        model = dict(read_fields(self.sp.serialized_model_proto()))
+        trainer, normalizer = dict(read_fields(model[2])), dict(read_fields(model[3]))
+        for problem, found in (
+            ("Unigram, words or characters instead of BPE", trainer.get(3, 1) != 2),
+            ("spaces at the end of words", trainer.get(24)),
+            (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
+            ("denormalisation", dict(read_fields(model.get(5, b""))).get(2)),
+        ):
+            if found:
+                raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
         sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
         pieces = sp.id_to_piece([*range(self.vocab_size)])
         for i, token_type in enumerate(types):
