@@ -39,28 +39,33 @@ import datetime
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import mmap
 import os
+import pickletools
 import re
+import secrets
 import shlex
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -673,7 +678,7 @@ def last_name(name: str) -> str:
 
 @dataclass
 class Weight:
-    """One tensor of a checkpoint where it lies: mapped files, read when data or dense is asked for.
+    """One tensor of a checkpoint where it lies: in mapped files, read by read() or dense().
 
     Its shards are uint8 (rows, bytes per row), joined along `axis`: Meta's checkpoints have several.
     """
@@ -683,7 +688,7 @@ class Weight:
     shards: list[Tensor]
     axis: int = 0
     hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
-    source: mmap.mmap | None = None  # the file that the shards are mapped from, at their offsets
+    source: mmap.mmap | None = None  # the file that the one shard is mapped from, at its offset
 
     @property
     def block(self) -> tuple[int, int]:
@@ -697,34 +702,36 @@ class Weight:
         """Its size in the file."""
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
-    @property
-    def data(self) -> Tensor:
-        """uint8 (rows, bytes per row) in Meta's order: the mapped file if nothing has to move."""
+    def read(self) -> Tensor:
+        """uint8 (rows, bytes per row) in Meta's order: the mapped file itself if nothing moves."""
         data = self.shards[0] if len(self.shards) == 1 else torch.cat(self.shards, self.axis)
         if self.hf_head_dim:  # each head's rows 0, 2, 4, ... before 1, 3, 5, ...
             heads = data.unflatten(0, (-1, 2, self.hf_head_dim // 2))
             data = heads.transpose(1, 2).flatten(0, 2)
         data = data.contiguous()
-        if data.data_ptr() != self.shards[0].data_ptr():  # columns: a copy
+        if data.storage_offset() % DENSE.get(self.ggml_type, torch.float16).itemsize:
+            data = data.clone()  # old safetensors files do not align their tensors
+        if data.data_ptr() != self.shards[0].data_ptr():
             self.release()
         return data
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
         """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads no others."""
-        shape, shards = list(self.shape), []
+        shape, shards, offset = list(self.shape), [], 0
         shape[axis] = stop - start
-        if axis == 1:
-            start, stop = (i // self.block[0] * self.block[1] for i in (start, stop))
+        block, size = self.block if axis == 1 else (1, 1)
+        begin, end = start // block * size, stop // block * size  # in rows, or in bytes of a row
         for shard in self.shards:
-            shards.append(shard[start:stop] if axis == 0 else shard[:, start:stop])
+            span = slice(max(begin - offset, 0), max(end - offset, 0))
+            shards.append(shard[span] if axis == 0 else shard[:, span])
             if axis == self.axis:  # the next shard begins where this one ends
-                start, stop = (max(i - shard.shape[axis], 0) for i in (start, stop))
+                offset += shard.shape[axis]
         return replace(self, shape=tuple(shape), shards=[s for s in shards if s.numel()])
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a dense tensor, converted a few rows at a time; mapped if it fits as is."""
-        rows = self.data
-        if DENSE.get(self.ggml_type) == dtype and rows.storage_offset() % dtype.itemsize == 0:
+        rows = self.read()
+        if DENSE.get(self.ggml_type) == dtype:
             return rows.view(dtype).view(self.shape).to(device)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         flat = out.view(len(rows), -1)
@@ -735,11 +742,12 @@ class Weight:
         return out
 
     def release(self) -> None:
-        """After a copy was made: what was read for it need not stay in memory beside it."""
+        """Drop the source's pages after copying: they need not stay in memory beside the copy."""
         if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
             for shard in self.shards:
-                start = shard.storage_offset() // mmap.PAGESIZE * mmap.PAGESIZE
-                stop = shard.storage_offset() + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
+                start = int(shard.storage_offset())
+                stop = start + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
+                start = start // mmap.PAGESIZE * mmap.PAGESIZE
                 self.source.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
@@ -747,39 +755,78 @@ class Weight:
 class Checkpoint:
     """What a model file or directory holds, its tensors still unread."""
 
-    form: str  # such as "GGUF version 3"
+    format: str  # such as "GGUF version 3"
     config: Config
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
+    context_limit: str = "the model's context"  # what ends it; empty where no file tells
+
+    def allow_context(self, context: int) -> Checkpoint:
+        """The same for `context` tokens at least. ValueError beyond what the model can."""
+        most = self.config.max_position_embeddings
+        if context < 1 or (context > most and self.context_limit):
+            limit = self.context_limit or "or more"
+            raise ValueError(f"--context {context}; accepted is 1 to {most}, {limit}")
+        return replace(
+            self, config=replace(self.config, max_position_embeddings=max(context, most))
+        )
 
 
-def lookup(path: Path, settings: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """The value of `key`, checked to be of `kind`; needed if it has no default. ValueError."""
+# What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
+# has 1137 tensors, 160 KB of JSON or pickle, and less than a million tokens and merges.
+MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
+MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
+MAX_METADATA = 2**24  # bytes of a GGUF before its tensors; of a tokenizer.model
+MAX_VALUES = 2**21  # in all arrays of a GGUF's metadata
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """A file's bytes, private and writable. What is no regular file is never opened: it may block."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: not a regular file")
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path}: damaged: the file is empty")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
+    """The bytes of a regular file that is neither empty nor longer than `limit`; else ValueError."""
+    content = map_file(path)
+    if len(content) > limit:
+        raise ValueError(f"{path}: {len(content)} bytes; accepted are up to {limit}")
+    return content[:]
+
+
+def map_weight(source: mmap.mmap, ggml_type: str, shape: tuple[int, ...], start: int) -> Weight:
+    """The tensor that lies in a mapped file from byte `start`. ValueError beyond the file's end."""
+    weight = Weight(ggml_type, shape, [], source=source)
+    end = start + weight.nbytes
+    if end > len(source):
+        raise ValueError(f"it ends at byte {end}, the file at {len(source)}: cut off?")
+    rows = torch.frombuffer(source, dtype=torch.uint8)[start:end]
+    weight.shards.append(rows.view(math.prod(shape[:-1]), -1))
+    return weight
+
+
+def lookup(
+    path: Path, settings: dict[str, Any], key: str, expected: type, default: Any = None
+) -> Any:
+    """The value of `key`, of the `expected` type; needed if it has no default. ValueError."""
     value = settings.get(key)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"{path}: the key {key} is missing")
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    if fits and kind in (int, float):  # within what float32 can hold
+    fits = isinstance(value, (int, float) if expected is float else expected)
+    if fits and expected in (int, float):  # within what float32 can hold
         fits = not isinstance(value, bool) and abs(value) < 1e38
     if not fits:
-        raise ValueError(f"{path}: {key} is {str(value)[:40]!r}, not {kind.__name__}")
+        raise ValueError(f"{path}: {key} is {str(value)[:40]!r}, not {expected.__name__}")
     return value
 
 
-def ggml_type(number: int, item: str) -> tuple[str, int, int]:
-    """A ggml type's name, its elements and its bytes per block."""
-    import gguf
-
-    try:
-        kind = gguf.GGMLQuantizationType(number)
-    except ValueError:
-        raise ValueError(f"{item} has the unknown type {number}") from None
-    return kind.name, *gguf.GGML_QUANT_SIZES[kind]
-
-
-GGUF_SCALARS = dict(enumerate("BbHhIif?--Qqd"))  # value type -> struct letter
+GGUF_SCALARS = {i: letter for i, letter in enumerate("BbHhIif?--Qqd") if letter != "-"}  # to struct
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
 
@@ -791,12 +838,8 @@ class GGUF:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self.offset = Path(path), 0
-        with self.path.open("rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            if self.size < 24:
-                raise ValueError(f"{self.path}: {self.size} bytes are too few for a GGUF file")
-            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
+        self.bytes = map_file(self.path)
         magic, self.version = self.unpack("4sI", "header")
         if magic != b"GGUF":
             raise ValueError(f"{self.path}: starts with {magic!r}, not with b'GGUF'")
@@ -804,160 +847,162 @@ class GGUF:
             known = "2 and 3, little-endian, are read"
             raise ValueError(f"{self.path}: GGUF version {self.version:#x}; {known}")
         tensor_count, key_count = self.unpack("QQ", "header")
+        if max(tensor_count, key_count) > MAX_ENTRIES:
+            found = f"{tensor_count} tensors and {key_count} keys"
+            raise ValueError(f"{self.path}: {found}; accepted are up to {MAX_ENTRIES} of each")
         self.metadata: dict[str, Any] = {}
         for i in range(key_count):
             key = self.string(f"key {i} of {key_count}")
             if key in self.metadata:
                 raise ValueError(f"{self.path}: the key {key!r} stands twice")
-            (kind,) = self.unpack("I", key)
-            self.metadata[key] = self.value(kind, key)
+            (value_type,) = self.unpack("I", key)
+            self.metadata[key] = self.value(value_type, key)
         infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
         align = self.get("general.alignment", int, 32)
         if not 8 <= align <= 2**20 or align & (align - 1):  # as gguf.md has it
             raise ValueError(f"{self.path}: general.alignment is {align}, no power of 2 from 8")
         base = end = -(-self.offset // align) * align
-        whole = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self.tensors: dict[str, Weight] = {}
-        for name, kind, shape, row_bytes, offset in sorted(infos, key=lambda info: info[-1]):
-            size, start = math.prod(shape[:-1]) * row_bytes, base + offset
+        for name, type_name, shape, offset in sorted(infos, key=lambda info: info[-1]):
             if name in self.tensors:
                 raise ValueError(f"{self.path}: the tensor {name!r} stands twice")
-            if offset % align or start < end:
+            if offset % align or base + offset < end:
                 raise ValueError(f"{self.path}: {name}: offset {offset} overlaps or is not aligned")
-            end = start + size
-            if end > self.size:
-                raise ValueError(
-                    f"{self.path}: {name} ends at byte {end}, the file at {self.size}: cut off?"
-                )
-            rows = whole[start:end].view(-1, row_bytes)
-            self.tensors[name] = Weight(kind, shape, [rows], source=self.bytes)
+            try:
+                weight = map_weight(self.bytes, type_name, shape, base + offset)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {name}: {error}") from None
+            self.tensors[name], end = weight, base + offset + weight.nbytes
+
+    def take(self, size: int, item: str) -> int:
+        """Go on by `size` bytes; where they begin. ValueError beyond the file or MAX_METADATA."""
+        start, self.offset = self.offset, self.offset + size
+        if self.offset > min(len(self.bytes), MAX_METADATA):
+            whole = f"the end of the file or of {MAX_METADATA} bytes of metadata"
+            raise ValueError(f"{self.path}: {item} needs {size} bytes more, beyond {whole}")
+        return start
 
     def unpack(self, letters: str, item: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
-        try:
-            values = struct.unpack_from("<" + letters, self.bytes, self.offset)
-        except struct.error:
-            raise ValueError(f"{self.path}: the file ends inside {item}") from None
-        self.offset += struct.calcsize("<" + letters)
-        return values
+        letters = "<" + letters
+        return struct.unpack_from(letters, self.bytes, self.take(struct.calcsize(letters), item))
 
     def string(self, item: str) -> str:
         """The next string: a length of 8 bytes and UTF-8."""
         (size,) = self.unpack("Q", item)
-        end = self.offset + size
-        if end > self.size:
-            raise ValueError(
-                f"{self.path}: {item} is {size} bytes long, beyond the end of the file"
-            )
-        text, self.offset = self.bytes[self.offset : end], end
+        start = self.take(size, item)
+        text = self.bytes[start : self.offset]
         try:
             return text.decode()
         except UnicodeDecodeError:
             raise ValueError(f"{self.path}: {item} is not UTF-8: {text[:40]!r}") from None
 
-    def value(self, kind: int, item: str) -> Any:
+    def value(self, value_type: int, item: str) -> Any:
         """The next metadata value: a number, a string or a list of either."""
-        if kind == GGUF_STRING:
+        if value_type == GGUF_STRING:
             return self.string(item)
-        if kind in GGUF_SCALARS and GGUF_SCALARS[kind] != "-":
-            return self.unpack(GGUF_SCALARS[kind], item)[0]
-        if kind != GGUF_ARRAY:
-            raise ValueError(f"{self.path}: {item} has the unknown value type {kind}")
-        kind, count = self.unpack("IQ", item)
-        if kind == GGUF_STRING and count <= (self.size - self.offset) // 8:
+        if value_type in GGUF_SCALARS:
+            return self.unpack(GGUF_SCALARS[value_type], item)[0]
+        if value_type != GGUF_ARRAY:
+            raise ValueError(f"{self.path}: {item} has the unknown value type {value_type}")
+        value_type, count = self.unpack("IQ", item)
+        self.values_left -= count
+        if self.values_left < 0 or value_type not in (*GGUF_SCALARS, GGUF_STRING):
+            found = f"an array of {count} values of type {value_type}"
+            raise ValueError(f"{self.path}: {item} is {found}")
+        if value_type == GGUF_STRING:
             return [self.string(item) for _ in range(count)]
-        letter = GGUF_SCALARS.get(kind, "-")
-        if letter == "-" or count * struct.calcsize(letter) > self.size - self.offset:
-            raise ValueError(f"{self.path}: {item} is an array of {count} values of type {kind}")
-        return list(self.unpack(f"{count}{letter}", item))
+        return list(self.unpack(f"{count}{GGUF_SCALARS[value_type]}", item))
 
-    def tensor_info(self, item: str) -> tuple[str, str, tuple[int, ...], int, int]:
-        """The next entry of the tensor table: name, type, shape, bytes per row, data offset."""
+    def tensor_info(self, item: str) -> tuple[str, str, tuple[int, ...], int]:
+        """The next entry of the tensor table: name, ggml type, shape, offset in the data."""
+        import gguf
+
         name = self.string(item)
         (n_dims,) = self.unpack("I", name)
         if not 1 <= n_dims <= 4:
             raise ValueError(f"{self.path}: {name} has {n_dims} dimensions; 1 to 4 are possible")
         dims = self.unpack(f"{n_dims}Q", name)  # the fastest comes first
-        kind, offset = self.unpack("IQ", name)
-        type_name, block, block_bytes = ggml_type(kind, f"{self.path}: {name}")
-        if dims[0] % block or not all(0 < n < 2**31 for n in dims):
-            raise ValueError(f"{self.path}: {name} of type {type_name} has the sizes {list(dims)}")
-        return name, type_name, dims[::-1], dims[0] // block * block_bytes, offset
+        number, offset = self.unpack("IQ", name)
+        try:
+            ggml_type = gguf.GGMLQuantizationType(number)
+        except ValueError:
+            raise ValueError(f"{self.path}: {name} has the unknown type {number}") from None
+        if dims[0] % gguf.GGML_QUANT_SIZES[ggml_type][0] or not all(0 < n < 2**31 for n in dims):
+            found = f"{name} of type {ggml_type.name} has the sizes {list(dims)}"
+            raise ValueError(f"{self.path}: {found}")
+        return name, ggml_type.name, dims[::-1], offset
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The metadata value of `key`, checked to be of `kind`; needed if it has no default."""
-        return lookup(self.path, self.metadata, key, kind, default)
+    def get(self, key: str, expected: type, default: Any = None) -> Any:
+        """The metadata value of `key`, checked as lookup() does."""
+        return lookup(self.path, self.metadata, key, expected, default)
 
 
-def gguf_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
-    gguf = GGUF(path)
-    get, tensors = gguf.get, dict(gguf.tensors)
-    parts = get("split.count", int, 1)
+def gguf_tensors(file: GGUF) -> dict[str, Weight]:
+    """The tensors of a GGUF file, of all parts if it is the first of a split one; else ValueError."""
+    tensors, parts = dict(file.tensors), file.get("split.count", int, 1)
     if parts > 1:
-        stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", gguf.path.name)
-        if get("split.no", int, 0) or not is_first:
-            raise ValueError(
-                f"{gguf.path}: one of {parts} parts; give NAME-00001-of-{parts:05}.gguf"
-            )
+        stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
+        if file.get("split.no", int, 0) or not is_first:
+            name = f"NAME-00001-of-{parts:05}.gguf"
+            raise ValueError(f"{file.path}: one of {parts} parts; give {name}")
         for i in range(2, parts + 1):
-            part = GGUF(gguf.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
+            part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
-                raise ValueError(f"{part.path}: not part {i} of {gguf.path}")
+                raise ValueError(f"{part.path}: not part {i} of {file.path}")
             tensors |= part.tensors
+    return tensors
 
-    fail = f"{gguf.path}: this is not a Llama 2 model: "
-    architecture = get("general.architecture", str)
-    if architecture != "llama" or get("general.type", str, "model") != "model":
-        raise ValueError(
-            f"{fail}architecture {architecture!r}, type {get('general.type', str, 'model')!r}"
-        )
-    if get("llama.expert_count", int, 0):
-        raise ValueError(f"{fail}a mixture of {get('llama.expert_count', int)} experts")
+
+def check_gguf(file: GGUF, tensors: dict[str, Weight]) -> None:
+    """Raises ValueError for what is no model of Llama 2's family, and for types that hold no weights."""
+    get, refused = file.get, f"{file.path}: this is not a Llama 2 model: "
+    architecture, purpose = get("general.architecture", str), get("general.type", str, "model")
+    if architecture != "llama" or purpose != "model":
+        raise ValueError(f"{refused}architecture {architecture!r}, type {purpose!r}")
+    experts = get("llama.expert_count", int, 0)
+    if experts:
+        raise ValueError(f"{refused}a mixture of {experts} experts")
     vocabulary = get("tokenizer.ggml.model", str)
     if vocabulary != "llama":
-        raise ValueError(f"{fail}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
-    for kind, name in {weight.ggml_type: name for name, weight in tensors.items()}.items():
+        raise ValueError(f"{refused}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
+    scaling = get("llama.rope.scaling.type", str, "linear")
+    if scaling not in ("none", "linear"):
+        raise ValueError(f"{refused}RoPE scaling {scaling!r}; accepted are 'none' and 'linear'")
+    for name, weight in {weight.ggml_type: (n, weight) for n, weight in tensors.items()}.values():
         try:
-            dequantize(tensors[name].data[:1], kind)
+            dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
         except NotImplementedError:
-            raise ValueError(f"{gguf.path}: {name} is of type {kind}, which is no weight") from None
+            found = f"{name} is of type {weight.ggml_type}, which is no weight"
+            raise ValueError(f"{file.path}: {found}") from None
+
+
+def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
+    """The configuration that a GGUF file's keys and the shapes of its tensors tell; or ValueError."""
+    get = file.get
 
     def count(key: str, default: int | None = None) -> int:
-        value = gguf.metadata.get(key, default)  # some counts may be given for each layer
+        value = file.metadata.get(key, default)  # some counts may be given for each layer
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if type(value) is int:
             return value
-        raise ValueError(f"{gguf.path}: {key} is {str(value)[:40]}; accepted is one number")
+        raise ValueError(f"{file.path}: {key} is {str(value)[:40]}; accepted is one number")
 
     hidden, heads = count("llama.embedding_length"), count("llama.attention.head_count")
     head_dim = hidden // max(heads, 1)
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
-        if count(f"llama.{key}", head_dim) != head_dim:
-            found = count(f"llama.{key}")
-            raise ValueError(f"{fail}llama.{key} is {found}, not the head size {head_dim}")
-    scaling = get("llama.rope.scaling.type", str, "linear")
-    if scaling not in ("none", "linear"):
-        raise ValueError(f"{fail}RoPE scaling {scaling!r}; accepted are 'none' and 'linear'")
+        found = count(f"llama.{key}", head_dim)
+        if found != head_dim:
+            raise ValueError(f"{file.path}: llama.{key} is {found}, not the head size {head_dim}")
     factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
-    divisors = tensors.pop("rope_freqs.weight", None)
-    if divisors:
-        divisors = tuple(divisors.dense(torch.float32, "cpu").flatten().tolist())
-    for name in [name for name in tensors if name.endswith(".attn_qkv.weight")]:
-        fused = tensors.pop(name)  # the rows of q, k and v in one tensor
-        kv_rows = (fused.shape[0] - hidden) // 2
-        if len(fused.shape) != 2 or kv_rows < 1 or hidden < 1 or fused.shape[0] % 2 != hidden % 2:
-            raise ValueError(f"{gguf.path}: {name} is {list(fused.shape)}; hidden size {hidden}")
-        for letter, start, rows in zip(
-            "qkv", (0, hidden, hidden + kv_rows), (hidden, kv_rows, kv_rows)
-        ):
-            tensors[name.replace("qkv", letter)] = fused.part(0, start, start + rows)
-    vocab_size = matrix_shape(tensors, "token_embd", gguf.path)[0]
+    if get("llama.rope.scaling.type", str, "linear") == "none":
+        factor = 1.0
+    vocab_size = matrix_shape(tensors, "token_embd", file.path)[0]
     tokens = len(get("tokenizer.ggml.tokens", list))
     if tokens != vocab_size:
-        raise ValueError(f"{gguf.path}: {tokens} tokens but {vocab_size} embedding rows")
-    config = Config(
+        raise ValueError(f"{file.path}: {tokens} tokens but {vocab_size} embedding rows")
+    return Config(
         hidden_size=hidden,
         intermediate_size=count("llama.feed_forward_length"),
         num_hidden_layers=count("llama.block_count"),
@@ -967,18 +1012,35 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         max_position_embeddings=count("llama.context_length"),
         rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
         rope_theta=get("llama.rope.freq_base", float, 10000.0),
-        rope_scaling_factor=1.0 if scaling == "none" else factor or 1.0,
-        rope_freq_factors=divisors,
+        rope_scaling_factor=factor or 1.0,
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=get("tokenizer.ggml.bos_token_id", int, 1),
         eos_token_id=get("tokenizer.ggml.eos_token_id", int, 2),
+        stop_token_ids=gguf_stop_ids(file),
     )
+
+
+def gguf_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
+    file = GGUF(path)
+    tensors = gguf_tensors(file)
+    check_gguf(file, tensors)
+    divisors = tensors.pop("rope_freqs.weight", None)
+    config = gguf_config(file, tensors)
+    weights = rename(tensors, 1, config, path)
+    if divisors is not None:
+        if divisors.shape != (config.head_dim // 2,):
+            found = f"rope_freqs.weight is {list(divisors.shape)}"
+            raise ValueError(f"{path}: {found}; needed is {[config.head_dim // 2]}")
+        factors = divisors.dense(torch.float32).tolist()
+        config = replace(config, rope_freq_factors=tuple(factors))
+    parts = file.get("split.count", int, 1)
     return Checkpoint(
-        form=f"GGUF version {gguf.version}" + f", {parts} parts" * (parts > 1),
+        format=f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1),
         config=config,
-        weights=rename(tensors, 1, config, path),
-        tokenizer=lambda: Tokenizer.from_gguf(gguf),
-        chat_template=get("tokenizer.chat_template", str, ""),
+        weights=weights,
+        tokenizer=lambda: Tokenizer.from_gguf(file),
+        chat_template=file.get("tokenizer.chat_template", str, ""),
     )
 
 
@@ -990,31 +1052,35 @@ def matrix_shape(tensors: dict[str, Weight], name: str, path: Path) -> tuple[int
     return weight.shape
 
 
-def name_map(form: int, config: Config) -> Iterator[tuple[str, str]]:
-    """The name of each tensor here and in column `form` of NAMES."""
+def name_map(column: int, config: Config) -> Iterator[tuple[str, str]]:
+    """The name of each tensor here and in a column of NAMES."""
     for row in NAMES:
         for layer in range(config.num_hidden_layers) if "{}" in row[0] else (0,):
-            yield row[0].format(layer) + ".weight", row[form].format(layer) + ".weight"
+            yield row[0].format(layer) + ".weight", str(row[column]).format(layer) + ".weight"
 
 
 def rename(
-    tensors: dict[str, Weight], form: int, config: Config, path: str | Path
+    tensors: dict[str, Weight], column: int, config: Config, path: str | Path
 ) -> dict[str, Weight]:
-    """Translate names by column `form` of NAMES. ValueError unless all names and shapes fit."""
+    """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(tensors):  # before anything that size is built
         raise ValueError(f"{path}: {config.num_hidden_layers} layers but {len(tensors)} tensors")
     with torch.device("meta"):  # all layers are like the first
         first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
     theirs, wanted = {}, {}
-    for ours, their in name_map(form, config):
+    for ours, their in name_map(column, config):
         parameter = first.get(re.sub(r"^layers\.\d+", "layers.0", ours))
         if parameter is not None:
             theirs[their], wanted[ours] = ours, tuple(parameter.shape)
-    missing, unknown = theirs.keys() - tensors.keys(), tensors.keys() - theirs.keys()
-    if missing or unknown:
-        problem, names = ("missing", missing) if missing else ("unknown", unknown)
-        listed = ", ".join(sorted(names)[:5]) + ", ..." * (len(names) > 5)
-        raise ValueError(f"{path}: {len(names)} tensors are {problem}: {listed}")
+    problems = []
+    for problem, names in (
+        ("unknown", tensors.keys() - theirs.keys()),
+        ("missing", theirs.keys() - tensors.keys()),
+    ):
+        listed = ", ".join(name[:60] for name in sorted(names)[:4]) + ", ..." * (len(names) > 4)
+        problems += [f"{len(names)} tensors are {problem}: {listed}"] if names else []
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
     for name, ours in theirs.items():
         if tensors[name].shape != wanted[ours]:
             shape = list(tensors[name].shape)
@@ -1022,58 +1088,264 @@ def rename(
     return {ours: tensors[name] for name, ours in theirs.items()}
 
 
+def parse_json(text: bytes) -> dict[str, Any]:
+    """A JSON object in which no key stands twice. Raises ValueError or RecursionError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key stands twice")
+        return found
+
+    content = json.loads(text, object_pairs_hook=unique)
+    if type(content) is not dict:
+        raise ValueError(f"it is of type {type(content).__name__}")
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError on anything else."""
+    """A file's JSON object. Raises ValueError on anything else."""
+    text = read_file(path)
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError, RecursionError) as error:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON object: {error}") from None
 
 
 def read_tensors(path: Path) -> dict[str, Weight]:
-    """What a .safetensors file or one of torch.save holds, mapped (the oldest of torch: read).
+    """What a .safetensors file or one of torch.save holds, mapped. Nothing in it is executed.
 
-    Nothing in it is executed. Raises ValueError on damaged files and on anything but dense tensors.
+    Raises ValueError on damaged files and on anything but matrices and vectors.
     """
-    import gguf
-
+    source = map_file(path)
+    read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     try:
-        if path.suffix == ".safetensors":
-            content, size = {}, path.stat().st_size
-            for name, t in gguf.utility.SafetensorsLocal(path).tensors.items():
-                start, stop = t.data_range.offset, t.data_range.offset + t.data_range.size
-                if t.dtype not in DENSE or not 8 < start < stop <= size:
-                    raise ValueError(f"{name}: {t.dtype}, bytes {start} to {stop} of {size}")
-                content[name] = torch.from_numpy(t.mmap_bytes()).view(DENSE[t.dtype]).view(t.shape)
-        else:
-            mapped = zipfile.is_zipfile(path)
-            if mapped and any(file.compress_type for file in zipfile.ZipFile(path).infolist()):
-                raise ValueError("compressed, as torch.save never does")  # by how much, who knows
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (FileNotFoundError, PermissionError, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 (a damaged or hostile file may cause any)
-        reason = str(error).partition("\n")[0][:120]
+        return read(source)
+    except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
+        reason = str(error)[:160]
         raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
-    weights, kinds = {}, {dtype: kind for kind, dtype in DENSE.items()}
-    for name, t in content.items() if isinstance(content, dict) else [("the content", content)]:
-        plain = isinstance(t, Tensor) and t.layout == torch.strided and t.device.type == "cpu"
-        plain = plain and t.dtype in kinds and t.dim() in (1, 2) and t.is_contiguous()
-        if not plain or not t.numel() or not isinstance(name, str):
-            found = f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-            accepted = f"contiguous matrices and vectors of {', '.join(DENSE)}"
-            raise ValueError(f"{path}: {name} is {found}; accepted are {accepted}")
-        rows = t.detach().view(-1, t.shape[-1]).view(torch.uint8)
-        weights[name] = Weight(kinds[t.dtype], tuple(t.shape), [rows])
-    if sum(weight.nbytes for weight in weights.values()) > 2 * path.stat().st_size:
-        raise ValueError(f"{path}: its tensors share bytes")  # embed_tokens and lm_head may
+
+
+def check_tensor(name: str, ggml_type: Any, shape: Sequence[Any]) -> None:
+    """Raises ValueError unless it is a matrix or a vector of a type that we read."""
+    fits = len(shape) in (1, 2) and all(type(n) is int and 0 < n < 2**31 for n in shape)
+    if not fits or ggml_type not in DENSE:
+        found, accepted = f"{ggml_type} {list(shape)}", ", ".join(DENSE)
+        raise ValueError(f"{name} is {found}; accepted are matrices and vectors of {accepted}")
+
+
+def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
+    """Hugging Face's format: the size of a header, the header in JSON, the tensors without gaps."""
+    size = int.from_bytes(source[:8], "little")
+    if not size <= min(len(source) - 8, MAX_HEADER):
+        raise ValueError(f"a header of {size} bytes; accepted are up to {MAX_HEADER}")
+    header = parse_json(source[8 : 8 + size])
+    header.pop("__metadata__", None)
+    if len(header) > MAX_ENTRIES:
+        raise ValueError(f"{len(header)} tensors; accepted are up to {MAX_ENTRIES}")
+    weights, base = {}, 8 + size
+    end = base
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        ggml_type, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        check_tensor(name, ggml_type, shape)
+        weights[name] = map_weight(source, ggml_type, tuple(shape), end)
+        if base + start != end or stop - start != weights[name].nbytes:
+            found = f"{name} lies at bytes {start} to {stop}"
+            raise ValueError(
+                f"{found}; needed are {end - base} to {end - base + weights[name].nbytes}"
+            )
+        end = base + stop
+    if end != len(source):
+        raise ValueError(f"the tensors end at byte {end}, the file at {len(source)}")
+    return weights
+
+
+def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
+    """Start and size of each file in a zip as torch.save writes it: nothing compressed, no comment.
+
+    Stricter than the format, so that there is but one way to read it. Raises ValueError.
+    """
+    end = len(source) - 22
+    magic, size, at, comment = struct.unpack_from("<4s8xIIH", source, end)
+    if source[end - 20 : end - 16] == b"PK\6\7":  # above 4 GB: a longer record, its locator
+        (record,) = struct.unpack_from("<Q", source, end - 12)
+        size, at = struct.unpack_from("<QQ", source, record + 40)
+        end = record if record == end - 76 else -1
+    if magic != b"PK\5\6" or comment or at + size != end or size > MAX_HEADER:
+        raise ValueError("the zip's directory is not at its end, or is too long: cut off?")
+    files, last = {}, 0
+    archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek() and read()
+    for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
+        name, begin = entry.orig_filename, entry.header_offset
+        if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
+            raise ValueError(f"{name[:60]} is compressed or encrypted, as torch.save never does")
+        local, *lengths = struct.unpack_from("<4s22xHH", source, begin)
+        start = begin + 30 + sum(lengths)
+        local += source[begin + 30 : begin + 30 + lengths[0]]
+        if local != b"PK\3\4" + name.encode() or begin < last or name in files:
+            raise ValueError(f"{name[:60]} in the zip overlaps, stands twice or has two names")
+        last = start + entry.file_size
+        files[name] = start, entry.file_size
+    if last > at:
+        raise ValueError("a file in the zip overlaps its directory")
+    return files
+
+
+@dataclass
+class Stored:
+    """A tensor in a pickle of torch.save: the storage that holds its numbers, and where in it."""
+
+    ggml_type: str
+    key: str  # the storage's name
+    numel: int  # of the storage
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+
+
+def rebuild_tensor(
+    storage: Stored, offset: int, shape: tuple, stride: tuple, grad: Any, hooks: Any, *more: Any
+) -> Stored:
+    """torch._utils._rebuild_tensor_v2: a part of a storage. ValueError unless it is contiguous."""
+    counts = [offset, *shape, *stride]
+    if not all(type(n) is int and n >= 0 for n in counts) or stride != (*shape[1:], 1) or any(more):
+        raise ValueError("a tensor that is not contiguous, or not as it lies in the file")
+    return replace(storage, offset=offset, shape=shape)
+
+
+PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+PICKLE_GLOBALS: dict[str, Any] = {  # what a state dict's pickle may name: what stands for it
+    "collections OrderedDict": lambda: {},  # noqa: PIE807 (unlike dict, it takes no arguments)
+    "torch._utils _rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils _rebuild_parameter": lambda tensor, grad, hooks: tensor,
+    "torch FloatStorage": "F32",
+    "torch HalfStorage": "F16",
+    "torch BFloat16Storage": "BF16",
+}
+
+
+def unpickle(file: io.BytesIO) -> Any:
+    """The next pickle in a file: dicts and tuples of text, numbers and Stored.
+
+    Not by Python's unpickler: only the opcodes of a state dict are understood, nothing is called
+    but the functions above. Keys are text, and no value is hashed, compared or shown before its
+    type is known: a tuple may hold itself 2**60 times. Raises ValueError, TypeError, LookupError.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def since_mark() -> list[Any]:
+        start = marks.pop()
+        found = stack[start:]
+        del stack[start:]
+        return found
+
+    value: Any
+    for count, (opcode, value, _) in enumerate(pickletools.genops(file)):
+        if count > 2**18 or len(stack) > 2**12:  # 35 opcodes a tensor; SETITEMS takes 2000 values
+            raise ValueError("a pickle longer than a state dict's")
+        match opcode.name:
+            case "PROTO":
+                pass
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                stack.append(value)
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
+                stack.append(PICKLE_CONSTANTS[opcode.name])
+            case "EMPTY_DICT":
+                stack.append({})
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                size = int(opcode.name[-1])
+                stack[-size:] = [tuple(stack[-size:])]
+            case "BINPUT" | "LONG_BINPUT":
+                memo[value] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            case "SETITEM" | "SETITEMS":
+                pair = opcode.name == "SETITEM"
+                items = [stack.pop(-2), stack.pop()] if pair else since_mark()
+                for key, item in zip(items[::2], items[1::2], strict=True):
+                    if type(key) is not str or key in stack[-1]:
+                        raise ValueError("a key that is no text, or stands twice")
+                    stack[-1][key] = item
+            case "GLOBAL" if value in PICKLE_GLOBALS:
+                stack.append(PICKLE_GLOBALS[value])
+            case "BINPERSID":
+                kind, ggml_type, key, _, numel, *view = stack.pop()
+                texts = all(type(text) is str for text in (kind, ggml_type, key))
+                if not texts or kind != "storage" or type(numel) is not int or any(view):
+                    raise ValueError("a storage that is a view of another, or none")
+                stack.append(Stored(ggml_type, key, numel))
+            case "REDUCE":
+                arguments = stack.pop()
+                stack.append(stack.pop()(*arguments))
+            case "BUILD":  # an OrderedDict's attributes, such as _metadata
+                if type(stack.pop()) is not dict or type(stack[-1]) is not dict:
+                    raise ValueError("a tensor with attributes of its own")
+            case "STOP":
+                return stack.pop()
+            case _:
+                raise ValueError(f"{opcode.name} {str(value or '')[:60]}")
+
+
+def state_dict(file: io.BytesIO) -> dict[str, Stored]:
+    """The next pickle in a file, which must be a dict of matrices and vectors. ValueError."""
+    content = unpickle(file)
+    if type(content) is not dict or len(content) > MAX_ENTRIES:
+        raise ValueError(f"a {type(content).__name__}; accepted is a dict of {MAX_ENTRIES} tensors")
+    for name, stored in content.items():
+        if type(stored) is not Stored:
+            raise ValueError(f"{name} is of type {type(stored).__name__}; accepted are tensors")
+        check_tensor(name, stored.ggml_type, stored.shape)
+    return content
+
+
+def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
+    """What torch.save wrote: a zip of a pickle and of storages, or, until 2020, these in a row."""
+    if source[:4] == b"PK\3\4":
+        files = zip_files(source)
+        (pickled,) = (name for name in files if name.endswith("/data.pkl"))
+        folder = pickled.removesuffix("data.pkl")
+        start, size = files.get(f"{folder}byteorder", (0, 0))
+        if source[start : start + min(size, 9)] not in (b"", b"little"):
+            raise ValueError("its numbers are big-endian")
+        start, size = files[pickled]
+        content = state_dict(io.BytesIO(source[start : start + min(size, MAX_HEADER)]))
+        places = {t.key: files[f"{folder}data/{t.key}"] for t in content.values()}
+    else:  # a magic number, a version, what wrote it, the tensors, the storages' names
+        head = io.BytesIO(source[:MAX_HEADER])
+        magic, _, system = (unpickle(head) for _ in range(3))
+        if magic != 0x1950A86A20F9469CFC6C or system["little_endian"] is not True:
+            raise ValueError("neither a zip nor pickles of torch.save")
+        content, places = state_dict(head), {}
+        sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
+        ops = pickletools.genops(head)
+        keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
+        end = head.tell()
+        for key in keys:  # 8 bytes with the count of the numbers, then the numbers
+            places[key] = end + 8, sizes[key]
+            end += 8 + sizes[key]
+        if end != len(source):
+            raise ValueError(f"its storages end at byte {end}, the file at {len(source)}: cut off?")
+    weights = {}
+    for name, t in content.items():
+        item, (start, size) = DENSE[t.ggml_type].itemsize, places[t.key]
+        if size != t.numel * item or t.offset + math.prod(t.shape) > t.numel:
+            raise ValueError(f"{name} is not within its storage of {size} bytes")
+        weights[name] = map_weight(source, t.ggml_type, t.shape, start + t.offset * item)
+    if sum(weight.nbytes for weight in weights.values()) > 2 * len(source):
+        raise ValueError("its tensors share bytes")  # embed_tokens and lm_head may
     return weights
 
 
 def find_tokenizer(*directories: Path) -> Path:
-    """The first tokenizer.model in them. Raises FileNotFoundError."""
+    """The first tokenizer.model in them, if it can be one. FileNotFoundError, ValueError."""
     for directory in directories:
-        if (directory / "tokenizer.model").is_file():
+        if (directory / "tokenizer.model").exists():
+            read_file(directory / "tokenizer.model", MAX_METADATA)
             return directory / "tokenizer.model"
     needed = "tokenizer.model (SentencePiece) is missing; tokenizer.json cannot stand in for it"
     raise FileNotFoundError(f"{directories[0]}: {needed}")
@@ -1096,9 +1368,10 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         ):
             raise ValueError(f"{path}: {name} differs in type or shape from shard to shard")
         axis, shape = axes.get(last_name(name)), list(weight.shape)
-        if axis is not None and len(shape) == 2:
+        if axis is not None and len(shape) == 2 and len(parts) > 1:
             shape[axis] *= len(parts)
-            weight = Weight(weight.ggml_type, tuple(shape), [w.shards[0] for w in parts], axis)
+            pieces = [shard[name].shards[0] for shard in shards]
+            weight = Weight(weight.ggml_type, tuple(shape), pieces, axis)
         tensors[name] = weight
     tensors.pop("rope.freqs", None)  # computed, not learned
 
@@ -1129,9 +1402,45 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         rope_theta=get("rope_theta", float, 10000.0),
     )
     weights = rename(tensors, 2, config, path)
-    pieces = find_tokenizer(path, path.resolve().parent)
-    tokenizer = partial(Tokenizer.from_file, pieces, vocab_size)
-    return Checkpoint(f"Meta's directory, {len(files)} .pth", config, weights, tokenizer)
+    file = find_tokenizer(path, path.resolve().parent)
+    tokenizer = partial(Tokenizer.from_file, file, vocab_size)
+    # No file tells the context: 4096 is Llama 2's, Code Llama's is 16384.
+    form = f"Meta's directory, {len(files)} .pth"
+    return Checkpoint(form, config, weights, tokenizer, context_limit="")
+
+
+def hf_context(file: Path, settings: dict[str, Any]) -> tuple[int, str]:
+    """How many tokens a Hugging Face model can take, and what limits them. ValueError.
+
+    Mistral is Llama with a window: a token sees so many others before it, itself included. Within
+    the window that is Llama's attention; beyond it is not supported.
+    """
+    model_type = settings.get("model_type", "llama")
+    if model_type not in ("llama", "mistral"):
+        found = f"model_type is {str(model_type)[:60]}"
+        raise ValueError(f"{file}: {found}; accepted are llama and mistral")
+    context = lookup(file, settings, "max_position_embeddings", int)
+    window = lookup(file, settings, "sliding_window", int, context)
+    if model_type == "llama" or window >= context:
+        return context, "the model's context"
+    if window < 1:
+        raise ValueError(f"{file}: sliding_window is {window}; accepted is a positive number")
+    return window, "the model's sliding window, beyond which attention is not supported"
+
+
+def hf_token_ids(path: Path, key: str, default: int, vocab_size: int) -> list[int]:
+    """Ids that config.json and generation_config.json give, each as a number or a list of them."""
+    found: list[int] = []
+    for file in (path / "config.json", path / "generation_config.json"):
+        value = read_json(file).get(key) if file.exists() else None
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                accepted = f"accepted are ids below {vocab_size}"
+                raise ValueError(f"{file}: {key} is {str(value)[:40]}; {accepted}")
+            found.append(token_id)
+    return list(dict.fromkeys(found)) or [default]
 
 
 def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
@@ -1140,12 +1449,12 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     settings = read_json(file)
     for key in ("rope_scaling", "rope_parameters"):  # the latter since transformers 5, with theta
         rope = lookup(file, settings, key, dict, {})
-        settings |= {"rope_type": rope.get("type", "default")} | rope if rope else {}
+        settings |= {"rope_type": rope.get("type", "default")} if rope else {}
+        settings |= {k: rope[k] for k in ("rope_type", "rope_theta", "factor") if k in rope}
     get = partial(lookup, file, settings)
     heads = get("num_attention_heads", int)
     linear = get("rope_type", str, "default") == "linear"
     for key, accepted in {
-        "model_type": "llama",
         "quantization_config": None,  # GPTQ, AWQ, bitsandbytes, ...
         "attention_bias": False,
         "mlp_bias": False,
@@ -1158,10 +1467,10 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         if found is not None and found != accepted:
             raise ValueError(f"{file}: {key} is {str(found)[:60]}; accepted is {accepted}")
 
-    kind = files[0].suffix
-    base = "model.safetensors" if kind == ".safetensors" else "pytorch_model.bin"
+    suffix = files[0].suffix
+    base = "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin"
     index = path / f"{base}.index.json"
-    if index.is_file():  # without one, all files that are there
+    if index.exists():  # without one, all files that are there
         names = lookup(index, read_json(index), "weight_map", dict).values()
         files = sorted({path / Path(str(name)).name for name in names})
     tensors: dict[str, Weight] = {}
@@ -1173,30 +1482,37 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
             if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False)
-    names = "hidden_size intermediate_size num_hidden_layers vocab_size max_position_embeddings"
+    names = "hidden_size intermediate_size num_hidden_layers vocab_size"
+    context, context_limit = hf_context(file, settings)
+    vocab_size = get("vocab_size", int)
+    eos, *others = hf_token_ids(path, "eos_token_id", 2, vocab_size)
     config = Config(
         **{name: get(name, int) for name in names.split()},  # the keys are Config's names
+        max_position_embeddings=context,
         num_attention_heads=heads,
         num_key_value_heads=get("num_key_value_heads", int, heads),
         rms_norm_eps=get("rms_norm_eps", float),
         rope_theta=get("rope_theta", float, 10000.0),
         rope_scaling_factor=get("factor", float, 1.0) if linear else 1.0,
-        bos_token_id=get("bos_token_id", int, 1),
-        eos_token_id=get("eos_token_id", int, 2),
+        bos_token_id=hf_token_ids(path, "bos_token_id", 1, vocab_size)[0],
+        eos_token_id=eos,
+        stop_token_ids=tuple(others),
         tie_word_embeddings=tied and "lm_head.weight" not in tensors,
     )
     weights = rename(tensors, 0, config, path)
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
             weight.hf_head_dim = config.head_dim
-    template, other = path / "chat_template.jinja", path / "tokenizer_config.json"
-    if template.is_file():
-        template = template.read_text("utf-8", "replace")
-    else:
-        template = read_json(other).get("chat_template") if other.is_file() else ""
-    form = f"Hugging Face directory, {len(files)} {kind}"
-    tokenizer = partial(Tokenizer.from_file, find_tokenizer(path), config.vocab_size)
-    return Checkpoint(form, config, weights, tokenizer, str(template or ""))
+    form = f"Hugging Face directory, {len(files)} {suffix}"
+    tokenizer = partial(Tokenizer.from_directory, find_tokenizer(path), config)
+    template = read_chat_template(path)
+    return Checkpoint(form, config, weights, tokenizer, template, context_limit)
+
+
+def printable(text: str) -> str:
+    """Text from a file for a terminal: control, format and unassigned characters become "?"."""
+    text = " ".join(text.split())
+    return "".join("?" if unicodedata.category(c).startswith("C") else c for c in text)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -1205,32 +1521,32 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or directory")
-        if path.is_file() and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
+        if not path.is_dir() and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
             return gguf_checkpoint(path)
-        for settings, pattern, form in (
+        for settings, pattern, open_directory in (
             ("config.json", "model*.safetensors", hf_checkpoint),
             ("config.json", "pytorch_model*.bin", hf_checkpoint),
             ("params.json", "consolidated.*.pth", meta_checkpoint),
         ):
             files = sorted(path.glob(pattern))
             if files and (path / settings).is_file():
-                return form(path, files)
+                return open_directory(path, files)
         found = sorted(os.listdir(path))[:5] if path.is_dir() else ["one file of a directory"]
         raise ValueError(
             f"{path}: found {', '.join(found) or 'nothing'}; accepted is a .gguf file, or a"
             " directory with params.json and consolidated.00.pth (Meta) or with config.json and"
             " model*.safetensors or pytorch_model*.bin (Hugging Face)"
         )
-    except ValueError as error:  # every message names the file, and none repeats pages of it
+    except (ValueError, RecursionError) as error:  # names the file, repeats no pages of it
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
-        raise ValueError(text[:400]) from None
+        raise ValueError(printable(text)[:400]) from None
 
 
 def show_progress(items: Collection, label: str, show: bool) -> Iterable:
     """The items, with a progress bar on stderr."""
     if not show:
         return items
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr)
 
@@ -1262,10 +1578,10 @@ def build_model(
             dense = nn.Parameter(weight.dense(dtype, device), requires_grad=False)
             model.get_submodule(name).weight = dense
         elif name == "embed_tokens":
-            blocks = weight.data.to(device)
+            blocks = weight.read().to(device)
             model.embed_tokens = QuantizedEmbedding(blocks, weight.ggml_type, dtype)
         else:
-            blocks = weight.data.to(device)
+            blocks = weight.read().to(device)
             model.set_submodule(name, QuantizedLinear(blocks, weight.ggml_type))
     if checkpoint.config.tie_word_embeddings:
         embedding = model.embed_tokens
@@ -1361,30 +1677,21 @@ def free_memory(device: torch.device) -> float:
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
-def save_kind(weight: Weight, kind: str | None) -> str:
-    """The type of a weight in a file of `kind`: vectors F32, rows not of whole blocks F16."""
+def save_type(weight: Weight, ggml_type: str | None) -> str:
+    """The type of a weight in a file of `ggml_type`: vectors F32, rows not of whole blocks F16."""
     if len(weight.shape) == 1:
         return "F32"
-    fits = weight.shape[-1] % replace(weight, ggml_type=kind or weight.ggml_type).block[0] == 0
-    return (kind or weight.ggml_type) if fits else "F16"
+    target = replace(weight, ggml_type=ggml_type or weight.ggml_type)
+    return target.ggml_type if weight.shape[-1] % target.block[0] == 0 else "F16"
 
 
-def save_gguf(
-    checkpoint: Checkpoint, path: str | Path, kind: str | None = None, progress: bool = False
-) -> None:
-    """Write any checkpoint as one GGUF file, tensor by tensor. Without `kind` the types stay.
-
-    The file appears under its name once it is complete. Raises ValueError for other types.
-    """
+def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The metadata that llama.cpp and GGUF() want."""
     import gguf
-    import numpy
 
-    if kind is not None and kind not in SAVE_TYPES:
-        raise ValueError(f"cannot write the type {kind}; accepted are {', '.join(SAVE_TYPES)}")
-    config, path = checkpoint.config, Path(path)
-    unfinished = path.with_name(path.name + ".unfinished")
-    writer = gguf.GGUFWriter(unfinished, "llama")
+    config = checkpoint.config
     settings = {
+        "general.architecture": "llama",
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
@@ -1392,52 +1699,165 @@ def save_gguf(
         "llama.block_count": config.num_hidden_layers,
         "llama.attention.head_count": config.num_attention_heads,
         "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "llama.rope.dimension_count": config.head_dim,
         "llama.rope.freq_base": float(config.rope_theta),
         "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
         "llama.rope.scaling.factor": float(config.rope_scaling_factor),
         "llama.vocab_size": config.vocab_size,
     }
-    settings |= checkpoint.tokenizer().vocabulary(config.vocab_size)
+    settings |= tokenizer.vocabulary(config.vocab_size)
     settings |= {
         "tokenizer.ggml.bos_token_id": config.bos_token_id,
         "tokenizer.ggml.eos_token_id": config.eos_token_id,
         "tokenizer.chat_template": checkpoint.chat_template,
     }
+    others = zip(("eot", "eom"), config.stop_token_ids)
+    settings |= {f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in others}
+    return {key: value for key, value in settings.items() if value not in ("", [], -1)}
+
+
+def gguf_string(text: str) -> bytes:
+    """A string in a GGUF file."""
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def gguf_value(value: Any, int_type: int = 4) -> tuple[int, bytes]:
+    """The type and the bytes of a metadata value; numbers have 32 bits, signed ones in arrays."""
+    if isinstance(value, str):
+        return GGUF_STRING, gguf_string(value)
+    if isinstance(value, list):
+        items = [gguf_value(item, 5) for item in value]
+        (item_type,) = {item_type for item_type, _ in items}
+        whole = b"".join(item for _, item in items)
+        return GGUF_ARRAY, struct.pack("<IQ", item_type, len(items)) + whole
+    value_type = {int: int_type, float: 6, bool: 7}[type(value)]
+    return value_type, struct.pack("<" + GGUF_SCALARS[value_type], value)
+
+
+def gguf_header(settings: dict[str, Any], weights: dict[str, Weight]) -> tuple[bytes, int]:
+    """All of a GGUF file but its tensors, and the size of these. ValueError for odd settings."""
+    import gguf
+
+    header, end = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(settings)), 0
     for key, value in settings.items():
-        kind_of_value = gguf.GGUFValueType.get_type(value)  # of 32 bits, as llama.cpp wants them
-        if type(value) is int:
-            kind_of_value = gguf.GGUFValueType.UINT32
-        if value not in ("", [], -1):
-            writer.add_key_value(key, value, kind_of_value)
-    names = dict(name_map(1, config))
+        try:
+            value_type, data = gguf_value(value)
+        except (struct.error, OverflowError, ValueError, KeyError):
+            found = f"{key} is {str(value)[:40]}"
+            raise ValueError(f"{found}, which has no place in 32 bits of a GGUF file") from None
+        header += gguf_string(key) + struct.pack("<I", value_type) + data
+    for name, weight in weights.items():
+        n, number = len(weight.shape), gguf.GGMLQuantizationType[weight.ggml_type]
+        header += gguf_string(name)
+        header += struct.pack(f"<I{n}QIQ", n, *reversed(weight.shape), number, end)
+        end += -(-weight.nbytes // 32) * 32
+    return header.ljust(-(-len(header) // 32) * 32, b"\0"), end
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that becomes `path` once the block has ended well; else nothing is left of it."""
+    path = Path(os.path.realpath(path))  # through symlinks, as writing would go
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path}: cannot be replaced: not a regular file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such folder")
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+SAMPLE_TEXTS = ["", "  ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "a" * 99]
+SAMPLE_TEXTS += ["\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5", "\u2581\u2581a \u2581"]
+SAMPLE_TEXTS += [
+    "\0\x01\x7f\u200b\u00ad\ufeff\u2028",
+    "\u4e16 \U0001f469\u200d\U0001f680",
+    "<s><unk>",
+]
+
+
+def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
+    """Raises ValueError unless a file that is being saved tells the same settings and encodes alike."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            return len(a) == len(b) and all(map(same, a, b))
+        return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-6))
+
+    saved = open_checkpoint(path)
+    for item in fields(Config):
+        ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
+        if not same(ours, theirs):
+            raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
+    vocabulary = dict(read_fields(tokenizer.sp.serialized_model_proto()))
+    trainer, normalizer = dict(read_fields(vocabulary[2])), dict(read_fields(vocabulary[3]))
+    for problem, found in (
+        ("a model of Unigram, words or characters, not of BPE", trainer.get(3, 1) != 2),
+        ("spaces at the end of words", trainer.get(24)),
+        (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
+        ("denormalisation", dict(read_fields(vocabulary.get(5, b""))).get(2)),
+    ):
+        if found:
+            raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
+    rebuilt = saved.tokenizer()
+    pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
+    pieces = [piece.replace("\u2581", " ") for piece in pieces]
+    joined = ("".join(pieces[i::step]) for step in (len(pieces), 997, 31) for i in range(step))
+    for text in (*SAMPLE_TEXTS, *joined):
+        ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
+        if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
+            found = f"{text[:20]!r} has the ids {ids[:9]}, would have {others[:9]}"
+            raise ValueError(f"a GGUF file cannot hold this vocabulary: {found}")
+
+
+def save_gguf(
+    checkpoint: Checkpoint, path: str | Path, ggml_type: str | None = None, progress: bool = False
+) -> None:
+    """Write any checkpoint as one GGUF file, tensor by tensor. Without `ggml_type` the types stay.
+
+    The file appears under its name once it is complete and on the disk. Raises ValueError for other
+    types, and before anything is converted for what a GGUF file cannot hold.
+    """
+    import gguf
+    import numpy
+
+    if ggml_type is not None and ggml_type not in SAVE_TYPES:
+        accepted = ", ".join(SAVE_TYPES)
+        raise ValueError(f"cannot write the type {ggml_type}; accepted are {accepted}")
+    config, names = checkpoint.config, dict(name_map(1, checkpoint.config))
     weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
     if config.rope_freq_factors is not None:
         factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
         weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
-    for name, weight in weights.items():
-        target = replace(weight, ggml_type=save_kind(weight, kind))
-        raw = gguf.GGMLQuantizationType[target.ggml_type]
-        writer.add_tensor_info(name, weight.shape, numpy.dtype("f4"), target.nbytes, raw)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for weight in show_progress(weights.values(), "saving", progress):
-            target = save_kind(weight, kind)
+    targets = {n: replace(w, ggml_type=save_type(w, ggml_type)) for n, w in weights.items()}
+    with replacing(Path(path)) as file:
+        tokenizer = checkpoint.tokenizer()
+        header, size = gguf_header(gguf_settings(checkpoint, tokenizer), targets)
+        file.write(header)
+        file.truncate(len(header) + size)
+        file.flush()
+        try:
+            check_saved(checkpoint, tokenizer, Path(file.name))
+        except ValueError as error:
+            raise ValueError(str(error).replace(file.name, str(path))) from None
+        for name, weight in show_progress(weights.items(), "saving", progress):
+            target = targets[name].ggml_type
             if target == weight.ggml_type:
-                rows = weight.data.numpy()
+                rows = weight.read().numpy()
             else:
                 values = weight.dense(torch.float32).numpy()
-                if target == "F16" and abs(values).max() > 65504:
-                    raise ValueError("a weight is beyond the range of F16; BF16 can hold it")
+                if target not in ("F32", "BF16") and abs(values).max() > 65504:
+                    raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
                 rows = gguf.quants.quantize(values, gguf.GGMLQuantizationType[target])
-            writer.write_tensor_data(rows)
-        writer.close()
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+            file.write(numpy.ascontiguousarray(rows).data)
+            file.write(bytes(-rows.nbytes % 32))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1445,12 +1865,74 @@ def save_gguf(
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 
+# SentencePiece's model is a protobuf message (sentencepiece_model.proto), read and written here by
+# hand: sentencepiece's own class for it needs the package protobuf, which it does not install.
+# A message that is appended to another is merged into it: the pieces follow those that are there,
+# and a setting replaces the one before.
+
+
+def varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first."""
+    out = bytearray()
+    number &= 2**64 - 1
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*out, number))
+
+
+def integer_field(field: int, number: int) -> bytes:
+    """A protobuf field that holds an integer."""
+    return varint(field << 3) + varint(number)
+
+
+def bytes_field(field: int, content: bytes) -> bytes:
+    """A protobuf field that holds a string or a message."""
+    return varint(field << 3 | 2) + varint(len(content)) + content
+
+
+def piece_field(text: str, score: float, token_type: int) -> bytes:
+    """One piece of the vocabulary. In user-defined ones, converters write spaces as such."""
+    if token_type == USER_DEFINED:
+        text = text.replace(" ", "\u2581")
+    score_field = b"\x15" + struct.pack("<f", score)
+    piece = bytes_field(1, text.encode()) + score_field + integer_field(3, token_type)
+    return bytes_field(1, piece)
+
+
+def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: their numbers, and an integer or bytes."""
+    at = 0
+
+    def read_varint() -> int:
+        nonlocal at
+        number = shift = 0
+        while data[at] > 127:
+            number |= (data[at] & 127) << shift
+            at, shift = at + 1, shift + 7
+        at += 1
+        return number | data[at - 1] << shift
+
+    while at < len(data):
+        field, wire_type = divmod(read_varint(), 8)
+        if wire_type == 0:
+            yield field, read_varint()
+        else:
+            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
+            at += size
+            yield field, data[at - size : at]
+
+
+def gguf_stop_ids(gguf: GGUF) -> tuple[int, ...]:
+    """The ids that end a text besides EOS: the end of a turn, of a message."""
+    eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
+    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = dict.fromkeys(gguf.get(key, int, eos) for key in keys)
+    return tuple(token_id for token_id in ids if token_id != eos)
+
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
-    """A GGUF file's vocabulary as SentencePiece's ModelProto (sentencepiece_model.proto), in bytes.
-
-    Written by hand: sentencepiece's own class for it needs protobuf, which it does not install.
-    """
+    """A GGUF file's vocabulary as SentencePiece's model."""
     pieces = gguf.get("tokenizer.ggml.tokens", list)
     scores = gguf.get("tokenizer.ggml.scores", list, [])
     types = list(gguf.get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces)))
@@ -1461,45 +1943,72 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     for name, values, fits in (  # what SentencePiece would trust blindly
         ("tokens", pieces, lambda piece: isinstance(piece, str)),
         ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
-        ("token_type", types, lambda kind: isinstance(kind, int) and NORMAL <= kind <= BYTE),
+        ("token_type", types, lambda t: isinstance(t, int) and NORMAL <= t <= BYTE),
     ):
         bad = [repr(value)[:40] for value in values if not fits(value)]
         if bad or len(values) != n:
             found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
             raise ValueError(f"{gguf.path}: tokenizer.ggml.{name} has {found}")
-    if not all(0 <= i < n for i in (unk, bos, eos)):
-        raise ValueError(f"{gguf.path}: unknown, BOS, EOS ids {unk}, {bos}, {eos} of {n} tokens")
+    ends = (eos, *gguf_stop_ids(gguf))
+    if not all(0 <= i < n for i in (unk, bos, *ends)):
+        found = ", ".join(map(str, (unk, bos, *ends)))
+        raise ValueError(f"{gguf.path}: the unknown, BOS and EOS ids are {found} of {n} tokens")
     types[bos] = types[eos] = CONTROL  # the ids decide: converters have left them NORMAL, and
     types[unk] = UNKNOWN  # this one CONTROL, which SentencePiece refuses
+    for i in ends:
+        if types[i] == USER_DEFINED:  # which text would become
+            types[i] = CONTROL
 
-    def varint(number: int) -> bytes:
-        out = bytearray()
-        number &= 2**64 - 1
-        while number > 127:
-            out.append(number & 127 | 128)
-            number >>= 7
-        return bytes((*out, number))
-
-    def integer(field: int, number: int) -> bytes:
-        return varint(field << 3) + varint(number)
-
-    def message(field: int, content: bytes) -> bytes:
-        return varint(field << 3 | 2) + varint(len(content)) + content
-
-    names = [piece.encode() for piece in pieces]
-    out = [
-        message(1, message(1, name) + b"\x15" + struct.pack("<f", score) + integer(3, kind))
-        for name, score, kind in zip(names, scores, types, strict=True)
-    ]
-    trainer = integer(3, 2) + integer(4, n)  # model_type BPE, vocab_size
-    trainer += integer(35, types.count(BYTE) == 256)  # byte_fallback
-    trainer += integer(40, unk) + integer(41, bos) + integer(42, eos) + integer(43, -1)
-    trainer += message(45, names[unk]) + message(46, names[bos]) + message(47, names[eos])
+    trainer = integer_field(3, 2) + integer_field(4, n)  # model_type BPE, vocab_size
+    trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
+    for j, i in enumerate((unk, bos, eos)):
+        trainer += integer_field(40 + j, i) + bytes_field(45 + j, pieces[i].encode())
+    trainer += integer_field(43, -1)  # no padding
     add_dummy_prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
     remove_extra = gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-    normalizer = message(1, b"identity") + integer(3, add_dummy_prefix)
-    normalizer += integer(4, remove_extra) + integer(5, True)  # escape_whitespaces
-    return b"".join((*out, message(2, trainer), message(3, normalizer)))
+    normalizer = bytes_field(1, b"identity") + integer_field(3, add_dummy_prefix)
+    normalizer += integer_field(4, remove_extra) + integer_field(5, True)  # escape_whitespaces
+    vocabulary = b"".join(map(piece_field, pieces, scores, types))
+    return vocabulary + bytes_field(2, trainer) + bytes_field(3, normalizer)
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+SPECIAL_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
+SPECIAL_TOKENS += " additional_special_tokens"
+
+
+def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
+    """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
+    names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+    added, special_map, config = (
+        read_json(path / name) if (path / name).exists() else {} for name in names
+    )
+    texts: dict[int, str] = {}
+    special: list[str] = []
+
+    def content(token: Any) -> str:
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
+        return well_formed(text)
+
+    decoder = lookup(path / names[2], config, "added_tokens_decoder", dict, {})
+    for key, token in decoder.items() or [(i, text) for text, i in added.items()]:
+        if not re.fullmatch("[0-9]{1,9}", str(key)):
+            found = f"{content(token)[:40]!r} has the id {str(key)[:40]!r}"
+            raise ValueError(f"{path}: the added token {found}")
+        texts[int(key)] = content(token)
+        if isinstance(token, dict) and token.get("special"):
+            special.append(texts[int(key)])
+    for settings in (special_map, config):
+        for name in SPECIAL_TOKENS.split():
+            tokens = settings.get(name) or []
+            special += map(content, tokens if isinstance(tokens, list) else [tokens])
+    return texts, special
 
 
 class Tokenizer:
@@ -1511,8 +2020,14 @@ class Tokenizer:
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
 
+        without_prefix = bytes_field(3, integer_field(3, False))  # add_dummy_prefix
         try:
+            if not model_proto:  # which SentencePiece would take for a model to be loaded later
+                raise ValueError("the file is empty")
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
+            self.sp_inside = sentencepiece.SentencePieceProcessor(
+                model_proto=model_proto + without_prefix
+            )
             self.vocab_size = self.sp.vocab_size()
             self.sp.id_to_piece(list(range(self.vocab_size)))  # all are UTF-8
         except (RuntimeError, ValueError) as error:
@@ -1520,15 +2035,42 @@ class Tokenizer:
             raise ValueError(f"{source}: {problem}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
+        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # which encode() put there
         self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
 
     @classmethod
     def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
         """Read SentencePiece's tokenizer.model. ValueError if it has more pieces than the model."""
-        tokenizer = cls(Path(path).read_bytes(), path)
+        tokenizer = cls(read_file(Path(path), MAX_METADATA), path)
         if max_pieces is not None and tokenizer.vocab_size > max_pieces:
             raise ValueError(f"{path}: {tokenizer.vocab_size} pieces; the model has {max_pieces}")
         return tokenizer
+
+    @classmethod
+    def from_directory(cls, file: Path, config: Config) -> Tokenizer:
+        """tokenizer.model of a Hugging Face directory, and the tokens that its other files add.
+
+        Special tokens and those that end a text become control tokens, others user-defined.
+        """
+        plain = cls.from_file(file, config.vocab_size)
+        pieces = plain.sp.id_to_piece([*range(plain.vocab_size)])
+        texts, special = read_added_tokens(file.parent)
+        for text in dict.fromkeys(special):  # those without a number follow the others
+            if text not in pieces and text not in texts.values():
+                texts[max([len(pieces) - 1, *texts]) + 1] = text
+        for i, text in texts.items():
+            if i < len(pieces) and pieces[i] != text.replace(" ", "\u2581"):
+                found = f"{pieces[i]!r} there, {text[:40]!r} in the files beside it"
+                raise ValueError(f"{file}: token {i} is {found}")
+        # Llama 2's own directory names a padding token that its model has no row for: left out.
+        texts = {i: t for i, t in texts.items() if len(pieces) <= i < config.vocab_size}
+        ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
+        added = b""
+        for i in range(len(pieces), max(texts, default=-1) + 1):
+            is_control = i in ends or texts.get(i) in special
+            token_type = CONTROL if is_control else USER_DEFINED if i in texts else UNUSED
+            added += piece_field(texts.get(i, f"[PAD{i}]"), 0.0, token_type)
+        return cls(file.read_bytes() + added, file) if added else plain
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
@@ -1540,12 +2082,15 @@ class Tokenizer:
         tokenizer.metadata = {key: gguf.metadata[key] for key in keys}
         return tokenizer
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text -> ids. Raises ValueError when BOS is asked for and the vocabulary has none."""
+    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
+        """Text -> ids; no space is put in front of a text that follows others (`first=False`).
+
+        Raises ValueError when BOS is asked for and the vocabulary has none.
+        """
         if bos and self.bos_id < 0:
             raise ValueError("the vocabulary has no BOS token; pass bos=False")
-        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-        return [self.bos_id] * bos + self.sp.encode(text)
+        processor = self.sp if first else self.sp_inside
+        return [self.bos_id] * bos + processor.encode(well_formed(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
@@ -1559,6 +2104,20 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id}; accepted is 0 to {self.vocab_size - 1}")
 
+    @functools.cached_property
+    def types(self) -> list[int]:
+        """The type of each piece. Read from the model's bytes: sp does not tell USER_DEFINED."""
+        pieces = [
+            data for field, data in read_fields(self.sp.serialized_model_proto()) if field == 1
+        ]
+        return [dict(read_fields(piece)).get(3, NORMAL) for piece in pieces]
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the control or user-defined token of this text, if there is one."""
+        token_id = self.sp.piece_to_id(text)
+        found = self.sp.id_to_piece(token_id) == text
+        return token_id if found and self.types[token_id] in (CONTROL, USER_DEFINED) else None
+
     def piece(self, token_id: int) -> tuple[bytes, int]:
         """The UTF-8 bytes that a token stands for and its type; b"" for control tokens."""
         self.check(token_id)
@@ -1569,26 +2128,20 @@ class Tokenizer:
         text = self.sp.id_to_piece(token_id)
         if self.sp.is_byte(token_id):
             return bytes((int(text[3:5], 16),)), BYTE
-        return text.replace("\u2581", " ").encode(), NORMAL
+        return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
 
     def vocabulary(self, count: int) -> dict[str, Any]:
-        """By the keys of GGUF, filled up to `count` pieces with unused ones.
-
-        SentencePiece does not tell which pieces are user-defined: they become normal ones.
-        """
-        sp, found, padding = self.sp, range(self.vocab_size), range(self.vocab_size, count)
-        tests = {
-            sp.is_unknown: UNKNOWN,
-            sp.is_control: CONTROL,
-            sp.is_byte: BYTE,
-            sp.is_unused: UNUSED,
-        }
-        types = [next((t for test, t in tests.items() if test(i)), NORMAL) for i in found]
+        """By the keys of GGUF, filled up to `count` pieces with unused ones."""
+        sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
+        pieces = sp.id_to_piece([*range(self.vocab_size)])
+        for i, token_type in enumerate(types):
+            if token_type == USER_DEFINED:  # whose spaces llama.cpp's converter writes as such
+                pieces[i] = pieces[i].replace("\u2581", " ")
         return self.metadata or {
             "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": sp.id_to_piece([*found]) + [f"[PAD{i}]" for i in padding],
-            "tokenizer.ggml.scores": sp.get_score([*found]) + [0.0 for _ in padding],
-            "tokenizer.ggml.token_type": types + [UNUSED for _ in padding],
+            "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in padding],
+            "tokenizer.ggml.scores": sp.get_score([*range(self.vocab_size)]) + [0.0] * len(padding),
+            "tokenizer.ggml.token_type": types + [UNUSED] * len(padding),
             "tokenizer.ggml.unknown_token_id": sp.unk_id(),
             "tokenizer.ggml.add_bos_token": self.add_bos,
             "tokenizer.ggml.add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
@@ -1597,7 +2150,10 @@ class Tokenizer:
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
-codecs.register_error("replace_each_byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))
+codecs.register_error(
+    "replace_each_byte",
+    lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
+)
 
 
 class StreamDecoder:
@@ -1608,18 +2164,18 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
-        self.tokenizer, self.first = tokenizer, first
+        self.tokenizer, self.strip = tokenizer, first and tokenizer.strips_space
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
-        data, kind = self.tokenizer.piece(token_id)
-        text = "" if kind == BYTE else self.flush()  # bytes before another piece stay incomplete
-        if kind == CONTROL:
+        data, token_type = self.tokenizer.piece(token_id)
+        text = "" if token_type == BYTE else self.flush()  # bytes before it stay incomplete
+        if token_type == CONTROL:
             return text
-        if self.first and kind == NORMAL:
+        if self.strip and token_type == NORMAL:
             data = data.removeprefix(b" ")
-        self.first = False
+        self.strip = False
         return text + self.utf8.decode(data)
 
     def flush(self) -> str:
@@ -1630,37 +2186,222 @@ class StreamDecoder:
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. Chat format
-
-RESERVED_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
+# 12. Chat formats
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Messages {"role", "content"} -> ids, as Meta's chat_completion encodes them (generation.py).
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a family of models was taught to converse, as data.
 
-    Each question and its answer are encoded by themselves between BOS and EOS; the system message
-    belongs to the first question. Raises ValueError on another order of roles (system?, user,
-    assistant, ..., user) and on reserved tags in a message, which would let it speak for others.
+    In its texts {} stands for a message, <s> and </s> for BOS and EOS. Tags go in as ids where the
+    vocabulary has tokens of that text, else as text.
     """
-    turns = [(message["role"], message["content"]) for message in messages]
-    for role, content in turns:
-        for tag in RESERVED_TAGS:
-            if tag in content:
-                raise ValueError(f"the {role} message contains the reserved tag {tag}")
-    if len(turns) > 1 and turns[0][0] == "system":
-        (_, system), (role, question), *rest = turns
-        turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{question}"), *rest]
-    roles = [role for role, _ in turns]
-    if len(turns) % 2 == 0 or roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
-        found = ", ".join(message["role"] for message in messages) or "no message"
+
+    name: str
+    template_has: tuple[str, ...]  # the texts that tell its chat template from others
+    user: str
+    assistant: str
+    system: str
+    tags: tuple[str, ...]  # where a role begins or ends: they end an answer, as EOS does
+    start: str = ""
+    cue: str = ""  # behind the last question: the model goes on from there
+    template_lacks: tuple[str, ...] = ()
+    system_in: str = ""  # "first" or "last": the question that it is part of; else it stands alone
+    strips: tuple[str, ...] = ()  # the roles whose messages lose white space at their ends
+    needs_tokens: bool = False  # for vocabularies that have a token for each tag
+
+
+CHAT_FORMATS = (
+    ChatFormat(  # Meta's generation.py; a question and its answer are strung between BOS and EOS
+        "llama-2",
+        ("[INST]", "<<SYS>>"),
+        user="<s> [INST] {} [/INST]",
+        assistant=" {} </s>",
+        system="<<SYS>>\n{}\n<</SYS>>\n\n",
+        tags=("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+        system_in="first",
+        strips=("user", "assistant"),
+    ),
+    ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
+        "mistral",
+        ("[INST]",),
+        template_lacks=("[SYSTEM_PROMPT]",),
+        start="<s>",
+        user="[INST] {}[/INST]",
+        assistant=" {}</s>",
+        system="{}\n\n",
+        tags=("[INST]", "[/INST]"),
+        system_in="last",
+        strips=("assistant",),
+        needs_tokens=True,
+    ),
+    ChatFormat(  # version 1: v0.1 and v0.2. Their first templates had no space before [INST], which
+        "mistral",  # mistral-common always had, as have the templates of today
+        ("[INST]",),
+        template_lacks=("[SYSTEM_PROMPT]",),
+        start="<s>",
+        user=" [INST] {} [/INST]",
+        assistant=" {}</s>",
+        system="{}\n\n",
+        tags=("[INST]", "[/INST]"),
+        system_in="first",
+    ),
+    ChatFormat(  # Zephyr 7B, TinyLlama Chat
+        "zephyr",
+        ("<|assistant|>", "eos_token"),
+        template_lacks=("<|end|>", "<|endoftext|>"),
+        user="<|user|>\n{}</s>\n",
+        assistant="<|assistant|>\n{}</s>\n",
+        system="<|system|>\n{}</s>\n",
+        cue="<|assistant|>\n",
+        tags=("<|user|>", "<|assistant|>", "<|system|>"),
+    ),
+    ChatFormat(  # Vicuna 1.1 and 1.5. As in the published templates and in llama.cpp; FastChat, which
+        "vicuna",  # trained it, has a space where these have a newline, and none behind </s>
+        ("USER: ", "ASSISTANT: "),
+        template_lacks=("SYSTEM: ",),
+        start="<s>",
+        user="USER: {}\n",
+        assistant="ASSISTANT: {}</s>\n",
+        system="{}\n\n",
+        cue="ASSISTANT:",
+        tags=("USER:", "ASSISTANT:"),
+        strips=("system", "user", "assistant"),
+    ),
+    ChatFormat(  # OpenHermes 2.5 and many others
+        "chatml",
+        ("<|im_start|>",),
+        user="<|im_start|>user\n{}<|im_end|>\n",
+        assistant="<|im_start|>assistant\n{}<|im_end|>\n",
+        system="<|im_start|>system\n{}<|im_end|>\n",
+        cue="<|im_start|>assistant\n",
+        tags=("<|im_start|>", "<|im_end|>"),
+    ),
+)
+CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
+
+
+def recognise_chat_format(template: str) -> str:
+    """The name of the format that a model's chat template describes; llama-2 if there is none.
+
+    The template is a program; it is never executed, only searched. ValueError if it is unknown.
+    """
+    if not template.strip():
+        return "llama-2"
+    for row in CHAT_FORMATS:
+        found = [text in template for text in row.template_has]
+        if all(found) and not any(text in template for text in row.template_lacks):
+            return row.name
+    start, names = " ".join(template.split())[:60], ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"unknown chat template {start!r}; pass --chat-format, one of {names}")
+
+
+def describe_chat_format(template: str) -> str:
+    """For people: the format's name, and where it comes from; or why there is none."""
+    try:
+        name = recognise_chat_format(template)
+    except ValueError as error:
+        return str(error)
+    return name if template.strip() else f"{name} (assumed: the model has no chat template)"
+
+
+def find_chat_format(name: str, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[str, int]]:
+    """The row of that name which suits the vocabulary, and the ids of its tags that are tokens."""
+    for row in (row for row in CHAT_FORMATS if row.name == name):
+        found = {tag: tokenizer.special_id(tag) for tag in row.tags}
+        ids = {tag: token_id for tag, token_id in found.items() if token_id is not None}
+        if not row.needs_tokens or len(ids) == len(row.tags):
+            return row, ids
+    names = ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"unknown chat format {name!r}; accepted are {names}")
+
+
+def chat_stops(
+    tokenizer: Tokenizer, chat_format: str = "llama-2"
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids and the texts that end an answer: EOS, and where a model begins to speak for others.
+
+    No message may hold these texts either: what a user types would be read as a tag.
+    """
+    row, ids = find_chat_format(chat_format, tokenizer)
+    control = [tag for tag, token_id in ids.items() if tokenizer.sp.is_control(token_id)]
+    return (tokenizer.eos_id, *ids.values()), tuple(tag for tag in row.tags if tag not in control)
+
+
+def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -> None:
+    """Raises ValueError on another order of roles, on no text, and on tags in a message."""
+    roles = [message.get("role") for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+        found = ", ".join(map(str, roles)) or "no message"
         raise ValueError(
             f"accepted is: system (or not), user, assistant, ..., user; found: {found}"
         )
-    ids = []
-    for i in range(0, len(turns) - 1, 2):
-        question, answer = turns[i][1].strip(), turns[i + 1][1].strip()
-        ids += tokenizer.encode(f"[INST] {question} [/INST] {answer} ") + [tokenizer.eos_id]
-    return ids + tokenizer.encode(f"[INST] {turns[-1][1].strip()} [/INST]")
+    for role, message in zip(roles, messages):
+        content = message.get("content")
+        if not isinstance(content, str):
+            found = f"{str(content)[:40]!r}, not a text"
+            raise ValueError(f"the {role} message is {found}")  # noqa: TRY004 (as all bad input)
+        for tag in tags:
+            if tag in content:
+                raise ValueError(f"the {role} message contains the reserved tag {tag}")
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], chat_format: str = "llama-2"
+) -> list[int]:
+    """Messages {"role", "content"} -> ids, as the models of that format were trained.
+
+    The ids are those of transformers with the published template and `"legacy": false`: they decode
+    to the template's text. llama.cpp and `"legacy": true` put a space behind each control token,
+    which no template asks for; Meta's own code does behind BOS, so llama-2 has it in its row.
+    Raises ValueError on another order of roles (system?, user, assistant, ..., user) and on
+    reserved tags in a message, which would let it speak for others.
+    """
+    row, tag_ids = find_chat_format(chat_format, tokenizer)
+    check_messages(messages, chat_stops(tokenizer, chat_format)[1])
+    token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
+    any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
+
+    def literal(text: str) -> list[str | int]:
+        return [token_ids.get(part, part) for part in any_token.split(text)]
+
+    turns = [(message["role"], message["content"]) for message in messages]
+    if turns[0][0] == "system" and row.system_in:
+        (_, system), *turns = turns
+        at = 0 if row.system_in == "first" else -1
+        turns[at] = ("user", row.system.replace("{}", system) + turns[at][1])
+    parts = literal(row.start)
+    for role, content in turns:
+        before, after = getattr(row, role).split("{}")
+        content = content.strip() if role in row.strips else content
+        parts += [*literal(before), content, *literal(after)]
+    ids: list[int] = []
+    text = ""  # strings that stand together are encoded together
+    for part in [*parts, *literal(row.cue), None]:
+        if isinstance(part, str):
+            text += part
+            continue
+        ids += tokenizer.encode(text, bos=False, first=not ids)
+        ids += [] if part is None else [part]
+        text = ""
+    if min(ids) < 0:
+        raise ValueError(f"the vocabulary has no BOS or EOS token; the format {row.name} needs it")
+    return ids
+
+
+def read_chat_template(path: Path) -> str:
+    """The chat template of a Hugging Face directory, "" if there is none."""
+    if (path / "chat_template.jinja").exists():
+        return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
+    file = path / "tokenizer_config.json"
+    template = read_json(file).get("chat_template") if file.exists() else None
+    if isinstance(template, list):  # of several with names
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")
+    return well_formed(template or "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2002,42 +2743,41 @@ class Kernels:
 @functools.cache
 def kernels() -> Kernels:
     """Compile kernels/cpu.cpp once per machine and load it. It runs on torch's own threads."""
-    start = time.perf_counter()
+    if not KERNELS_SOURCE.is_file():
+        return Kernels(problem=f"{KERNELS_SOURCE} is missing; it belongs beside llama2.py")
+    problems = []
+    for compiler in compilers():
+        try:
+            return find_or_compile(KERNELS_SOURCE.read_bytes(), compiler, kernel_folder())
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
+    return Kernels(problem="; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
+
+
+def open_library(path: Path, compile_seconds: float = 0.0) -> Kernels:
+    """Load compiled kernels. Raises OSError for any other library, or another version of them."""
+    library = ctypes.CDLL(str(path))
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
-        source = KERNELS_SOURCE.read_bytes()
-    except OSError:
-        return Kernels(problem=f"there is no {KERNELS_SOURCE}; it belongs beside llama2.py")
-    try:
-        folder, problems = kernel_folder(), []
-        for compiler in compilers():
-            try:
-                path, compiled = find_or_compile(source, compiler, folder)
-                library = ctypes.CDLL(str(path))
-                version = library.kernels_version()
-                if version != KERNELS_VERSION:
-                    raise OSError(f"{KERNELS_SOURCE} is version {version}, not {KERNELS_VERSION}")
-                i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-                library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-                library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
-                library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
-                features = library.kernels_features()
-                if not features & 1:
-                    warnings.warn(
-                        f"{compiler[0]} has no OpenMP: kernels use one thread", stacklevel=3
-                    )
-                seconds = (time.perf_counter() - start) * compiled
-                return Kernels(library, "", seconds, amx=bool(features & 2))
-            except (OSError, AttributeError, subprocess.SubprocessError) as error:
-                problems.append(str(error))
-        problem = problems[0] if problems else "no C++ compiler (g++, clang++ or what $CXX names)"
-    except (OSError, RuntimeError, ValueError) as error:  # no home, no permission, $CXX unbalanced
-        problem = str(error)
-    return Kernels(problem=" ".join(problem.split())[:300])
+        library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
+        library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
+        library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
+        version, features = library.kernels_version(), library.kernels_features()
+    except AttributeError as error:
+        raise OSError(f"{path}: {error}") from None
+    if version != KERNELS_VERSION:
+        raise OSError(f"{KERNELS_SOURCE} is version {version}; needed is {KERNELS_VERSION}")
+    if not features & 1:
+        warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
+    return Kernels(library, "", compile_seconds, amx=bool(features & 2))
 
 
 def compilers() -> list[list[str]]:
     """Commands to try, in this order: what $CXX says, g++, clang++, c++."""
-    named = [shlex.split(os.environ.get("CXX", ""))]
+    try:
+        named = [shlex.split(os.environ.get("CXX", ""))]
+    except ValueError:  # an open quote
+        named = []
     found = [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
     return [command for command in named + found if command]
 
@@ -2061,12 +2801,13 @@ def is_ours(path: Path) -> bool:
     return owned and (os.name == "nt" or not status.st_mode & 0o022)
 
 
-def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> tuple[Path, bool]:
-    """The library of a source file, and whether it had to be compiled. Raises OSError.
+def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels:
+    """The compiled source, from the folder if it is there. Raises OSError.
 
-    Its name holds two hashes: of the source with the compiler's predefined macros (its version and
-    the processor's instruction sets), and of the library itself, which a power cut may have damaged.
+    A library's name holds two hashes: of the source with the compiler's predefined macros (its
+    version, the processor's instruction sets), and of the library, which a power cut may damage.
     """
+    start = time.perf_counter()
     for target in ("-march=native", "-mcpu=native"):  # some compilers know only one of them
         try:
             macros = run_compiler([*compiler, target, "-dM", "-E", "-x", "c++", os.devnull], folder)
@@ -2077,21 +2818,22 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> tuple[P
     key = hashlib.sha256(source + macros + " ".join(compiler).encode()).hexdigest()[:16]
     for path in folder.glob(f"cpu-{key}-*.so"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        if path.stem.endswith(digest) and is_ours(path):
-            return path, False
+        with suppress(OSError):
+            if path.stem.endswith(digest) and is_ours(path):
+                return open_library(path)
     for old in folder.glob("build-*"):  # of a run that was killed
         if old.stat().st_mtime < time.time() - 3600:
             shutil.rmtree(old, ignore_errors=True)
+
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
         new = Path(build, "cpu.so")
         Path(build, "cpu.cpp").write_bytes(source)
-        flags = ["-O3", target, "-std=c++17", "-shared", "-fPIC", "cpu.cpp", "-o", new.name]
-        if sys.platform == "win32":
-            flags.remove("-fPIC")
-        omp = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # the one that torch runs on
-        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(omp)], []):
+        command = [*compiler, "-O3", target, "-std=c++17", "-shared", "cpu.cpp", "-o", new.name]
+        command += ["-fPIC"] * (sys.platform != "win32")
+        apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
+        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):
             try:
-                run_compiler([*compiler, *flags, *openmp], Path(build))
+                run_compiler([*command, *openmp], Path(build))
                 break
             except OSError:
                 if not openmp:
@@ -2099,9 +2841,10 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> tuple[P
         with new.open("rb+") as file:
             digest = hashlib.sha256(file.read()).hexdigest()[:16]
             os.fsync(file.fileno())
+        new.chmod(0o700)  # whatever the umask is
         path = folder / f"cpu-{key}-{digest}.so"
         new.replace(path)  # at once: two processes may do this at the same time
-    return path, True
+    return open_library(path, time.perf_counter() - start)
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
@@ -2175,6 +2918,8 @@ class NativeLinear(QuantizedLinear):
             or torch.compiler.is_compiling()
             or not self.is_native()
             or not x.is_cpu
+            or x.layout != torch.strided
+            or x.dtype not in DENSE.values()
             or x.shape[-1:] != (K,)
             or (x.requires_grad and torch.is_grad_enabled())
         ):
@@ -2639,6 +3384,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     )
     add("--chat", action="store_true", help="converse; the prompt is the first question")
     add("--system", metavar="TEXT", type=text_type, help="with --chat: what it is told beforehand")
+    named = "default: what the model's chat template says"
+    add("--chat-format", choices=CHAT_FORMAT_NAMES, help=named)
     add("--max-new-tokens", metavar="N", type=int, default=256, help="default: %(default)s")
     add("--temperature", metavar="T", type=float, default=0.8, help="default: 0.8; 0 is greedy")
     add("--top-k", metavar="K", type=int, default=0, help="only the K likeliest (default: all)")
@@ -2668,6 +3415,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     args = parser.parse_args(argv)
     if args.system is not None and not args.chat:
         parser.error("--system needs --chat")
+    if args.chat_format is not None and not args.chat:
+        parser.error("--chat-format needs --chat")
     if args.type is not None and args.save is None:
         parser.error("--type needs --save")
     if "" in args.stop:
@@ -2776,8 +3525,9 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: i
     kinds = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     size = sum(weight.nbytes for weight in checkpoint.weights.values())
     rows = {
-        "form": checkpoint.form,
+        "format": checkpoint.format,
         **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
+        "chat format": describe_chat_format(checkpoint.chat_template),
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
         "size": f"{size / 1e9:.3g} GB",
         f"memory at {context} tokens": gigabytes(plan),
@@ -2820,22 +3570,44 @@ def read_question(ranks: Ranks | None) -> str | None:
 
 
 def fit_turns(
-    encode: Callable[[list[dict[str, str]]], list[int]], turns: list[dict[str, str]], limit: int
+    encode: Callable[[list[dict[str, str]]], list[int]],
+    turns: list[dict[str, str]],
+    context: int,
+    reserve: int,
 ) -> list[int]:
-    """The ids of a conversation, whose oldest turns are deleted until they leave room to answer.
+    """The ids of a conversation; its oldest turns are deleted until `reserve` tokens are free.
 
     Raises ValueError if the last question alone is too long, or what encode_chat() raises.
     """
     ids = encode(turns)
-    while len(ids) > limit and len(turns) > 1:
+    while len(ids) + reserve > context and len(turns) > 1:
         del turns[:2]
         ids = encode(turns)
+    if len(ids) > context:
+        raise ValueError(f"{len(ids)} tokens; the context holds {context}")
     return ids
+
+
+def show_answer(stream: Stream[str], quiet: bool) -> str:
+    """Write an answer as it comes and return it; Ctrl-C ends it early."""
+    answer = ""
+    try:
+        for text in stream:
+            text = text if answer else text.lstrip()
+            answer += text
+            write(text)
+    except KeyboardInterrupt:
+        stream.report.stop_reasons = ["interrupted"]
+    write("\n")
+    if "context full" in stream.report.stop_reasons and not quiet:
+        note("context full: the answer ends here")
+    return answer
 
 
 def chat(
     model: Llama,
     tokenizer: Tokenizer,
+    chat_format: str,
     args: argparse.Namespace,
     options: dict[str, Any],
     ranks: Ranks | None,
@@ -2846,43 +3618,36 @@ def chat(
     them that it holds. A full context drops the oldest turns and keeps the system message. Returns
     the report of the last answer.
     """
-    cache, report = options["cache"], None
+    cache, report, config = options["cache"], None, model.config
+    stop_ids, tags = chat_stops(tokenizer, chat_format)
+    options |= {"stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids}}
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
     stored: list[int] = []  # the ids that the cache holds
-    room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)
-    question = args.prompt if args.prompt is not None else read_question(ranks)
-    while question is not None:
-        if question.strip():
-            turns = [*messages, {"role": "user", "content": question}]
-            try:
-                ids = fit_turns(lambda turns: encode_chat(tokenizer, system + turns), turns, room)
-                if len(ids) > cache.max_seq_len:
-                    found = f"{len(ids)} tokens; the context holds {cache.max_seq_len}"
-                    raise ValueError(found)
-            except ValueError as error:
-                fail(error)
-            else:
-                dropped = (len(messages) + 1 - len(turns)) // 2
-                if dropped and not args.quiet:
-                    note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
-                stop = (*args.stop, *RESERVED_TAGS)  # where a model begins to speak for the user
-                new = rewind(cache, stored, ids)
-                stream = stream_text(model, tokenizer, new, stop=stop, **options)
-                report, answer = stream.report, ""
-                try:
-                    for text in stream:
-                        text = text if answer else text.lstrip()
-                        answer += text
-                        write(text)
-                except KeyboardInterrupt:
-                    report.stop_reasons = ["interrupted"]
-                write("\n")
-                if "context full" in report.stop_reasons and not args.quiet:
-                    note("context full: the answer ends here")
-                messages = [*turns, {"role": "assistant", "content": answer}]
-                stored = [*ids, *report.new_ids[0]][: cache.pos]
-        question = read_question(ranks)
+    reserve = min(args.max_new_tokens, cache.max_seq_len // 4)  # tokens of room for an answer
+
+    def encode(turns: list[dict[str, str]]) -> list[int]:
+        return encode_chat(tokenizer, system + turns, chat_format)
+
+    first = [args.prompt] if args.prompt is not None else []
+    for question in itertools.chain(first, iter(partial(read_question, ranks), None)):
+        if not question.strip():
+            continue
+        turns = [*messages, {"role": "user", "content": question}]
+        try:
+            ids = fit_turns(encode, turns, cache.max_seq_len, reserve)
+        except ValueError as error:
+            fail(error)
+            continue
+        dropped = (len(messages) + 1 - len(turns)) // 2
+        if dropped and not args.quiet:
+            note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
+        new = rewind(cache, stored, ids)
+        stream = stream_text(model, tokenizer, new, stop=(*args.stop, *tags), **options)
+        report = stream.report
+        answer = show_answer(stream, args.quiet)
+        messages = [*turns, {"role": "assistant", "content": answer}]
+        stored = [*ids, *report.new_ids[0]][: cache.pos]
     return report
 
 
@@ -2905,15 +3670,6 @@ def complete(
         stream.report.stop_reasons = ["interrupted"]
         note("")  # the terminal shows ^C at the end of the text
     return stream.report
-
-
-def choose_context(args: argparse.Namespace, config: Config) -> int:
-    """Tokens that the model may see at most. Raises ValueError for more than it can."""
-    limit = config.max_position_embeddings
-    context = limit if args.context is None else args.context
-    if not 1 <= context <= limit:
-        raise ValueError(f"--context {context}; accepted is 1 to {limit}, the model's context")
-    return context
 
 
 def build(
@@ -2955,7 +3711,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     device = choose_device(args.device, checkpoint)
     if ranks:
         checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
-    context = choose_context(args, checkpoint.config)
+    if args.context is not None:
+        checkpoint = checkpoint.allow_context(args.context)
+    context = args.context or checkpoint.config.max_position_embeddings
     dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
     exact = args.dtype != "auto" or not is_large(checkpoint)
     half_cache = not exact and device.type == "cpu" and not ranks
@@ -2965,7 +3723,11 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         write(describe_checkpoint(checkpoint, plan(context), context))
         return 0
 
-    tokenizer = checkpoint.tokenizer()
+    tokenizer, chat_format = checkpoint.tokenizer(), ""
+    if args.chat:
+        chat_format = args.chat_format or recognise_chat_format(checkpoint.chat_template)
+        if not (args.chat_format or checkpoint.chat_template or args.quiet):
+            note("note: the model has no chat template; its format is taken to be llama-2's")
     size = context if args.context else min(context, CHAT_CONTEXT)
     ids: list[int] = []
     if not args.chat:
@@ -2993,9 +3755,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     if compiled_step and wanted and device.type == "cuda" and not ranks:
         options["step"] = compiled_step(model, cache)
     if args.chat:
-        if not checkpoint.chat_template and not args.quiet:
-            note("note: this model does not say that it was tuned for chat")
-        report = chat(model, tokenizer, args, options, ranks)
+        report = chat(model, tokenizer, chat_format, args, options, ranks)
     else:
         report = complete(model, tokenizer, ids, args, options)
     if report and not args.quiet:

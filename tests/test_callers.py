@@ -1,0 +1,341 @@
+"""What a caller may do to a model, its cache and its inputs: the kernels raise or are right, as torch.
+
+Every case is done to a model of plain quantised layers and to an accelerated copy of it. Both must
+raise the same error, or give the same numbers; the kernels must not see what they would misread.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import llama2
+
+gguf = pytest.importorskip("gguf")
+if not hasattr(llama2, "accelerate"):
+    pytest.skip("this copy of llama2.py has no part III", allow_module_level=True)
+
+CONFIG = llama2.Config(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=100,
+    max_position_embeddings=64,
+)
+TOKENS = torch.tensor([[1, 7, 99, 0, 42, 5, 3]])
+
+
+@pytest.fixture(scope="module", params=["Q8_0", "F16"])
+def models(request):
+    """The plain model and its accelerated copy."""
+    torch.manual_seed(0)
+    plain = llama2.Llama(CONFIG).eval().requires_grad_(False)
+    kind = gguf.GGMLQuantizationType[request.param]
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, nn.Linear):
+            blocks = gguf.quants.quantize(module.weight.numpy(), kind).view("uint8")
+            linear = llama2.QuantizedLinear(torch.from_numpy(blocks), request.param)
+            plain.set_submodule(name, linear)
+    native = llama2.accelerate(copy.deepcopy(plain))
+    if not llama2.kernels().library:
+        pytest.skip(f"no compiled kernels here: {llama2.kernels().problem}")
+    assert isinstance(native.layers[0], llama2.NativeLayers)
+    return plain, native
+
+
+def blocks_of(model: llama2.Llama) -> nn.ModuleList:
+    """The layers, one by one."""
+    first = model.layers[0]
+    return first.blocks if isinstance(first, llama2.NativeLayers) else model.layers
+
+
+def outcome(act, *arguments):
+    """What a call returns, or the type of the error that it raises."""
+    try:
+        return act(*arguments)
+    except (ValueError, RuntimeError, IndexError, TypeError, NotImplementedError) as error:
+        return type(error)
+
+
+def agree(expected, found, tolerance=1e-5) -> None:
+    """Both are the same error, or the same numbers."""
+    if isinstance(expected, type) or isinstance(found, type):
+        assert found == expected
+    else:
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+# --------------------------------------------------------------------------------------------------
+# Caches
+
+
+def fresh(**change) -> llama2.Cache:
+    """A cache for another model, or for this one."""
+    return llama2.Cache(replace(CONFIG, **change))
+
+
+def changed(**change) -> llama2.Cache:
+    """A cache that somebody has changed."""
+    cache = llama2.Cache(CONFIG)
+    for name, value in change.items():
+        setattr(cache, name, value)
+    return cache
+
+
+CACHES = {
+    "of this model": fresh,
+    "fewer layers": lambda: fresh(num_hidden_layers=2),
+    "more layers": lambda: fresh(num_hidden_layers=4),
+    "fewer heads": lambda: fresh(num_key_value_heads=2),
+    "one head": lambda: fresh(num_key_value_heads=1),
+    "smaller heads": lambda: fresh(num_attention_heads=16),
+    "another batch": lambda: llama2.Cache(CONFIG, 2),
+    "on meta": lambda: llama2.Cache(CONFIG, device="meta"),
+    "float16": lambda: llama2.Cache(CONFIG, dtype=torch.float16),
+    "bfloat16": lambda: llama2.Cache(CONFIG, dtype=torch.bfloat16),
+    "short keys": lambda: changed(k=torch.zeros(3, 1, 4, 4, 16)),
+    "short values": lambda: changed(v=torch.zeros(3, 1, 4, 4, 16)),
+    "keys of another dtype": lambda: changed(k=torch.zeros(3, 1, 4, 64, 16).half()),
+    "keys as a view": lambda: changed(k=torch.zeros(3, 1, 4, 64, 32)[..., ::2]),
+    "expanded values": lambda: changed(v=torch.zeros(1, 1, 1, 1, 16).expand(3, 1, 4, 64, 16)),
+    "negative position": lambda: changed(pos=-3),
+    "position at the end": lambda: changed(pos=62),
+    "longer than it is": lambda: changed(max_seq_len=1000, pos=100),
+    "short tables": lambda: changed(cos=torch.ones(3, 8)),
+    "padding": lambda: changed(padding=torch.tensor([2])),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_caches(models, name, length):
+    tokens = torch.arange(length)[None] % 100
+    plain, native = (outcome(model, tokens, CACHES[name]()) for model in models)
+    agree(plain, native, tolerance=2e-3 if "float16" in name else 1e-5)  # rounding ties
+    if name == "of this model":
+        assert isinstance(native, torch.Tensor)
+
+
+def test_a_wrong_cache_is_named(models):
+    for model in models:
+        with pytest.raises(ValueError, match=r"\(2, 1, 4, 64, 16\).*needed is \(3, 1, 4, 64, 16\)"):
+            model(TOKENS, fresh(num_hidden_layers=2))
+        with pytest.raises(ValueError, match="position is -3 of 64"):
+            model(TOKENS, changed(pos=-3))
+
+
+# --------------------------------------------------------------------------------------------------
+# Inputs
+
+INPUTS = {
+    "wider": torch.ones(2, 129),
+    "narrower": torch.ones(2, 127),
+    "a number": torch.tensor(1.0),
+    "no rows": torch.ones(0, 128),
+    "integers": torch.ones(2, 128, dtype=torch.int64),
+    "bool": torch.ones(2, 128, dtype=torch.bool),
+    "float64": torch.linspace(-1, 1, 256, dtype=torch.float64).view(2, 128),
+    "expanded": torch.linspace(-1, 1, 128).expand(3, 128),
+    "transposed": torch.linspace(-1, 1, 384).view(128, 3).t(),
+    "every second": torch.linspace(-1, 1, 768).view(3, 256)[:, ::2],
+    "negated lazily": torch._neg_view(torch.linspace(-1, 1, 256).view(2, 128)),
+    "sparse": torch.eye(3, 128).to_sparse(),
+    "on meta": torch.ones(2, 128, device="meta"),
+    "three dimensions": torch.linspace(-1, 1, 768).view(2, 3, 128),
+    "one dimension": torch.linspace(-1, 1, 128),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_of_a_layer(models, name):
+    plain, native = (outcome(model.lm_head, INPUTS[name]) for model in models)
+    if name == "on meta":
+        assert plain.is_meta and native.is_meta and plain.shape == native.shape
+    else:
+        agree(plain, native)
+
+
+IDS = {
+    "negative": torch.tensor([[-1]]),
+    "beyond the vocabulary": torch.tensor([[100]]),
+    "bool": torch.tensor([[True]]),
+    "int32": torch.tensor([[1]], dtype=torch.int32),
+    "float": torch.tensor([[1.0]]),
+    "one dimension": torch.tensor([1]),
+    "none": torch.zeros(1, 0, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_ids(models, name):
+    for model in models:
+        with pytest.raises((ValueError, IndexError)):
+            model(IDS[name], llama2.Cache(CONFIG))
+
+
+@pytest.mark.parametrize("ids", [[-1], [100], [True]])
+def test_ids_of_a_quantised_embedding(ids):
+    blocks = torch.zeros(100, 68, dtype=torch.uint8)
+    embedding = llama2.QuantizedEmbedding(blocks, "Q8_0", torch.float32)
+    with pytest.raises((IndexError, RuntimeError)):
+        embedding(torch.tensor(ids))
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
+
+
+def set_blocks(change):
+    """Replace the first layer's q_proj blocks."""
+
+    def act(model):
+        linear = blocks_of(model)[0].self_attn.q_proj
+        linear.blocks = change(linear.blocks)
+
+    return act
+
+
+def set_norm(change):
+    """Replace the first layer's norm weight."""
+
+    def act(model):
+        norm = blocks_of(model)[0].input_layernorm
+        norm.weight = nn.Parameter(change(norm.weight.detach()), requires_grad=False)
+
+    return act
+
+
+def swap(model):
+    layers = blocks_of(model)
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def assign(model):
+    state = {
+        key: 2 * t if t.is_floating_point() else t.clone() for key, t in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+
+
+def pre_hook(module, arguments):
+    return tuple(-argument for argument in arguments)
+
+
+CHANGES = {
+    "nothing": lambda model: None,
+    "expanded blocks": set_blocks(lambda b: b[:1].expand(b.shape)),
+    "strided blocks": set_blocks(lambda b: torch.cat((b, b), 1)[:, : b.shape[1]]),
+    "fewer blocks": set_blocks(lambda b: b[:10].clone()),
+    "narrower blocks": set_blocks(lambda b: b[:, : b.shape[1] // 2].clone()),
+    "signed blocks": set_blocks(lambda b: b.view(torch.int8)),
+    "expanded norm": set_norm(lambda w: torch.full((1,), 2.0).expand(128)),
+    "one number as norm": set_norm(lambda w: torch.full((1,), 2.0)),
+    "short norm": set_norm(lambda w: w[:7].clone()),
+    "bfloat16 norm": set_norm(lambda w: w.bfloat16()),
+    "another norm": set_norm(lambda w: 3 * w),
+    "norm changed in place": lambda model: blocks_of(model)[1].input_layernorm.weight.mul_(3),
+    "norm's data": lambda m: setattr(
+        blocks_of(m)[1].input_layernorm.weight, "data", torch.ones(128) / 2
+    ),
+    "another eps": lambda model: setattr(blocks_of(model)[0].input_layernorm, "eps", 10.0),
+    "hook": lambda m: blocks_of(m)[0].mlp.register_forward_hook(lambda module, x, y: 2 * y),
+    "hook on a projection": lambda m: blocks_of(m)[2].mlp.up_proj.register_forward_pre_hook(
+        pre_hook
+    ),
+    "hook on a block": lambda m: blocks_of(m)[1].register_forward_hook(lambda module, x, y: 2 * y),
+    "replaced forward": lambda model: setattr(blocks_of(model)[0].mlp, "forward", lambda x: 0 * x),
+    "replaced module": lambda model: setattr(blocks_of(model)[0], "mlp", nn.Identity()),
+    "swapped layers": swap,
+    "a layer less": lambda model: blocks_of(model).pop(2),
+    "load_state_dict": assign,
+    "share_memory": lambda model: model.share_memory(),
+    "bfloat16": lambda model: model.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_models(models, name):
+    results = []
+    for model in models:
+        model = copy.deepcopy(model)
+        with torch.no_grad():
+            CHANGES[name](model)
+        results.append(outcome(model, TOKENS, llama2.Cache(CONFIG)))
+    agree(*results, tolerance=0.05 if name == "bfloat16" else 1e-5)
+    unchanged = models[0](TOKENS, llama2.Cache(CONFIG))
+    harmless = (
+        "nothing",
+        "strided blocks",
+        "signed blocks",
+        "share_memory",
+        "bfloat16 norm",
+        "bfloat16",
+    )
+    if not isinstance(results[0], type) and name not in harmless:  # the case does what it says
+        assert (results[1] - unchanged).abs().max() > 1e-3
+
+
+def test_global_hooks_are_heard(models):
+    def double(module, arguments, y):
+        return 2 * y if isinstance(module, llama2.MLP) else None
+
+    before = models[1](TOKENS, llama2.Cache(CONFIG))
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        plain, native = (model(TOKENS, llama2.Cache(CONFIG)) for model in models)
+    finally:
+        handle.remove()
+    agree(plain, native)
+    assert (native - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_of_a_model(models, way):
+    for model in models:
+        if way == "deepcopy":
+            other = copy.deepcopy(model)
+        elif way == "pickle":
+            other = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            other = torch.load(file, weights_only=False)
+        assert torch.equal(other(TOKENS, llama2.Cache(CONFIG)), model(TOKENS, llama2.Cache(CONFIG)))
+
+
+def test_gradients_pass_the_kernels(models):
+    """Without a cache a pass is differentiable, also where a dense part wants a gradient."""
+    norms = []
+    for model in models:
+        model = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        model(TOKENS).square().sum().backward()
+        norms.append(model.embed_tokens.weight.grad.norm())
+    assert norms[0] > 0 and torch.isclose(*norms, rtol=1e-4)
+
+
+def test_a_compiled_step_is_for_one_cache(models):
+    cache = llama2.Cache(CONFIG)
+    step = llama2.CompiledStep(models[0], cache, backend="eager")
+    for tokens, other in (([[1], [2]], llama2.Cache(CONFIG, 2)), ([[1]], llama2.Cache(CONFIG))):
+        with pytest.raises(ValueError, match="compiled step"):
+            step(torch.tensor(tokens), other)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype", [((4, 33), torch.uint8), ((4, 34), torch.int8), ((68,), torch.uint8)]
+)
+def test_blocks_of_another_shape_are_refused(shape, dtype):
+    with pytest.raises(ValueError, match="Q8_0 needs"):
+        llama2.QuantizedLinear(torch.zeros(shape, dtype=dtype), "Q8_0")

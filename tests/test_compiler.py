@@ -1,0 +1,209 @@
+"""How kernels/cpu.cpp becomes a library: compilers that fail, damaged caches, folders of others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import llama2
+
+if not hasattr(llama2, "kernels"):
+    pytest.skip("this copy of llama2.py has no part III", allow_module_level=True)
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(
+    not COMPILER or not llama2.KERNELS_SOURCE.is_file(), reason="no compiler or no kernels/cpu.cpp"
+)
+posix = pytest.mark.skipif(os.name != "posix", reason="POSIX modes, signals and shell scripts")
+
+SOURCE = """
+#include <cstdint>
+extern "C" int32_t linear() { return 0; }
+extern "C" int32_t dequantize() { return 0; }
+extern "C" int32_t run_layers() { return 0; }
+extern "C" int32_t kernels_features() { return 1; }
+extern "C" int32_t kernels_version() { return VERSION; }
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder of its own, and a source that compiles at once."""
+    source = tmp_path / "kernels" / "cpu.cpp"
+    source.parent.mkdir()
+    source.write_text(SOURCE.replace("VERSION", str(llama2.KERNELS_VERSION)))
+    monkeypatch.setattr(llama2, "KERNELS_SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    llama2.kernels.cache_clear()
+    yield tmp_path / "cache" / "llama2.py"
+    llama2.kernels.cache_clear()
+
+
+def find() -> llama2.Kernels:
+    """What a new process would find."""
+    llama2.kernels.cache_clear()
+    return llama2.kernels()
+
+
+def script(path: Path, text: str) -> str:
+    """A compiler of our own."""
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@needs_compiler
+def test_compiled_once(cache):
+    first, second = find(), find()
+    assert first.library and first.compile_seconds > 0
+    assert second.library and second.compile_seconds == 0
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "cut", "a bit flipped", "unloadable", "another"])
+def test_a_damaged_library_is_compiled_again(cache, damage):
+    assert find().library
+    (path,) = cache.iterdir()
+    data = bytearray(path.read_bytes())
+    path.unlink()  # the one that this process has mapped stays as it is
+    if damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "a bit flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:  # with a name that fits
+        other = b"no library"
+        if damage == "another":
+            build = cache.parent / "other.cpp"
+            build.write_text("int other;")
+            flags = ["-shared", "-fPIC", str(build), "-o", str(cache.parent / "other.so")]
+            subprocess.run([COMPILER, *flags], check=True)
+            other = (cache.parent / "other.so").read_bytes()
+        digest = llama2.hashlib.sha256(other).hexdigest()[:16]
+        path = path.with_name(path.name.rpartition("-")[0] + f"-{digest}.so")
+        path.write_bytes(other)
+    path.chmod(0o700)
+    again = find()
+    assert again.library and again.compile_seconds > 0
+
+
+@needs_compiler
+@posix
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_what_others_may_write_is_not_loaded(cache, what):
+    assert find().library
+    (library,) = cache.iterdir()
+    if what == "folder":
+        cache.chmod(0o777)
+        found = find()
+        assert not found.library and "others may write" in found.problem
+    else:
+        library.chmod(0o777)
+        assert find().compile_seconds > 0
+
+
+@posix
+@pytest.mark.parametrize("home", [None, "relative"])
+def test_only_absolute_folders(cache, tmp_path, monkeypatch, home):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    if home is None:  # a uid that has no name, either
+
+        def no_home():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(llama2.Path, "home", no_home)
+    before = set(tmp_path.rglob("*"))
+    found = find()
+    assert not found.library and ("home" in found.problem or "absolute" in found.problem)
+    assert set(tmp_path.rglob("*")) == before
+
+
+@needs_compiler
+@posix
+@pytest.mark.parametrize("options", ["-O2", "-DX='a b'"])
+def test_cxx_may_have_options(cache, tmp_path, monkeypatch, options):
+    wrapper = script(tmp_path / "my wrapper", 'echo "$@" >>"$0.log"\nexec "$@"')
+    monkeypatch.setenv("CXX", f"'{wrapper}' {COMPILER} {options}")
+    assert find().library
+    assert "-O2" in (log := (tmp_path / "my wrapper.log").read_text()) or "-DX=a b" in log
+
+
+@needs_compiler
+@posix
+@pytest.mark.parametrize("text", ["exit 1", r"printf '\377\376 no'>&2; exit 1", "kill -9 $$"])
+def test_the_next_compiler_is_tried(cache, tmp_path, monkeypatch, text):
+    monkeypatch.setenv("CXX", script(tmp_path / "bad", text))
+    assert find().library
+
+
+@posix
+def test_all_compilers_fail(cache, tmp_path, monkeypatch):
+    bad = script(tmp_path / "g++", r"printf 'error: \377\n\033[31mno'>&2; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "'open quote")
+    problem = find().problem
+    assert bad in problem and "failed" in problem and "\n" not in problem
+    (tmp_path / "g++").unlink()
+    assert "no C++ compiler" in find().problem
+
+
+@needs_compiler
+def test_another_version_is_refused(cache):
+    llama2.KERNELS_SOURCE.write_text(SOURCE.replace("VERSION", "999"))
+    found = find()
+    assert not found.library and "version 999" in found.problem
+
+
+def test_a_missing_source_is_named(cache):
+    llama2.KERNELS_SOURCE.unlink()
+    found = find()
+    assert not found.library and f"{llama2.KERNELS_SOURCE} is missing" in found.problem
+
+
+@needs_compiler
+@posix
+def test_one_thread_is_told(cache, tmp_path, monkeypatch):
+    """A compiler that refuses -fopenmp."""
+    text = f'for x; do [ "$x" = -fopenmp ] && exit 1; done\nexec {COMPILER} "$@"'
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", text))
+    source = llama2.KERNELS_SOURCE
+    source.write_text(source.read_text().replace("features() { return 1", "features() { return 0"))
+    with pytest.warns(UserWarning, match="one thread"):
+        assert find().library
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_killed_run_leaves_nothing_behind(tmp_path, number):
+    """A signal while the compiler works: it ends, too, and its folder goes."""
+    marker = tmp_path / "started"
+    compiler = script(
+        tmp_path / "slow", f'case "$*" in *-dM*) exit 0;; esac\n: >"{marker}"\nsleep 60\n'
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
+    code = "import llama2, sys; sys.argv[1:] = ['--compile', '--prompt', 'x']; import runpy"
+    code += "; runpy.run_path(llama2.__file__, run_name='__main__')"
+    root = Path(llama2.__file__).parent
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, env=environment, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not marker.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(20) == (130 if number == signal.SIGINT else 128 + number)
+    assert not list((tmp_path / "llama2.py").iterdir())
+    running = subprocess.check_output(["ps", "ax", "-o", "args"], text=True)
+    assert str(tmp_path / "slow") not in running
