@@ -155,8 +155,7 @@ def scale_bytes(ggml_type: str) -> Tensor:
 class RandomWeight(llama2.Weight):
     """A weight that is made when it is read. It takes its full memory, but few rows differ."""
 
-    @property
-    def data(self) -> Tensor:
+    def read(self) -> Tensor:
         """Random blocks with small scales, uint8 (rows, bytes per row); norms are ones."""
         if len(self.shape) == 1:
             return torch.ones(self.shape).view(torch.uint8)[None]
