@@ -2293,14 +2293,18 @@ def stream_text(
     return Stream(pieces(), report)
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two lists begin with in common."""
+    pairs = zip(a, b)  # up to the end of the shorter one
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
 def rewind(cache: Cache, stored: Sequence[int], ids: Sequence[int]) -> list[int]:
     """Truncate a cache that holds `stored` to what it shares with `ids`; return the rest of ids.
 
     At least one id is left, for the logits. A conversation that goes on computes only what is new.
     """
-    shared = 0
-    while shared < min(len(stored), len(ids) - 1, cache.pos) and stored[shared] == ids[shared]:
-        shared += 1
+    shared = min(common_prefix(stored, ids), len(ids) - 1, cache.pos)
     cache.truncate(shared)
     return list(ids[shared:])
 
