@@ -62,7 +62,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
@@ -2472,9 +2472,9 @@ class Report:
     prompt_tokens: int
     new_ids: list[list[int]]  # per row
     stop_reasons: list[str]  # per row; "" while it goes on
-    scores: list[list[Score]]  # per row, of new_ids and what stopped it; only if asked for
     prompt_seconds: float = 0.0  # until the first new token is known
     new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
+    scores: list[list[Score]] = field(default_factory=list)  # per row, with what stopped it
 
     @property
     def new_tokens(self) -> int:
@@ -2582,7 +2582,8 @@ def generate_batch(
 
     ends = ["max new tokens" if n == max_new_tokens else "context full" for n in room]
     reasons = [end if n == 0 else "" for n, end in zip(room, ends, strict=True)]
-    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons, [[] for _ in rows])
+    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons)
+    report.scores = [[] for _ in rows]
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # (B, T)
 
     def steps(tokens: Tensor) -> Iterator[list[int | None]]:
