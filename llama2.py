@@ -62,7 +62,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
@@ -2465,21 +2465,51 @@ class Score(NamedTuple):
     top: list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
 
 
-@dataclass
 class Report:
-    """What a generation did so far."""
+    """What a generation did so far: the new ids of each row, why it stopped, how long it took."""
 
-    prompt_tokens: int
-    new_ids: list[list[int]]  # per row
-    stop_reasons: list[str]  # per row; "" while it goes on
-    prompt_seconds: float = 0.0  # until the first new token is known
-    new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
-    scores: list[list[Score]] = field(default_factory=list)  # per row, with what stopped it
+    def __init__(self, prompt_tokens: int, rows: int, room: Sequence[int], limit: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.prompt_seconds = 0.0  # until the first new token is known
+        self.new_seconds = 0.0  # for all but the first; the consumer's own time is not counted
+        self.new_ids: list[list[int]] = [[] for _ in range(rows)]
+        self.scores: list[list[Score]] = [[] for _ in range(rows)]  # if asked for; with the last id
+        self.room = room  # for new tokens, per row; fewer than `limit` where the context ends
+        self.ends = ["max new tokens" if n == limit else "context full" for n in room]
+        self.stop_reasons = ["" if n else end for n, end in zip(room, self.ends, strict=True)]
 
     @property
     def new_tokens(self) -> int:
         """How many tokens were generated, in all rows together."""
         return sum(map(len, self.new_ids))
+
+    def add(
+        self, ids: Sequence[int], stop_ids: Collection[int], seconds: float
+    ) -> list[int | None]:
+        """Count a step; returns the ids that are new text: None in rows that have finished."""
+        if self.prompt_seconds:
+            self.new_seconds += seconds
+        else:
+            self.prompt_seconds = seconds
+        new: list[int | None] = [None] * len(ids)
+        for i, token_id in enumerate(ids):
+            if not self.stop_reasons[i] and token_id in stop_ids:
+                self.stop_reasons[i] = f"stop token {token_id}"
+            elif not self.stop_reasons[i]:
+                new[i] = token_id
+                self.new_ids[i].append(token_id)
+                full = len(self.new_ids[i]) == self.room[i]
+                self.stop_reasons[i] = self.ends[i] if full else ""
+        return new
+
+    def add_scores(self, ids: Sequence[int], logits: Tensor, top: int) -> None:
+        """Keep what the ids of a step were drawn from: logits (B, V)."""
+        for i, token_id in enumerate(ids):
+            if not self.stop_reasons[i]:
+                scores = logits[i].log_softmax(-1)
+                values, places = (t.tolist() for t in scores.topk(top))
+                best = list(zip(places, values, strict=True))
+                self.scores[i].append(Score(token_id, scores[token_id].item(), best))
 
 
 class Stream(Iterator[Item]):
@@ -2558,8 +2588,6 @@ def generate_batch(
     if not rows:
         raise ValueError("no prompts; accepted is one or more")
     check_options(max_new_tokens, temperature, top_k, top_p, min_p, seed)
-    if stop_ids is None:
-        stop_ids = (config.eos_token_id, *config.stop_token_ids)
     longest = max(map(len, rows))
     room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
     padding = torch.tensor([longest - len(row) for row in rows])
@@ -2580,44 +2608,26 @@ def generate_batch(
         ids = [sample(row, *options, generators[i]) for i, row in enumerate(logits)]
         return torch.stack(ids).tolist()
 
-    ends = ["max new tokens" if n == max_new_tokens else "context full" for n in room]
-    reasons = [end if n == 0 else "" for n, end in zip(room, ends, strict=True)]
-    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons)
-    report.scores = [[] for _ in rows]
-    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # (B, T)
+    report = Report(sum(map(len, rows)), len(rows), room, max_new_tokens)
+    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
 
-    def steps(tokens: Tensor) -> Iterator[list[int | None]]:
-        while not all(reasons):
+    def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
+        while not all(report.stop_reasons):
             start = time.perf_counter()
             for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
                 logits = (step or model)(chunk, cache)
             logits = logits[:, :vocab_size]
             ids = draw(logits)
-            seconds = time.perf_counter() - start
-            if not report.prompt_seconds:
-                report.prompt_seconds = seconds
-            else:
-                report.new_seconds += seconds
             if -1 in ids:
                 raise ValueError("the logits are not finite: NaN or infinity in the weights")
-            new: list[int | None] = [None] * len(ids)
-            for i, token_id in enumerate(ids):
-                if top is not None and not reasons[i]:
-                    scores = logits[i].log_softmax(-1)  # (V,)
-                    values, places = (t.tolist() for t in scores.topk(top))
-                    best = list(zip(places, values, strict=True))
-                    report.scores[i].append(Score(token_id, scores[token_id].item(), best))
-                if not reasons[i] and token_id in stop_ids:
-                    reasons[i] = f"stop token {token_id}"
-                elif not reasons[i]:
-                    new[i] = token_id
-                    report.new_ids[i].append(token_id)
-                    reasons[i] = ends[i] if len(report.new_ids[i]) == room[i] else ""
+            if top is not None:
+                report.add_scores(ids, logits, top)
+            new = report.add(ids, ends, time.perf_counter() - start)
             if any(token_id is not None for token_id in new):
                 yield new
             tokens = torch.tensor(ids)[:, None]
 
-    return Stream(steps(tokens), report)
+    return Stream(steps(torch.tensor([[0] * (longest - len(row)) + row for row in rows])), report)
 
 
 def split_at_stop(text: str, stops: Sequence[str], final: bool) -> tuple[str, str, str]:
