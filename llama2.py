@@ -65,7 +65,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -776,7 +776,7 @@ class Checkpoint:
 # What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
 # has 1137 tensors, 160 KB of JSON or pickle, and less than a million tokens and merges.
 MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
-MAX_HEADER = 2**21  # bytes of JSON, of a pickle, of a zip's directory
+MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
 MAX_METADATA = 2**24  # bytes of a GGUF before its tensors; of a tokenizer.model
 MAX_VALUES = 2**21  # in all arrays of a GGUF's metadata
 
@@ -975,6 +975,14 @@ def check_gguf(file: GGUF, tensors: dict[str, Weight]) -> None:
         except NotImplementedError:
             found = f"{name} is of type {weight.ggml_type}, which is no weight"
             raise ValueError(f"{file.path}: {found}") from None
+
+
+def gguf_stop_ids(file: GGUF) -> tuple[int, ...]:
+    """The ids that end a text besides EOS: the end of a turn, of a message."""
+    eos = file.get("tokenizer.ggml.eos_token_id", int, 2)
+    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = dict.fromkeys(file.get(key, int, eos) for key in keys)
+    return tuple(token_id for token_id in ids if token_id != eos)
 
 
 def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
@@ -1303,42 +1311,33 @@ def state_dict(file: io.BytesIO) -> dict[str, Stored]:
     return content
 
 
-def zip_state_dict(source: mmap.mmap) -> tuple[dict[str, Stored], dict[str, tuple[int, int]]]:
-    """The tensors of a zip by torch.save, and start and size of each storage."""
-    files = zip_files(source)
-    (pickled,) = (name for name in files if name.endswith("/data.pkl"))
-    folder = pickled.removesuffix("data.pkl")
-    start, size = files.get(f"{folder}byteorder", (0, 0))
-    if source[start : start + min(size, 9)] not in (b"", b"little"):
-        raise ValueError("its numbers are big-endian")
-    start, size = files[pickled]
-    content = state_dict(io.BytesIO(source[start : start + min(size, MAX_HEADER)]))
-    return content, {t.key: files[f"{folder}data/{t.key}"] for t in content.values()}
-
-
-def legacy_state_dict(source: mmap.mmap) -> tuple[dict[str, Stored], dict[str, tuple[int, int]]]:
-    """The same of torch.save before 2020: five pickles, then the storages in the order of the last."""
-    file = io.BytesIO(source[:MAX_HEADER])
-    magic, _, system = (unpickle(file) for _ in range(3))
-    if magic != 0x1950A86A20F9469CFC6C or system["little_endian"] is not True:
-        raise ValueError("neither a zip nor pickles of torch.save")
-    content, places = state_dict(file), {}
-    sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
-    ops = pickletools.genops(file)
-    keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
-    end = file.tell()
-    for key in keys:  # 8 bytes with the count of the numbers, then the numbers
-        places[key] = end + 8, sizes[key]
-        end += 8 + sizes[key]
-    if end != len(source):
-        raise ValueError(f"its storages end at byte {end}, the file at {len(source)}: cut off?")
-    return content, places
-
-
 def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
-    """What torch.save wrote, each tensor within its storage. Raises ValueError, LookupError, ..."""
-    is_zip = source[:4] == b"PK\3\4"
-    content, places = zip_state_dict(source) if is_zip else legacy_state_dict(source)
+    """What torch.save wrote: a zip of a pickle and of storages, or, until 2020, these in a row."""
+    if source[:4] == b"PK\3\4":
+        files = zip_files(source)
+        (pickled,) = (name for name in files if name.endswith("/data.pkl"))
+        folder = pickled.removesuffix("data.pkl")
+        start, size = files.get(f"{folder}byteorder", (0, 0))
+        if source[start : start + min(size, 9)] not in (b"", b"little"):
+            raise ValueError("its numbers are big-endian")
+        start, size = files[pickled]
+        content = state_dict(io.BytesIO(source[start : start + min(size, MAX_HEADER)]))
+        places = {t.key: files[f"{folder}data/{t.key}"] for t in content.values()}
+    else:  # a magic number, a version, what wrote it, the tensors, the storages' names
+        head = io.BytesIO(source[:MAX_HEADER])
+        magic, _, system = (unpickle(head) for _ in range(3))
+        if magic != 0x1950A86A20F9469CFC6C or system["little_endian"] is not True:
+            raise ValueError("neither a zip nor pickles of torch.save")
+        content, places = state_dict(head), {}
+        sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
+        ops = pickletools.genops(head)
+        keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
+        end = head.tell()
+        for key in keys:  # 8 bytes with the count of the numbers, then the numbers
+            places[key] = end + 8, sizes[key]
+            end += 8 + sizes[key]
+        if end != len(source):
+            raise ValueError(f"its storages end at byte {end}, the file at {len(source)}: cut off?")
     weights = {}
     for name, t in content.items():
         item, (start, size) = DENSE[t.ggml_type].itemsize, places[t.key]
@@ -1608,18 +1607,18 @@ def is_large(checkpoint: Checkpoint) -> bool:
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     accelerated: bool | None = None,
     exact: bool = True,
 ) -> tuple[Llama, Tokenizer]:
-    """A .gguf file, a Meta or Hugging Face directory -> model and tokenizer.
+    """A .gguf file, a Meta or Hugging Face directory, or what was opened -> model and tokenizer.
 
     `accelerated`: by part III, see accelerate(); default: if the model is large. `exact`: False
     allows it to round activations to 16 bits. ValueError or FileNotFoundError says what is wrong.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     tokenizer = checkpoint.tokenizer()
     model = build_model(checkpoint, device, dtype or torch.float32)
     faster = part_3("accelerate")
@@ -1783,15 +1782,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
-SAMPLE_TEXTS = (  # what normalisation, prefixes and unknown characters show in
-    *("", " ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "\u2581\u2581a \u2581"),
-    *(
-        "\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5",
-        "\u4e16\u754c \u0645\u0631",
-        "a" * 99,
-    ),
-    *("\0\x01\x7f\u200b\u00ad\ufeff\u2028", "\U0001f469\u200d\U0001f680", "<s></s><unk><0x0A>"),
-)
+SAMPLE_TEXTS = ["", "  ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "a" * 99]
+SAMPLE_TEXTS += ["\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5", "\u2581\u2581a \u2581"]
+SAMPLE_TEXTS += [
+    "\0\x01\x7f\u200b\u00ad\ufeff\u2028",
+    "\u4e16 \U0001f469\u200d\U0001f680",
+    "<s><unk>",
+]
 
 
 def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
@@ -1922,14 +1919,6 @@ def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             size = {1: 8, 5: 4}.get(wire_type) or read_varint()
             at += size
             yield field, data[at - size : at]
-
-
-def gguf_stop_ids(gguf: GGUF) -> tuple[int, ...]:
-    """The ids that end a text besides EOS: the end of a turn, of a message."""
-    eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
-    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = dict.fromkeys(gguf.get(key, int, eos) for key in keys)
-    return tuple(token_id for token_id in ids if token_id != eos)
 
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
@@ -2132,7 +2121,20 @@ class Tokenizer:
         return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
 
     def vocabulary(self, count: int) -> dict[str, Any]:
-        """By the keys of GGUF, filled up to `count` pieces with unused ones."""
+        """By the keys of GGUF, filled up to `count` pieces with unused ones.
+
+        Raises ValueError for what SentencePiece can and a GGUF file of this type cannot.
+        """
+        model = dict(read_fields(self.sp.serialized_model_proto()))
+        trainer, normalizer = dict(read_fields(model[2])), dict(read_fields(model[3]))
+        for problem, found in (
+            ("Unigram, words or characters instead of BPE", trainer.get(3, 1) != 2),
+            ("spaces at the end of words", trainer.get(24)),
+            (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
+            ("denormalisation", dict(read_fields(model.get(5, b""))).get(2)),
+        ):
+            if found:
+                raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
         sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
         pieces = sp.id_to_piece([*range(self.vocab_size)])
         for i, token_type in enumerate(types):
@@ -2398,7 +2400,7 @@ def read_chat_template(path: Path) -> str:
     file = path / "tokenizer_config.json"
     template = read_json(file).get("chat_template") if file.exists() else None
     if isinstance(template, list):  # of several with names
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")
@@ -2455,6 +2457,14 @@ SCORE_CHUNK = 128  # the same where the logits of all positions are needed
 Item = TypeVar("Item")
 
 
+class Score(NamedTuple):
+    """A token, its log-probability, and the likeliest ones of its place."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
+
+
 @dataclass
 class Report:
     """What a generation did so far."""
@@ -2462,6 +2472,7 @@ class Report:
     prompt_tokens: int
     new_ids: list[list[int]]  # per row
     stop_reasons: list[str]  # per row; "" while it goes on
+    scores: list[list[Score]]  # per row, of new_ids and what stopped it; only if asked for
     prompt_seconds: float = 0.0  # until the first new token is known
     new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
 
@@ -2529,15 +2540,17 @@ def generate_batch(
     seed: int | None = None,
     stop_ids: Collection[int] | None = None,
     vocab_size: int | None = None,
+    top: int | None = None,
     cache: Cache | None = None,
     step: Callable[[Tensor, Cache], Tensor] | None = None,
 ) -> Stream[list[int | None]]:
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
     Row i draws from seed + i (None: from entropy), as it would alone. `stop_ids` end a row (default:
-    the model's EOS ids). `vocab_size`: only ids below it are drawn. `cache`: the prompts continue
-    what is stored there. `step`: what runs the model, such as a CompiledStep of that cache. Raises
-    ValueError for options out of range, empty prompts, ids out of range, too long prompts.
+    the model's EOS ids). `vocab_size`: only ids below it are drawn. `top`: the report keeps scores,
+    with that many likeliest ids of each place. `cache`: the prompts continue what is stored there.
+    `step`: what runs the model, such as a CompiledStep of that cache. Raises ValueError for options
+    out of range, empty prompts, ids out of range, too long prompts.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -2561,7 +2574,6 @@ def generate_batch(
         generator.seed() if seed is None else generator.manual_seed(seed + i)
 
     def draw(logits: Tensor) -> list[int]:  # (B, V) -> B ids
-        logits = logits[:, :vocab_size]
         if temperature == 0:
             return sample(logits, 0.0).tolist()  # the one wait for the device per step
         options = (temperature, top_k, top_p, min_p)
@@ -2570,7 +2582,7 @@ def generate_batch(
 
     ends = ["max new tokens" if n == max_new_tokens else "context full" for n in room]
     reasons = [end if n == 0 else "" for n, end in zip(room, ends, strict=True)]
-    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons)
+    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons, [[] for _ in rows])
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # (B, T)
 
     def steps(tokens: Tensor) -> Iterator[list[int | None]]:
@@ -2578,6 +2590,7 @@ def generate_batch(
             start = time.perf_counter()
             for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
                 logits = (step or model)(chunk, cache)
+            logits = logits[:, :vocab_size]
             ids = draw(logits)
             seconds = time.perf_counter() - start
             if not report.prompt_seconds:
@@ -2588,6 +2601,11 @@ def generate_batch(
                 raise ValueError("the logits are not finite: NaN or infinity in the weights")
             new: list[int | None] = [None] * len(ids)
             for i, token_id in enumerate(ids):
+                if top is not None and not reasons[i]:
+                    scores = logits[i].log_softmax(-1)  # (V,)
+                    values, places = (t.tolist() for t in scores.topk(top))
+                    best = list(zip(places, values, strict=True))
+                    report.scores[i].append(Score(token_id, scores[token_id].item(), best))
                 if not reasons[i] and token_id in stop_ids:
                     reasons[i] = f"stop token {token_id}"
                 elif not reasons[i]:
@@ -2647,29 +2665,38 @@ def stream_text(
     return Stream(pieces(), report)
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two lists begin with in common."""
+    pairs = zip(a, b)  # up to the end of the shorter one
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
 def rewind(cache: Cache, stored: Sequence[int], ids: Sequence[int]) -> list[int]:
     """Truncate a cache that holds `stored` to what it shares with `ids`; return the rest of ids.
 
     At least one id is left, for the logits. A conversation that goes on computes only what is new.
     """
-    shared = 0
-    while shared < min(len(stored), len(ids) - 1, cache.pos) and stored[shared] == ids[shared]:
-        shared += 1
+    shared = min(common_prefix(stored, ids), len(ids) - 1, cache.pos)
     cache.truncate(shared)
     return list(ids[shared:])
 
 
 @torch.no_grad()
-def score(model: Llama, ids: Sequence[int], top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def score(
+    model: Llama, ids: Sequence[int], top: int = 0, cache: Cache | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of each token given those before it, float32 (T - 1,), for T ids.
 
     Beside them the `top` likeliest of each place: log-probabilities and ids, (T - 1, top). The
-    logits of a few positions at a time are in memory. ValueError as generate() for the ids.
+    logits of a few positions at a time are in memory. `cache`: the ids continue what is stored
+    there; all but the last are added, from which generate() goes on. ValueErrors are generate()'s.
     """
     config, weight = model.config, model.norm.weight
-    ids = check_prompt(config, ids, config.max_position_embeddings)
+    limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
+    ids = check_prompt(config, ids, limit)
     tokens = torch.tensor([ids], device=weight.device)  # (1, T)
-    cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
+    if cache is None:
+        cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
     logprobs = torch.empty(len(ids) - 1)
     top_logprobs = torch.empty(len(ids) - 1, top)
     top_ids = torch.empty(len(ids) - 1, top, dtype=torch.int64)

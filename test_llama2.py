@@ -139,6 +139,23 @@ def vocabulary_keys(sp):
     }
 
 
+def some_pieces(pieces, size=32000, added=()):
+    """The keys of a vocabulary of which "ID:PIECE ..." tells some; `added`: (text, type) behind it."""
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    texts += [f"<unused {i}>" for i in range(len(texts), size)]
+    scores = [0.0] * 259 + [float(259 - i) for i in range(259, size)]
+    types = [2, 3, 3] + [6] * 256 + [5] * (size - 259)
+    for entry in pieces.split():
+        i, _, piece = entry.partition(":")
+        texts[int(i)], types[int(i)] = piece, 1
+        if not piece.strip("\u2581"):
+            scores[int(i)] = -1e9
+    for text, token_type in added:
+        texts, scores, types = [*texts, text], [*scores, 0.0], [*types, token_type]
+    keys = {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
 def config_keys(config):
     """The metadata keys of an architecture, as converters write them."""
     return {
@@ -152,14 +169,14 @@ def config_keys(config):
     }
 
 
-def write_gguf(path, keys, tensors, arch="llama", **options):
+def write_gguf(path, keys, tensors=None, arch="llama", **options):
     """A GGUF file. Values of None are left out; a tensor may be (blocks, type) instead of floats."""
     writer = gguf.GGUFWriter(path, arch, **options)
     kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
     for key, value in keys.items():
         if value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
-    for name, tensor in tensors.items():
+    for name, tensor in (tensors or {}).items():
         blocks, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
         if blocks is not None:
             writer.add_tensor(name, blocks, raw_dtype=kind)
@@ -806,6 +823,7 @@ def test_sections_refer_upwards():
         downwards |= {(user, name) for name in below}
     # A checkpoint knows how to make its tokenizer, a plan how many tokens are computed at once.
     known = {(f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")}
+    known |= {("gguf_config", "gguf_stop_ids"), ("hf_checkpoint", "read_chat_template")}
     known |= {("memory_plan", "PREFILL_CHUNK"), ("accelerate", "CompiledLinear")}
     assert downwards <= known
 
@@ -1092,16 +1110,6 @@ def test_split_files(split_paths, model):
         llama2.open_checkpoint(split_paths[0])
 
 
-@torch.no_grad()
-def test_fused_qkv(tmp_path, keys, tensors, model):
-    fused = dict(tensors)
-    for layer in range(2):
-        parts = [fused.pop(f"blk.{layer}.attn_{letter}.weight") for letter in "qkv"]
-        fused[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
-    path = write_gguf(tmp_path / "x.gguf", keys, fused)
-    assert_close(logits_of(path), model(TOKENS[:2, :24]), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
 @torch.no_grad()
@@ -1376,13 +1384,13 @@ def test_unknown_piece_of_another_type(tmp_path, keys, kind, rebuilt):
     """Converters type <unk> as CONTROL, which SentencePiece refuses."""
     types = keys["tokenizer.ggml.token_type"]
     changed = keys | {"tokenizer.ggml.token_type": [kind, *types[1:]]}
-    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", changed, {}))
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", changed))
     assert found.encode(TALE) == rebuilt.encode(TALE)
 
 
 def test_flags_of_the_vocabulary(tmp_path, keys, rebuilt):
     changed = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
-    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys | changed, {}))
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys | changed))
     assert not found.add_bos and rebuilt.add_bos
     assert found.encode(" fox", bos=False) == rebuilt.encode("fox", bos=False)
 
@@ -1461,7 +1469,7 @@ SYS = [3532, 14816, 29903, 6778, 13, 29903, 13, 29966, 829, 14816, 29903, 6778, 
 CHATS = [
     ("u:hi", [1, *INST, 7251, *END_INST]),
     ("s:S u:hi", [1, *INST, *SYS, 2918, *END_INST]),
-    ("u:a a:_b_ u:c", [1, *INST, 263, *END_INST, 289, 29871, 2, 1, *INST, 274, *END_INST]),
+    ("u:a a:~b~ u:c", [1, *INST, 263, *END_INST, 289, 29871, 2, 1, *INST, 274, *END_INST]),
     ("u:", [1, *INST, 29871, *END_INST]),
     ("s:S u:", [1, *INST, *SYS[:-2], *END_INST]),
     (
@@ -1474,20 +1482,9 @@ CHATS = [
 
 @pytest.fixture(scope="session")
 def real(tmp_path_factory):
-    """A tokenizer with Llama 2's own ids: PIECES in a vocabulary of 32000, the rest unused."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    pieces += [f"<unused {i}>" for i in range(len(pieces), 32000)]
-    scores, types = [0.0] * 259, [2, 3, 3] + [6] * 256 + [5] * (32000 - 259)
-    scores += [float(259 - i) for i in range(259, 32000)]
-    for entry in PIECES.split():
-        i, _, piece = entry.partition(":")
-        pieces[int(i)], types[int(i)] = piece, 1
-        if not piece.strip("\u2581"):
-            scores[int(i)] = -1e9
-    keys = {"model": "llama", "tokens": pieces, "scores": scores, "token_type": types}
-    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    """A tokenizer with Llama 2's own ids."""
     path = tmp_path_factory.mktemp("real") / "vocabulary.gguf"
-    return llama2.Tokenizer.from_gguf(write_gguf(path, keys, {}))
+    return llama2.Tokenizer.from_gguf(write_gguf(path, some_pieces(PIECES)))
 
 
 @pytest.mark.parametrize("text", ENCODED)
@@ -1502,9 +1499,9 @@ def test_ids_of_llama_2(real, text):
 
 
 def dialogue(text):
-    """'u:hi a:hello u:bye' as messages; _ is a space."""
+    """'u:hi a:hello u:bye' as messages; ~ is a space."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    parts = [part.replace("_", " ").partition(":") for part in text.split()]
+    parts = [part.replace("~", " ").partition(":") for part in text.split()]
     return [{"role": roles[role], "content": content} for role, _, content in parts]
 
 

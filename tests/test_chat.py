@@ -6,19 +6,25 @@ tokenizer.model; where transformers is installed, random dialogues are compared 
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import re
-import sys
+import shutil
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
+from test_llama2 import (
+    dialogue,
+    hf_state,
+    make_weights,
+    some_pieces,
+    write_gguf,
+    write_hf,
+    write_meta,
+)
 
 # Templates that do what the published ones do, and are told by the same texts.
 BODY = "{% for m in messages %}"
@@ -130,46 +136,13 @@ IDS = {
 }
 
 
-def dialogue(text):
-    """'u:hi a:hello u:bye' as messages."""
-    roles = {"s": "system", "u": "user", "a": "assistant"}
-    return [{"role": roles[part[0]], "content": part[2:]} for part in text.split()]
-
-
-def write_gguf(path, keys):
-    """A GGUF file of metadata alone."""
-    writer = gguf.GGUFWriter(path, "llama")
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
-    for key, value in keys.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
-
-
-def vocabulary(pieces=PIECES, size=32000, added=()):
-    """GGUF's keys of a vocabulary with these pieces at their ids; the rest is unused."""
-    texts = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    texts += [f"<unused {i}>" for i in range(len(texts), size)]
-    scores = [0.0] * 259 + [float(259 - i) for i in range(259, size)]
-    types = [2, 3, 3] + [6] * 256 + [5] * (size - 259)
-    for entry in pieces.split():
-        i, _, piece = entry.partition(":")
-        texts[int(i)], types[int(i)] = piece, 1
-        if not piece.strip("\u2581"):
-            scores[int(i)] = -1e9
-    for text, token_type in added:
-        texts, scores, types = [*texts, text], [*scores, 0.0], [*types, token_type]
-    keys = {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-
-
 @pytest.fixture(scope="session")
 def real(tmp_path_factory):
     """The file tokenizer.model with Llama 2's ids."""
     path = tmp_path_factory.mktemp("real")
-    tokenizer = llama2.Tokenizer.from_gguf(write_gguf(path / "vocabulary.gguf", vocabulary()))
+    tokenizer = llama2.Tokenizer.from_gguf(
+        write_gguf(path / "vocabulary.gguf", some_pieces(PIECES))
+    )
     (path / "tokenizer.model").write_bytes(tokenizer.sp.serialized_model_proto())
     return path / "tokenizer.model"
 
@@ -363,7 +336,7 @@ def test_text_inside_others_has_no_space_in_front(tokenizers):
 
 def test_stream_keeps_a_space_that_no_one_put_there(tmp_path):
     """Of a vocabulary that puts no space in front, decode() takes none away, nor does the stream."""
-    keys = vocabulary() | {"tokenizer.ggml.add_space_prefix": False}
+    keys = some_pieces(PIECES) | {"tokenizer.ggml.add_space_prefix": False}
     tokenizer = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys))
     ids = tokenizer.encode(" hi", bos=False)
     decoder = llama2.StreamDecoder(tokenizer)
@@ -489,39 +462,28 @@ def test_damaged_tokenizer_model_is_named(tmp_path, real, content, capfd):
 # --------------------------------------------------------------------------------------------------
 # Models
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 LETTERS = " ".join(f"{259 + i}:{piece}" for i, piece in enumerate(["\u2581", *"abcdefhiu", "hi"]))
 SIZE = 272  # the small vocabulary: bytes, LETTERS, two tokens to be added
+TINY = llama2.Config(32, 64, 2, 4, 2, SIZE, 64)
+WEIGHTS = make_weights(TINY)
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """A small tokenizer.model."""
     path = tmp_path_factory.mktemp("small")
-    keys = vocabulary(LETTERS, SIZE - 2)
+    keys = some_pieces(LETTERS, SIZE - 2)
     tokenizer = llama2.Tokenizer.from_gguf(write_gguf(path / "vocabulary.gguf", keys))
     (path / "tokenizer.model").write_bytes(tokenizer.sp.serialized_model_proto())
     return path / "tokenizer.model"
 
 
-def weights(**options):
-    """Random weights by Hugging Face's names."""
-    torch.manual_seed(0)
-    model = llama2.Llama(llama2.Config(**SHAPE, vocab_size=SIZE, **options))
-    names = {
-        name: name if name == "lm_head.weight" else f"model.{name}" for name in model.state_dict()
-    }
-    return {names[name]: weight.detach() for name, weight in model.state_dict().items()}
-
-
 def hf_directory(path, small, change=None, generation=None, **files):
     """A Hugging Face directory of a small model, its config.json changed."""
-    settings = SHAPE | {"model_type": "llama", "vocab_size": SIZE, "max_position_embeddings": 64}
-    settings |= change or {}
+    write_hf(path, TINY, WEIGHTS, ".bin")
+    settings = json.loads((path / "config.json").read_text()) | (change or {})
     files |= {"generation_config": generation} if generation else {}
     directory(path, small, config=settings, **files)
-    torch.save(weights(), path / "pytorch_model.bin")
     return path
 
 
@@ -606,7 +568,7 @@ def test_saved_models_keep_tokens_ends_and_template(tmp_path, small, form):
 
 def test_user_defined_pieces_with_spaces(tmp_path):
     """Converters write their spaces as such; SentencePiece wants its own sign, saving does not."""
-    keys = vocabulary(LETTERS, SIZE - 2, added=[("a  b", 4), ("<x>", 3)])
+    keys = some_pieces(LETTERS, SIZE - 2, added=[("a  b", 4), ("<x>", 3)])
     tokenizer = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys))
     assert tokenizer.encode("hia  bhi", bos=False)[-2:] == [SIZE - 2, 269]
     assert tokenizer.decode([269, SIZE - 2]) == "hia  b"
@@ -657,9 +619,9 @@ def test_mistral(tmp_path, small, window, context, limit):
     tokens = torch.randint(SIZE, (1, context), generator=torch.manual_seed(0))
     transformers = pytest.importorskip("transformers")
     window = None if window == "absent" else window
-    settings = SHAPE | {"vocab_size": SIZE, "sliding_window": window}
+    settings = json.loads((path / "config.json").read_text()) | {"sliding_window": window}
     reference = transformers.MistralForCausalLM(transformers.MistralConfig(**settings)).eval()
-    reference.load_state_dict(weights())
+    reference.load_state_dict(hf_state(TINY, WEIGHTS))
     with torch.no_grad():
         assert torch.allclose(model(tokens), reference(tokens).logits, atol=1e-4)
 
@@ -679,27 +641,11 @@ def test_other_model_types_are_refused(tmp_path, small, model_type):
 
 def test_code_llama_in_metas_form(tmp_path, small):
     """params.json tells theta but no context: 4096, and more for who asks for it."""
-    path = hf_directory(tmp_path / "meta", small)
-    (path / "config.json").unlink()
-    (path / "pytorch_model.bin").unlink()
-    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1}
-    params |= {"multiple_of": 16, "norm_eps": 1e-5, "rope_theta": 1e6, "ffn_dim_multiplier": 0.5}
+    path = tmp_path / "meta"
+    write_meta(path, TINY, WEIGHTS)
+    shutil.copy(small, path)
+    params = json.loads((path / "params.json").read_text()) | {"rope_theta": 1e6}
     (path / "params.json").write_text(json.dumps(params))
-    meta = {"embed_tokens": "tok_embeddings", "self_attn.": "attention.", "mlp.gate_proj": "w1"}
-    meta |= {
-        "mlp.up_proj": "w3",
-        "mlp.down_proj": "w2",
-        "_proj": "",
-        "input_layernorm": "attention_norm",
-    }
-    meta |= {"post_attention_layernorm": "ffn_norm", "lm_head": "output", "model.": ""}
-    state = {}
-    for name, weight in weights().items():
-        for old, new in meta.items():
-            name = name.replace(old, new)
-        name = re.sub(r"attention\.([qkvo])\.", r"attention.w\1.", name)
-        state[re.sub(r"(layers\.\d\.)(w\d)", r"\1feed_forward.\2", name)] = weight
-    torch.save(state, path / "consolidated.00.pth")
     checkpoint = llama2.open_checkpoint(path)
     assert checkpoint.config.rope_theta == 1e6
     assert checkpoint.config.max_position_embeddings == 4096
@@ -719,22 +665,6 @@ def test_code_llama_in_metas_form(tmp_path, small):
 
 # --------------------------------------------------------------------------------------------------
 # Command line
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    """Runs the command line: cli(model, arguments, stdin) -> status, stdout, stderr."""
-
-    def run(model, *arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        arguments = ["--model", str(model), "--temperature", "0", *map(str, arguments)]
-        try:
-            status = llama2.main(arguments)
-        except SystemExit as error:
-            status = error.code
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -765,7 +695,7 @@ def test_chat_in_the_models_format(cli, tmp_path, small, monkeypatch, template, 
     if used is None:
         monkeypatch.setattr(llama2, "build_model", lambda *args: pytest.fail("read the weights"))
     options = ("--chat", "--max-new-tokens", 3, *arguments)
-    status, out, err = cli(path, *options, stdin=b"hi\nabc\n")
+    status, out, err = cli(*options, model=path, stdin=b"hi\nabc\n")
     if used is None:
         assert status == 2 and err.count("\n") == 1
         assert "'unheard of'" in err and "--chat-format" in err and "chatml" in err
@@ -773,7 +703,7 @@ def test_chat_in_the_models_format(cli, tmp_path, small, monkeypatch, template, 
     assert status == 0 and out.count("\n") >= 2
     assert {name for name, _ in fed} == {used} and fed[-1][1][::2] == ["hi", "abc"]
     assert ("no chat template" in err) == (not template and not arguments)
-    status, out, _ = cli(path, "--info")
+    status, out, _ = cli("--info", model=path)
     assert status == 0 and re.search(
         {"": "chat format +llama-2", "unheard of": "chat format .*'unheard of'"}.get(
             template, f"chat format +{llama2.describe_chat_format(template)}"
@@ -795,7 +725,7 @@ def test_chat_ends_where_the_format_says(cli, tmp_path, small, monkeypatch):
         return logits
 
     monkeypatch.setattr(llama2.Llama, "forward", scripted)
-    status, out, err = cli(path, "--chat", stdin=b"a\nb\n")
+    status, out, err = cli("--chat", model=path, stdin=b"a\nb\n")
     assert (status, out, script) == (0, "hi\nhi\n", [269])
     assert f"stop token {SIZE - 1}" in err
 
@@ -803,6 +733,6 @@ def test_chat_ends_where_the_format_says(cli, tmp_path, small, monkeypatch):
 def test_context_beyond_the_window(cli, tmp_path, small):
     change = {"model_type": "mistral", "sliding_window": 40}
     path = hf_directory(tmp_path / "hf", small, change)
-    status, _, err = cli(path, "--context", 41, "--prompt", "a")
+    status, _, err = cli("--context", 41, "--prompt", "a", model=path)
     assert status == 2 and "--context 41; accepted is 1 to 40, the model's sliding window" in err
-    assert cli(path, "--context", 40, "--prompt", "a", "--max-new-tokens", 2)[0] == 0
+    assert cli("--context", 40, "--prompt", "a", "--max-new-tokens", 2, model=path)[0] == 0

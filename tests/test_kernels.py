@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import os
-import pickle
 import shutil
 import weakref
 from types import SimpleNamespace
@@ -319,20 +317,6 @@ def test_accelerated_models_are_freed_at_once(tmp_path, vocabulary):
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.nn.Module.share_memory],
-    ids=["deepcopy", "pickle", "share_memory"],
-)
-@torch.no_grad()
-def test_accelerated_models_can_be_copied(tmp_path, vocabulary, duplicate):
-    _, path = layered(vocabulary, tmp_path / "x.gguf")
-    loaded, _ = llama2.load(path, accelerated=True, exact=False)
-    wanted = loaded(TOKENS[:2, :24])
-    assert torch.equal(duplicate(loaded)(TOKENS[:2, :24]), wanted)
-
-
-@pytest.mark.usefixtures("native")
 @torch.no_grad()
 def test_accelerating_twice_changes_the_precision(tmp_path, vocabulary):
     _, path = layered(vocabulary, tmp_path / "x.gguf")
@@ -383,76 +367,6 @@ def test_without_a_compiler_a_warning_says_so(tmp_path, vocabulary, exact):
     assert bool(packed) != exact
     wanted = make_model(WIDE, weights)(TOKENS[:2, :7])
     assert_close(loaded(TOKENS[:2, :7]), wanted, 1e-4 if exact else 0.05)
-
-
-SMALL_SOURCE = """
-extern "C" {
-int kernels_version() { return VERSION; }
-int kernels_features() { return 1; }
-int linear() { return 0; }
-int dequantize() { return 0; }
-int run_layers() { return 0; }
-}
-"""
-
-
-@pytest.fixture
-def source(tmp_path, native, monkeypatch):
-    """A source file that compiles at once, and an empty folder for libraries."""
-    path = tmp_path / "cpu.cpp"
-    path.write_text(SMALL_SOURCE.replace("VERSION", str(llama2.KERNELS_VERSION)))
-    monkeypatch.setattr(llama2, "KERNELS_SOURCE", path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return path
-
-
-def test_kernels_are_compiled_once(source, tmp_path):
-    """Again after the source changed, and if the library was damaged."""
-    look = llama2.kernels.__wrapped__  # not the answer that this process remembers
-    assert look().compile_seconds > 0 and look().compile_seconds == 0
-    (library,) = tmp_path.glob("cache/llama2.py/*.so")
-    source.write_text(source.read_text() + "// changed\n")
-    assert look().compile_seconds > 0
-    for path in tmp_path.glob("cache/llama2.py/*.so"):
-        if path != library:
-            data = bytearray(path.read_bytes())
-            path.unlink()
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
-    found = look()
-    assert found.compile_seconds > 0 and found.library
-    assert not list(tmp_path.glob("cache/llama2.py/build-*"))
-
-
-@pytest.mark.parametrize(
-    "case", ["missing", "version", "syntax", "folder", "quotes", "no compiler"]
-)
-def test_kernels_that_cannot_be_had(source, tmp_path, monkeypatch, case):
-    """The problem is told; nothing is raised."""
-    if case == "missing":
-        source.unlink()
-    elif case == "version":
-        source.write_text(SMALL_SOURCE.replace("VERSION", "999"))
-    elif case == "syntax":
-        source.write_text("int main(")
-    elif case == "folder":
-        (tmp_path / "cache" / "llama2.py").mkdir(parents=True)
-        (tmp_path / "cache" / "llama2.py").chmod(0o777)
-    elif case == "quotes":
-        monkeypatch.setenv("CXX", "g++ 'x")
-    else:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.delenv("CXX", raising=False)
-    found = llama2.kernels.__wrapped__()
-    said = {
-        "missing": f"there is no {source}",
-        "version": f"is version 999, not {llama2.KERNELS_VERSION}",
-        "syntax": "failed: ",
-        "folder": "others may write",
-        "quotes": "No closing quotation",
-        "no compiler": "no C++ compiler",
-    }
-    assert found.library is None and said[case] in found.problem
 
 
 # --------------------------------------------------------------------------------------------------
