@@ -1982,7 +1982,7 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
 
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not text or "\0" in text:
             raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
         return well_formed(text)
 
@@ -2060,7 +2060,7 @@ class Tokenizer:
             is_control = i in ends or texts.get(i) in special
             token_type = CONTROL if is_control else USER_DEFINED if i in texts else UNUSED
             added += piece_field(texts.get(i, f"[PAD{i}]"), 0.0, token_type)
-        return cls(file.read_bytes() + added, file) if added else plain
+        return cls(plain.sp.serialized_model_proto() + added, file) if added else plain
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
