@@ -823,7 +823,7 @@ def test_sections_refer_upwards():
         downwards |= {(user, name) for name in below}
     # A checkpoint knows how to make its tokenizer, a plan how many tokens are computed at once.
     known = {(f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")}
-    known |= {("gguf_checkpoint", "gguf_stop_ids"), ("hf_checkpoint", "read_chat_template")}
+    known |= {("hf_checkpoint", "read_chat_template")}
     known |= {("memory_plan", "PREFILL_CHUNK"), ("accelerate", "CompiledLinear")}
     assert downwards <= known
 
