@@ -155,8 +155,7 @@ def scale_bytes(ggml_type: str) -> Tensor:
 class RandomWeight(llama2.Weight):
     """A weight that is made when it is read. It takes its full memory, but few rows differ."""
 
-    @property
-    def data(self) -> Tensor:
+    def read(self) -> Tensor:
         """Random blocks with small scales, uint8 (rows, bytes per row); norms are ones."""
         if len(self.shape) == 1:
             return torch.ones(self.shape).view(torch.uint8)[None]
@@ -561,19 +560,13 @@ def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
 
 def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     """(d) From a real file to its first token: within a second and 2 s per GB."""
-    path, times, made = s.args.model or llama2.DEFAULT_MODEL, {}, {}
+    path, made = s.args.model or llama2.DEFAULT_MODEL, []
     if not path.is_file():
         return "not measured", f"{path} is not a file: pass --model FILE", {}
-    steps = {
-        "header": lambda: llama2.open_checkpoint(path),
-        "tokenizer": lambda: made["header"].tokenizer(),
-        "weights": lambda: s.build(made["header"]),
-        "first token": lambda: next(
-            llama2.generate(made["weights"], made["tokenizer"].encode("Once upon"), stop_ids=())
-        ),
-    }
-    for name, step in steps.items():
-        times[name] = seconds(lambda name=name, step=step: made.update({name: step()}))
+    times = {"load": seconds(lambda: made.extend(llama2.load(path, s.device, s.dtype)))}
+    loaded, tokenizer = made
+    tokens = llama2.generate(loaded, tokenizer.encode("Once upon"), stop_ids=())
+    times["first token"] = seconds(lambda: next(tokens))
     size, total = path.stat().st_size, sum(times.values())
     text = ", ".join(f"{name} {show(value)}" for name, value in times.items())
     text = f"{path.name}, {size / 1e6:.0f} MB in {show(total)}: {text}"
@@ -675,9 +668,7 @@ def run_breakdown(s: Setting) -> dict:
     """Profile decoding and two prompts in place."""
     model, out = s.build(s.checkpoint("1b")), {}
     c = model.config
-    print(
-        f"{c.num_hidden_layers} layers of {c.hidden_size}, profiled; the profiler takes time too\n"
-    )
+    print(f"{c.num_hidden_layers} layers of {c.hidden_size}; profiling the parts takes time, too\n")
     for name, T, context in (("decode", 1, 128), ("128 tokens", 128, 0), ("512 tokens", 512, 0)):
         note(name)
         run = forward(s, model, T, context)
@@ -842,14 +833,14 @@ def compare(ours: Samples, theirs: Samples, tokens: Mapping[str, int]) -> dict[s
 
 def run_whole(s: Setting) -> dict:
     """One model: load, prompt, tokens, memory; others next to it; speed as the context fills."""
-    args, made, checkpoint, out = s.args, {}, s.checkpoint("7b"), {}
+    args, made, checkpoint = s.args, [], s.checkpoint("7b")
     P, N, B, config = args.prompt_tokens, args.gen_tokens, args.batch, checkpoint.config
     depths = {"tg": P} | {f"tg@{n}": n for n in args.context_sweep}
     room, limit = max(depths.values()) + N, config.max_position_embeddings
     if room > limit:
         raise ValueError(f"more tokens than the context of {limit}: {room - N} and {N} new ones")
-    load = seconds(lambda: made.update(model=s.build(checkpoint, room)))
-    model = made["model"]
+    load = seconds(lambda: made.append(s.build(checkpoint, room)))
+    (model,) = made
     engines = {"llama2.py": our_engine(s, checkpoint, model, room, B)}
     take_turns(engines, (P,), N, {"tg": P}, rounds=1)
     peak = llama2.peak_memory(s.device)  # before the others come
@@ -872,6 +863,10 @@ def run_whole(s: Setting) -> dict:
         "memory bandwidth, measured": (speed, reached),
         "peak memory": (peak, f"{peak / 1e9:.2f} GB"),
     }
+    out = {name: value for name, (value, _) in facts.items()}
+    if args.context_sweep:
+        out["context"] = times = {n: median(ours[f"tg@{n}"]) for n in args.context_sweep}
+        facts |= {f"behind {n} tokens": (x, f"{show(x)}, {B / x:.2f}") for n, x in times.items()}
     title = args.model.name if args.model else "random weights"
     table((title, ""), ((name, text) for name, (_, text) in facts.items()))
     for name in args.compare:
@@ -879,12 +874,7 @@ def run_whole(s: Setting) -> dict:
         out[name] = found = compare(ours, samples[name], tokens)
         rows = [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found.items()]
         table(("tokens/s", "llama2.py", name, "ours / theirs"), rows)
-    if args.context_sweep:
-        out["context"] = times = {n: median(ours[f"tg@{n}"]) for n in args.context_sweep}
-        base = next(iter(times.values()))
-        rows = [(n, show(t), f"{1 / t:.2f}", f"{base / t:.2f}x") for n, t in times.items()]
-        table(("context", "per token", "tokens/s", "of the first"), rows)
-    return {"whole": out | {name: value for name, (value, _) in facts.items()}}
+    return {"whole": out}
 
 
 def run_table(s: Setting) -> dict:
@@ -895,14 +885,13 @@ def run_table(s: Setting) -> dict:
     room = max(*prompts, *depths.values()) + new
     header = ("file", *(f"{key} ours / llama.cpp" for key in tokens), "bandwidth reached")
     for path in s.args.table:
-        theirs, checkpoint = (
-            llama_bench_engine(s.args.llama_bench, path),
-            llama2.open_checkpoint(path),
-        )
+        engines = {"llama.cpp": llama_bench_engine(s.args.llama_bench, path)}
+        checkpoint = llama2.open_checkpoint(path)
         model = s.build(checkpoint, room)
-        engines = {"ours": our_engine(s, checkpoint, model, room), "llama.cpp": theirs}
+        engines["ours"] = our_engine(s, checkpoint, model, room)
         samples = take_turns(engines, prompts, new, depths, rounds=s.args.rounds)
-        found, speed = compare(*samples.values(), tokens), bandwidth(s.device)
+        found = compare(samples["ours"], samples["llama.cpp"], tokens)
+        speed = bandwidth(s.device)
         fraction = llama2.weight_bytes(model) * found["tg"]["ours"] / speed
         out[path.name] = {**found, "bandwidth": speed, "fraction": fraction}
         cells = [f"{r['ours']:.1f} / {r['theirs']:.1f} = {r['ratio']:.2f}" for r in found.values()]
@@ -942,20 +931,20 @@ def divergence(a: Tensor, b: Tensor) -> Tensor:
 
 
 def read_text(
-    args: argparse.Namespace, paths: Sequence[Path], checkpoints: Sequence[llama2.Checkpoint]
+    args: argparse.Namespace, checkpoints: Sequence[llama2.Checkpoint]
 ) -> tuple[list[int], int | None]:
-    """The text as ids, and BOS if windows begin with it. ValueError if the models' ids differ."""
-    text, T, ids = args.perplexity.read_bytes().decode("utf-8", "replace"), args.context, []
-    for path, checkpoint in zip(paths, checkpoints, strict=True):
-        config, tokenizer = checkpoint.config, checkpoint.tokenizer()
-        before, ids = ids, tokenizer.encode(text, bos=tokenizer.add_bos)
-        if before not in ([], ids) or config.vocab_size != checkpoints[0].config.vocab_size:
-            raise ValueError(f"{paths[0]} and {path} have different vocabularies")
-        limit = config.max_position_embeddings
-        if not 4 <= T <= limit or len(ids) < 2 * T:
-            found = f"{args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
-            raise ValueError(f"--context {T}: {found}; needed are two windows of 4 to {limit}")
-    return ids, tokenizer.bos_id if tokenizer.add_bos else None
+    """The text as ids, and BOS if windows begin with it. ValueError if it is too short."""
+    text, T = args.perplexity.read_bytes().decode("utf-8", "replace"), args.context
+    tokenizers = [checkpoint.tokenizer() for checkpoint in checkpoints]
+    ids, *others = [tokenizer.encode(text, tokenizer.add_bos) for tokenizer in tokenizers]
+    configs = [checkpoint.config for checkpoint in checkpoints]
+    if others not in ([], [ids]) or len({config.vocab_size for config in configs}) > 1:
+        raise ValueError("the files of --compare-types have different vocabularies")
+    limit = min(config.max_position_embeddings for config in configs)
+    if not 4 <= T <= limit or len(ids) < 2 * T:
+        found = f"{args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
+        raise ValueError(f"--context {T}: {found}; needed are two windows of 4 to {limit}")
+    return ids, tokenizers[0].bos_id if tokenizers[0].add_bos else None
 
 
 def run_perplexity(s: Setting) -> dict:
@@ -963,7 +952,7 @@ def run_perplexity(s: Setting) -> dict:
     T, kl, same = s.args.context, [], []
     paths = s.args.compare_types or [s.args.model or llama2.DEFAULT_MODEL]
     checkpoints = [llama2.open_checkpoint(path) for path in paths]
-    ids, bos = read_text(s.args, paths, checkpoints)
+    ids, bos = read_text(s.args, checkpoints)
     models, losses = [s.build(checkpoint, T) for checkpoint in checkpoints], [[] for _ in paths]
     top = models[0].config.vocab_size if len(models) == 2 else 0  # the whole distribution
     for i, window in enumerate(windows(ids, T, bos)):
@@ -977,12 +966,12 @@ def run_perplexity(s: Setting) -> dict:
             same.append(logits[0].argmax(-1) == logits[1].argmax(-1))
         value, error = perplexity(torch.cat(losses[0]))
         note(f"window {i + 1} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
-    found = [perplexity(torch.cat(own)) for own in losses]
-    rows = [(path.name, *pair) for path, pair in zip(paths, found, strict=True)]
-    out = {"files": [dict(zip(("file", "perplexity", "error"), row, strict=True)) for row in rows]}
-    out["tokens"] = scored = sum(map(len, losses[0]))
-    cells = [(name, f"{value:.4f}", f"+-{error:.5f}") for name, value, error in rows]
-    table((f"{scored} tokens scored", "perplexity", "standard error"), cells)
+    out = {"tokens": sum(map(len, losses[0])), "files": []}
+    for path, own in zip(paths, losses, strict=True):
+        value, error = perplexity(torch.cat(own))
+        out["files"].append({"file": path.name, "perplexity": value, "error": error})
+    rows = [(name, f"{p:.4f}", f"+-{e:.5f}") for name, p, e in map(dict.values, out["files"])]
+    table((f"{out['tokens']} tokens scored", "perplexity", "standard error"), rows)
     if top:
         kl, agree = torch.cat(kl), torch.cat(same).double().mean().item()
         out["kl"] = {"mean": kl.mean().item(), "p99": kl.quantile(0.99).item(), "same_top": agree}

@@ -65,7 +65,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -1616,18 +1616,18 @@ def is_large(checkpoint: Checkpoint) -> bool:
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     accelerated: bool | None = None,
     exact: bool = True,
 ) -> tuple[Llama, Tokenizer]:
-    """A .gguf file, a Meta or Hugging Face directory -> model and tokenizer.
+    """A .gguf file, a Meta or Hugging Face directory, or what was opened -> model and tokenizer.
 
     `accelerated`: by part III, see accelerate(); default: if the model is large. `exact`: False
     allows it to round activations to 16 bits. ValueError or FileNotFoundError says what is wrong.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     tokenizer = checkpoint.tokenizer()
     model = build_model(checkpoint, device, dtype or torch.float32)
     faster = part_3("accelerate")
@@ -1991,7 +1991,7 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
 
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not text or "\0" in text:
             raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
         return well_formed(text)
 
@@ -2069,7 +2069,7 @@ class Tokenizer:
             is_control = i in ends or texts.get(i) in special
             token_type = CONTROL if is_control else USER_DEFINED if i in texts else UNUSED
             added += piece_field(texts.get(i, f"[PAD{i}]"), 0.0, token_type)
-        return cls(file.read_bytes() + added, file) if added else plain
+        return cls(plain.sp.serialized_model_proto() + added, file) if added else plain
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
@@ -2466,20 +2466,59 @@ SCORE_CHUNK = 128  # the same where the logits of all positions are needed
 Item = TypeVar("Item")
 
 
-@dataclass
-class Report:
-    """What a generation did so far."""
+class Score(NamedTuple):
+    """A token, its log-probability, and the likeliest ones of its place."""
 
-    prompt_tokens: int
-    new_ids: list[list[int]]  # per row
-    stop_reasons: list[str]  # per row; "" while it goes on
-    prompt_seconds: float = 0.0  # until the first new token is known
-    new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
+
+
+class Report:
+    """What a generation did so far: the new ids of each row, why it stopped, how long it took."""
+
+    def __init__(self, prompt_tokens: int, rows: int, room: Sequence[int], limit: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.prompt_seconds = 0.0  # until the first new token is known
+        self.new_seconds = 0.0  # for all but the first; the consumer's own time is not counted
+        self.new_ids: list[list[int]] = [[] for _ in range(rows)]
+        self.scores: list[list[Score]] = [[] for _ in range(rows)]  # if asked for; with the last id
+        self.room = room  # for new tokens, per row; fewer than `limit` where the context ends
+        self.ends = ["max new tokens" if n == limit else "context full" for n in room]
+        self.stop_reasons = ["" if n else end for n, end in zip(room, self.ends, strict=True)]
 
     @property
     def new_tokens(self) -> int:
         """How many tokens were generated, in all rows together."""
         return sum(map(len, self.new_ids))
+
+    def add(
+        self, ids: Sequence[int], stop_ids: Collection[int], seconds: float
+    ) -> list[int | None]:
+        """Count a step; returns the ids that are new text: None in rows that have finished."""
+        if self.prompt_seconds:
+            self.new_seconds += seconds
+        else:
+            self.prompt_seconds = seconds
+        new: list[int | None] = [None] * len(ids)
+        for i, token_id in enumerate(ids):
+            if not self.stop_reasons[i] and token_id in stop_ids:
+                self.stop_reasons[i] = f"stop token {token_id}"
+            elif not self.stop_reasons[i]:
+                new[i] = token_id
+                self.new_ids[i].append(token_id)
+                full = len(self.new_ids[i]) == self.room[i]
+                self.stop_reasons[i] = self.ends[i] if full else ""
+        return new
+
+    def add_scores(self, ids: Sequence[int], logits: Tensor, top: int) -> None:
+        """Keep what the ids of a step were drawn from: logits (B, V)."""
+        for i, token_id in enumerate(ids):
+            if not self.stop_reasons[i]:
+                scores = logits[i].log_softmax(-1)
+                values, places = (t.tolist() for t in scores.topk(top))
+                best = list(zip(places, values, strict=True))
+                self.scores[i].append(Score(token_id, scores[token_id].item(), best))
 
 
 class Stream(Iterator[Item]):
@@ -2540,15 +2579,17 @@ def generate_batch(
     seed: int | None = None,
     stop_ids: Collection[int] | None = None,
     vocab_size: int | None = None,
+    top: int | None = None,
     cache: Cache | None = None,
     step: Callable[[Tensor, Cache], Tensor] | None = None,
 ) -> Stream[list[int | None]]:
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
     Row i draws from seed + i (None: from entropy), as it would alone. `stop_ids` end a row (default:
-    the model's EOS ids). `vocab_size`: only ids below it are drawn. `cache`: the prompts continue
-    what is stored there. `step`: what runs the model, such as a CompiledStep of that cache. Raises
-    ValueError for options out of range, empty prompts, ids out of range, too long prompts.
+    the model's EOS ids). `vocab_size`: only ids below it are drawn. `top`: the report keeps scores,
+    with that many likeliest ids of each place. `cache`: the prompts continue what is stored there.
+    `step`: what runs the model, such as a CompiledStep of that cache. Raises ValueError for options
+    out of range, empty prompts, ids out of range, too long prompts.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -2556,8 +2597,6 @@ def generate_batch(
     if not rows:
         raise ValueError("no prompts; accepted is one or more")
     check_options(max_new_tokens, temperature, top_k, top_p, min_p, seed)
-    if stop_ids is None:
-        stop_ids = (config.eos_token_id, *config.stop_token_ids)
     longest = max(map(len, rows))
     room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
     padding = torch.tensor([longest - len(row) for row in rows])
@@ -2572,44 +2611,32 @@ def generate_batch(
         generator.seed() if seed is None else generator.manual_seed(seed + i)
 
     def draw(logits: Tensor) -> list[int]:  # (B, V) -> B ids
-        logits = logits[:, :vocab_size]
         if temperature == 0:
             return sample(logits, 0.0).tolist()  # the one wait for the device per step
         options = (temperature, top_k, top_p, min_p)
         ids = [sample(row, *options, generators[i]) for i, row in enumerate(logits)]
         return torch.stack(ids).tolist()
 
-    ends = ["max new tokens" if n == max_new_tokens else "context full" for n in room]
-    reasons = [end if n == 0 else "" for n, end in zip(room, ends, strict=True)]
-    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons)
-    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # (B, T)
+    report = Report(sum(map(len, rows)), len(rows), room, max_new_tokens)
+    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
 
-    def steps(tokens: Tensor) -> Iterator[list[int | None]]:
-        while not all(reasons):
+    def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
+        while not all(report.stop_reasons):
             start = time.perf_counter()
             for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
                 logits = (step or model)(chunk, cache)
+            logits = logits[:, :vocab_size]
             ids = draw(logits)
-            seconds = time.perf_counter() - start
-            if not report.prompt_seconds:
-                report.prompt_seconds = seconds
-            else:
-                report.new_seconds += seconds
             if -1 in ids:
                 raise ValueError("the logits are not finite: NaN or infinity in the weights")
-            new: list[int | None] = [None] * len(ids)
-            for i, token_id in enumerate(ids):
-                if not reasons[i] and token_id in stop_ids:
-                    reasons[i] = f"stop token {token_id}"
-                elif not reasons[i]:
-                    new[i] = token_id
-                    report.new_ids[i].append(token_id)
-                    reasons[i] = ends[i] if len(report.new_ids[i]) == room[i] else ""
+            if top is not None:
+                report.add_scores(ids, logits, top)
+            new = report.add(ids, ends, time.perf_counter() - start)
             if any(token_id is not None for token_id in new):
                 yield new
             tokens = torch.tensor(ids)[:, None]
 
-    return Stream(steps(tokens), report)
+    return Stream(steps(torch.tensor([[0] * (longest - len(row)) + row for row in rows])), report)
 
 
 def split_at_stop(text: str, stops: Sequence[str], final: bool) -> tuple[str, str, str]:
@@ -2658,29 +2685,38 @@ def stream_text(
     return Stream(pieces(), report)
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two lists begin with in common."""
+    pairs = zip(a, b)  # up to the end of the shorter one
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
 def rewind(cache: Cache, stored: Sequence[int], ids: Sequence[int]) -> list[int]:
     """Truncate a cache that holds `stored` to what it shares with `ids`; return the rest of ids.
 
     At least one id is left, for the logits. A conversation that goes on computes only what is new.
     """
-    shared = 0
-    while shared < min(len(stored), len(ids) - 1, cache.pos) and stored[shared] == ids[shared]:
-        shared += 1
+    shared = min(common_prefix(stored, ids), len(ids) - 1, cache.pos)
     cache.truncate(shared)
     return list(ids[shared:])
 
 
 @torch.no_grad()
-def score(model: Llama, ids: Sequence[int], top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def score(
+    model: Llama, ids: Sequence[int], top: int = 0, cache: Cache | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of each token given those before it, float32 (T - 1,), for T ids.
 
     Beside them the `top` likeliest of each place: log-probabilities and ids, (T - 1, top). The
-    logits of a few positions at a time are in memory. ValueError as generate() for the ids.
+    logits of a few positions at a time are in memory. `cache`: the ids continue what is stored
+    there; all but the last are added, from which generate() goes on. ValueErrors are generate()'s.
     """
     config, weight = model.config, model.norm.weight
-    ids = check_prompt(config, ids, config.max_position_embeddings)
+    limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
+    ids = check_prompt(config, ids, limit)
     tokens = torch.tensor([ids], device=weight.device)  # (1, T)
-    cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
+    if cache is None:
+        cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
     logprobs = torch.empty(len(ids) - 1)
     top_logprobs = torch.empty(len(ids) - 1, top)
     top_ids = torch.empty(len(ids) - 1, top, dtype=torch.int64)

@@ -133,7 +133,7 @@ def test_show():
 # Models without a file, naive variants
 
 
-@pytest.mark.parametrize("kind", [*bench.DENSE, *bench.SCALES])
+@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
 def test_random_weights_are_finite(kind):
     weight = bench.RandomWeight(kind, (300, 512), [])
     assert weight.read().nbytes == weight.nbytes

@@ -413,7 +413,7 @@ def test_what_ends_a_text_is_a_control_token(tmp_path, real):
         ({"added_tokens": {"<a>": [32000]}}, "32000"),
         ({"added_tokens": {"": 32000}}, "no token"),
         ({"added_tokens": {"<a>": 7251}}, r"7251.*hi.*<a>"),
-        ({"added_tokens": {"<a>\0": 32000}}, "null"),
+        ({"added_tokens": {"\0": 32000}}, "no token"),
         ({"added_tokens": {"hi": 32000}}, "already defined"),
         ({"added_tokens": {"x" * 10**6: 32000}}, "too long"),
         ({"added_tokens": ["<a>"]}, "JSON"),
