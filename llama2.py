@@ -774,29 +774,38 @@ class Checkpoint:
 
 
 # What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
-# has 1137 tensors, 160 KB of JSON or pickle, and less than a million tokens and merges.
+# has 1137 tensors and 160 KB of JSON or pickle; the largest vocabularies have 0.8 million values.
 MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
 MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
-MAX_METADATA = 2**24  # bytes of a GGUF before its tensors; of a tokenizer.model
-MAX_VALUES = 2**21  # in all arrays of a GGUF's metadata
+MAX_METADATA = 2**24  # bytes of a GGUF before its tensors
+MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
+MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """A file's bytes, private and writable. What is no regular file is never opened: it may block."""
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading. What is not a regular one is not even opened: it may block."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path}: not a regular file")
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{path}: damaged: the file is empty")
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return path.open("rb")
 
 
 def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
-    """The bytes of a regular file that is neither empty nor longer than `limit`; else ValueError."""
-    content = map_file(path)
-    if len(content) > limit:
-        raise ValueError(f"{path}: {len(content)} bytes; accepted are up to {limit}")
-    return content[:]
+    """The bytes of a file that is neither empty nor longer than `limit`; else ValueError."""
+    with open_file(path) as file:
+        content = file.read(limit + 1)
+    if not 0 < len(content) <= limit:
+        found = f"longer than {limit} bytes" if content else "empty"
+        raise ValueError(f"{path}: damaged: the file is {found}")
+    return content
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """A file mapped into memory, private and writable. Raises ValueError if that is not possible."""
+    with open_file(path) as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # empty, or larger than the address space
+            raise ValueError(f"{path}: damaged: cannot be mapped: {error}") from None
 
 
 def map_weight(source: mmap.mmap, ggml_type: str, shape: tuple[int, ...], start: int) -> Weight:
@@ -1353,7 +1362,7 @@ def find_tokenizer(*directories: Path) -> Path:
     """The first tokenizer.model in them, if it can be one. FileNotFoundError, ValueError."""
     for directory in directories:
         if (directory / "tokenizer.model").exists():
-            read_file(directory / "tokenizer.model", MAX_METADATA)
+            read_file(directory / "tokenizer.model", MAX_VOCABULARY)
             return directory / "tokenizer.model"
     needed = "tokenizer.model (SentencePiece) is missing; tokenizer.json cannot stand in for it"
     raise FileNotFoundError(f"{directories[0]}: {needed}")
@@ -1547,7 +1556,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     except (ValueError, RecursionError) as error:  # names the file, repeats no pages of it
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
-        raise ValueError(printable(text)[:400]) from None
+        raise ValueError(printable(text[:400])) from None
 
 
 def show_progress(items: Collection, label: str, show: bool) -> Iterable:
@@ -2031,7 +2040,7 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
         """Read SentencePiece's tokenizer.model. ValueError if it has more pieces than the model."""
-        tokenizer = cls(read_file(Path(path), MAX_METADATA), path)
+        tokenizer = cls(read_file(Path(path), MAX_VOCABULARY), path)
         if max_pieces is not None and tokenizer.vocab_size > max_pieces:
             raise ValueError(f"{path}: {tokenizer.vocab_size} pieces; the model has {max_pieces}")
         return tokenizer
