@@ -4,20 +4,20 @@
     python bench_llama2.py --claims                          # five claims, each with a verdict
     python bench_llama2.py --breakdown                       # shares of a forward pass
     python bench_llama2.py --model FILE.gguf                 # a whole model: load, prompt, tokens
-    python bench_llama2.py --config 7b --type Q4_0           # the same without a file
-    python bench_llama2.py --table FILES...                  # beside llama.cpp
+    python bench_llama2.py --config 7b --type Q4_0           # the same with random weights
+    python bench_llama2.py --table FILES...                  # next to llama.cpp
+    python bench_llama2.py --table FILES... --isa haswell    # the same, limited to AVX2
     python bench_llama2.py --perplexity TEXT --model FILE.gguf
 
-How it measures: medians and inter-quartile ranges, the suite by torch.utils.benchmark. What is
-compared takes turns (A B A B), so that a machine which slows down slows both. First calls, which
-may compile, are not counted; the device is waited for. On a shared machine trust only ratios.
+Method: medians and inter-quartile ranges; the suite uses torch.utils.benchmark. What is compared
+runs in turns (A B A B), so that a machine which slows down slows both. First calls, which may
+compile, are not counted; the device is synchronised. On a shared machine trust only ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -49,7 +49,7 @@ Call = Callable[[], object]
 
 
 def synchronize() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     elif torch.backends.mps.is_available():
@@ -66,22 +66,22 @@ def seconds(function: Call) -> float:
 
 
 def timer(function: Call) -> Timer:
-    """torch's Timer, which waits for the device; its own default is one thread."""
+    """torch's Timer, which synchronises the device; left alone it would use one thread."""
     return Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
 
 
 def measure(function: Call, limit: float = 1.0) -> list[float]:
-    """Samples, at least three, until they differ by less than 5 % or the limit is over."""
+    """Samples, at least three, until their spread is below 5 % or `limit` seconds are over."""
     seconds(function)  # may compile
     samples = [seconds(function)]
-    if samples[0] < limit:  # else the Timer's own trial runs would cost more than the samples
+    if samples[0] < limit:  # else the Timer's trial runs would cost more than the samples
         options = {"min_run_time": limit / 5, "max_run_time": limit}
         samples = timer(function).adaptive_autorange(0.05, **options).times
     return samples + [seconds(function) for _ in range(3 - len(samples))]
 
 
 def interleave(functions: Mapping[str, Call], rounds: int = 5) -> dict[str, list[float]]:
-    """Measure the functions in turns; each sample is the median of one turn."""
+    """Measure the functions in turns A B A B; each sample is the median of one turn."""
     samples = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
@@ -90,7 +90,7 @@ def interleave(functions: Mapping[str, Call], rounds: int = 5) -> dict[str, list
 
 
 def iqr(samples: Sequence[float]) -> float:
-    """The inter-quartile range: half of all samples lie within it."""
+    """The inter-quartile range: the middle half of the samples lies within it."""
     low, _, high = quantiles([*samples] * (1 + (len(samples) < 2)), n=4, method="inclusive")
     return high - low
 
@@ -101,7 +101,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def bandwidth(device: torch.device, size: int = 2**29) -> float:
-    """Bytes per second that memory delivers, here and now: the better of reading and copying."""
+    """Bytes per second of memory, here and now: the better of reading and copying."""
     a = torch.ones(size // 4, device=device)
     b = torch.empty_like(a)
     ways = ((a.sum, a.nbytes), (lambda: b.copy_(a), 2 * a.nbytes))
@@ -144,56 +144,46 @@ CONFIGS = {
     "13b": llama2.Config.llama2_13b(),
     "70b": llama2.Config.llama2_70b(),
 }
-DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Where in a block the float16 scales begin and end; all other bytes are numbers whatever they are.
-SCALES = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0, 2))
-SCALES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 4))
-SCALES |= {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q6_K": (208, 210)}
-MIXES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+
+
+def scale_bytes(ggml_type: str) -> Tensor:
+    """Which bytes of a block are the upper halves of float16 scales: where 0x7e makes a NaN."""
+    blocks = torch.eye(llama2.GGML_TYPES[ggml_type][1], dtype=torch.uint8) * 0x7E
+    return llama2.dequantize(blocks, ggml_type).isnan().any(1)
 
 
 class RandomWeight(llama2.Weight):
-    """A weight that is made when it is read. All of it is real memory; few rows differ: fast."""
+    """A weight that is made when it is read. It takes its full memory, but few rows differ."""
 
-    @property
-    def data(self) -> Tensor:
-        """Random blocks with one small scale, uint8 (rows, bytes per row); norms are ones."""
+    def read(self) -> Tensor:
+        """Random blocks with small scales, uint8 (rows, bytes per row); norms are ones."""
         if len(self.shape) == 1:
             return torch.ones(self.shape).view(torch.uint8)[None]
         (rows, columns), (elements, size) = self.shape, self.block
         if columns % elements:
-            raise ValueError(f"rows of {columns} are not made of {self.kind} blocks of {elements}")
+            found = f"rows of {columns} cannot be made of {self.ggml_type} blocks"
+            raise ValueError(f"{found}, which hold {elements} weights each")
         few = min(rows, 2**20 // columns + 1)
-        if self.kind in DENSE:
+        if self.ggml_type in llama2.DENSE:
             values = torch.randn(few, columns) * columns**-0.5
-            blocks = values.to(DENSE[self.kind]).view(torch.uint8)
+            blocks = values.to(llama2.DENSE[self.ggml_type]).view(torch.uint8)
         else:
             blocks = torch.randint(256, (few, columns // elements, size), dtype=torch.uint8)
-            start, end = SCALES[self.kind]
-            blocks[..., start:end:2], blocks[..., start + 1 : end : 2] = 0, 4  # 2**-14 in float16
+            blocks[..., scale_bytes(self.ggml_type)] = 4  # 2**-14 and a little
         return blocks.flatten(1).repeat(-(-rows // few), 1)[:rows]
 
 
-def random_weights(config: llama2.Config, kind: str) -> dict[str, llama2.Weight]:
-    """Weights of the types that llama.cpp's llama-quantize gives them in a file of type `kind`."""
+def random_weights(config: llama2.Config, ggml_type: str) -> dict[str, llama2.Weight]:
+    """Random weights of one type; norms are float32, as in files."""
     with torch.device("meta"):
-        named = dict(llama2.Llama(config).named_parameters())
-    L, better = config.num_hidden_layers, set()
-    if kind not in DENSE and kind != "Q8_0":
-        better.add("lm_head")
-    for i in range(L) if kind in MIXES else ():
-        if i < L // 8 or i >= 7 * L // 8 or (i - L // 8) % 3 == 2:
-            better |= {f"layers.{i}.self_attn.v_proj", f"layers.{i}.mlp.down_proj"}
-    out = {}
-    for name, p in named.items():
-        own = "Q6_K" if name.removesuffix(".weight") in better else MIXES.get(kind, kind)
-        out[name] = RandomWeight(own if p.dim() > 1 else "F32", tuple(p.shape), [])
-    return out
+        named = llama2.Llama(config).named_parameters()
+    types = ((name, tuple(p.shape), ggml_type if p.dim() > 1 else "F32") for name, p in named)
+    return {name: RandomWeight(own_type, shape, []) for name, shape, own_type in types}
 
 
 @dataclass
 class Setting:
-    """What a mode works with: the command line, and what it comes to on this machine."""
+    """What a mode works with: the command line, and the device and dtype that follow from it."""
 
     args: argparse.Namespace
     device: torch.device
@@ -207,27 +197,20 @@ class Setting:
         shape = CONFIGS[args.config or config]
         layers = args.layers or (None if args.config else layers) or shape.num_hidden_layers
         shape = replace(shape, num_hidden_layers=layers)
-        kind = args.type or next(kind for kind, dtype in DENSE.items() if dtype == self.dtype)
-        return llama2.Checkpoint(f"random {kind}", shape, random_weights(shape, kind), lambda: None)
+        dense = {dtype: name for name, dtype in llama2.DENSE.items()}
+        weights = random_weights(shape, args.type or dense[self.dtype])
+        return llama2.Checkpoint("random weights", shape, weights, lambda: None)
 
-    def build(self, checkpoint: llama2.Checkpoint, as_run: bool = False) -> llama2.Llama:
-        """The model, with a progress bar at a terminal. ValueError if there is no memory for it.
+    def is_exact(self, checkpoint: llama2.Checkpoint) -> bool:
+        """Whether activations are not rounded to 16 bits: the rule of llama2.py's command line."""
+        return self.args.dtype != "auto" or not llama2.is_large(checkpoint)
 
-        `as_run`: rounded as by the command line; without, only if --activation-bits says so.
-        """
-        llama2.tune_process()
-        llama2.check_memory(checkpoint, 512, self.dtype, self.device)
-        options = {"progress": sys.stderr.isatty(), "compile": self.args.compile is not False}
-        default = llama2.default_bits(checkpoint, self.args.dtype) if as_run else 32
-        options["activation_bits"] = self.args.activation_bits or default
-        return llama2.build_model(checkpoint, self.device, self.dtype, **options)
-
-    def step(
-        self, model: llama2.Llama, cache: llama2.Cache
-    ) -> Callable[[Tensor, llama2.Cache], Tensor]:
-        """The model, its one-token steps compiled with --compile and by default on CUDA."""
-        wanted = self.device.type == "cuda" if self.args.compile is None else self.args.compile
-        return llama2.CompiledStep(model, cache) if wanted else model
+    def build(self, checkpoint: llama2.Checkpoint, context: int = 512) -> llama2.Llama:
+        """The model as the command line builds it. ValueError if there is no memory for it."""
+        plan = llama2.memory_plan(checkpoint, context, self.dtype, self.device)
+        llama2.check_memory(plan, context, self.device, llama2.free_memory(self.device))
+        exact = self.is_exact(checkpoint)
+        return llama2.build(self.args, checkpoint, self.device, self.dtype, exact, ranks=None)
 
     def randn(self, *shape: int) -> Tensor:
         """Random activations."""
@@ -237,18 +220,24 @@ class Setting:
         """Random token ids (B, T)."""
         return torch.randint(config.vocab_size, (B, T), device=self.device)
 
-    def cache(self, config: llama2.Config, room: int, batch: int = 1, pos: int = 0) -> llama2.Cache:
-        """A cache with random numbers in its first `pos` slots: speed does not depend on values."""
-        cache = llama2.Cache(config, batch, room, self.dtype, self.device)
-        for both in (cache.k, cache.v):
-            both[:, :, :, :pos].normal_()
-        cache.advance(pos)
+    def cache(self, config: llama2.Config, room: int, filled: int = 0) -> llama2.Cache:
+        """A cache for one row, its first `filled` slots taken."""
+        cache = llama2.Cache(config, 1, room, self.dtype, self.device)
+        fill(cache, filled)
         return cache
+
+
+def fill(cache: llama2.Cache, n: int) -> None:
+    """Make a cache hold n tokens, all random numbers: speed does not depend on values."""
+    cache.reset()
+    for both in (cache.k, cache.v):
+        both[:, :, :, :n].normal_()
+    cache.advance(n)
 
 
 def forward(s: Setting, model: llama2.Llama, T: int, context: int = 0) -> Callable[[], Tensor]:
     """One pass of T tokens behind `context` others; it can be repeated."""
-    cache = s.cache(model.config, context + T, pos=context)
+    cache = s.cache(model.config, context + T, context)
     tokens = s.tokens(model.config, 1, T)
 
     def run() -> Tensor:
@@ -273,12 +262,12 @@ SUITE = {  # name -> numbers of tokens, and the means of its Candle version on a
     "prefill": ((32, 128, 512), ()),
     "decode": ((128,), ()),
 }
-CANDLE_CACHED_MASK = (9.1e-6, 117.4e-6, 1.9e-3, 55.0e-3)
 
 
 def suite_calls(s: Setting, model: llama2.Llama, T: int) -> dict[str, Call]:
     """What each name of the suite means for T tokens."""
-    c, layer, rotate = model.config, model.layers[0], llama2.apply_rotary_emb
+    c, rotate = model.config, llama2.apply_rotary_emb
+    layer = next(m for m in model.modules() if isinstance(m, llama2.Block))
     a, cache, x = layer.self_attn, s.cache(c, T), s.randn(1, T, c.hidden_size)
     q, k, v = (s.randn(1, c.num_attention_heads, T, c.head_dim) for _ in range(3))
     angles, scores, swapped = cache.rope(T), q @ k.mT, (q.transpose(1, 2), k.transpose(1, 2))
@@ -286,7 +275,7 @@ def suite_calls(s: Setting, model: llama2.Llama, T: int) -> dict[str, Call]:
         "rope_forward": lambda: [rotate(both, *angles) for both in swapped],
         "qkv_projection": lambda: (a.q_proj(x), a.k_proj(x), a.v_proj(x)),
         "attention_scores": lambda: q @ k.mT * c.head_dim**-0.5,
-        # Getting the mask and applying it to the scores of all heads, since they timed that.
+        # Candle's figure includes applying the mask to the scores of all heads.
         "causal_mask": lambda: scores.masked_fill(~cache.mask(T), -math.inf),
         "full_attention": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask(T)),
         "rms_norm": lambda: layer.input_layernorm(x),
@@ -317,15 +306,14 @@ def run_suite(s: Setting) -> dict:
     print(f"prefill and decode: {c.num_hidden_layers} layers of {c.hidden_size} and the head")
     table(("benchmark", "median", "IQR", "samples", "Candle, published"), rows)
     if comparable:
-        print("Candle's causal_mask with its cache:", ", ".join(map(show, CANDLE_CACHED_MASK)))
         print("Candle's means come from another machine: only shapes and ratios carry over.")
     return {"suite": result, **baselines(s.args, machine(s), result)}
 
 
 def change(new: Mapping[str, float], old: Mapping[str, float]) -> tuple[float, float, str]:
-    """The change of a median, its uncertainty, both as parts of 1, and a word for it.
+    """The relative change of a median, its uncertainty, and a verdict.
 
-    The uncertainty adds both relative inter-quartile ranges; below 3 % nothing is believed.
+    The uncertainty combines both inter-quartile ranges and is at least 3 %.
     """
     part = new["median"] / old["median"] - 1
     noise = math.hypot(new["iqr"] / old["median"], old["iqr"] / old["median"] * (1 + part))
@@ -342,11 +330,9 @@ def baselines(args: argparse.Namespace, here: Mapping[str, object], result: dict
             names = ", ".join(sorted(f.stem for f in BASELINES.glob("*.json"))) or "none"
             raise ValueError(f"--baseline {args.baseline}: not there; saved are: {names}")
         saved = json.loads(file.read_text())
-        old, other = saved["suite"], {k: v for k, v in saved["machine"].items() if v != here[k]}
-        if other:
-            print(
-                "beware, the baseline was taken with", ", ".join(f"{k} {other[k]}" for k in other)
-            )
+        old = saved["suite"]
+        if other := [f"{k} {v}" for k, v in saved["machine"].items() if v != here.get(k)]:
+            print("beware: the baseline was taken with", ", ".join(other))
         out = {name: change(result[name], old[name]) for name in result if name in old}
         rows = [(name, f"{a:+.1%}", f"+-{b:.1%}", word) for name, (a, b, word) in out.items()]
         table((f"against {args.baseline}", "change", "uncertainty", "verdict"), rows)
@@ -358,43 +344,43 @@ def baselines(args: argparse.Namespace, here: Mapping[str, object], result: dict
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Claims: verdicts are functions of numbers; the naive variants are what a claim is held against
+# 4. Claims: verdicts are functions of numbers; each claim is tested against naive variants
 
 
 def judge(cases: Mapping[str, float], low: float, high: float = math.inf) -> str:
-    """confirmed if the numbers of all cases are from low to high, refuted if none, else depends."""
+    """confirmed if all numbers lie from low to high, refuted if none does, else depends."""
     holds = [low <= value <= high for value in cases.values()]
     return "confirmed" if all(holds) else "depends" if any(holds) else "refuted"
 
 
 def listed(cases: Mapping[str, float], form: str = ".2f") -> str:
-    """The numbers behind a verdict: factors, or parts if the form ends in %."""
+    """The numbers behind a verdict: factors, or percentages if the form ends in %."""
     unit = "" if form.endswith("%") else "x"
     return ", ".join(f"{value:{form}}{unit} {name}" for name, value in cases.items())
 
 
 def check_same(name: str, found: Tensor, wanted: Tensor) -> None:
-    """A variant that computes something else is not timed."""
+    """Raises ValueError for a variant that computes something else: it is not timed."""
     error = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
     if not error <= (1e-4 if wanted.dtype == torch.float32 == found.dtype else 5e-2):
         raise ValueError(f"{name} differs from the reference by {error:.1e}: not timed")
 
 
 def mask_by_loops(cache: llama2.Cache, T: int) -> Tensor | None:
-    """Each element by itself: how it was first done."""
+    """Element by element, as a first version does."""
     S = cache.slots(T).stop
     rows = [[j <= S - T + i for j in range(S)] for i in range(T)]
     return None if T == 1 else torch.tensor(rows, device=cache.k.device)
 
 
 def mask_by_torch(cache: llama2.Cache, T: int) -> Tensor:
-    """Made for each pass by two operations."""
+    """Made anew for each pass by two operations."""
     S = cache.slots(T).stop
     return torch.ones(T, S, dtype=torch.bool, device=cache.k.device).tril(S - T)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """Attention by separate operations: the scores of all heads stand in memory."""
+    """Attention by separate operations: the scores of all heads are written to memory."""
     scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf)
@@ -402,7 +388,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None
 
 
 class LayerCaches:
-    """Two tensors per layer, allocated beforehand."""
+    """Two preallocated tensors per layer."""
 
     def __init__(self, cache: llama2.Cache) -> None:
         self.pos = cache.pos
@@ -415,7 +401,7 @@ class LayerCaches:
 
 
 class ConcatenatingCache(LayerCaches):
-    """Copies all that it holds for each new token, as most first versions do."""
+    """Copies all keys and values for each new token, as most first versions do."""
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         old_k, old_v = self.k[layer][:, :, : self.pos], self.v[layer][:, :, : self.pos]
@@ -423,7 +409,7 @@ class ConcatenatingCache(LayerCaches):
 
 
 def inline(model: llama2.Llama) -> Callable[[Tensor, llama2.Cache], Tensor]:
-    """Llama.forward as one function without modules, the weights looked up beforehand."""
+    """Llama.forward as one function without modules, the weights looked up once."""
     c, D, G = model.config, model.config.head_dim, model.config.num_key_value_heads
     embedding, last, head = (m.weight for m in (model.embed_tokens, model.norm, model.lm_head))
     layers = [tuple(layer.parameters()) for layer in model.layers]
@@ -456,7 +442,7 @@ def inline(model: llama2.Llama) -> Callable[[Tensor, llama2.Cache], Tensor]:
     return run
 
 
-NAIVE = {  # what claim (e) takes away; without "KV cache" each step computes all tokens again
+NAIVE = {  # what claim (e) switches off; without "KV cache" each step computes all tokens again
     "KV cache": None,
     "mask cache": (llama2.Cache, "mask", mask_by_loops),
     "fused attention": (F, "scaled_dot_product_attention", written_out),
@@ -479,7 +465,7 @@ def step_through(
 
 
 def claim_mask(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
-    """(a) Making, finding and applying the mask, beside the pass that needs it."""
+    """(a) Making, finding and applying the mask, compared with the pass that needs it."""
     c, saved, times = model.config, {}, {}
     room = min(c.max_position_embeddings, 4096)
     for T in (128, 512):
@@ -505,8 +491,6 @@ def claim_mask(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
             saved[f"at {T} against {how}"] = gain / (whole + gain)
     rows = [(name, *(show(times[T][name]) for T in times)) for name in times[512]]
     table(("(a) the causal mask", *(f"{T} tokens" for T in times)), rows)
-    each, band = sum(T * T for T in range(513)) / 1e6, 512 * room / 1e6
-    print(f"memory for all lengths to 512: dictionary {each:.0f} MB, band {band:.1f} MB\n")
     text = "part of a forward pass that it saves: " + listed(saved, ".2%")
     return judge(saved, 0.05), text, {"seconds": times, "saved": saved}
 
@@ -526,7 +510,7 @@ def claim_cache(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
         if context > c.max_position_embeddings:
             break
         note(f"claim (b), context {context}")
-        cache = s.cache(c, context, pos=context - 1)
+        cache = s.cache(c, context, context - 1)
         others = {"per layer": LayerCaches(cache), "concatenated": ConcatenatingCache(cache)}
         ways = {name: partial(step, one) for name, one in {"unified": cache, **others}.items()}
         for name, way in ways.items():
@@ -546,7 +530,7 @@ def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     small = llama2.Llama(CONFIGS["tiny"]).to(s.device, s.dtype)
     cases, rows, overhead = {}, [], 0.0
     for size, m in (("small", small), ("large", model)):
-        cache, token = s.cache(m.config, 128, pos=64), s.tokens(m.config, 1, 1)
+        cache, token = s.cache(m.config, 128, 64), s.tokens(m.config, 1, 1)
 
         def step(function: Callable, cache: llama2.Cache = cache, token: Tensor = token) -> Tensor:
             cache.truncate(64)
@@ -576,19 +560,13 @@ def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
 
 def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
     """(d) From a real file to its first token: within a second and 2 s per GB."""
-    path, times, made = s.args.model or llama2.DEFAULT_MODEL, {}, {}
+    path, made = s.args.model or llama2.DEFAULT_MODEL, []
     if not path.is_file():
         return "not measured", f"{path} is not a file: pass --model FILE", {}
-    steps = {
-        "header": lambda: llama2.open_checkpoint(path),
-        "tokenizer": lambda: made["header"].tokenizer(),
-        "weights": lambda: s.build(made["header"]),
-        "first token": lambda: list(
-            llama2.generate(made["weights"], made["tokenizer"].encode("Once upon"), 1, stop_ids=())
-        ),
-    }
-    for name, step in steps.items():
-        times[name] = seconds(lambda name=name, step=step: made.update({name: step()}))
+    times = {"load": seconds(lambda: made.extend(llama2.load(path, s.device, s.dtype)))}
+    loaded, tokenizer = made
+    tokens = llama2.generate(loaded, tokenizer.encode("Once upon"), stop_ids=())
+    times["first token"] = seconds(lambda: next(tokens))
     size, total = path.stat().st_size, sum(times.values())
     text = ", ".join(f"{name} {show(value)}" for name, value in times.items())
     text = f"{path.name}, {size / 1e6:.0f} MB in {show(total)}: {text}"
@@ -596,7 +574,7 @@ def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
 
 
 def claim_speedup(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
-    """(e) Everything on against everything naive, and each part by itself, for 6 new tokens."""
+    """(e) Everything on, everything naive, and each part naive by itself, for 6 new tokens."""
     cases, rows = {}, []
     variants = {"all on": (), "all naive": (*NAIVE,)} | {f"no {part}": (part,) for part in NAIVE}
     for T in (32, 128):
@@ -629,7 +607,7 @@ CLAIMS = {
 
 
 def run_claims(s: Setting) -> dict:
-    """All five, then two lines for each."""
+    """Measure all five, then print two lines for each."""
     model = s.build(s.checkpoint("7b", layers=2))
     print(f"{model.config.num_hidden_layers} layers of {model.config.hidden_size} and the head\n")
     found = {claim: run(s, model) for claim, run in CLAIMS.items()}
@@ -641,7 +619,7 @@ def run_claims(s: Setting) -> dict:
 # --------------------------------------------------------------------------------------------------
 # 5. Where the time goes
 
-PARTS = {  # part of a pass -> the modules whose time it is, by the last word of their names
+PARTS = {  # part of a pass -> the modules that it consists of, by the last part of their names
     "norms": ("input_layernorm", "post_attention_layernorm", "norm"),
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "rotation": (),
@@ -651,7 +629,7 @@ PARTS = {  # part of a pass -> the modules whose time it is, by the last word of
     "embedding": ("embed_tokens",),
     "head": ("lm_head",),
 }
-FUNCTIONS = (  # and the functions
+FUNCTIONS = (  # and the functions that belong to a part
     (llama2, "apply_rotary_emb", "rotation"),
     (llama2.Cache, "update", "attention"),
     (F, "scaled_dot_product_attention", "attention"),
@@ -660,7 +638,7 @@ FUNCTIONS = (  # and the functions
 
 @contextlib.contextmanager
 def component(name: str) -> Iterator[None]:
-    """A range in the profile; the device is waited for, so that it holds its own work only."""
+    """A range in the profile; the device is synchronised, so that it holds its own work only."""
     synchronize()
     with record_function(f"part:{name}"):
         yield
@@ -669,7 +647,7 @@ def component(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def components(model: llama2.Llama) -> Iterator[None]:
-    """Ranges around the parts of a model, put there from outside and taken away again."""
+    """Ranges around the parts of a model, patched in from outside and removed again."""
     part_of = {word: part for part, words in PARTS.items() for word in words}
     named = [(part_of.get(path.split(".")[-1]), module) for path, module in model.named_modules()]
     places = [(module, "forward", part) for part, module in named if part]
@@ -681,7 +659,7 @@ def components(model: llama2.Llama) -> Iterator[None]:
 
 
 def shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Each part of the measured whole; what none of them holds is named: together exactly 1."""
+    """Each part's share of the whole, and the rest, which no part holds: together exactly 1."""
     out = {name: parts.get(name, 0.0) / whole for name in PARTS}
     return out | {"other (sums, reshapes, Python)": 1 - sum(out.values())}
 
@@ -690,35 +668,28 @@ def run_breakdown(s: Setting) -> dict:
     """Profile decoding and two prompts in place."""
     model, out = s.build(s.checkpoint("1b")), {}
     c = model.config
-    print(
-        f"{c.num_hidden_layers} layers of {c.hidden_size}, profiled; the profiler takes time too\n"
-    )
+    print(f"{c.num_hidden_layers} layers of {c.hidden_size}; profiling the parts takes time, too\n")
     for name, T, context in (("decode", 1, 128), ("128 tokens", 128, 0), ("512 tokens", 512, 0)):
         note(name)
-        run, sums = forward(s, model, T, context), {}
+        run = forward(s, model, T, context)
         run()
         once = seconds(run)
         count = max(2, min(10, int(5 / once)))
         with components(model), profile(activities=[ProfilerActivity.CPU]) as trace:
             for _ in range(count):
                 component("whole")(run)()
-        for event in trace.events():
-            if event.name.startswith("part:"):
-                part = event.name.removeprefix("part:")
-                sums[part] = sums.get(part, 0.0) + event.time_range.elapsed_us() * 1e-6 / count
-        whole = sums.pop("whole")
-        out[name] = {"shares": shares(sums, whole), "seconds": whole, "without_profiler": once}
-        rows = [
-            (part, f"{share:.1%}", show(share * whole), ("#" * round(40 * share)).ljust(40))
-            for part, share in out[name]["shares"].items()
-        ]
-        last = "whole", "100.0%", show(whole), f"without the profiler {show(once)}".ljust(40)
-        table((name, "share", "per pass", "".ljust(40)), (*rows, last))
+        sums = {e.key: e.cpu_time_total * 1e-6 / count for e in trace.key_averages()}
+        whole = sums.pop("part:whole")
+        found = shares({part: sums.get(f"part:{part}", 0.0) for part in PARTS}, whole)
+        out[name] = {"shares": found, "seconds": whole, "without_profiler": once}
+        rows = [(part, f"{share:.1%}", show(share * whole)) for part, share in found.items()]
+        rows += [("whole", "100.0%", show(whole)), ("without the profiler", "", show(once))]
+        table((name, "share", "per pass"), rows)
     return {"breakdown": out}
 
 
 def run_profile(s: Setting) -> dict:
-    """A trace of a prompt and a few tokens, and the ten operations that cost most."""
+    """A trace of a prompt and a few tokens, and the ten costliest operations."""
     model, P = s.build(s.checkpoint("1b")), s.args.prompt_tokens
     prompt, token = forward(s, model, P), forward(s, model, 1, P)
     prompt(), token()
@@ -738,156 +709,120 @@ def run_profile(s: Setting) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Whole models, and others beside them
+# 6. Whole models, and others next to them
 
-# An engine takes prompt lengths, a number of new tokens and the context that these stand behind;
-# it returns seconds: "pp128" and so on per prompt, "tg" per new token.
-Engine = Callable[[Sequence[int], int, int], dict[str, float]]
+# An engine takes prompt lengths, how many tokens to generate, and by name the depths at which to do
+# so: the number of tokens before them. It returns seconds: for each prompt by a name such as
+# "pp128", per new token by the name of its depth.
+Engine = Callable[[Sequence[int], int, Mapping[str, int]], dict[str, float]]
+Samples = dict[str, list[float]]
 
 
-def stepwise(prompt: Callable[[int], object], token: Call) -> Engine:
-    """An engine made of two functions: start anew with a prompt of T tokens; one more token.
+def greedy_engine(
+    step: Callable[[Tensor], Tensor], reset: Call, set_depth: Call | None, tokens: Tensor
+) -> Engine:
+    """An engine in this process. `step`: tokens (B, T) -> logits (B, V); prompts begin `tokens`."""
+    last = tokens[:, :1].clone()
 
-    Each prompt runs once unmeasured before, as in llama-bench.
-    """
+    def feed(tokens: Tensor) -> None:
+        last.copy_(step(tokens).argmax(-1, keepdim=True))
+        last.tolist()  # as whoever shows the text must
 
-    def run(prompts: Sequence[int], new: int, depth: int) -> dict[str, float]:
+    def prompt(T: int) -> None:
+        reset()
+        feed(tokens[:, :T])
+
+    def run(prompts: Sequence[int], new: int, depths: Mapping[str, int]) -> dict[str, float]:
         found = {}
-        for T in dict.fromkeys((*prompts, depth)):
-            prompt(T)
+        for T in prompts:
+            prompt(T)  # once unmeasured, as llama-bench does
             found[f"pp{T}"] = seconds(partial(prompt, T))
-            if T == depth:
-                found["tg"] = sum(seconds(token) for _ in range(new)) / new  # as llama-bench does
+        for name, depth in depths.items():
+            (set_depth or prompt)(depth)
+            found[name] = sum(seconds(partial(feed, last)) for _ in range(new)) / new
         return found
 
     return run
 
 
-def our_engine(s: Setting, model: llama2.Llama, room: int, batch: int = 1) -> Engine:
-    """llama2.py, greedy."""
-    cache = s.cache(model.config, room, batch)
-    step = s.step(model, cache)
-    last = s.tokens(model.config, batch, 1)
-
-    def feed(tokens: Tensor) -> None:
-        for chunk in tokens.split(llama2.PREFILL_CHUNK, 1):
-            logits = step(chunk, cache)
-        last.copy_(logits.argmax(-1, keepdim=True))
-        last.tolist()  # as a caller does who shows the text
-
-    def prompt(T: int) -> None:
-        cache.reset()
-        feed(s.tokens(model.config, batch, T))
-
-    return stepwise(prompt, lambda: feed(last))
-
-
-def transformers_engine(
-    s: Setting, config: llama2.Config, room: int, batch: int, name: str
+def our_engine(
+    s: Setting, checkpoint: llama2.Checkpoint, model: llama2.Llama, room: int, batch: int = 1
 ) -> Engine:
-    """The same shape in Hugging Face's model: eager, or compiled with its static cache."""
+    """llama2.py with the cache and the compiled steps of its command line."""
+    device, large = s.device.type, llama2.is_large(checkpoint)
+    dtype = torch.float16 if device == "cpu" and not s.is_exact(checkpoint) else s.dtype
+    cache, forward = llama2.Cache(model.config, batch, room, dtype, s.device), model
+    if device == "cuda" and (large if s.args.compile is None else s.args.compile):
+        forward = llama2.CompiledStep(model, cache)
+
+    def step(tokens: Tensor) -> Tensor:
+        for chunk in tokens.split(llama2.PREFILL_CHUNK, 1):
+            logits = forward(chunk, cache)
+        return logits
+
+    return greedy_engine(
+        step, cache.reset, partial(fill, cache), s.tokens(model.config, batch, room)
+    )
+
+
+def transformers_engine(s: Setting, config: llama2.Config, room: int, name: str) -> Engine:
+    """The same shape as Hugging Face's model, eager; "transformers-DTYPE" in that dtype."""
     import transformers
 
-    compiled = name == "transformers-compiled"
-    dtype = torch.bfloat16 if name == "transformers-bfloat16" else s.dtype
-    shape = transformers.LlamaConfig(**vars(config))
+    dtype, past = llama2.DTYPES.get(name.removeprefix("transformers-"), s.dtype), None
     with torch.device("meta"):
+        shape = transformers.LlamaConfig(**vars(config))
         model = transformers.LlamaForCausalLM(shape).eval().to(dtype)
     model.to_empty(device=s.device)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.fill_(0.01)
-    static = transformers.StaticCache(config=shape, max_cache_len=room) if compiled else None
-    decode = torch.compile(model, mode="reduce-overhead") if compiled else model
-    last, past = s.tokens(config, batch, 1), None
 
-    def feed(call: Callable, tokens: Tensor) -> None:
-        out = call(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
-        last.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
-        last.tolist()
-
-    def prompt(T: int) -> None:
+    def reset() -> None:
         nonlocal past
-        past = static or transformers.DynamicCache()
-        past.reset()
-        feed(model, s.tokens(config, batch, T))
+        past = transformers.DynamicCache()
 
-    return stepwise(prompt, lambda: feed(decode, last))
+    def step(tokens: Tensor) -> Tensor:
+        return model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    return greedy_engine(step, reset, None, s.tokens(config, s.args.batch, room))
 
 
-def llama_bench_engine(path: Path) -> Engine:
+def llama_bench_engine(program: str, path: Path) -> Engine:
     """llama.cpp's llama-bench: each call is a process, which warms up by itself."""
+    if shutil.which(program) is None:
+        raise ValueError(f"there is no {program}: --llama-bench PATH names llama.cpp's llama-bench")
 
     def call(*options: object) -> dict[str, float]:
         threads = torch.get_num_threads()
-        command = ["llama-bench", "-m", path, "-t", threads, "-r", 1, "-o", "json", *options]
-        command = [str(word) for word in command]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [program, "-m", path, "-t", threads, "-r", 1, "-o", "json", *options]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ValueError(f"llama-bench failed: {' '.join(done.stderr.splitlines()[-1:])}")
-        found = {}
-        for test in json.loads(done.stdout):
-            n = test["n_prompt"]
-            found[f"pp{n}" if n else "tg"] = (n or 1) / test["avg_ts"]
-        return found
+            why = done.stderr.splitlines()[-1:] or [f"exit status {done.returncode}"]
+            raise ValueError(f"llama-bench failed: {why[0]}")
+        tests = [(test["n_prompt"], test["avg_ts"]) for test in json.loads(done.stdout)]
+        return {f"pp{n}" if n else "tg": (n or 1) / rate for n, rate in tests}
 
-    def run(prompts: Sequence[int], new: int, depth: int) -> dict[str, float]:
-        lengths = ",".join(map(str, prompts))
-        if depth == 1:  # as good as none, which is its default
-            return call("-p", lengths, "-n", new)
-        return call("-p", lengths, "-n", 0) | call("-p", 0, "-n", new, "-d", depth)
+    def run(prompts: Sequence[int], new: int, depths: Mapping[str, int]) -> dict[str, float]:
+        found = call("-p", ",".join(map(str, prompts)), "-n", 0)
+        for name, depth in depths.items():
+            found[name] = call("-p", 0, "-n", new, "-d", depth)["tg"]
+        return found
 
     return run
 
 
-def llama_cpp_engine(path: Path | None, room: int) -> Engine:
-    """llama.cpp by llama-bench if it is on the PATH, else by its Python binding."""
-    if path is None:
-        raise ValueError("--compare llama.cpp needs --model FILE")
-    if shutil.which("llama-bench"):
-        return llama_bench_engine(path)
-    if not importlib.util.find_spec("llama_cpp"):
-        raise ValueError("no llama-bench on the PATH; pip install llama-cpp-python does as well")
-    import llama_cpp
-
-    threads = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
-    model = llama_cpp.Llama(str(path), n_ctx=room, n_batch=512, verbose=False, **threads)
-
-    def prompt(T: int) -> None:
-        model.reset()
-        model.eval([1] * T)
-
-    return stepwise(prompt, lambda: model.eval([1]))
-
-
-def take_turns(
-    engines: Mapping[str, Engine], prompts: Sequence[int], new: int, depth: int, rounds: int
-) -> dict[str, dict[str, list[float]]]:
+def take_turns(engines: Mapping[str, Engine], *tests: object, rounds: int) -> dict[str, Samples]:
     """Run the engines A B A B after a warm-up; the samples of each by name."""
     samples = {name: {} for name in engines}
     for i in range(rounds + 1):
         for name, engine in engines.items():
             note(f"{name}, " + (f"round {i} of {rounds}" if i else "warm-up"))
-            for key, value in engine(prompts, new, depth).items():
+            for key, value in engine(*tests).items():
                 samples[name].setdefault(key, []).extend([value] * (i > 0))
     return samples
 
 
-def context_sweep(s: Setting, model: llama2.Llama, lengths: Sequence[int]) -> dict[int, float]:
-    """Seconds per token behind n others, which are not computed: their values do not matter."""
-    cache = s.cache(model.config, max(lengths) + 16, pos=max(lengths))
-    step = s.step(model, cache)
-    token, times = s.tokens(model.config, 1, 1), {}
-    for n in sorted(lengths, reverse=True):
-        note(f"context {n}")
-        cache.truncate(n)
-        samples = [seconds(lambda: step(token, cache).argmax().item()) for _ in range(16)]
-        times[n] = median(samples)
-    return dict(sorted(times.items()))
-
-
-def compare(
-    ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]], tokens: Mapping[str, int]
-) -> dict[str, dict[str, float]]:
+def compare(ours: Samples, theirs: Samples, tokens: Mapping[str, int]) -> dict[str, dict]:
     """Tokens/s of both and their ratio, for each key of `tokens`: how many one sample computed."""
     out = {}
     for key, n in tokens.items():
@@ -897,76 +832,72 @@ def compare(
 
 
 def run_whole(s: Setting) -> dict:
-    """One model: load, prompt, tokens, memory; others beside it; speed as the context fills."""
-    args, made, checkpoint = s.args, {}, s.checkpoint("7b")
-    P, N, B, c = args.prompt_tokens, args.gen_tokens, args.batch, checkpoint.config
-    room, limit = P + N, c.max_position_embeddings
-    if max(room, *(n + 16 for n in args.context_sweep), 0) > limit:
-        raise ValueError(f"more tokens than the context of {limit}: {P} + {N} or --context-sweep")
-    kernels = 0.0
-    with contextlib.suppress(OSError):  # build_model says what is missing
-        if args.compile is not False and s.device.type == "cpu":
-            kernels = llama2.kernels()[1]
-    load = seconds(lambda: made.update(model=s.build(checkpoint, as_run=True)))
-    model = made["model"]
-    engines = {"llama2.py": our_engine(s, model, room, B)}
-    warm = seconds(partial(engines["llama2.py"], (P,), N, P))
+    """One model: load, prompt, tokens, memory; others next to it; speed as the context fills."""
+    args, made, checkpoint = s.args, [], s.checkpoint("7b")
+    P, N, B, config = args.prompt_tokens, args.gen_tokens, args.batch, checkpoint.config
+    depths = {"tg": P} | {f"tg@{n}": n for n in args.context_sweep}
+    room, limit = max(depths.values()) + N, config.max_position_embeddings
+    if room > limit:
+        raise ValueError(f"more tokens than the context of {limit}: {room - N} and {N} new ones")
+    load = seconds(lambda: made.append(s.build(checkpoint, room)))
+    (model,) = made
+    engines = {"llama2.py": our_engine(s, checkpoint, model, room, B)}
+    take_turns(engines, (P,), N, {"tg": P}, rounds=1)
     peak = llama2.peak_memory(s.device)  # before the others come
     for other in args.compare:
-        if other != "llama.cpp":
-            engines[other] = transformers_engine(s, c, room, B, other)
-        elif B > 1:
-            raise ValueError("--compare llama.cpp runs one row: leave --batch at 1")
+        if other == "llama.cpp":
+            engines[other] = llama_bench_engine(args.llama_bench, args.model)
         else:
-            engines[other] = llama_cpp_engine(args.model, room)
-    samples = take_turns(engines, (P,), N, P, args.rounds)
+            engines[other] = transformers_engine(s, config, room, other)
+    samples = take_turns(engines, (P,), N, depths, rounds=args.rounds)
     ours = samples["llama2.py"]
     first, tg = median(ours[f"pp{P}"]), median(ours["tg"])
     size, speed = llama2.weight_bytes(model), bandwidth(s.device)
-    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * s.dtype.itemsize
-    part = size / tg / speed
+    reached = f"{speed / 1e9:.1f} GB/s, {size / tg / speed:.0%} reached"
     facts = {
-        "compiling kernels, or finding them": (kernels, show(kernels)),
-        "load": (load, show(load)),
-        "first run, uncounted below": (warm, show(warm)),
+        "load, kernels compiled if needed": (load, show(load)),
         f"first token, prompt of {P}": (first, f"{show(first)}, {B * P / first:.1f} tokens/s"),
         f"each further token, batch {B}": (tg, f"{show(tg)}, IQR {show(iqr(ours['tg']))}"),
         "tokens/s": (B / tg, f"{B / tg:.2f}"),
         "weights read per token": (size, f"{size / 1e9:.3f} GB, {size / tg / 1e9:.1f} GB/s"),
-        "memory bandwidth, measured": (speed, f"{speed / 1e9:.1f} GB/s, {part:.0%} reached"),
-        "KV cache per token": (kv, f"{kv} bytes"),
+        "memory bandwidth, measured": (speed, reached),
         "peak memory": (peak, f"{peak / 1e9:.2f} GB"),
     }
     out = {name: value for name, (value, _) in facts.items()}
-    table((checkpoint.form, ""), ((name, text) for name, (_, text) in facts.items()))
+    if args.context_sweep:
+        out["context"] = times = {n: median(ours[f"tg@{n}"]) for n in args.context_sweep}
+        facts |= {f"behind {n} tokens": (x, f"{show(x)}, {B / x:.2f}") for n, x in times.items()}
+    title = args.model.name if args.model else "random weights"
+    table((title, ""), ((name, text) for name, (_, text) in facts.items()))
     for name in args.compare:
-        out[name] = found = compare(ours, samples[name], {f"pp{P}": B * P, "tg": B})
+        tokens = {f"pp{P}": B * P} | dict.fromkeys(depths, B)
+        out[name] = found = compare(ours, samples[name], tokens)
         rows = [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found.items()]
         table(("tokens/s", "llama2.py", name, "ours / theirs"), rows)
-    if args.context_sweep:
-        out["context"] = times = context_sweep(s, model, args.context_sweep)
-        base = next(iter(times.values()))
-        rows = [(n, show(t), f"{1 / t:.2f}", f"{base / t:.2f}x") for n, t in times.items()]
-        table(("context", "per token", "tokens/s", "of the first"), rows)
     return {"whole": out}
 
 
 def run_table(s: Setting) -> dict:
-    """For each file: two prompt lengths and 16 new tokens, ours and llama.cpp's in turns."""
+    """For each file: prompts and 16 new tokens, ours and llama.cpp's in turns."""
     prompts, new, rows, out = s.args.table_prompts, 16, [], {}
-    tokens, room = {f"pp{T}": T for T in prompts} | {"tg": 1}, max(prompts) + new + 1
+    depths = {"tg": 0} | {f"tg@{n}": n for n in s.args.context_sweep}
+    tokens = {f"pp{T}": T for T in prompts} | dict.fromkeys(depths, 1)
+    room = max(*prompts, *depths.values()) + new
     header = ("file", *(f"{key} ours / llama.cpp" for key in tokens), "bandwidth reached")
     for path in s.args.table:
-        model = s.build(llama2.open_checkpoint(path), as_run=True)
-        engines = {"ours": our_engine(s, model, room), "llama.cpp": llama_cpp_engine(path, room)}
-        samples = take_turns(engines, prompts, new, 1, s.args.rounds)
-        found, speed = compare(*samples.values(), tokens), bandwidth(s.device)
+        engines = {"llama.cpp": llama_bench_engine(s.args.llama_bench, path)}
+        checkpoint = llama2.open_checkpoint(path)
+        model = s.build(checkpoint, room)
+        engines["ours"] = our_engine(s, checkpoint, model, room)
+        samples = take_turns(engines, prompts, new, depths, rounds=s.args.rounds)
+        found = compare(samples["ours"], samples["llama.cpp"], tokens)
+        speed = bandwidth(s.device)
         fraction = llama2.weight_bytes(model) * found["tg"]["ours"] / speed
         out[path.name] = {**found, "bandwidth": speed, "fraction": fraction}
         cells = [f"{r['ours']:.1f} / {r['theirs']:.1f} = {r['ratio']:.2f}" for r in found.values()]
         rows.append((path.name, *cells, f"{fraction:.0%} of {speed / 1e9:.0f} GB/s"))
         table(header, rows[-1:])
-        del model, engines
+        del model, engines  # before the next one needs the memory
     if len(rows) > 1:
         table(header, rows)
     return {"table": out}
@@ -976,17 +907,15 @@ def run_table(s: Setting) -> dict:
 # 7. Perplexity
 
 
-def windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs (T,) and the targets of their second half, as llama-perplexity cuts a text.
+def windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[list[int]]:
+    """The windows of `context` ids that llama-perplexity cuts a text into.
 
-    Windows do not overlap, a rest is dropped, the first token of each gives way to BOS.
+    They do not overlap, an incomplete last one is dropped, BOS replaces the first id of each. What
+    counts is how the second half is predicted, from id context // 2 + 1 on.
     """
     for start in range(0, len(ids) - context + 1, context):
-        window = torch.tensor(ids[start : start + context])
-        target = window[context // 2 + 1 :].clone()
-        if bos is not None:
-            window[0] = bos
-        yield window, target
+        window = list(ids[start : start + context])
+        yield window if bos is None else [bos, *window[1:]]
 
 
 def perplexity(losses: Tensor) -> tuple[float, float]:
@@ -996,47 +925,54 @@ def perplexity(losses: Tensor) -> tuple[float, float]:
 
 
 def divergence(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) in nats of the distributions that logits (n, V) stand for: (n,)."""
+    """KL(a || b) in nats of the distributions that two sets of logits (n, V) stand for: (n,)."""
     p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 
+def read_text(
+    args: argparse.Namespace, checkpoints: Sequence[llama2.Checkpoint]
+) -> tuple[list[int], int | None]:
+    """The text as ids, and BOS if windows begin with it. ValueError if it is too short."""
+    text, T = args.perplexity.read_bytes().decode("utf-8", "replace"), args.context
+    tokenizers = [checkpoint.tokenizer() for checkpoint in checkpoints]
+    ids, *others = [tokenizer.encode(text, tokenizer.add_bos) for tokenizer in tokenizers]
+    configs = [checkpoint.config for checkpoint in checkpoints]
+    if others not in ([], [ids]) or len({config.vocab_size for config in configs}) > 1:
+        raise ValueError("the files of --compare-types have different vocabularies")
+    limit = min(config.max_position_embeddings for config in configs)
+    if not 4 <= T <= limit or len(ids) < 2 * T:
+        found = f"{args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
+        raise ValueError(f"--context {T}: {found}; needed are two windows of 4 to {limit}")
+    return ids, tokenizers[0].bos_id if tokenizers[0].add_bos else None
+
+
 def run_perplexity(s: Setting) -> dict:
-    """Perplexity by one file, or by two and the divergence of the second from the first."""
-    args, T, models, ids, out = s.args, s.args.context, [], None, {}
-    paths = args.compare_types or [args.model or llama2.DEFAULT_MODEL]
-    text = args.perplexity.read_bytes().decode("utf-8", "replace")
-    for path in paths:
-        checkpoint = llama2.open_checkpoint(path)
-        limit, tokenizer = checkpoint.config.max_position_embeddings, checkpoint.tokenizer()
-        before, ids = ids, tokenizer.encode(text, bos=tokenizer.add_bos)
-        if before not in (None, ids):
-            raise ValueError(f"{paths[0]} and {path} have different vocabularies")
-        if not 4 <= T <= limit or len(ids) < 2 * T:
-            found = f"{args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
-            raise ValueError(f"--context {T}: {found}; needed are two windows of 4 to {limit}")
-        models.append(s.build(checkpoint))
-    losses, kl, same = [[] for _ in paths], [], []
-    bos = tokenizer.bos_id if tokenizer.add_bos else None
-    for i, (window, target) in enumerate(windows(ids, T, bos)):
-        found = []
+    """Perplexity of one file, or of two and the divergence of the second from the first."""
+    T, kl, same = s.args.context, [], []
+    paths = s.args.compare_types or [s.args.model or llama2.DEFAULT_MODEL]
+    checkpoints = [llama2.open_checkpoint(path) for path in paths]
+    ids, bos = read_text(s.args, checkpoints)
+    models, losses = [s.build(checkpoint, T) for checkpoint in checkpoints], [[] for _ in paths]
+    top = models[0].config.vocab_size if len(models) == 2 else 0  # the whole distribution
+    for i, window in enumerate(windows(ids, T, bos)):
+        logits = []
         for model, own in zip(models, losses, strict=True):
-            logits = model(window[None].to(s.device), s.cache(model.config, T), all_positions=True)
-            found.append(logits[0, -len(target) - 1 : -1].cpu())
-            own.append(F.cross_entropy(found[-1], target, reduction="none"))
-        if len(found) == 2:
-            kl.append(divergence(*found))
-            same.append(found[0].argmax(-1) == found[1].argmax(-1))
+            logprobs, likeliest, whose = (x[T // 2 :] for x in llama2.score(model, window, top))
+            own.append(-logprobs)
+            logits.append(torch.empty_like(likeliest).scatter_(1, whose, likeliest))
+        if top:
+            kl.append(divergence(*logits))
+            same.append(logits[0].argmax(-1) == logits[1].argmax(-1))
         value, error = perplexity(torch.cat(losses[0]))
         note(f"window {i + 1} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
-    rows = [
-        (path.name, *perplexity(torch.cat(own))) for path, own in zip(paths, losses, strict=True)
-    ]
-    out["files"] = [dict(zip(("file", "perplexity", "error"), row, strict=True)) for row in rows]
-    out["tokens"] = scored = sum(map(len, losses[0]))
-    cells = [(name, f"{value:.4f}", f"+-{error:.5f}") for name, value, error in rows]
-    table((f"{scored} tokens scored", "perplexity", "standard error"), cells)
-    if kl:
+    out = {"tokens": sum(map(len, losses[0])), "files": []}
+    for path, own in zip(paths, losses, strict=True):
+        value, error = perplexity(torch.cat(own))
+        out["files"].append({"file": path.name, "perplexity": value, "error": error})
+    rows = [(name, f"{p:.4f}", f"+-{e:.5f}") for name, p, e in map(dict.values, out["files"])]
+    table((f"{out['tokens']} tokens scored", "perplexity", "standard error"), rows)
+    if top:
         kl, agree = torch.cat(kl), torch.cat(same).double().mean().item()
         out["kl"] = {"mean": kl.mean().item(), "p99": kl.quantile(0.99).item(), "same_top": agree}
         text = "KL divergence: mean {mean:.6f}, 99th percentile {p99:.6f}".format(**out["kl"])
@@ -1045,7 +981,43 @@ def run_perplexity(s: Setting) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Command line
+# 8. Processors with fewer instructions than this one
+
+ISAS = {  # what compilers call them -> what oneDNN, MKL and ATen call the most that they may use
+    "x86-64": ("SSE41", "SSE4_2", "default"),
+    "haswell": ("AVX2", "AVX2", "avx2"),  # AVX2 and FMA: most desktops and laptops
+    "skylake-avx512": ("AVX512_CORE", "AVX512", "avx512"),
+    "icelake-server": ("AVX512_CORE_VNNI", "AVX512", "avx512"),  # VNNI, but no bfloat16
+}
+LIMITED = "BENCH_LLAMA2_ISA"  # tells the second process that it is the limited one
+
+
+def run_limited(isa: str, argv: Sequence[str]) -> int:
+    """Run again in a process whose libraries see fewer instructions; returns its exit status.
+
+    They look when they are first used, some while torch is imported: too late in this process.
+    """
+    names = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", LIMITED)
+    env = os.environ | dict(zip(names, (*ISAS[isa], isa), strict=True))
+    status = subprocess.run([sys.executable, __file__, *argv], env=env, check=False).returncode
+    if status < 0:
+        raise ValueError(f"--isa {isa}: ended by signal {-status}; does this processor have it?")
+    return status
+
+
+def limit_kernels(isa: str) -> None:
+    """In that process: compile kernels for `isa`, and let llama2.py see no newer instructions."""
+    compile = llama2.run_compiler
+
+    def run_compiler(command: list[str], folder: Path) -> bytes:
+        words = [f"-march={isa}" if word == "-march=native" else word for word in command]
+        return compile(words, folder)
+
+    llama2.run_compiler, torch.cpu.get_capabilities = run_compiler, dict
+
+
+# --------------------------------------------------------------------------------------------------
+# 9. Command line
 
 
 def fail(message: object) -> int:
@@ -1062,44 +1034,52 @@ def count(text: str) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; a wrong one ends in one line on stderr and exit status 2."""
-    parser = argparse.ArgumentParser(prog="bench_llama2.py", description="Measure llama2.py.")
-    parser.error = lambda message: sys.exit(fail(message))
-    add = parser.add_argument_group(
-        "modes (default: the suite, or --model or --config)"
-    ).add_argument
+    """The command line. Raises ValueError for a wrong one."""
+    parser = llama2.Parser(prog="bench_llama2.py", description="Measure llama2.py.")
+    parser.set_defaults(quiet=False)  # for llama2.build
+    group = parser.add_argument_group("modes (default: the suite, or --model or --config)")
+    add = group.add_argument
     add("--suite", action="store_true", help="each layer by itself")
     add("--claims", action="store_true", help="five claims with verdicts")
     add("--breakdown", action="store_true", help="shares of a forward pass")
     add("--profile", metavar="FILE", type=Path, help="write a trace; show the costliest operations")
-    add("--table", metavar="GGUF", type=Path, nargs="+", help="files beside llama.cpp")
-    add("--perplexity", metavar="TEXT", type=Path, help="perplexity over a text file")
+    add("--table", metavar="GGUF", type=Path, nargs="+", help="files next to llama.cpp")
+    add("--perplexity", metavar="TEXT", type=Path, help="perplexity of a text file")
     add("--compare-types", metavar="GGUF", type=Path, nargs=2, help="with --perplexity: two files")
     add = parser.add_argument_group("of what").add_argument
     add("--model", metavar="FILE", type=Path, help="a model (default: random weights)")
     add("--config", choices=CONFIGS, help="the shape of random weights")
     add("--layers", metavar="N", type=count, help="only so many layers of it")
-    add("--type", choices=(*DENSE, *SCALES, *MIXES), help="of random weights (default: --dtype)")
+    types = "of random weights (default: --dtype)"
+    add("--type", choices=llama2.GGML_TYPES, help=types)
     add("--prompt-tokens", metavar="N", type=count, default=128, help="default: 128")
     add("--gen-tokens", metavar="N", type=count, default=16, help="default: 16")
     add("--batch", metavar="N", type=count, default=1, help="rows at once (default: 1)")
-    add("--context-sweep", metavar="N", type=count, nargs="+", default=[], help="context lengths")
+    add(
+        "--context-sweep",
+        metavar="N",
+        type=count,
+        nargs="+",
+        default=[],
+        help="generation behind N",
+    )
     add("--table-prompts", metavar="N", type=count, nargs="+", default=[128, 512])
     add("--context", metavar="N", type=count, default=512, help="of --perplexity (default: 512)")
-    peers = ("transformers", "transformers-bfloat16", "transformers-compiled", "llama.cpp")
+    peers = ("transformers", "transformers-bfloat16", "llama.cpp")
     add("--compare", choices=peers, nargs="+", default=[], help="run these in turns with ours")
+    add("--llama-bench", metavar="PATH", default="llama-bench", help="default: the one on the PATH")
     add = parser.add_argument_group("how").add_argument
-    add("--rounds", metavar="N", type=count, default=5, help="of what takes turns (default: 5)")
+    add("--rounds", metavar="N", type=count, default=5, help="of what runs in turns (default: 5)")
     add("--seconds", metavar="S", type=float, default=1.0, help="per entry of the suite, about")
     add("--filter", metavar="TEXT", default="", help="only entries with this in their name")
     add("--save-baseline", metavar="NAME", help="keep the suite's result")
     add("--baseline", metavar="NAME", help="compare the suite with a kept result")
     add("--fail-on-regression", action="store_true", help="exit 1 if that finds one")
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: kernels; steps on CUDA")
+    add("--compile", action=argparse.BooleanOptionalAction, help="default: as llama2.py")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    add("--dtype", choices=("auto", *llama2.DTYPES), default="auto", help="of the activations")
-    bits = "to what products may round on a CPU (default: as llama2.py does, else 32)"
-    add("--activation-bits", choices=(32, 16, 8), type=int, help=bits)
+    dtype = "of the activations (default: as llama2.py; float32 is exact)"
+    add("--dtype", choices=("auto", *llama2.DTYPES), default="auto", help=dtype)
+    add("--isa", choices=ISAS, help="use no more instructions than this x86-64 processor has")
     add("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     add("--json", metavar="FILE", type=Path, help="write the result there as well")
     args = parser.parse_args(argv)
@@ -1107,8 +1087,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--compare-types needs --perplexity TEXT")
     if args.model is not None and args.config is not None and not args.claims:
         parser.error("--model and --config exclude each other")
-    if args.claims and args.type not in (None, *DENSE):
-        parser.error(f"--claims runs dense weights: --type {args.type} must be one of {[*DENSE]}")
+    if args.claims and args.type is not None:
+        parser.error("--claims runs dense weights of --dtype: it takes no --type")
+    if "llama.cpp" in args.compare and (args.model is None or args.batch > 1):
+        parser.error("--compare llama.cpp needs --model FILE, and one row")
     if not 0 < args.seconds < 3600:
         parser.error(f"--seconds {args.seconds}; accepted is above 0 and below 3600")
     return args
@@ -1116,17 +1098,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def machine(s: Setting) -> dict[str, object]:
     """What the figures depend on."""
-    model = platform.processor() or "unknown processor"
+    model = platform.processor() or "unknown"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
-    cuda = s.device.type == "cuda"
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.11 cannot tell
+    special = [x for x in ("avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16") if found.get(x)]
+    aten, cuda = torch.backends.cpu.get_cpu_capability(), s.device.type == "cuda"
     return {
-        "machine": f"{model}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "processor": f"{model}, {platform.machine()}",
+        "instruction set": " ".join((s.args.isa or "native", aten, *special)),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": str(s.dtype).removeprefix("torch."),
+        "dtype": s.args.dtype,
         "device": torch.cuda.get_device_name(s.device) if cuda else s.device.type,
     }
 
@@ -1135,8 +1120,11 @@ def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit status."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = llama2.choose_device(args.device)
-    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if args.isa is not None:
+        limit_kernels(args.isa)
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = llama2.choose_device(auto if args.device == "auto" else args.device, None)
+    default = llama2.AUTO_DTYPE[device.type]
     s = Setting(args, device, llama2.DTYPES.get(args.dtype, default))
     result = {"machine": machine(s)}
     print("; ".join(f"{key} {value}" for key, value in result["machine"].items()), flush=True)
@@ -1160,8 +1148,12 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return run(parse_args(argv))
+        args = parse_args(argv)
+        if args.isa not in (None, os.environ.get(LIMITED)):
+            return run_limited(args.isa, argv)
+        return run(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough

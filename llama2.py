@@ -44,24 +44,28 @@ import json
 import math
 import mmap
 import os
+import pickletools
 import re
+import secrets
 import shlex
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -674,7 +678,7 @@ def last_name(name: str) -> str:
 
 @dataclass
 class Weight:
-    """One tensor of a checkpoint where it lies: mapped files, read when data or dense is asked for.
+    """One tensor of a checkpoint where it lies: in mapped files, read by read() or dense().
 
     Its shards are uint8 (rows, bytes per row), joined along `axis`: Meta's checkpoints have several.
     """
@@ -684,7 +688,7 @@ class Weight:
     shards: list[Tensor]
     axis: int = 0
     hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
-    source: mmap.mmap | None = None  # the file that the shards are mapped from, at their offsets
+    source: mmap.mmap | None = None  # the file that the one shard is mapped from, at its offset
 
     @property
     def block(self) -> tuple[int, int]:
@@ -698,34 +702,36 @@ class Weight:
         """Its size in the file."""
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
-    @property
-    def data(self) -> Tensor:
-        """uint8 (rows, bytes per row) in Meta's order: the mapped file if nothing has to move."""
+    def read(self) -> Tensor:
+        """uint8 (rows, bytes per row) in Meta's order: the mapped file itself if nothing moves."""
         data = self.shards[0] if len(self.shards) == 1 else torch.cat(self.shards, self.axis)
         if self.hf_head_dim:  # each head's rows 0, 2, 4, ... before 1, 3, 5, ...
             heads = data.unflatten(0, (-1, 2, self.hf_head_dim // 2))
             data = heads.transpose(1, 2).flatten(0, 2)
         data = data.contiguous()
-        if data.data_ptr() != self.shards[0].data_ptr():  # columns: a copy
+        if data.storage_offset() % DENSE.get(self.ggml_type, torch.float16).itemsize:
+            data = data.clone()  # old safetensors files do not align their tensors
+        if data.data_ptr() != self.shards[0].data_ptr():
             self.release()
         return data
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
         """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads no others."""
-        shape, shards = list(self.shape), []
+        shape, shards, offset = list(self.shape), [], 0
         shape[axis] = stop - start
-        if axis == 1:
-            start, stop = (i // self.block[0] * self.block[1] for i in (start, stop))
+        block, size = self.block if axis == 1 else (1, 1)
+        begin, end = start // block * size, stop // block * size  # in rows, or in bytes of a row
         for shard in self.shards:
-            shards.append(shard[start:stop] if axis == 0 else shard[:, start:stop])
+            span = slice(max(begin - offset, 0), max(end - offset, 0))
+            shards.append(shard[span] if axis == 0 else shard[:, span])
             if axis == self.axis:  # the next shard begins where this one ends
-                start, stop = (max(i - shard.shape[axis], 0) for i in (start, stop))
+                offset += shard.shape[axis]
         return replace(self, shape=tuple(shape), shards=[s for s in shards if s.numel()])
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a dense tensor, converted a few rows at a time; mapped if it fits as is."""
-        rows = self.data
-        if DENSE.get(self.ggml_type) == dtype and rows.storage_offset() % dtype.itemsize == 0:
+        rows = self.read()
+        if DENSE.get(self.ggml_type) == dtype:
             return rows.view(dtype).view(self.shape).to(device)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         flat = out.view(len(rows), -1)
@@ -736,11 +742,12 @@ class Weight:
         return out
 
     def release(self) -> None:
-        """After a copy was made: what was read for it need not stay in memory beside it."""
+        """Drop the source's pages after copying: they need not stay in memory beside the copy."""
         if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
             for shard in self.shards:
-                start = shard.storage_offset() // mmap.PAGESIZE * mmap.PAGESIZE
-                stop = shard.storage_offset() + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
+                start = int(shard.storage_offset())
+                stop = start + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
+                start = start // mmap.PAGESIZE * mmap.PAGESIZE
                 self.source.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
@@ -748,7 +755,7 @@ class Weight:
 class Checkpoint:
     """What a model file or directory holds, its tensors still unread."""
 
-    form: str  # such as "GGUF version 3"
+    format: str  # such as "GGUF version 3"
     config: Config
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
@@ -766,32 +773,60 @@ class Checkpoint:
         )
 
 
-def lookup(path: Path, settings: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """The value of `key`, checked to be of `kind`; needed if it has no default. ValueError."""
+# What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
+# has 1137 tensors, 160 KB of JSON or pickle, and less than a million tokens and merges.
+MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
+MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
+MAX_METADATA = 2**24  # bytes of a GGUF before its tensors; of a tokenizer.model
+MAX_VALUES = 2**21  # in all arrays of a GGUF's metadata
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """A file's bytes, private and writable. What is no regular file is never opened: it may block."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: not a regular file")
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path}: damaged: the file is empty")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
+    """The bytes of a regular file that is neither empty nor longer than `limit`; else ValueError."""
+    content = map_file(path)
+    if len(content) > limit:
+        raise ValueError(f"{path}: {len(content)} bytes; accepted are up to {limit}")
+    return content[:]
+
+
+def map_weight(source: mmap.mmap, ggml_type: str, shape: tuple[int, ...], start: int) -> Weight:
+    """The tensor that lies in a mapped file from byte `start`. ValueError beyond the file's end."""
+    weight = Weight(ggml_type, shape, [], source=source)
+    end = start + weight.nbytes
+    if end > len(source):
+        raise ValueError(f"it ends at byte {end}, the file at {len(source)}: cut off?")
+    rows = torch.frombuffer(source, dtype=torch.uint8)[start:end]
+    weight.shards.append(rows.view(math.prod(shape[:-1]), -1))
+    return weight
+
+
+def lookup(
+    path: Path, settings: dict[str, Any], key: str, expected: type, default: Any = None
+) -> Any:
+    """The value of `key`, of the `expected` type; needed if it has no default. ValueError."""
     value = settings.get(key)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"{path}: the key {key} is missing")
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    if fits and kind in (int, float):  # within what float32 can hold
+    fits = isinstance(value, (int, float) if expected is float else expected)
+    if fits and expected in (int, float):  # within what float32 can hold
         fits = not isinstance(value, bool) and abs(value) < 1e38
     if not fits:
-        raise ValueError(f"{path}: {key} is {str(value)[:40]!r}, not {kind.__name__}")
+        raise ValueError(f"{path}: {key} is {str(value)[:40]!r}, not {expected.__name__}")
     return value
 
 
-def ggml_type(number: int, item: str) -> tuple[str, int, int]:
-    """A ggml type's name, its elements and its bytes per block."""
-    import gguf
-
-    try:
-        kind = gguf.GGMLQuantizationType(number)
-    except ValueError:
-        raise ValueError(f"{item} has the unknown type {number}") from None
-    return kind.name, *gguf.GGML_QUANT_SIZES[kind]
-
-
-GGUF_SCALARS = dict(enumerate("BbHhIif?--Qqd"))  # value type -> struct letter
+GGUF_SCALARS = {i: letter for i, letter in enumerate("BbHhIif?--Qqd") if letter != "-"}  # to struct
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
 
@@ -803,12 +838,8 @@ class GGUF:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self.offset = Path(path), 0
-        with self.path.open("rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            if self.size < 24:
-                raise ValueError(f"{self.path}: {self.size} bytes are too few for a GGUF file")
-            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
+        self.bytes = map_file(self.path)
         magic, self.version = self.unpack("4sI", "header")
         if magic != b"GGUF":
             raise ValueError(f"{self.path}: starts with {magic!r}, not with b'GGUF'")
@@ -816,160 +847,170 @@ class GGUF:
             known = "2 and 3, little-endian, are read"
             raise ValueError(f"{self.path}: GGUF version {self.version:#x}; {known}")
         tensor_count, key_count = self.unpack("QQ", "header")
+        if max(tensor_count, key_count) > MAX_ENTRIES:
+            found = f"{tensor_count} tensors and {key_count} keys"
+            raise ValueError(f"{self.path}: {found}; accepted are up to {MAX_ENTRIES} of each")
         self.metadata: dict[str, Any] = {}
         for i in range(key_count):
             key = self.string(f"key {i} of {key_count}")
             if key in self.metadata:
                 raise ValueError(f"{self.path}: the key {key!r} stands twice")
-            (kind,) = self.unpack("I", key)
-            self.metadata[key] = self.value(kind, key)
+            (value_type,) = self.unpack("I", key)
+            self.metadata[key] = self.value(value_type, key)
         infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
         align = self.get("general.alignment", int, 32)
         if not 8 <= align <= 2**20 or align & (align - 1):  # as gguf.md has it
             raise ValueError(f"{self.path}: general.alignment is {align}, no power of 2 from 8")
         base = end = -(-self.offset // align) * align
-        whole = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self.tensors: dict[str, Weight] = {}
-        for name, kind, shape, row_bytes, offset in sorted(infos, key=lambda info: info[-1]):
-            size, start = math.prod(shape[:-1]) * row_bytes, base + offset
+        for name, type_name, shape, offset in sorted(infos, key=lambda info: info[-1]):
             if name in self.tensors:
                 raise ValueError(f"{self.path}: the tensor {name!r} stands twice")
-            if offset % align or start < end:
+            if offset % align or base + offset < end:
                 raise ValueError(f"{self.path}: {name}: offset {offset} overlaps or is not aligned")
-            end = start + size
-            if end > self.size:
-                raise ValueError(
-                    f"{self.path}: {name} ends at byte {end}, the file at {self.size}: cut off?"
-                )
-            rows = whole[start:end].view(-1, row_bytes)
-            self.tensors[name] = Weight(kind, shape, [rows], source=self.bytes)
+            try:
+                weight = map_weight(self.bytes, type_name, shape, base + offset)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {name}: {error}") from None
+            self.tensors[name], end = weight, base + offset + weight.nbytes
+
+    def take(self, size: int, item: str) -> int:
+        """Go on by `size` bytes; where they begin. ValueError beyond the file or MAX_METADATA."""
+        start, self.offset = self.offset, self.offset + size
+        if self.offset > min(len(self.bytes), MAX_METADATA):
+            whole = f"the end of the file or of {MAX_METADATA} bytes of metadata"
+            raise ValueError(f"{self.path}: {item} needs {size} bytes more, beyond {whole}")
+        return start
 
     def unpack(self, letters: str, item: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
-        try:
-            values = struct.unpack_from("<" + letters, self.bytes, self.offset)
-        except struct.error:
-            raise ValueError(f"{self.path}: the file ends inside {item}") from None
-        self.offset += struct.calcsize("<" + letters)
-        return values
+        letters = "<" + letters
+        return struct.unpack_from(letters, self.bytes, self.take(struct.calcsize(letters), item))
 
     def string(self, item: str) -> str:
         """The next string: a length of 8 bytes and UTF-8."""
         (size,) = self.unpack("Q", item)
-        end = self.offset + size
-        if end > self.size:
-            raise ValueError(
-                f"{self.path}: {item} is {size} bytes long, beyond the end of the file"
-            )
-        text, self.offset = self.bytes[self.offset : end], end
+        start = self.take(size, item)
+        text = self.bytes[start : self.offset]
         try:
             return text.decode()
         except UnicodeDecodeError:
             raise ValueError(f"{self.path}: {item} is not UTF-8: {text[:40]!r}") from None
 
-    def value(self, kind: int, item: str) -> Any:
+    def value(self, value_type: int, item: str) -> Any:
         """The next metadata value: a number, a string or a list of either."""
-        if kind == GGUF_STRING:
+        if value_type == GGUF_STRING:
             return self.string(item)
-        if kind in GGUF_SCALARS and GGUF_SCALARS[kind] != "-":
-            return self.unpack(GGUF_SCALARS[kind], item)[0]
-        if kind != GGUF_ARRAY:
-            raise ValueError(f"{self.path}: {item} has the unknown value type {kind}")
-        kind, count = self.unpack("IQ", item)
-        if kind == GGUF_STRING and count <= (self.size - self.offset) // 8:
+        if value_type in GGUF_SCALARS:
+            return self.unpack(GGUF_SCALARS[value_type], item)[0]
+        if value_type != GGUF_ARRAY:
+            raise ValueError(f"{self.path}: {item} has the unknown value type {value_type}")
+        value_type, count = self.unpack("IQ", item)
+        self.values_left -= count
+        if self.values_left < 0 or value_type not in (*GGUF_SCALARS, GGUF_STRING):
+            found = f"an array of {count} values of type {value_type}"
+            raise ValueError(f"{self.path}: {item} is {found}")
+        if value_type == GGUF_STRING:
             return [self.string(item) for _ in range(count)]
-        letter = GGUF_SCALARS.get(kind, "-")
-        if letter == "-" or count * struct.calcsize(letter) > self.size - self.offset:
-            raise ValueError(f"{self.path}: {item} is an array of {count} values of type {kind}")
-        return list(self.unpack(f"{count}{letter}", item))
+        return list(self.unpack(f"{count}{GGUF_SCALARS[value_type]}", item))
 
-    def tensor_info(self, item: str) -> tuple[str, str, tuple[int, ...], int, int]:
-        """The next entry of the tensor table: name, type, shape, bytes per row, data offset."""
+    def tensor_info(self, item: str) -> tuple[str, str, tuple[int, ...], int]:
+        """The next entry of the tensor table: name, ggml type, shape, offset in the data."""
+        import gguf
+
         name = self.string(item)
         (n_dims,) = self.unpack("I", name)
         if not 1 <= n_dims <= 4:
             raise ValueError(f"{self.path}: {name} has {n_dims} dimensions; 1 to 4 are possible")
         dims = self.unpack(f"{n_dims}Q", name)  # the fastest comes first
-        kind, offset = self.unpack("IQ", name)
-        type_name, block, block_bytes = ggml_type(kind, f"{self.path}: {name}")
-        if dims[0] % block or not all(0 < n < 2**31 for n in dims):
-            raise ValueError(f"{self.path}: {name} of type {type_name} has the sizes {list(dims)}")
-        return name, type_name, dims[::-1], dims[0] // block * block_bytes, offset
+        number, offset = self.unpack("IQ", name)
+        try:
+            ggml_type = gguf.GGMLQuantizationType(number)
+        except ValueError:
+            raise ValueError(f"{self.path}: {name} has the unknown type {number}") from None
+        if dims[0] % gguf.GGML_QUANT_SIZES[ggml_type][0] or not all(0 < n < 2**31 for n in dims):
+            found = f"{name} of type {ggml_type.name} has the sizes {list(dims)}"
+            raise ValueError(f"{self.path}: {found}")
+        return name, ggml_type.name, dims[::-1], offset
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The metadata value of `key`, checked to be of `kind`; needed if it has no default."""
-        return lookup(self.path, self.metadata, key, kind, default)
+    def get(self, key: str, expected: type, default: Any = None) -> Any:
+        """The metadata value of `key`, checked as lookup() does."""
+        return lookup(self.path, self.metadata, key, expected, default)
 
 
-def gguf_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
-    gguf = GGUF(path)
-    get, tensors = gguf.get, dict(gguf.tensors)
-    parts = get("split.count", int, 1)
+def gguf_tensors(file: GGUF) -> dict[str, Weight]:
+    """The tensors of a GGUF file, of all parts if it is the first of a split one; else ValueError."""
+    tensors, parts = dict(file.tensors), file.get("split.count", int, 1)
     if parts > 1:
-        stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", gguf.path.name)
-        if get("split.no", int, 0) or not is_first:
-            raise ValueError(
-                f"{gguf.path}: one of {parts} parts; give NAME-00001-of-{parts:05}.gguf"
-            )
+        stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
+        if file.get("split.no", int, 0) or not is_first:
+            name = f"NAME-00001-of-{parts:05}.gguf"
+            raise ValueError(f"{file.path}: one of {parts} parts; give {name}")
         for i in range(2, parts + 1):
-            part = GGUF(gguf.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
+            part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
-                raise ValueError(f"{part.path}: not part {i} of {gguf.path}")
+                raise ValueError(f"{part.path}: not part {i} of {file.path}")
             tensors |= part.tensors
+    return tensors
 
-    fail = f"{gguf.path}: this is not a Llama 2 model: "
-    architecture = get("general.architecture", str)
-    if architecture != "llama" or get("general.type", str, "model") != "model":
-        raise ValueError(
-            f"{fail}architecture {architecture!r}, type {get('general.type', str, 'model')!r}"
-        )
-    if get("llama.expert_count", int, 0):
-        raise ValueError(f"{fail}a mixture of {get('llama.expert_count', int)} experts")
+
+def check_gguf(file: GGUF, tensors: dict[str, Weight]) -> None:
+    """Raises ValueError for what is no model of Llama 2's family, and for types that hold no weights."""
+    get, refused = file.get, f"{file.path}: this is not a Llama 2 model: "
+    architecture, purpose = get("general.architecture", str), get("general.type", str, "model")
+    if architecture != "llama" or purpose != "model":
+        raise ValueError(f"{refused}architecture {architecture!r}, type {purpose!r}")
+    experts = get("llama.expert_count", int, 0)
+    if experts:
+        raise ValueError(f"{refused}a mixture of {experts} experts")
     vocabulary = get("tokenizer.ggml.model", str)
     if vocabulary != "llama":
-        raise ValueError(f"{fail}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
-    for kind, name in {weight.ggml_type: name for name, weight in tensors.items()}.items():
+        raise ValueError(f"{refused}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
+    scaling = get("llama.rope.scaling.type", str, "linear")
+    if scaling not in ("none", "linear"):
+        raise ValueError(f"{refused}RoPE scaling {scaling!r}; accepted are 'none' and 'linear'")
+    for name, weight in {weight.ggml_type: (n, weight) for n, weight in tensors.items()}.values():
         try:
-            dequantize(tensors[name].data[:1], kind)
+            dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
         except NotImplementedError:
-            raise ValueError(f"{gguf.path}: {name} is of type {kind}, which is no weight") from None
+            found = f"{name} is of type {weight.ggml_type}, which is no weight"
+            raise ValueError(f"{file.path}: {found}") from None
+
+
+def gguf_stop_ids(file: GGUF) -> tuple[int, ...]:
+    """The ids that end a text besides EOS: the end of a turn, of a message."""
+    eos = file.get("tokenizer.ggml.eos_token_id", int, 2)
+    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = dict.fromkeys(file.get(key, int, eos) for key in keys)
+    return tuple(token_id for token_id in ids if token_id != eos)
+
+
+def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
+    """The configuration that a GGUF file's keys and the shapes of its tensors tell; or ValueError."""
+    get = file.get
 
     def count(key: str, default: int | None = None) -> int:
-        value = gguf.metadata.get(key, default)  # some counts may be given for each layer
+        value = file.metadata.get(key, default)  # some counts may be given for each layer
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if type(value) is int:
             return value
-        raise ValueError(f"{gguf.path}: {key} is {str(value)[:40]}; accepted is one number")
+        raise ValueError(f"{file.path}: {key} is {str(value)[:40]}; accepted is one number")
 
     hidden, heads = count("llama.embedding_length"), count("llama.attention.head_count")
     head_dim = hidden // max(heads, 1)
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
-        if count(f"llama.{key}", head_dim) != head_dim:
-            found = count(f"llama.{key}")
-            raise ValueError(f"{fail}llama.{key} is {found}, not the head size {head_dim}")
-    scaling = get("llama.rope.scaling.type", str, "linear")
-    if scaling not in ("none", "linear"):
-        raise ValueError(f"{fail}RoPE scaling {scaling!r}; accepted are 'none' and 'linear'")
+        found = count(f"llama.{key}", head_dim)
+        if found != head_dim:
+            raise ValueError(f"{file.path}: llama.{key} is {found}, not the head size {head_dim}")
     factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
-    divisors = tensors.pop("rope_freqs.weight", None)
-    if divisors:
-        divisors = tuple(divisors.dense(torch.float32, "cpu").flatten().tolist())
-    for name in [name for name in tensors if name.endswith(".attn_qkv.weight")]:
-        fused = tensors.pop(name)  # the rows of q, k and v in one tensor
-        kv_rows = (fused.shape[0] - hidden) // 2
-        if len(fused.shape) != 2 or kv_rows < 1 or hidden < 1 or fused.shape[0] % 2 != hidden % 2:
-            raise ValueError(f"{gguf.path}: {name} is {list(fused.shape)}; hidden size {hidden}")
-        for letter, start, rows in zip(
-            "qkv", (0, hidden, hidden + kv_rows), (hidden, kv_rows, kv_rows)
-        ):
-            tensors[name.replace("qkv", letter)] = fused.part(0, start, start + rows)
-    vocab_size = matrix_shape(tensors, "token_embd", gguf.path)[0]
+    if get("llama.rope.scaling.type", str, "linear") == "none":
+        factor = 1.0
+    vocab_size = matrix_shape(tensors, "token_embd", file.path)[0]
     tokens = len(get("tokenizer.ggml.tokens", list))
     if tokens != vocab_size:
-        raise ValueError(f"{gguf.path}: {tokens} tokens but {vocab_size} embedding rows")
-    config = Config(
+        raise ValueError(f"{file.path}: {tokens} tokens but {vocab_size} embedding rows")
+    return Config(
         hidden_size=hidden,
         intermediate_size=count("llama.feed_forward_length"),
         num_hidden_layers=count("llama.block_count"),
@@ -979,19 +1020,35 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         max_position_embeddings=count("llama.context_length"),
         rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
         rope_theta=get("llama.rope.freq_base", float, 10000.0),
-        rope_scaling_factor=1.0 if scaling == "none" else factor or 1.0,
-        rope_freq_factors=divisors,
+        rope_scaling_factor=factor or 1.0,
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=get("tokenizer.ggml.bos_token_id", int, 1),
         eos_token_id=get("tokenizer.ggml.eos_token_id", int, 2),
-        stop_token_ids=gguf_stop_ids(gguf),
+        stop_token_ids=gguf_stop_ids(file),
     )
+
+
+def gguf_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
+    file = GGUF(path)
+    tensors = gguf_tensors(file)
+    check_gguf(file, tensors)
+    divisors = tensors.pop("rope_freqs.weight", None)
+    config = gguf_config(file, tensors)
+    weights = rename(tensors, 1, config, path)
+    if divisors is not None:
+        if divisors.shape != (config.head_dim // 2,):
+            found = f"rope_freqs.weight is {list(divisors.shape)}"
+            raise ValueError(f"{path}: {found}; needed is {[config.head_dim // 2]}")
+        factors = divisors.dense(torch.float32).tolist()
+        config = replace(config, rope_freq_factors=tuple(factors))
+    parts = file.get("split.count", int, 1)
     return Checkpoint(
-        form=f"GGUF version {gguf.version}" + f", {parts} parts" * (parts > 1),
+        format=f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1),
         config=config,
-        weights=rename(tensors, 1, config, path),
-        tokenizer=lambda: Tokenizer.from_gguf(gguf),
-        chat_template=get("tokenizer.chat_template", str, ""),
+        weights=weights,
+        tokenizer=lambda: Tokenizer.from_gguf(file),
+        chat_template=file.get("tokenizer.chat_template", str, ""),
     )
 
 
@@ -1003,31 +1060,35 @@ def matrix_shape(tensors: dict[str, Weight], name: str, path: Path) -> tuple[int
     return weight.shape
 
 
-def name_map(form: int, config: Config) -> Iterator[tuple[str, str]]:
-    """The name of each tensor here and in column `form` of NAMES."""
+def name_map(column: int, config: Config) -> Iterator[tuple[str, str]]:
+    """The name of each tensor here and in a column of NAMES."""
     for row in NAMES:
         for layer in range(config.num_hidden_layers) if "{}" in row[0] else (0,):
-            yield row[0].format(layer) + ".weight", row[form].format(layer) + ".weight"
+            yield row[0].format(layer) + ".weight", str(row[column]).format(layer) + ".weight"
 
 
 def rename(
-    tensors: dict[str, Weight], form: int, config: Config, path: str | Path
+    tensors: dict[str, Weight], column: int, config: Config, path: str | Path
 ) -> dict[str, Weight]:
-    """Translate names by column `form` of NAMES. ValueError unless all names and shapes fit."""
+    """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(tensors):  # before anything that size is built
         raise ValueError(f"{path}: {config.num_hidden_layers} layers but {len(tensors)} tensors")
     with torch.device("meta"):  # all layers are like the first
         first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
     theirs, wanted = {}, {}
-    for ours, their in name_map(form, config):
+    for ours, their in name_map(column, config):
         parameter = first.get(re.sub(r"^layers\.\d+", "layers.0", ours))
         if parameter is not None:
             theirs[their], wanted[ours] = ours, tuple(parameter.shape)
-    missing, unknown = theirs.keys() - tensors.keys(), tensors.keys() - theirs.keys()
-    if missing or unknown:
-        problem, names = ("missing", missing) if missing else ("unknown", unknown)
-        listed = ", ".join(sorted(names)[:5]) + ", ..." * (len(names) > 5)
-        raise ValueError(f"{path}: {len(names)} tensors are {problem}: {listed}")
+    problems = []
+    for problem, names in (
+        ("unknown", tensors.keys() - theirs.keys()),
+        ("missing", theirs.keys() - tensors.keys()),
+    ):
+        listed = ", ".join(name[:60] for name in sorted(names)[:4]) + ", ..." * (len(names) > 4)
+        problems += [f"{len(names)} tensors are {problem}: {listed}"] if names else []
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
     for name, ours in theirs.items():
         if tensors[name].shape != wanted[ours]:
             shape = list(tensors[name].shape)
@@ -1035,58 +1096,264 @@ def rename(
     return {ours: tensors[name] for name, ours in theirs.items()}
 
 
+def parse_json(text: bytes) -> dict[str, Any]:
+    """A JSON object in which no key stands twice. Raises ValueError or RecursionError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key stands twice")
+        return found
+
+    content = json.loads(text, object_pairs_hook=unique)
+    if type(content) is not dict:
+        raise ValueError(f"it is of type {type(content).__name__}")
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError on anything else."""
+    """A file's JSON object. Raises ValueError on anything else."""
+    text = read_file(path)
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError, RecursionError) as error:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON object: {error}") from None
 
 
 def read_tensors(path: Path) -> dict[str, Weight]:
-    """What a .safetensors file or one of torch.save holds, mapped (the oldest of torch: read).
+    """What a .safetensors file or one of torch.save holds, mapped. Nothing in it is executed.
 
-    Nothing in it is executed. Raises ValueError on damaged files and on anything but dense tensors.
+    Raises ValueError on damaged files and on anything but matrices and vectors.
     """
-    import gguf
-
+    source = map_file(path)
+    read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     try:
-        if path.suffix == ".safetensors":
-            content, size = {}, path.stat().st_size
-            for name, t in gguf.utility.SafetensorsLocal(path).tensors.items():
-                start, stop = t.data_range.offset, t.data_range.offset + t.data_range.size
-                if t.dtype not in DENSE or not 8 < start < stop <= size:
-                    raise ValueError(f"{name}: {t.dtype}, bytes {start} to {stop} of {size}")
-                content[name] = torch.from_numpy(t.mmap_bytes()).view(DENSE[t.dtype]).view(t.shape)
-        else:
-            mapped = zipfile.is_zipfile(path)
-            if mapped and any(file.compress_type for file in zipfile.ZipFile(path).infolist()):
-                raise ValueError("compressed, as torch.save never does")  # by how much, who knows
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (FileNotFoundError, PermissionError, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 (a damaged or hostile file may cause any)
-        reason = str(error).partition("\n")[0][:120]
+        return read(source)
+    except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
+        reason = str(error)[:160]
         raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
-    weights, kinds = {}, {dtype: kind for kind, dtype in DENSE.items()}
-    for name, t in content.items() if isinstance(content, dict) else [("the content", content)]:
-        plain = isinstance(t, Tensor) and t.layout == torch.strided and t.device.type == "cpu"
-        plain = plain and t.dtype in kinds and t.dim() in (1, 2) and t.is_contiguous()
-        if not plain or not t.numel() or not isinstance(name, str):
-            found = f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-            accepted = f"contiguous matrices and vectors of {', '.join(DENSE)}"
-            raise ValueError(f"{path}: {name} is {found}; accepted are {accepted}")
-        rows = t.detach().view(-1, t.shape[-1]).view(torch.uint8)
-        weights[name] = Weight(kinds[t.dtype], tuple(t.shape), [rows])
-    if sum(weight.nbytes for weight in weights.values()) > 2 * path.stat().st_size:
-        raise ValueError(f"{path}: its tensors share bytes")  # embed_tokens and lm_head may
+
+
+def check_tensor(name: str, ggml_type: Any, shape: Sequence[Any]) -> None:
+    """Raises ValueError unless it is a matrix or a vector of a type that we read."""
+    fits = len(shape) in (1, 2) and all(type(n) is int and 0 < n < 2**31 for n in shape)
+    if not fits or ggml_type not in DENSE:
+        found, accepted = f"{ggml_type} {list(shape)}", ", ".join(DENSE)
+        raise ValueError(f"{name} is {found}; accepted are matrices and vectors of {accepted}")
+
+
+def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
+    """Hugging Face's format: the size of a header, the header in JSON, the tensors without gaps."""
+    size = int.from_bytes(source[:8], "little")
+    if not size <= min(len(source) - 8, MAX_HEADER):
+        raise ValueError(f"a header of {size} bytes; accepted are up to {MAX_HEADER}")
+    header = parse_json(source[8 : 8 + size])
+    header.pop("__metadata__", None)
+    if len(header) > MAX_ENTRIES:
+        raise ValueError(f"{len(header)} tensors; accepted are up to {MAX_ENTRIES}")
+    weights, base = {}, 8 + size
+    end = base
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        ggml_type, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        check_tensor(name, ggml_type, shape)
+        weights[name] = map_weight(source, ggml_type, tuple(shape), end)
+        if base + start != end or stop - start != weights[name].nbytes:
+            found = f"{name} lies at bytes {start} to {stop}"
+            raise ValueError(
+                f"{found}; needed are {end - base} to {end - base + weights[name].nbytes}"
+            )
+        end = base + stop
+    if end != len(source):
+        raise ValueError(f"the tensors end at byte {end}, the file at {len(source)}")
+    return weights
+
+
+def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
+    """Start and size of each file in a zip as torch.save writes it: nothing compressed, no comment.
+
+    Stricter than the format, so that there is but one way to read it. Raises ValueError.
+    """
+    end = len(source) - 22
+    magic, size, at, comment = struct.unpack_from("<4s8xIIH", source, end)
+    if source[end - 20 : end - 16] == b"PK\6\7":  # above 4 GB: a longer record, its locator
+        (record,) = struct.unpack_from("<Q", source, end - 12)
+        size, at = struct.unpack_from("<QQ", source, record + 40)
+        end = record if record == end - 76 else -1
+    if magic != b"PK\5\6" or comment or at + size != end or size > MAX_HEADER:
+        raise ValueError("the zip's directory is not at its end, or is too long: cut off?")
+    files, last = {}, 0
+    archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek() and read()
+    for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
+        name, begin = entry.orig_filename, entry.header_offset
+        if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
+            raise ValueError(f"{name[:60]} is compressed or encrypted, as torch.save never does")
+        local, *lengths = struct.unpack_from("<4s22xHH", source, begin)
+        start = begin + 30 + sum(lengths)
+        local += source[begin + 30 : begin + 30 + lengths[0]]
+        if local != b"PK\3\4" + name.encode() or begin < last or name in files:
+            raise ValueError(f"{name[:60]} in the zip overlaps, stands twice or has two names")
+        last = start + entry.file_size
+        files[name] = start, entry.file_size
+    if last > at:
+        raise ValueError("a file in the zip overlaps its directory")
+    return files
+
+
+@dataclass
+class Stored:
+    """A tensor in a pickle of torch.save: the storage that holds its numbers, and where in it."""
+
+    ggml_type: str
+    key: str  # the storage's name
+    numel: int  # of the storage
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+
+
+def rebuild_tensor(
+    storage: Stored, offset: int, shape: tuple, stride: tuple, grad: Any, hooks: Any, *more: Any
+) -> Stored:
+    """torch._utils._rebuild_tensor_v2: a part of a storage. ValueError unless it is contiguous."""
+    counts = [offset, *shape, *stride]
+    if not all(type(n) is int and n >= 0 for n in counts) or stride != (*shape[1:], 1) or any(more):
+        raise ValueError("a tensor that is not contiguous, or not as it lies in the file")
+    return replace(storage, offset=offset, shape=shape)
+
+
+PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+PICKLE_GLOBALS: dict[str, Any] = {  # what a state dict's pickle may name: what stands for it
+    "collections OrderedDict": lambda: {},  # noqa: PIE807 (unlike dict, it takes no arguments)
+    "torch._utils _rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils _rebuild_parameter": lambda tensor, grad, hooks: tensor,
+    "torch FloatStorage": "F32",
+    "torch HalfStorage": "F16",
+    "torch BFloat16Storage": "BF16",
+}
+
+
+def unpickle(file: io.BytesIO) -> Any:
+    """The next pickle in a file: dicts and tuples of text, numbers and Stored.
+
+    Not by Python's unpickler: only the opcodes of a state dict are understood, nothing is called
+    but the functions above. Keys are text, and no value is hashed, compared or shown before its
+    type is known: a tuple may hold itself 2**60 times. Raises ValueError, TypeError, LookupError.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def since_mark() -> list[Any]:
+        start = marks.pop()
+        found = stack[start:]
+        del stack[start:]
+        return found
+
+    value: Any
+    for count, (opcode, value, _) in enumerate(pickletools.genops(file)):
+        if count > 2**18 or len(stack) > 2**12:  # 35 opcodes a tensor; SETITEMS takes 2000 values
+            raise ValueError("a pickle longer than a state dict's")
+        match opcode.name:
+            case "PROTO":
+                pass
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                stack.append(value)
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
+                stack.append(PICKLE_CONSTANTS[opcode.name])
+            case "EMPTY_DICT":
+                stack.append({})
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                size = int(opcode.name[-1])
+                stack[-size:] = [tuple(stack[-size:])]
+            case "BINPUT" | "LONG_BINPUT":
+                memo[value] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            case "SETITEM" | "SETITEMS":
+                pair = opcode.name == "SETITEM"
+                items = [stack.pop(-2), stack.pop()] if pair else since_mark()
+                for key, item in zip(items[::2], items[1::2], strict=True):
+                    if type(key) is not str or key in stack[-1]:
+                        raise ValueError("a key that is no text, or stands twice")
+                    stack[-1][key] = item
+            case "GLOBAL" if value in PICKLE_GLOBALS:
+                stack.append(PICKLE_GLOBALS[value])
+            case "BINPERSID":
+                kind, ggml_type, key, _, numel, *view = stack.pop()
+                texts = all(type(text) is str for text in (kind, ggml_type, key))
+                if not texts or kind != "storage" or type(numel) is not int or any(view):
+                    raise ValueError("a storage that is a view of another, or none")
+                stack.append(Stored(ggml_type, key, numel))
+            case "REDUCE":
+                arguments = stack.pop()
+                stack.append(stack.pop()(*arguments))
+            case "BUILD":  # an OrderedDict's attributes, such as _metadata
+                if type(stack.pop()) is not dict or type(stack[-1]) is not dict:
+                    raise ValueError("a tensor with attributes of its own")
+            case "STOP":
+                return stack.pop()
+            case _:
+                raise ValueError(f"{opcode.name} {str(value or '')[:60]}")
+
+
+def state_dict(file: io.BytesIO) -> dict[str, Stored]:
+    """The next pickle in a file, which must be a dict of matrices and vectors. ValueError."""
+    content = unpickle(file)
+    if type(content) is not dict or len(content) > MAX_ENTRIES:
+        raise ValueError(f"a {type(content).__name__}; accepted is a dict of {MAX_ENTRIES} tensors")
+    for name, stored in content.items():
+        if type(stored) is not Stored:
+            raise ValueError(f"{name} is of type {type(stored).__name__}; accepted are tensors")
+        check_tensor(name, stored.ggml_type, stored.shape)
+    return content
+
+
+def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
+    """What torch.save wrote: a zip of a pickle and of storages, or, until 2020, these in a row."""
+    if source[:4] == b"PK\3\4":
+        files = zip_files(source)
+        (pickled,) = (name for name in files if name.endswith("/data.pkl"))
+        folder = pickled.removesuffix("data.pkl")
+        start, size = files.get(f"{folder}byteorder", (0, 0))
+        if source[start : start + min(size, 9)] not in (b"", b"little"):
+            raise ValueError("its numbers are big-endian")
+        start, size = files[pickled]
+        content = state_dict(io.BytesIO(source[start : start + min(size, MAX_HEADER)]))
+        places = {t.key: files[f"{folder}data/{t.key}"] for t in content.values()}
+    else:  # a magic number, a version, what wrote it, the tensors, the storages' names
+        head = io.BytesIO(source[:MAX_HEADER])
+        magic, _, system = (unpickle(head) for _ in range(3))
+        if magic != 0x1950A86A20F9469CFC6C or system["little_endian"] is not True:
+            raise ValueError("neither a zip nor pickles of torch.save")
+        content, places = state_dict(head), {}
+        sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
+        ops = pickletools.genops(head)
+        keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
+        end = head.tell()
+        for key in keys:  # 8 bytes with the count of the numbers, then the numbers
+            places[key] = end + 8, sizes[key]
+            end += 8 + sizes[key]
+        if end != len(source):
+            raise ValueError(f"its storages end at byte {end}, the file at {len(source)}: cut off?")
+    weights = {}
+    for name, t in content.items():
+        item, (start, size) = DENSE[t.ggml_type].itemsize, places[t.key]
+        if size != t.numel * item or t.offset + math.prod(t.shape) > t.numel:
+            raise ValueError(f"{name} is not within its storage of {size} bytes")
+        weights[name] = map_weight(source, t.ggml_type, t.shape, start + t.offset * item)
+    if sum(weight.nbytes for weight in weights.values()) > 2 * len(source):
+        raise ValueError("its tensors share bytes")  # embed_tokens and lm_head may
     return weights
 
 
 def find_tokenizer(*directories: Path) -> Path:
-    """The first tokenizer.model in them. Raises FileNotFoundError."""
+    """The first tokenizer.model in them, if it can be one. FileNotFoundError, ValueError."""
     for directory in directories:
-        if (directory / "tokenizer.model").is_file():
+        if (directory / "tokenizer.model").exists():
+            read_file(directory / "tokenizer.model", MAX_METADATA)
             return directory / "tokenizer.model"
     needed = "tokenizer.model (SentencePiece) is missing; tokenizer.json cannot stand in for it"
     raise FileNotFoundError(f"{directories[0]}: {needed}")
@@ -1109,9 +1376,10 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         ):
             raise ValueError(f"{path}: {name} differs in type or shape from shard to shard")
         axis, shape = axes.get(last_name(name)), list(weight.shape)
-        if axis is not None and len(shape) == 2:
+        if axis is not None and len(shape) == 2 and len(parts) > 1:
             shape[axis] *= len(parts)
-            weight = Weight(weight.ggml_type, tuple(shape), [w.shards[0] for w in parts], axis)
+            pieces = [shard[name].shards[0] for shard in shards]
+            weight = Weight(weight.ggml_type, tuple(shape), pieces, axis)
         tensors[name] = weight
     tensors.pop("rope.freqs", None)  # computed, not learned
 
@@ -1142,8 +1410,8 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         rope_theta=get("rope_theta", float, 10000.0),
     )
     weights = rename(tensors, 2, config, path)
-    pieces = find_tokenizer(path, path.resolve().parent)
-    tokenizer = partial(Tokenizer.from_file, pieces, vocab_size)
+    file = find_tokenizer(path, path.resolve().parent)
+    tokenizer = partial(Tokenizer.from_file, file, vocab_size)
     # No file tells the context: 4096 is Llama 2's, Code Llama's is 16384.
     form = f"Meta's directory, {len(files)} .pth"
     return Checkpoint(form, config, weights, tokenizer, context_limit="")
@@ -1172,7 +1440,7 @@ def hf_token_ids(path: Path, key: str, default: int, vocab_size: int) -> list[in
     """Ids that config.json and generation_config.json give, each as a number or a list of them."""
     found: list[int] = []
     for file in (path / "config.json", path / "generation_config.json"):
-        value = read_json(file).get(key) if file.is_file() else None
+        value = read_json(file).get(key) if file.exists() else None
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is None:
                 continue
@@ -1189,7 +1457,8 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     settings = read_json(file)
     for key in ("rope_scaling", "rope_parameters"):  # the latter since transformers 5, with theta
         rope = lookup(file, settings, key, dict, {})
-        settings |= {"rope_type": rope.get("type", "default")} | rope if rope else {}
+        settings |= {"rope_type": rope.get("type", "default")} if rope else {}
+        settings |= {k: rope[k] for k in ("rope_type", "rope_theta", "factor") if k in rope}
     get = partial(lookup, file, settings)
     heads = get("num_attention_heads", int)
     linear = get("rope_type", str, "default") == "linear"
@@ -1206,10 +1475,10 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         if found is not None and found != accepted:
             raise ValueError(f"{file}: {key} is {str(found)[:60]}; accepted is {accepted}")
 
-    kind = files[0].suffix
-    base = "model.safetensors" if kind == ".safetensors" else "pytorch_model.bin"
+    suffix = files[0].suffix
+    base = "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin"
     index = path / f"{base}.index.json"
-    if index.is_file():  # without one, all files that are there
+    if index.exists():  # without one, all files that are there
         names = lookup(index, read_json(index), "weight_map", dict).values()
         files = sorted({path / Path(str(name)).name for name in names})
     tensors: dict[str, Weight] = {}
@@ -1242,10 +1511,16 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
             weight.hf_head_dim = config.head_dim
-    form = f"Hugging Face directory, {len(files)} {kind}"
+    form = f"Hugging Face directory, {len(files)} {suffix}"
     tokenizer = partial(Tokenizer.from_directory, find_tokenizer(path), config)
     template = read_chat_template(path)
     return Checkpoint(form, config, weights, tokenizer, template, context_limit)
+
+
+def printable(text: str) -> str:
+    """Text from a file for a terminal: control, format and unassigned characters become "?"."""
+    text = " ".join(text.split())
+    return "".join("?" if unicodedata.category(c).startswith("C") else c for c in text)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -1254,32 +1529,32 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or directory")
-        if path.is_file() and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
+        if not path.is_dir() and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
             return gguf_checkpoint(path)
-        for settings, pattern, form in (
+        for settings, pattern, open_directory in (
             ("config.json", "model*.safetensors", hf_checkpoint),
             ("config.json", "pytorch_model*.bin", hf_checkpoint),
             ("params.json", "consolidated.*.pth", meta_checkpoint),
         ):
             files = sorted(path.glob(pattern))
             if files and (path / settings).is_file():
-                return form(path, files)
+                return open_directory(path, files)
         found = sorted(os.listdir(path))[:5] if path.is_dir() else ["one file of a directory"]
         raise ValueError(
             f"{path}: found {', '.join(found) or 'nothing'}; accepted is a .gguf file, or a"
             " directory with params.json and consolidated.00.pth (Meta) or with config.json and"
             " model*.safetensors or pytorch_model*.bin (Hugging Face)"
         )
-    except ValueError as error:  # every message names the file, and none repeats pages of it
+    except (ValueError, RecursionError) as error:  # names the file, repeats no pages of it
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
-        raise ValueError(text[:400]) from None
+        raise ValueError(printable(text)[:400]) from None
 
 
 def show_progress(items: Collection, label: str, show: bool) -> Iterable:
     """The items, with a progress bar on stderr."""
     if not show:
         return items
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr)
 
@@ -1311,10 +1586,10 @@ def build_model(
             dense = nn.Parameter(weight.dense(dtype, device), requires_grad=False)
             model.get_submodule(name).weight = dense
         elif name == "embed_tokens":
-            blocks = weight.data.to(device)
+            blocks = weight.read().to(device)
             model.embed_tokens = QuantizedEmbedding(blocks, weight.ggml_type, dtype)
         else:
-            blocks = weight.data.to(device)
+            blocks = weight.read().to(device)
             model.set_submodule(name, QuantizedLinear(blocks, weight.ggml_type))
     if checkpoint.config.tie_word_embeddings:
         embedding = model.embed_tokens
@@ -1410,30 +1685,21 @@ def free_memory(device: torch.device) -> float:
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
-def save_kind(weight: Weight, kind: str | None) -> str:
-    """The type of a weight in a file of `kind`: vectors F32, rows not of whole blocks F16."""
+def save_type(weight: Weight, ggml_type: str | None) -> str:
+    """The type of a weight in a file of `ggml_type`: vectors F32, rows not of whole blocks F16."""
     if len(weight.shape) == 1:
         return "F32"
-    fits = weight.shape[-1] % replace(weight, ggml_type=kind or weight.ggml_type).block[0] == 0
-    return (kind or weight.ggml_type) if fits else "F16"
+    target = replace(weight, ggml_type=ggml_type or weight.ggml_type)
+    return target.ggml_type if weight.shape[-1] % target.block[0] == 0 else "F16"
 
 
-def save_gguf(
-    checkpoint: Checkpoint, path: str | Path, kind: str | None = None, progress: bool = False
-) -> None:
-    """Write any checkpoint as one GGUF file, tensor by tensor. Without `kind` the types stay.
-
-    The file appears under its name once it is complete. Raises ValueError for other types.
-    """
+def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The metadata that llama.cpp and GGUF() want."""
     import gguf
-    import numpy
 
-    if kind is not None and kind not in SAVE_TYPES:
-        raise ValueError(f"cannot write the type {kind}; accepted are {', '.join(SAVE_TYPES)}")
-    config, path = checkpoint.config, Path(path)
-    unfinished = path.with_name(path.name + ".unfinished")
-    writer = gguf.GGUFWriter(unfinished, "llama")
+    config = checkpoint.config
     settings = {
+        "general.architecture": "llama",
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
@@ -1441,14 +1707,14 @@ def save_gguf(
         "llama.block_count": config.num_hidden_layers,
         "llama.attention.head_count": config.num_attention_heads,
         "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "llama.rope.dimension_count": config.head_dim,
         "llama.rope.freq_base": float(config.rope_theta),
         "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
         "llama.rope.scaling.factor": float(config.rope_scaling_factor),
         "llama.vocab_size": config.vocab_size,
     }
-    settings |= checkpoint.tokenizer().vocabulary(config.vocab_size)
+    settings |= tokenizer.vocabulary(config.vocab_size)
     settings |= {
         "tokenizer.ggml.bos_token_id": config.bos_token_id,
         "tokenizer.ggml.eos_token_id": config.eos_token_id,
@@ -1456,39 +1722,140 @@ def save_gguf(
     }
     others = zip(("eot", "eom"), config.stop_token_ids)
     settings |= {f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in others}
+    return {key: value for key, value in settings.items() if value not in ("", [], -1)}
+
+
+def gguf_string(text: str) -> bytes:
+    """A string in a GGUF file."""
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def gguf_value(value: Any, int_type: int = 4) -> tuple[int, bytes]:
+    """The type and the bytes of a metadata value; numbers have 32 bits, signed ones in arrays."""
+    if isinstance(value, str):
+        return GGUF_STRING, gguf_string(value)
+    if isinstance(value, list):
+        items = [gguf_value(item, 5) for item in value]
+        (item_type,) = {item_type for item_type, _ in items}
+        whole = b"".join(item for _, item in items)
+        return GGUF_ARRAY, struct.pack("<IQ", item_type, len(items)) + whole
+    value_type = {int: int_type, float: 6, bool: 7}[type(value)]
+    return value_type, struct.pack("<" + GGUF_SCALARS[value_type], value)
+
+
+def gguf_header(settings: dict[str, Any], weights: dict[str, Weight]) -> tuple[bytes, int]:
+    """All of a GGUF file but its tensors, and the size of these. ValueError for odd settings."""
+    import gguf
+
+    header, end = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(settings)), 0
     for key, value in settings.items():
-        kind_of_value = gguf.GGUFValueType.get_type(value)  # of 32 bits, as llama.cpp wants them
-        if type(value) is int:
-            kind_of_value = gguf.GGUFValueType.UINT32
-        if value not in ("", [], -1):
-            writer.add_key_value(key, value, kind_of_value)
-    names = dict(name_map(1, config))
+        try:
+            value_type, data = gguf_value(value)
+        except (struct.error, OverflowError, ValueError, KeyError):
+            found = f"{key} is {str(value)[:40]}"
+            raise ValueError(f"{found}, which has no place in 32 bits of a GGUF file") from None
+        header += gguf_string(key) + struct.pack("<I", value_type) + data
+    for name, weight in weights.items():
+        n, number = len(weight.shape), gguf.GGMLQuantizationType[weight.ggml_type]
+        header += gguf_string(name)
+        header += struct.pack(f"<I{n}QIQ", n, *reversed(weight.shape), number, end)
+        end += -(-weight.nbytes // 32) * 32
+    return header.ljust(-(-len(header) // 32) * 32, b"\0"), end
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that becomes `path` once the block has ended well; else nothing is left of it."""
+    path = Path(os.path.realpath(path))  # through symlinks, as writing would go
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path}: cannot be replaced: not a regular file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such folder")
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+SAMPLE_TEXTS = ["", "  ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "a" * 99]
+SAMPLE_TEXTS += ["\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5", "\u2581\u2581a \u2581"]
+SAMPLE_TEXTS += [
+    "\0\x01\x7f\u200b\u00ad\ufeff\u2028",
+    "\u4e16 \U0001f469\u200d\U0001f680",
+    "<s><unk>",
+]
+
+
+def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
+    """Raises ValueError unless a file that is being saved tells the same settings and encodes alike."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            return len(a) == len(b) and all(map(same, a, b))
+        return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-6))
+
+    saved = open_checkpoint(path)
+    for item in fields(Config):
+        ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
+        if not same(ours, theirs):
+            raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
+    rebuilt = saved.tokenizer()
+    pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
+    pieces = [piece.replace("\u2581", " ") for piece in pieces]
+    joined = ("".join(pieces[i::step]) for step in (len(pieces), 997, 31) for i in range(step))
+    for text in (*SAMPLE_TEXTS, *joined):
+        ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
+        if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
+            found = f"{text[:20]!r} has the ids {ids[:9]}, would have {others[:9]}"
+            raise ValueError(f"a GGUF file cannot hold this vocabulary: {found}")
+
+
+def save_gguf(
+    checkpoint: Checkpoint, path: str | Path, ggml_type: str | None = None, progress: bool = False
+) -> None:
+    """Write any checkpoint as one GGUF file, tensor by tensor. Without `ggml_type` the types stay.
+
+    The file appears under its name once it is complete and on the disk. Raises ValueError for other
+    types, and before anything is converted for what a GGUF file cannot hold.
+    """
+    import gguf
+    import numpy
+
+    if ggml_type is not None and ggml_type not in SAVE_TYPES:
+        accepted = ", ".join(SAVE_TYPES)
+        raise ValueError(f"cannot write the type {ggml_type}; accepted are {accepted}")
+    config, names = checkpoint.config, dict(name_map(1, checkpoint.config))
     weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
     if config.rope_freq_factors is not None:
         factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
         weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
-    for name, weight in weights.items():
-        target = replace(weight, ggml_type=save_kind(weight, kind))
-        raw = gguf.GGMLQuantizationType[target.ggml_type]
-        writer.add_tensor_info(name, weight.shape, numpy.dtype("f4"), target.nbytes, raw)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for weight in show_progress(weights.values(), "saving", progress):
-            target = save_kind(weight, kind)
+    targets = {n: replace(w, ggml_type=save_type(w, ggml_type)) for n, w in weights.items()}
+    with replacing(Path(path)) as file:
+        tokenizer = checkpoint.tokenizer()
+        header, size = gguf_header(gguf_settings(checkpoint, tokenizer), targets)
+        file.write(header)
+        file.truncate(len(header) + size)
+        file.flush()
+        try:
+            check_saved(checkpoint, tokenizer, Path(file.name))
+        except ValueError as error:
+            raise ValueError(str(error).replace(file.name, str(path))) from None
+        for name, weight in show_progress(weights.items(), "saving", progress):
+            target = targets[name].ggml_type
             if target == weight.ggml_type:
-                rows = weight.data.numpy()
+                rows = weight.read().numpy()
             else:
                 values = weight.dense(torch.float32).numpy()
-                if target == "F16" and abs(values).max() > 65504:
-                    raise ValueError("a weight is beyond the range of F16; BF16 can hold it")
+                if target not in ("F32", "BF16") and abs(values).max() > 65504:
+                    raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
                 rows = gguf.quants.quantize(values, gguf.GGMLQuantizationType[target])
-            writer.write_tensor_data(rows)
-        writer.close()
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+            file.write(numpy.ascontiguousarray(rows).data)
+            file.write(bytes(-rows.nbytes % 32))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1554,14 +1921,6 @@ def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             yield field, data[at - size : at]
 
 
-def gguf_stop_ids(gguf: GGUF) -> tuple[int, ...]:
-    """The ids that end a text besides EOS: the end of a turn, of a message."""
-    eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
-    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = dict.fromkeys(gguf.get(key, int, eos) for key in keys)
-    return tuple(token_id for token_id in ids if token_id != eos)
-
-
 def sentencepiece_model(gguf: GGUF) -> bytes:
     """A GGUF file's vocabulary as SentencePiece's model."""
     pieces = gguf.get("tokenizer.ggml.tokens", list)
@@ -1584,9 +1943,11 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     if not all(0 <= i < n for i in (unk, bos, *ends)):
         found = ", ".join(map(str, (unk, bos, *ends)))
         raise ValueError(f"{gguf.path}: the unknown, BOS and EOS ids are {found} of {n} tokens")
-    for i in (bos, *ends):  # the ids decide: converters have left them NORMAL or USER_DEFINED, and
-        types[i] = CONTROL
+    types[bos] = types[eos] = CONTROL  # the ids decide: converters have left them NORMAL, and
     types[unk] = UNKNOWN  # this one CONTROL, which SentencePiece refuses
+    for i in ends:
+        if types[i] == USER_DEFINED:  # which text would become
+            types[i] = CONTROL
 
     trainer = integer_field(3, 2) + integer_field(4, n)  # model_type BPE, vocab_size
     trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
@@ -1614,14 +1975,14 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
     added, special_map, config = (
-        read_json(path / name) if (path / name).is_file() else {} for name in names
+        read_json(path / name) if (path / name).exists() else {} for name in names
     )
     texts: dict[int, str] = {}
     special: list[str] = []
 
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not text or "\0" in text:
             raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
         return well_formed(text)
 
@@ -1664,15 +2025,13 @@ class Tokenizer:
             raise ValueError(f"{source}: {problem}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
-        self.strips_space = (
-            self.sp.decode(["\u2581a"]) == "a"
-        )  # the one that encode() puts in front
+        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # which encode() put there
         self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
 
     @classmethod
     def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
         """Read SentencePiece's tokenizer.model. ValueError if it has more pieces than the model."""
-        tokenizer = cls(Path(path).read_bytes(), path)
+        tokenizer = cls(read_file(Path(path), MAX_METADATA), path)
         if max_pieces is not None and tokenizer.vocab_size > max_pieces:
             raise ValueError(f"{path}: {tokenizer.vocab_size} pieces; the model has {max_pieces}")
         return tokenizer
@@ -1701,7 +2060,7 @@ class Tokenizer:
             is_control = i in ends or texts.get(i) in special
             token_type = CONTROL if is_control else USER_DEFINED if i in texts else UNUSED
             added += piece_field(texts.get(i, f"[PAD{i}]"), 0.0, token_type)
-        return cls(file.read_bytes() + added, file) if added else plain
+        return cls(plain.sp.serialized_model_proto() + added, file) if added else plain
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
@@ -1762,7 +2121,20 @@ class Tokenizer:
         return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
 
     def vocabulary(self, count: int) -> dict[str, Any]:
-        """By the keys of GGUF, filled up to `count` pieces with unused ones."""
+        """By the keys of GGUF, filled up to `count` pieces with unused ones.
+
+        Raises ValueError for what SentencePiece can and a GGUF file of this type cannot.
+        """
+        model = dict(read_fields(self.sp.serialized_model_proto()))
+        trainer, normalizer = dict(read_fields(model[2])), dict(read_fields(model[3]))
+        for problem, found in (
+            ("Unigram, words or characters instead of BPE", trainer.get(3, 1) != 2),
+            ("spaces at the end of words", trainer.get(24)),
+            (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
+            ("denormalisation", dict(read_fields(model.get(5, b""))).get(2)),
+        ):
+            if found:
+                raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
         sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
         pieces = sp.id_to_piece([*range(self.vocab_size)])
         for i, token_type in enumerate(types):
@@ -1781,7 +2153,10 @@ class Tokenizer:
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
-codecs.register_error("replace_each_byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))
+codecs.register_error(
+    "replace_each_byte",
+    lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
+)
 
 
 class StreamDecoder:
@@ -1830,7 +2205,7 @@ class ChatFormat:
     user: str
     assistant: str
     system: str
-    tags: tuple[str, ...]  # where a role begins or ends
+    tags: tuple[str, ...]  # where a role begins or ends: they end an answer, as EOS does
     start: str = ""
     cue: str = ""  # behind the last question: the model goes on from there
     template_lacks: tuple[str, ...] = ()
@@ -1917,12 +2292,11 @@ def recognise_chat_format(template: str) -> str:
     if not template.strip():
         return "llama-2"
     for row in CHAT_FORMATS:
-        lacks = not any(text in template for text in row.template_lacks)
-        if lacks and all(text in template for text in row.template_has):
+        found = [text in template for text in row.template_has]
+        if all(found) and not any(text in template for text in row.template_lacks):
             return row.name
-    found = " ".join(template.split())[:60]
-    names = ", ".join(CHAT_FORMAT_NAMES)
-    raise ValueError(f"unknown chat template {found!r}; pass --chat-format, one of {names}")
+    start, names = " ".join(template.split())[:60], ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"unknown chat template {start!r}; pass --chat-format, one of {names}")
 
 
 def describe_chat_format(template: str) -> str:
@@ -1992,26 +2366,24 @@ def encode_chat(
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
 
-    def fill(text: str, content: str = "") -> list[str | int]:
-        """A text of the row with a message in it, which stays text whatever it says."""
-        before, _, after = text.partition("{}")
-        literal = [*any_token.split(before), None, *any_token.split(after)]
-        return [content if part is None else token_ids.get(part, part) for part in literal]
+    def literal(text: str) -> list[str | int]:
+        return [token_ids.get(part, part) for part in any_token.split(text)]
 
     turns = [(message["role"], message["content"]) for message in messages]
     if turns[0][0] == "system" and row.system_in:
         (_, system), *turns = turns
         at = 0 if row.system_in == "first" else -1
-        before, after = row.system.split("{}")
-        turns[at] = ("user", before + system + after + turns[at][1])
-    parts = fill(row.start)
+        turns[at] = ("user", row.system.replace("{}", system) + turns[at][1])
+    parts = literal(row.start)
     for role, content in turns:
-        parts += fill(getattr(row, role), content.strip() if role in row.strips else content)
+        before, after = getattr(row, role).split("{}")
+        content = content.strip() if role in row.strips else content
+        parts += [*literal(before), content, *literal(after)]
     ids: list[int] = []
-    text = ""
-    for part in [*parts, *fill(row.cue), None]:
+    text = ""  # strings that stand together are encoded together
+    for part in [*parts, *literal(row.cue), None]:
         if isinstance(part, str):
-            text += part  # what stands together is encoded together
+            text += part
             continue
         ids += tokenizer.encode(text, bos=False, first=not ids)
         ids += [] if part is None else [part]
@@ -2023,12 +2395,12 @@ def encode_chat(
 
 def read_chat_template(path: Path) -> str:
     """The chat template of a Hugging Face directory, "" if there is none."""
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text("utf-8", "replace")
+    if (path / "chat_template.jinja").exists():
+        return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
     file = path / "tokenizer_config.json"
-    template = read_json(file).get("chat_template") if file.is_file() else None
+    template = read_json(file).get("chat_template") if file.exists() else None
     if isinstance(template, list):  # of several with names
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")
@@ -2093,21 +2465,51 @@ class Score(NamedTuple):
     top: list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
 
 
-@dataclass
 class Report:
-    """What a generation did so far."""
+    """What a generation did so far: the new ids of each row, why it stopped, how long it took."""
 
-    prompt_tokens: int
-    new_ids: list[list[int]]  # per row
-    stop_reasons: list[str]  # per row; "" while it goes on
-    scores: list[list[Score]]  # per row, of new_ids and what stopped it; only if asked for
-    prompt_seconds: float = 0.0  # until the first new token is known
-    new_seconds: float = 0.0  # for all but the first; the consumer's own time is not counted
+    def __init__(self, prompt_tokens: int, rows: int, room: Sequence[int], limit: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.prompt_seconds = 0.0  # until the first new token is known
+        self.new_seconds = 0.0  # for all but the first; the consumer's own time is not counted
+        self.new_ids: list[list[int]] = [[] for _ in range(rows)]
+        self.scores: list[list[Score]] = [[] for _ in range(rows)]  # if asked for; with the last id
+        self.room = room  # for new tokens, per row; fewer than `limit` where the context ends
+        self.ends = ["max new tokens" if n == limit else "context full" for n in room]
+        self.stop_reasons = ["" if n else end for n, end in zip(room, self.ends, strict=True)]
 
     @property
     def new_tokens(self) -> int:
         """How many tokens were generated, in all rows together."""
         return sum(map(len, self.new_ids))
+
+    def add(
+        self, ids: Sequence[int], stop_ids: Collection[int], seconds: float
+    ) -> list[int | None]:
+        """Count a step; returns the ids that are new text: None in rows that have finished."""
+        if self.prompt_seconds:
+            self.new_seconds += seconds
+        else:
+            self.prompt_seconds = seconds
+        new: list[int | None] = [None] * len(ids)
+        for i, token_id in enumerate(ids):
+            if not self.stop_reasons[i] and token_id in stop_ids:
+                self.stop_reasons[i] = f"stop token {token_id}"
+            elif not self.stop_reasons[i]:
+                new[i] = token_id
+                self.new_ids[i].append(token_id)
+                full = len(self.new_ids[i]) == self.room[i]
+                self.stop_reasons[i] = self.ends[i] if full else ""
+        return new
+
+    def add_scores(self, ids: Sequence[int], logits: Tensor, top: int) -> None:
+        """Keep what the ids of a step were drawn from: logits (B, V)."""
+        for i, token_id in enumerate(ids):
+            if not self.stop_reasons[i]:
+                scores = logits[i].log_softmax(-1)
+                values, places = (t.tolist() for t in scores.topk(top))
+                best = list(zip(places, values, strict=True))
+                self.scores[i].append(Score(token_id, scores[token_id].item(), best))
 
 
 class Stream(Iterator[Item]):
@@ -2186,8 +2588,6 @@ def generate_batch(
     if not rows:
         raise ValueError("no prompts; accepted is one or more")
     check_options(max_new_tokens, temperature, top_k, top_p, min_p, seed)
-    if stop_ids is None:
-        stop_ids = (config.eos_token_id, *config.stop_token_ids)
     longest = max(map(len, rows))
     room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
     padding = torch.tensor([longest - len(row) for row in rows])
@@ -2208,43 +2608,26 @@ def generate_batch(
         ids = [sample(row, *options, generators[i]) for i, row in enumerate(logits)]
         return torch.stack(ids).tolist()
 
-    ends = ["max new tokens" if n == max_new_tokens else "context full" for n in room]
-    reasons = [end if n == 0 else "" for n, end in zip(room, ends, strict=True)]
-    report = Report(sum(map(len, rows)), [[] for _ in rows], reasons, [[] for _ in rows])
-    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # (B, T)
+    report = Report(sum(map(len, rows)), len(rows), room, max_new_tokens)
+    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
 
-    def steps(tokens: Tensor) -> Iterator[list[int | None]]:
-        while not all(reasons):
+    def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
+        while not all(report.stop_reasons):
             start = time.perf_counter()
             for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
                 logits = (step or model)(chunk, cache)
             logits = logits[:, :vocab_size]
             ids = draw(logits)
-            seconds = time.perf_counter() - start
-            if not report.prompt_seconds:
-                report.prompt_seconds = seconds
-            else:
-                report.new_seconds += seconds
             if -1 in ids:
                 raise ValueError("the logits are not finite: NaN or infinity in the weights")
-            new: list[int | None] = [None] * len(ids)
-            for i, token_id in enumerate(ids):
-                if top is not None and not reasons[i]:
-                    scores = logits[i].log_softmax(-1)  # (V,)
-                    values, places = (t.tolist() for t in scores.topk(top))
-                    best = list(zip(places, values, strict=True))
-                    report.scores[i].append(Score(token_id, scores[token_id].item(), best))
-                if not reasons[i] and token_id in stop_ids:
-                    reasons[i] = f"stop token {token_id}"
-                elif not reasons[i]:
-                    new[i] = token_id
-                    report.new_ids[i].append(token_id)
-                    reasons[i] = ends[i] if len(report.new_ids[i]) == room[i] else ""
+            if top is not None:
+                report.add_scores(ids, logits, top)
+            new = report.add(ids, ends, time.perf_counter() - start)
             if any(token_id is not None for token_id in new):
                 yield new
             tokens = torch.tensor(ids)[:, None]
 
-    return Stream(steps(tokens), report)
+    return Stream(steps(torch.tensor([[0] * (longest - len(row)) + row for row in rows])), report)
 
 
 def split_at_stop(text: str, stops: Sequence[str], final: bool) -> tuple[str, str, str]:
@@ -3181,7 +3564,7 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: i
     kinds = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     size = sum(weight.nbytes for weight in checkpoint.weights.values())
     rows = {
-        "form": checkpoint.form,
+        "format": checkpoint.format,
         **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
         "chat format": describe_chat_format(checkpoint.chat_template),
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
@@ -3226,18 +3609,21 @@ def read_question(ranks: Ranks | None) -> str | None:
 
 
 def fit_turns(
-    encode: Callable[[list[dict[str, str]]], list[int]], turns: list[dict[str, str]], cache: Cache
+    encode: Callable[[list[dict[str, str]]], list[int]],
+    turns: list[dict[str, str]],
+    context: int,
+    reserve: int,
 ) -> list[int]:
-    """The ids of a conversation; its oldest turns are deleted until a quarter is free to answer.
+    """The ids of a conversation; its oldest turns are deleted until `reserve` tokens are free.
 
     Raises ValueError if the last question alone is too long, or what encode_chat() raises.
     """
     ids = encode(turns)
-    while len(ids) > cache.max_seq_len * 3 // 4 and len(turns) > 1:
+    while len(ids) + reserve > context and len(turns) > 1:
         del turns[:2]
         ids = encode(turns)
-    if len(ids) > cache.max_seq_len:
-        raise ValueError(f"{len(ids)} tokens; the context holds {cache.max_seq_len}")
+    if len(ids) > context:
+        raise ValueError(f"{len(ids)} tokens; the context holds {context}")
     return ids
 
 
@@ -3277,6 +3663,7 @@ def chat(
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
     stored: list[int] = []  # the ids that the cache holds
+    reserve = min(args.max_new_tokens, cache.max_seq_len // 4)  # tokens of room for an answer
 
     def encode(turns: list[dict[str, str]]) -> list[int]:
         return encode_chat(tokenizer, system + turns, chat_format)
@@ -3287,7 +3674,7 @@ def chat(
             continue
         turns = [*messages, {"role": "user", "content": question}]
         try:
-            ids = fit_turns(encode, turns, cache)
+            ids = fit_turns(encode, turns, cache.max_seq_len, reserve)
         except ValueError as error:
             fail(error)
             continue

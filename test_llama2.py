@@ -1,18 +1,16 @@
 """Tests of llama2.py: every layer and the whole model against independent implementations.
 
-They run offline on the CPU, on tiny models that they make themselves. Where a test compares with an
-oracle, that is transformers (skipped if it is not installed; frozen logits remain), gguf's reader and
-dequantisers, SentencePiece, or a formula written out here. `pytest` runs them all in about a minute.
+They run offline on the CPU, on tiny models that they make themselves, and need this file and
+llama2.py alone. Where a test compares with an oracle, that is transformers (skipped if it is not
+installed; frozen logits remain), gguf's reader and dequantisers, SentencePiece, or a formula written
+out here. The folder tests/ holds what is long or special; it makes its models with this file.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
+import copy
 import dataclasses
-import functools
-import gc
-import importlib.machinery
 import inspect
 import io
 import json
@@ -21,20 +19,12 @@ import os
 import pickle
 import random
 import re
-import resource
-import shlex
 import shutil
-import signal
-import socket
 import struct
 import subprocess
+import symtable
 import sys
-import time
-import types
-import weakref
-import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -44,7 +34,6 @@ import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
 
-import bench_llama2 as bench
 import llama2
 
 torch.set_num_threads(1)  # more of them cost tiny models more than they give
@@ -60,12 +49,23 @@ SHAPE = {
     "rms_norm_eps": 2.0**-16,  # comes back from a file's float32 as it is
 }
 CONFIG = llama2.Config(**SHAPE)
+# With blocks of 256 in each row, as most quantised types need them.
+WIDE = llama2.Config(
+    **SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+)
+
+
+def needs(*names):
+    """Skips tests of what llama2.py does not have: its part III may be deleted."""
+    missing = [name for name in names if not hasattr(llama2, name)]
+    return pytest.mark.skipif(bool(missing), reason=f"llama2.py has no {', '.join(missing)}")
+
 
 # --------------------------------------------------------------------------------------------------
-# Making models, vocabularies and files
+# Making models, vocabularies and files: tests/ uses these, too
 
 
-def make_weights(config, seed=0):
+def make_weights(config, seed=0, scale=0.2):
     """Random weights by this file's names; RandomState gives the same numbers in every numpy."""
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in llama2.Llama(config).named_parameters()}
@@ -73,7 +73,7 @@ def make_weights(config, seed=0):
     weights = {}
     for name in sorted(shapes):
         noise = random_state.standard_normal(shapes[name]).astype(np.float32)
-        weights[name] = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
+        weights[name] = 1 + 0.1 * noise if "norm" in name else scale * noise
     return weights
 
 
@@ -87,18 +87,24 @@ def make_model(config=CONFIG, weights=None, cls=llama2.Llama):
     return model.eval()
 
 
-def make_hf(config, weights, **options):
-    """transformers' model with the same weights: the rows of q and k go to Hugging Face's order."""
-    transformers = pytest.importorskip("transformers")
-    shape = {name: getattr(config, name) for name in (*SHAPE, "tie_word_embeddings")}
-    options.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": config.rope_theta})
-    hf_config = transformers.LlamaConfig(**shape, **options)
+def hf_state(config, weights):
+    """The weights by Hugging Face's names; the rows of q and k go to Hugging Face's order."""
     state = {}
     for name, weight in weights.items():
         if "q_proj" in name or "k_proj" in name:
             pairs = weight.reshape(-1, config.head_dim // 2, 2, config.hidden_size)
             weight = pairs.swapaxes(1, 2).reshape(weight.shape)
         state[name if name == "lm_head.weight" else f"model.{name}"] = torch.as_tensor(weight)
+    return state
+
+
+def make_hf(config, weights, **options):
+    """transformers' model with the same weights."""
+    transformers = pytest.importorskip("transformers")
+    shape = {name: getattr(config, name) for name in (*SHAPE, "tie_word_embeddings")}
+    options.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": config.rope_theta})
+    hf_config = transformers.LlamaConfig(**shape, **options)
+    state = hf_state(config, weights)
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model = transformers.LlamaForCausalLM(hf_config)
@@ -133,6 +139,23 @@ def vocabulary_keys(sp):
     }
 
 
+def some_pieces(pieces, size=32000, added=()):
+    """The keys of a vocabulary of which "ID:PIECE ..." tells some; `added`: (text, type) behind it."""
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    texts += [f"<unused {i}>" for i in range(len(texts), size)]
+    scores = [0.0] * 259 + [float(259 - i) for i in range(259, size)]
+    types = [2, 3, 3] + [6] * 256 + [5] * (size - 259)
+    for entry in pieces.split():
+        i, _, piece = entry.partition(":")
+        texts[int(i)], types[int(i)] = piece, 1
+        if not piece.strip("\u2581"):
+            scores[int(i)] = -1e9
+    for text, token_type in added:
+        texts, scores, types = [*texts, text], [*scores, 0.0], [*types, token_type]
+    keys = {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
 def config_keys(config):
     """The metadata keys of an architecture, as converters write them."""
     return {
@@ -146,14 +169,14 @@ def config_keys(config):
     }
 
 
-def write_gguf(path, keys, tensors, arch="llama", **options):
+def write_gguf(path, keys, tensors=None, arch="llama", **options):
     """A GGUF file. Values of None are left out; a tensor may be (blocks, type) instead of floats."""
     writer = gguf.GGUFWriter(path, arch, **options)
     kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
     for key, value in keys.items():
         if value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
-    for name, tensor in tensors.items():
+    for name, tensor in (tensors or {}).items():
         blocks, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
         if blocks is not None:
             writer.add_tensor(name, blocks, raw_dtype=kind)
@@ -162,6 +185,137 @@ def write_gguf(path, keys, tensors, arch="llama", **options):
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# Where the float16 scales are in a block; random bytes elsewhere are legal values.
+SCALES = {
+    **{name: (0,) for name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ1_S")},
+    **{name: (0,) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+    **{name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "NVFP4": (),
+    "IQ1_M": (),
+}
+
+
+def random_blocks(kind, rows, columns, seed):
+    """Random blocks (rows, bytes) of a type, with weights of a sensible size."""
+    state, (elements, size) = np.random.RandomState(seed), gguf.GGML_QUANT_SIZES[Kind[kind]]
+    blocks = state.randint(0, 256, (rows, columns // elements, size)).astype(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = 120 + blocks[..., 0] % 4  # an exponent
+    elif kind == "NVFP4":
+        blocks[..., :4] = 16 + blocks[..., :4] % 16
+    elif kind == "IQ1_M":
+        blocks[..., 55] = blocks[..., 55] % 16 + 16  # the top of a scattered float16
+    scales = {o: state.uniform(0.5, 1.5, blocks.shape[:2]) for o in SCALES[kind]}
+    for factor in (1.0, None):
+        if factor is None:
+            factor = 0.05 / gguf.quants.dequantize(blocks.reshape(rows, -1), Kind[kind]).std()
+        for offset, scale in scales.items():
+            half = (factor * scale).astype("<f2")[..., None]
+            blocks[..., offset : offset + 2] = half.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def quantised(vocabulary, path, kinds, config=WIDE, keys=None):
+    """A file with blocks of these types in turn, and its weights as gguf dequantises them."""
+    keys = config_keys(config) | vocabulary_keys(vocabulary[1]) | (keys or {})
+    weights, stored = make_weights(config), {}
+    for i, name in enumerate(sorted(weights)):
+        blocks, kind = weights[name], None
+        if "norm" not in name:
+            kind = Kind[kinds[i % len(kinds)]]
+            if kind.name in SCALES:
+                blocks = random_blocks(kind.name, *weights[name].shape, seed=i)
+            else:
+                blocks = gguf.quants.quantize(weights[name], kind)
+            weights[name] = gguf.quants.dequantize(blocks, kind)
+            assert np.isfinite(weights[name]).all()
+        stored[gguf_name(name)] = (blocks, kind)
+    if config.tie_word_embeddings:
+        assert "output.weight" not in stored
+    write_gguf(path, keys, stored)
+    return path, weights
+
+
+META_NAMES = {  # the last words of our names: Meta's, and the axis along which its shards are cut
+    "embed_tokens": ("tok_embeddings", 1),
+    "q_proj": ("attention.wq", 0),
+    "k_proj": ("attention.wk", 0),
+    "v_proj": ("attention.wv", 0),
+    "o_proj": ("attention.wo", 1),
+    "gate_proj": ("feed_forward.w1", 0),
+    "down_proj": ("feed_forward.w2", 1),
+    "up_proj": ("feed_forward.w3", 0),
+    "input_layernorm": ("attention_norm", None),
+    "post_attention_layernorm": ("ffn_norm", None),
+    "norm": ("norm", None),
+    "lm_head": ("output", 0),
+}
+
+
+def write_meta(path, config, weights, shards=1, **options):
+    """Meta's directory, but for the vocabulary; `options` go to torch.save."""
+    path.mkdir()
+    multiplier = (config.intermediate_size - 16) / int(8 * config.hidden_size / 3)
+    params = {"dim": config.hidden_size, "n_layers": config.num_hidden_layers, "vocab_size": -1}
+    params |= {"n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads}
+    params |= {"norm_eps": config.rms_norm_eps, "multiple_of": 32, "ffn_dim_multiplier": multiplier}
+    (path / "params.json").write_text(json.dumps(params))
+    for i in range(shards):
+        part = {"rope.freqs": torch.ones(config.head_dim // 2)}
+        for name, weight in weights.items():
+            *layer, last = re.sub(r"(self_attn|mlp)\.|\.weight", "", name).split(".")
+            theirs, axis = META_NAMES[last]
+            tensor = torch.as_tensor(weight)
+            tensor = tensor if axis is None else tensor.chunk(shards, axis)[i].clone()
+            part[".".join([*layer, theirs, "weight"])] = tensor
+        torch.save(part, path / f"consolidated.{i:02}.pth", **options)
+
+
+def safetensors(tensors):
+    """Named tensors as safetensors' bytes, in float32."""
+    header, body = {}, b""
+    for name, t in tensors.items():
+        data = t.numpy().tobytes()
+        offsets = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": offsets}
+        body += data
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def write_hf(path, config, weights, suffix=".safetensors", files=1):
+    """Hugging Face's directory, but for the vocabulary. With .bin files, config.json is of old."""
+    path.mkdir()
+    settings = {name: getattr(config, name) for name in SHAPE}
+    settings |= {"model_type": "llama", "tie_word_embeddings": False, "hidden_act": "silu"}
+    rope = {"rope_theta": 10000.0}
+    new = {"rope_parameters": {"rope_type": "default"} | rope}
+    settings |= new if suffix == ".safetensors" else {"rope_scaling": None} | rope
+    (path / "config.json").write_text(json.dumps(settings))
+    state, index = hf_state(config, weights), {}
+    base = path / ("model" if suffix == ".safetensors" else "pytorch_model")
+    for i in range(files):
+        part = {name: state[name] for name in list(state)[i::files]}
+        number = "" if files == 1 else f"-{i + 1:05}-of-{files:05}"
+        file = base.with_name(base.name + number + suffix)
+        index |= dict.fromkeys(part, file.name)
+        if suffix == ".safetensors":
+            file.write_bytes(safetensors(part))
+        else:
+            if i == 0:
+                part["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+            torch.save(part, file)
+    if files > 1:
+        index_file = base.with_name(f"{base.name}{suffix}.index.json")
+        index_file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 TALE = """Once upon a time, there was a little fox. The fox lived in a small house near the forest,
@@ -225,6 +379,33 @@ def model(weights):
 def tokenizer(vocabulary):
     """The tokenizer of the tiny model."""
     return llama2.Tokenizer.from_file(vocabulary[0])
+
+
+# The model in every form: FF is five blocks of 32, so that two and four ranks share it unevenly.
+FORMS = llama2.Config(
+    **SHAPE
+    | {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "max_position_embeddings": 4096}
+)
+
+
+@pytest.fixture(scope="session")
+def forms(tmp_path_factory, vocabulary):
+    """A folder with the same model in every form, and its weights."""
+    root, weights = tmp_path_factory.mktemp("forms"), make_weights(FORMS, scale=0.15)
+    stored = {gguf_name(name): weight for name, weight in weights.items()}
+    keys = config_keys(FORMS) | vocabulary_keys(vocabulary[1])
+    write_gguf(root / "gguf.gguf", keys, stored)
+    write_meta(root / "meta1", FORMS, weights)
+    write_meta(root / "meta4", FORMS, weights, 4)
+    write_meta(root / "legacy", FORMS, weights, 2, _use_new_zipfile_serialization=False)
+    write_hf(root / "hf", FORMS, weights)
+    write_hf(root / "hf_index", FORMS, weights, files=2)
+    write_hf(root / "bin", FORMS, weights, ".bin")
+    write_hf(root / "bin_index", FORMS, weights, ".bin", 2)
+    for folder in (root, *root.glob("hf*"), *root.glob("bin*")):
+        shutil.copy(vocabulary[0], folder)  # Meta's is in the parent, as published
+    return root, weights
 
 
 TOKENS = torch.tensor(np.random.RandomState(1).randint(0, 320, (3, 40)))  # rows of any ids
@@ -425,7 +606,7 @@ def test_cache_errors_name_both_numbers(model):
 
 
 def test_cache_for_another_batch_is_refused(model):
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(ValueError, match=r"cache is \(2, 3, .* needed is \(2, 2, "):
         model(TOKENS[:2, :4], llama2.Cache(CONFIG, batch_size=3))
     with pytest.raises(ValueError, match=r"\(1, 0\)"):
         model(TOKENS[:1, :0])
@@ -586,12 +767,10 @@ def test_a_cache_takes_no_gradient(model):
 
 
 def model_half():
-    """The text from Config to the end of the model, to be cut out as it stands."""
-    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("class Config")) - 1
-    end = next(i for i, line in enumerate(lines) if line.startswith("# The end of the model"))
-    assert lines[start].startswith("@dataclass")
-    return lines[start : end - 1]
+    """The text of part I, from Config to the end of the model, to be cut out as it stands."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    half = text[text.index("@dataclass(frozen=True)\nclass Config") : text.index("# Part II: ")]
+    return half.splitlines()[:-1]
 
 
 def test_model_half_is_pure():
@@ -616,9 +795,37 @@ def test_model_half_runs_cut_out(weights, model):
     cut = {"__name__": "cut"}
     sys.modules["cut"] = type(sys)("cut")  # dataclass looks its module up
     exec(compile(header + "\n".join(model_half()), "cut", "exec"), cut)  # noqa: S102
-    copy = cut["Llama"](cut["Config"](**SHAPE)).eval()
-    copy.load_state_dict(model.state_dict())
-    assert_close(copy(TOKENS[:1, :9], cut["Cache"](copy.config)), model(TOKENS[:1, :9])[:, -1])
+    alone = cut["Llama"](cut["Config"](**SHAPE)).eval()
+    alone.load_state_dict(model.state_dict())
+    assert_close(alone(TOKENS[:1, :9], cut["Cache"](alone.config)), model(TOKENS[:1, :9])[:, -1])
+
+
+def globals_of(table):
+    """The module's names that a function or class refers to, those within it included."""
+    names = {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+    return names.union(*map(globals_of, table.get_children()))
+
+
+def test_sections_refer_upwards():
+    """What a reader meets is known already: defined in the same section or in one above."""
+    text, section, home = SCRIPT.read_text(encoding="utf-8"), 0, {}
+    sections = re.findall(r"(?m)^# (\d+)\. ", text)
+    assert sections == [str(i + 1) for i in range(len(sections))] and len(sections) > 10
+    for line in text.splitlines():
+        if banner := re.match(r"# (\d+)\. ", line):
+            section = int(banner[1])
+        if name := re.match(r"(?:def |class )?(\w+)(?:\(|:| = |: .* = )", line):
+            home.setdefault(name[1], section)
+    downwards = set()
+    for table in symtable.symtable(text, SCRIPT.name, "exec").get_children():
+        user = table.get_name()
+        below = [n for n in globals_of(table) if home.get(n, 0) > home.get(user, 99)]
+        downwards |= {(user, name) for name in below}
+    # A checkpoint knows how to make its tokenizer, a plan how many tokens are computed at once.
+    known = {(f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")}
+    known |= {("gguf_config", "gguf_stop_ids"), ("hf_checkpoint", "read_chat_template")}
+    known |= {("memory_plan", "PREFILL_CHUNK"), ("accelerate", "CompiledLinear")}
+    assert downwards <= known
 
 
 def test_written_names_exist():
@@ -626,17 +833,23 @@ def test_written_names_exist():
     signatures = {
         "Llama": "config",
         "Cache": "config batch_size max_seq_len dtype device",
-        "load": "path device dtype",
+        "QuantizedLinear": "blocks ggml_type",
+        "QuantizedEmbedding": "blocks ggml_type dtype",
+        "build_model": "checkpoint device dtype progress",
+        "load": "path device dtype accelerated exact",
+        "save_gguf": "checkpoint path",
         "encode_chat": "tokenizer messages",
         "sample": "logits temperature top_k top_p min_p generator",
-        "generate": "model prompt max_new_tokens temperature top_k top_p min_p seed",
+        "generate": "model ids options",
+        "generate_batch": "model prompts max_new_tokens temperature top_k top_p min_p seed stop_ids",
+        "score": "model ids top",
         "rope_tables": "config length device",
         "apply_rotary_emb": "x cos sin",
         "RMSNorm": "size eps",
         "CausalSelfAttention": "config layer",
         "MLP": "config",
         "Block": "config layer",
-        "stream_text": "model tokenizer prompt first stop",
+        "stream_text": "model tokenizer ids first stop",
         "main": "argv",
     }
     for name, wanted in signatures.items():
@@ -649,7 +862,7 @@ def test_written_names_exist():
         assert callable(getattr(llama2.Tokenizer, name))
     for name in ("reset", "truncate", "mask", "update"):
         assert callable(getattr(llama2.Cache, name))
-    for name in ("QuantizedLinear", "StreamDecoder", "Report", "Tokenizer"):
+    for name in ("StreamDecoder", "Report", "Tokenizer"):
         assert inspect.isclass(getattr(llama2, name))
 
 
@@ -667,9 +880,9 @@ def assert_same_as_gguf_reader(path):
     assert set(ours.tensors) == {tensor.name for tensor in theirs.tensors}
     for tensor in theirs.tensors:
         found = ours.tensors[tensor.name]
-        assert found.kind == tensor.tensor_type.name
+        assert found.ggml_type == tensor.tensor_type.name
         assert list(found.shape) == tensor.shape.tolist()[::-1]
-        assert found.data.numpy().tobytes() == tensor.data.tobytes(), tensor.name
+        assert found.read().numpy().tobytes() == tensor.data.tobytes(), tensor.name
     return ours
 
 
@@ -761,23 +974,6 @@ def test_bad_headers_are_refused(tmp_path, start, message):
     path.write_bytes(start + bytes(64))
     with pytest.raises(ValueError, match=message):
         llama2.GGUF(path)
-
-
-def test_corrupted_headers_never_end_in_another_error(tmp_path, model_path):
-    """Flips bytes of the header: the file is read or refused, never a KeyError or the like."""
-    original, chance = model_path.read_bytes(), random.Random(0)
-    path, header = tmp_path / "flipped.gguf", llama2.GGUF(model_path).offset
-    refused = 0
-    for _ in range(150):
-        data = bytearray(original)
-        for _ in range(chance.choice((1, 1, 1, 8))):
-            data[chance.randrange(header)] = chance.choice((0, 1, 127, 128, 255))
-        path.write_bytes(data)
-        try:
-            llama2.open_checkpoint(path).tokenizer()
-        except (ValueError, OSError):
-            refused += 1
-    assert 20 < refused < 150
 
 
 # --------------------------------------------------------------------------------------------------
@@ -914,16 +1110,6 @@ def test_split_files(split_paths, model):
         llama2.open_checkpoint(split_paths[0])
 
 
-@torch.no_grad()
-def test_fused_qkv(tmp_path, keys, tensors, model):
-    fused = dict(tensors)
-    for layer in range(2):
-        parts = [fused.pop(f"blk.{layer}.attn_{letter}.weight") for letter in "qkv"]
-        fused[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
-    path = write_gguf(tmp_path / "x.gguf", keys, fused)
-    assert_close(logits_of(path), model(TOKENS[:2, :24]), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
 @torch.no_grad()
@@ -1004,315 +1190,40 @@ def test_paths_that_are_no_model(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Quantised weights
 
-# Where the float16 scales are in a block; random bytes elsewhere are legal values.
-SCALES = {
-    **{name: (0,) for name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ1_S")},
-    **{name: (0,) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
-    **{name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "TQ1_0": (52,),
-    "TQ2_0": (64,),
-    "MXFP4": (),
-    "NVFP4": (),
-    "IQ1_M": (),
-}
 
-
-def random_blocks(kind, rows, columns, seed):
-    """Random blocks (rows, bytes) of a type, with weights of a sensible size."""
-    state, (elements, size) = np.random.RandomState(seed), gguf.GGML_QUANT_SIZES[Kind[kind]]
-    blocks = state.randint(0, 256, (rows, columns // elements, size)).astype(np.uint8)
-    if kind == "MXFP4":
-        blocks[..., 0] = 120 + blocks[..., 0] % 4  # an exponent
-    elif kind == "NVFP4":
-        blocks[..., :4] = 16 + blocks[..., :4] % 16
-    elif kind == "IQ1_M":
-        blocks[..., 55] = blocks[..., 55] % 16 + 16  # the top of a scattered float16
-    scales = {o: state.uniform(0.5, 1.5, blocks.shape[:2]) for o in SCALES[kind]}
-    for factor in (1.0, None):
-        if factor is None:
-            factor = 0.05 / gguf.quants.dequantize(blocks.reshape(rows, -1), Kind[kind]).std()
-        for offset, scale in scales.items():
-            half = (factor * scale).astype("<f2")[..., None]
-            blocks[..., offset : offset + 2] = half.view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-WIDE = llama2.Config(
-    **SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-)
-
-
-def quantised(vocabulary, path, kinds, config=WIDE):
-    """A file with blocks of these types in turn, and its weights as gguf dequantises them."""
-    weights, stored = make_weights(config), {}
-    for i, name in enumerate(sorted(weights)):
-        blocks, kind = weights[name], None
-        if "norm" not in name:
-            kind = Kind[kinds[i % len(kinds)]]
-            blocks = random_blocks(kind.name, *weights[name].shape, seed=i)
-            weights[name] = gguf.quants.dequantize(blocks, kind)
-            assert np.isfinite(weights[name]).all()
-        stored[gguf_name(name)] = (blocks, kind)
-    if config.tie_word_embeddings:
-        assert "output.weight" not in stored
-    write_gguf(path, config_keys(config) | vocabulary_keys(vocabulary[1]), stored)
-    return path, weights
-
-
-def compiled_kernels():
-    """The library; where there is a compiler, it must come out."""
-    if not any(map(shutil.which, ("g++", "clang++"))) and "CXX" not in os.environ:
-        pytest.skip("no C++ compiler")
-    return llama2.kernels()[0]
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
-@pytest.mark.parametrize("kind", [name for name in SCALES if hasattr(Kind, name)])
-@torch.no_grad()
-def test_every_type_gives_the_logits_of_dequantised_weights(
-    tmp_path, vocabulary, monkeypatch, kind, native
-):
-    """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
-    if native and kind not in llama2.GGML_TYPES:
-        return  # dense after loading, the same either way
-    if native:
-        compiled_kernels()
-    path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind])
-    loaded = llama2.build_model(llama2.open_checkpoint(path), compile=native)
-    monkeypatch.setattr(llama2, "CHUNK", 2**14)  # several chunks in each matrix
+def assert_layers_equal(loaded, weights, *shapes):
+    """Every linear layer, the embedding and the logits are those of these dense weights."""
     for name, module in loaded.named_modules():
         if name.endswith("_proj") or name == "lm_head":
+            name = name.replace("0.blocks.", "")  # where accelerate() keeps all blocks
             weight = torch.from_numpy(weights[f"{name}.weight"])
             torch.manual_seed(0)
-            for rows in (
-                ((1,), (2, 1), (3,), (5,), (8,), (9,), (2, 24)) if native else ((2, 1), (24,))
-            ):
-                x = torch.randn(*rows, weight.shape[1])
+            for shape in shapes:
+                x = torch.randn(*shape, weight.shape[1])
                 assert_close(module(x), F.linear(x, weight), 1e-5)
             if isinstance(module, llama2.QuantizedLinear):
-                assert bool(module.native) == native
                 for dtype in (torch.bfloat16, torch.float16):
                     found = module(x.to(dtype))
                     assert found.dtype == dtype
                     assert_close(found.float(), F.linear(x, weight), 0.02)
     found = loaded.embed_tokens(TOKENS[:2, :24])
     assert_close(found, torch.from_numpy(weights["embed_tokens.weight"])[TOKENS[:2, :24]], 1e-6)
-    wanted = make_model(WIDE, weights)(TOKENS[:2, :24])
+    wanted = make_model(loaded.config, weights)(TOKENS[:2, :24])
     assert wanted.std() > 0.1
     assert_close(loaded(TOKENS[:2, :24]), wanted)
     assert_close(in_steps(loaded, TOKENS[:2, :24], [20, 1, 1, 1, 1]), wanted)
 
 
-def wide_blocks(kind, rows=48, columns=512):
-    """Blocks of a type that GGML_TYPES has, and what they mean."""
-    if kind in llama2.DENSE:
-        torch.manual_seed(0)
-        stored = torch.randn(rows, columns).to(llama2.DENSE[kind])
-        return stored.view(torch.uint8), stored.float()
-    blocks = random_blocks(kind, rows, columns, seed=1)
-    return torch.from_numpy(blocks), torch.from_numpy(gguf.quants.dequantize(blocks, Kind[kind]))
-
-
-@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
+@pytest.mark.parametrize("kind", [name for name in SCALES if hasattr(Kind, name)])
 @torch.no_grad()
-def test_fast_layers_round_what_enters_them(kind, monkeypatch):
-    """To 16-bit integers up to 16 rows, to bfloat16 above; the errors are those that are told."""
-    monkeypatch.setattr(llama2, "has_bfloat16", lambda: True)
-    blocks, weight = wide_blocks(kind, rows=53)
-    layer = llama2.QuantizedLinear(blocks, kind, compiled_kernels(), activation_bits=16)
-    exact = llama2.QuantizedLinear(blocks, kind, compiled_kernels())
-    torch.manual_seed(2)
-    for rows in (1, 2, 3, 7, 16):
-        x = torch.randn(rows, 512) * torch.logspace(-3, 3, 512)  # large and small side by side
-        wanted = F.linear(x, weight)
-        assert_close(layer(x), wanted, 1e-4)
-        assert_close(exact(x), wanted, 1e-5)
-        rounds = torch.backends.cpu.get_cpu_capability() == "AVX512" and kind not in llama2.DENSE
-        assert torch.equal(layer(x), exact(x)) == (not rounds)
-    x[1, 500] = math.nan
-    assert layer(x)[1].isnan().all() and not layer(x)[0].isnan().any()
-    assert not layer(torch.zeros(2, 512)).any()
-    for shape in ((2, 12), (33,), (49,), (64,), (65,), (130,)):
-        x = torch.randn(*shape, 512)
-        assert_close(exact(x), F.linear(x, weight), 1e-5)
-        for _ in range(2):  # with the kernel, if the processor has the instructions, and with torch
-            assert_close(layer(x), F.linear(x.bfloat16(), weight.bfloat16()).float(), 1e-2)
-            assert_close(layer(x), F.linear(x, weight), 1e-2)
-            many, layer.native["many"] = layer.native.get("many"), None
-        layer.native["many"] = many
-    unpacked = torch.empty(53, 512, dtype=torch.bfloat16)
-    count = unpacked.numel() // max(32, llama2.GGML_TYPES[kind][0])
-    layer.native[torch.bfloat16](blocks.data_ptr(), unpacked.data_ptr(), count)
-    # Rounded once: all but those in the middle of two numbers are the same.
-    assert (unpacked == weight.bfloat16()).float().mean() > 0.999
-    assert_close(unpacked.float(), weight, 2**-8)
-
-
-@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
-@torch.no_grad()
-def test_activations_of_8_bits(kind):
-    """Each block of x is rounded to 127 steps up and down, where the CPU multiplies such integers."""
-    blocks, weight = wide_blocks(kind, rows=53)
-    library = compiled_kernels()
-    layer = llama2.QuantizedLinear(blocks, kind, library, activation_bits=8)
-    torch.manual_seed(2)
-    for rows in (1, 2, 3, 7, 16, 17, 33, 64, 65, 130):
-        x = torch.randn(rows, 512) * torch.logspace(-3, 3, 512)
-        x[0, :256] = 0
-        assert_close(layer(x), F.linear(x, weight), 4e-2)
-        whole = x.view(rows, -1, llama2.GGML_TYPES[kind][0])
-        step = (whole.abs().amax(2, keepdim=True) / 127).clamp(min=1e-30)
-        rounded = ((whole / step).round() * step).view(rows, 512)
-        as_16 = kind in llama2.DENSE or (kind == "Q8_0" and rows <= 16)
-        if hasattr(library, "product8_Q4_0") and not as_16:
-            assert_close(layer(x), F.linear(rounded, weight), 1e-4)
-        x[0, 500] = math.nan
-        assert layer(x)[0].isnan().all() and not layer(x)[1:].isnan().any()
-
-
-def native_layers(vocabulary, path, kv_heads):
-    """A quantised model and its NativeLayers, made able to take any number of tokens."""
-    compiled_kernels()
-    config = dataclasses.replace(
-        WIDE,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=256,
-    )
-    path, _ = quantised(vocabulary, path, ["Q4_K", "Q5_1", "Q8_0", "Q6_K"], config)
-    model = llama2.build_model(llama2.open_checkpoint(path))
-    assert isinstance(model.run_layers, llama2.NativeLayers)
-    for layer in model.layers.modules():
-        if isinstance(layer, llama2.QuantizedLinear):
-            layer.native["many"] = layer.native["few"]
-    return config, model, llama2.NativeLayers(model, compiled_kernels())
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@torch.no_grad()
-def test_native_layers_do_what_the_layers_do(tmp_path, vocabulary, kv_heads):
-    """Chunk after chunk, in batches: its output, and what it stores."""
-    config, model, native = native_layers(vocabulary, tmp_path / "x.gguf", kv_heads)
-    torch.manual_seed(0)
-    for B, chunks in ((1, (1, 5, 1, 64, 1)), (2, (3, 8, 1)), (1, (130, 17, 1)), (2, (65, 70))):
-        ours, theirs = (llama2.Cache(config, B, 201) for _ in range(2))
-        for T in chunks:
-            x = torch.randn(B, T, 256)
-            rest = *theirs.rope(T), theirs.mask(T)
-            wanted, before = llama2.Llama.run_layers(model, x, *rest, theirs), x.clone()
-            assert_close(native(x, *rest, ours), wanted, 1e-5)
-            assert torch.equal(x, before)
-            ours.advance(T), theirs.advance(T)
-        for found, wanted in ((ours.k, theirs.k), (ours.v, theirs.v)):
-            assert wanted[:, :, :, : ours.pos].any() and not found[:, :, :, ours.pos :].any()
-            assert_close(found, wanted, 1e-5)
-    x = torch.randn(1, 20, 256)
-    x[0, 11, 5] = math.nan  # is not lost
-    cache = llama2.Cache(config)
-    assert native(x, *cache.rope(20), cache.mask(20), cache)[0, 11:].isnan().all()
-
-
-@pytest.mark.parametrize("bits", [16, 8])
-@torch.no_grad()
-def test_native_layers_that_round(tmp_path, vocabulary, bits):
-    """Prompts, too, where there are products for them: the same layers, in another order of sums."""
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q5_1", "Q8_0", "Q6_K"])
-    library = compiled_kernels()
-    model = llama2.build_model(llama2.open_checkpoint(path), activation_bits=bits)
-    products = {"many"} if hasattr(library, f"product{bits}_Q4_0") else set()
-    assert set(model.run_layers.packed) == {"few"} | products
-    for T in (1, 9, 40, 130):
-        ours, theirs = (llama2.Cache(WIDE, 1, 200) for _ in range(2))
-        x = torch.randn(1, T, 256)
-        rest = *theirs.rope(T), theirs.mask(T)
-        wanted = llama2.Llama.run_layers(model, x, *rest, theirs)
-        assert_close(model.run_layers(x, *rest, ours), wanted, 0.05 if bits == 8 else 0.02)
-        assert_close(ours.v, theirs.v, 0.05 if bits == 8 else 0.02)
-
-
-@torch.no_grad()
-def test_native_layers_leave_the_rest_to_the_layers(tmp_path, vocabulary, monkeypatch):
-    """Padding, hooks, 16 bits, no cache, a step that is compiled."""
-    config, model, native = native_layers(vocabulary, tmp_path / "x.gguf", 2)
-    calls, run_layers, block = [], llama2.Llama.run_layers, model.layers[1]
-    monkeypatch.setattr(
-        llama2.Llama, "run_layers", lambda *args: calls.append(args) or run_layers(*args)
-    )
-    x, cache = torch.randn(2, 3, 256), llama2.Cache(config, 2)
-    native(x, *cache.rope(3), cache.mask(3), cache)
-    assert not calls
-    padded = llama2.Cache(config, 2, padding=torch.tensor([0, 1]))
-    step = llama2.StaticCache(cache, 8)
-    for inputs, other in ((x, padded), (x[:, :1], step)):
-        T = inputs.shape[1]
-        native(inputs, *other.rope(T), other.mask(T), other)
-    native(x, *cache.rope(3), None, None)
-    seen = []
-    for part in (block, block.mlp, block.self_attn, block.input_layernorm, block.mlp.down_proj):
-        for register in (part.register_forward_hook, part.register_forward_pre_hook):
-            hook = register(lambda *args: seen.append(args))
-            native(x, *cache.rope(3), cache.mask(3), cache)
-            hook.remove()
-    assert len(calls) == 13 and len(seen) == 10
-    calls.clear()
-    mlp, block.mlp = block.mlp, torch.nn.Identity()  # what stands in the model counts
-    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), run_layers(*calls.pop()), 1e-6)
-    block.mlp = mlp
-    block.post_attention_layernorm.weight = torch.nn.Parameter(torch.full((256,), 3.0))
-    wanted = run_layers(model, x, *cache.rope(3), cache.mask(3), cache)
-    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), wanted, 1e-5)
-    last = model.layers.pop(-1)
-    assert_close(native(x, *cache.rope(3), cache.mask(3), cache), run_layers(*calls.pop()), 1e-6)
-    model.layers.append(last)
-    native(x, *cache.rope(3), cache.mask(3), cache)
-    assert not calls
-    half = llama2.Cache(config, 2, dtype=torch.bfloat16)
-    model.bfloat16()
-    native(x.bfloat16(), *half.rope(3), half.mask(3), half)
-    native(x, *cache.rope(3), cache.mask(3), cache)  # the norms are not what the kernels read
-    assert len(calls) == 2
-    alive = weakref.ref(model)
-    calls.clear()
-    del model
-    assert alive() is None  # at once, with its weights
-
-
-@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
-@torch.no_grad()
-def test_fast_layers_without_a_compiler(kind, monkeypatch):
-    """Torch's own products with 16-bit matrices and 4-bit integers, where memory is free."""
-    blocks, weight = wide_blocks(kind)
-    layer = llama2.QuantizedLinear(blocks, kind, activation_bits=16)
-    assert (layer.packed is None) == (kind == "F32")
-    assert llama2.QuantizedLinear(blocks, kind).packed is None
-    torch.manual_seed(3)
-    for rows in (1, 5, 16):
-        x = torch.randn(rows, 1, 512)
-        assert layer(x).dtype == torch.float32 and layer(x).shape == (rows, 1, 48)
-        assert_close(layer(x), F.linear(x, weight), 1.5e-2)
-    odd = llama2.QuantizedLinear(blocks[:40], kind, activation_bits=16)  # no multiple of 16 rows
-    assert_close(odd(x), F.linear(x, weight[:40]), 1.5e-2)
-    monkeypatch.setattr(llama2, "free_memory", lambda device: 2 * blocks.nbytes)
-    scarce = llama2.QuantizedLinear(blocks, kind, activation_bits=16)
-    assert (scarce.packed is None) == (kind not in ("F16", "BF16"))
-    assert_close(scarce(x), F.linear(x, weight), 1.5e-2)
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q2_K", "Q8_0", "Q3_K", "Q4_K", "Q6_K"])
-@torch.no_grad()
-def test_layers_compile_as_one_graph(kind):
-    """What a GPU runs: traced whole, few rows as one fused sum, many as a product of matrices."""
-    blocks = torch.from_numpy(random_blocks(kind, 40, 256, seed=0))
-    layer = llama2.QuantizedLinear(blocks, kind)
-    torch.compiler.reset()  # the limit on recompilations is for all tests together
-    traced = torch.compile(layer, backend="eager", fullgraph=True)
-    for rows in (1, 4, 40):
-        x = torch.randn(rows, 256)
-        assert_close(traced(x), F.linear(x, llama2.dequantize(blocks, kind)), 1e-5)
+def test_every_type_gives_the_logits_of_dequantised_weights(
+    tmp_path, vocabulary, monkeypatch, kind
+):
+    """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind])
+    loaded = llama2.build_model(llama2.open_checkpoint(path))
+    monkeypatch.setattr(llama2, "CHUNK", 2**14)  # several chunks in each matrix
+    assert_layers_equal(loaded, weights, (2, 1), (24,))
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
@@ -1334,19 +1245,6 @@ def test_widths_that_are_no_multiple_of_the_kernels(tmp_path, vocabulary, kind):
     assert_close(in_steps(loaded, TOKENS[:2, :24], [20, 1, 1, 2]), wanted)
 
 
-def test_without_a_compiler_a_warning_says_so(tmp_path, vocabulary, monkeypatch):
-    """And the model runs all the same."""
-
-    def fail():
-        raise OSError("no C++ compiler")
-
-    path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_0"])
-    monkeypatch.setattr(llama2, "kernels", fail)
-    with pytest.warns(UserWarning, match="no C.. compiler"):
-        found = logits_of(path)
-    assert_close(found, make_model(WIDE, weights)(TOKENS[:2, :24]))
-
-
 @pytest.fixture
 def three_threads():
     """For one test, more threads than the others have."""
@@ -1359,7 +1257,7 @@ def three_threads():
 def test_types_are_read_per_tensor(tmp_path, vocabulary, three_threads):
     """A file called Q4_K_M holds several types, and its header's file_type names but one."""
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"])
-    assert len({w.kind for w in llama2.GGUF(path).tensors.values()}) == 5
+    assert len({w.ggml_type for w in llama2.GGUF(path).tensors.values()}) == 5
     assert_close(logits_of(path), make_model(WIDE, weights)(TOKENS[:2, :24]))
     wanted = make_model(WIDE, weights)(TOKENS[:2, :24])
     found = logits_of(path, dtype=torch.bfloat16)
@@ -1372,6 +1270,19 @@ def test_tied_quantised_embeddings(tmp_path, vocabulary, kind):
     tied = llama2.Config(**{**vars(WIDE), "tie_word_embeddings": True})
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind], tied)
     assert_close(logits_of(path), make_model(tied, weights)(TOKENS[:2, :24]))
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.nn.Module.share_memory],
+    ids=["deepcopy", "pickle", "share_memory"],
+)
+@torch.no_grad()
+def test_loaded_models_can_be_copied(tmp_path, vocabulary, duplicate):
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0", "IQ4_NL", "F16"])
+    loaded, _ = llama2.load(path)
+    wanted = loaded(TOKENS[:2, :24])
+    assert torch.equal(duplicate(loaded)(TOKENS[:2, :24]), wanted)
 
 
 @pytest.mark.parametrize("kind", ["I8", "I32", "F64", "Q8_1", "Q8_K"])
@@ -1461,18 +1372,25 @@ def test_tokenizer_never_raises_on_text_and_names_wrong_ids(rebuilt):
                 call([5, bad])
 
 
+@pytest.mark.parametrize("text", ["<s>", "</s>", "<unk>", "[INST]", "<<SYS>>", "<0x0A>", "a</s>b"])
+def test_text_like_special_tokens_is_text(rebuilt, text):
+    """A typed control token is never that token."""
+    ids = rebuilt.encode(text, bos=False)
+    assert not {0, 1, 2} & set(ids) and rebuilt.decode(ids) == text
+
+
 @pytest.mark.parametrize("kind", [3, 4])
 def test_unknown_piece_of_another_type(tmp_path, keys, kind, rebuilt):
     """Converters type <unk> as CONTROL, which SentencePiece refuses."""
     types = keys["tokenizer.ggml.token_type"]
     changed = keys | {"tokenizer.ggml.token_type": [kind, *types[1:]]}
-    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", changed, {}))
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", changed))
     assert found.encode(TALE) == rebuilt.encode(TALE)
 
 
 def test_flags_of_the_vocabulary(tmp_path, keys, rebuilt):
     changed = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
-    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys | changed, {}))
+    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys | changed))
     assert not found.add_bos and rebuilt.add_bos
     assert found.encode(" fox", bos=False) == rebuilt.encode("fox", bos=False)
 
@@ -1551,7 +1469,7 @@ SYS = [3532, 14816, 29903, 6778, 13, 29903, 13, 29966, 829, 14816, 29903, 6778, 
 CHATS = [
     ("u:hi", [1, *INST, 7251, *END_INST]),
     ("s:S u:hi", [1, *INST, *SYS, 2918, *END_INST]),
-    ("u:a a:_b_ u:c", [1, *INST, 263, *END_INST, 289, 29871, 2, 1, *INST, 274, *END_INST]),
+    ("u:a a:~b~ u:c", [1, *INST, 263, *END_INST, 289, 29871, 2, 1, *INST, 274, *END_INST]),
     ("u:", [1, *INST, 29871, *END_INST]),
     ("s:S u:", [1, *INST, *SYS[:-2], *END_INST]),
     (
@@ -1564,20 +1482,9 @@ CHATS = [
 
 @pytest.fixture(scope="session")
 def real(tmp_path_factory):
-    """A tokenizer with Llama 2's own ids: PIECES in a vocabulary of 32000, the rest unused."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    pieces += [f"<unused {i}>" for i in range(len(pieces), 32000)]
-    scores, types = [0.0] * 259, [2, 3, 3] + [6] * 256 + [5] * (32000 - 259)
-    scores += [float(259 - i) for i in range(259, 32000)]
-    for entry in PIECES.split():
-        i, _, piece = entry.partition(":")
-        pieces[int(i)], types[int(i)] = piece, 1
-        if not piece.strip("\u2581"):
-            scores[int(i)] = -1e9
-    keys = {"model": "llama", "tokens": pieces, "scores": scores, "token_type": types}
-    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    """A tokenizer with Llama 2's own ids."""
     path = tmp_path_factory.mktemp("real") / "vocabulary.gguf"
-    return llama2.Tokenizer.from_gguf(write_gguf(path, keys, {}))
+    return llama2.Tokenizer.from_gguf(write_gguf(path, some_pieces(PIECES)))
 
 
 @pytest.mark.parametrize("text", ENCODED)
@@ -1592,9 +1499,9 @@ def test_ids_of_llama_2(real, text):
 
 
 def dialogue(text):
-    """'u:hi a:hello u:bye' as messages; _ is a space."""
+    """'u:hi a:hello u:bye' as messages; ~ is a space."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    parts = [part.replace("_", " ").partition(":") for part in text.split()]
+    parts = [part.replace("~", " ").partition(":") for part in text.split()]
     return [{"role": roles[role], "content": content} for role, _, content in parts]
 
 
@@ -1770,64 +1677,76 @@ def test_greedy_equals_argmax_of_the_whole_text_each_time(model, prompt):
 )
 def test_batch_of_different_lengths_equals_rows_alone(model, options):
     """Row i draws from seed + i. A stop id ends one row and not the others, which stay as they are."""
+    options = {"max_new_tokens": 10, **options}
     alone = [
-        list(llama2.generate(model, p, 10, seed=7 + i, stop_ids=(), **options))
+        list(llama2.generate(model, p, seed=7 + i, stop_ids=(), **options))
         for i, p in enumerate(PROMPTS)
     ]
     stop = alone[1][3]
     for stop_ids in ((), (stop,)):
-        reports = [llama2.Report() for _ in range(4)]
-        wanted = [
-            list(llama2.generate(model, p, 10, seed=7 + i, stop_ids=stop_ids, report=r, **options))
-            for i, (p, r) in enumerate(zip(PROMPTS, reports, strict=False))
-        ]
-        steps = list(
-            llama2.generate(
-                model, PROMPTS, 10, seed=7, stop_ids=stop_ids, report=reports[3], **options
-            )
-        )
+        options["stop_ids"] = stop_ids
+        each = [llama2.generate(model, p, seed=7 + i, **options) for i, p in enumerate(PROMPTS)]
+        wanted = [list(ids) for ids in each]
+        batch = llama2.generate_batch(model, PROMPTS, seed=7, **options)
+        steps = list(batch)
         assert all(len(step) == 3 for step in steps)
         rows = [[i for i in row if i is not None] for row in zip(*steps, strict=True)]
-        assert rows == wanted and reports[3].new_ids == wanted
-        assert reports[3].stop_reasons == [r.stop_reasons[0] for r in reports[:3]]
-    assert len(wanted[1]) <= 3 and reports[3].stop_reasons[1] == f"stop token {stop}"
+        assert rows == wanted and batch.report.new_ids == wanted
+        assert batch.report.stop_reasons == [ids.report.stop_reasons[0] for ids in each]
+    assert len(wanted[1]) <= 3 and batch.report.stop_reasons[1] == f"stop token {stop}"
 
 
 def test_seeds():
     """The same seed, the same ids; another one or none, others. Equal prompts draw differently."""
     model = scripted()
 
-    def draw(prompt=(1, 5), **options):
-        return list(llama2.generate(model, list(prompt), 20, 1.0, stop_ids=(), **options))
+    options = {"max_new_tokens": 20, "temperature": 1.0, "stop_ids": ()}
+
+    def draw(**other):
+        return list(llama2.generate(model, [1, 5], **options, **other))
 
     assert draw(seed=3) == draw(seed=3) != draw(seed=4)
     assert draw() != draw()
-    first, second = zip(*draw(([1, 5], [1, 5]), seed=3), strict=True)
+    both = llama2.generate_batch(model, [[1, 5], [1, 5]], seed=3, **options)
+    first, second = zip(*both, strict=True)
     assert list(first) == draw(seed=3) and list(second) == draw(seed=4)
     assert draw(seed=3, top_k=1) == draw(seed=4, top_k=1)
 
 
+def told(model, prompt, **options):
+    """What generate() yields, and its report."""
+    stream = llama2.generate(model, prompt, **options)
+    return list(stream), stream.report
+
+
 def test_stop_ids_and_report():
-    report = llama2.Report()
     model = scripted([7, 8, 2, 9], start=2)
-    assert list(llama2.generate(model, [1, 5], report=report)) == [7, 8]
+    ids, report = told(model, [1, 5])
+    assert ids == [7, 8]
     assert (report.prompt_tokens, report.new_tokens, report.new_ids) == (2, 2, [[7, 8]])
     assert report.stop_reasons == ["stop token 2"] and report.prompt_seconds > 0
-    assert list(llama2.generate(model, [1, 5], 4, stop_ids=(), report=report)) == [7, 8, 2, 9]
+    ids, report = told(model, [1, 5], max_new_tokens=4, stop_ids=())
+    assert ids == [7, 8, 2, 9]
     assert report.stop_reasons == ["max new tokens"] and report.new_seconds > 0
-    assert list(llama2.generate(model, [1, 5], stop_ids={8, 9}, report=report)) == [7]
-    assert list(llama2.generate(model, [1, 5], 0, report=report)) == []
-    assert report.stop_reasons == ["max new tokens"] and report.new_ids == [[]]
+    assert told(model, [1, 5], stop_ids={8, 9})[0] == [7]
+    ids, report = told(model, [1, 5], max_new_tokens=0)
+    assert ids == [] and report.new_ids == [[]]
+    assert report.stop_reasons == ["max new tokens"]
+
+
+def test_more_ids_that_end_a_text():
+    model = scripted([7, 8, 9, 2], start=2, stop_token_ids=(9, 11))
+    ids, report = told(model, [1, 5])
+    assert ids == [7, 8] and report.stop_reasons == ["stop token 9"]
 
 
 def test_generation_ends_with_the_context(model):
     """64 positions: every one is used, none twice; a prompt that fills it all gets no answer."""
-    report = llama2.Report()
     prompt = TOKENS[0].tolist()
-    assert len(list(llama2.generate(model, prompt, 999, stop_ids=(), report=report))) == 24
-    assert report.stop_reasons == ["context full"]
-    assert list(llama2.generate(model, prompt + prompt[:24], 5, report=report)) == []
-    assert report.stop_reasons == ["context full"]
+    ids, report = told(model, prompt, max_new_tokens=999, stop_ids=())
+    assert len(ids) == 24 and report.stop_reasons == ["context full"]
+    ids, report = told(model, prompt + prompt[:24], max_new_tokens=5)
+    assert ids == [] and report.stop_reasons == ["context full"]
     with pytest.raises(ValueError, match=r"65.*64"):
         llama2.generate(model, prompt + prompt[:25])
 
@@ -1835,45 +1754,49 @@ def test_generation_ends_with_the_context(model):
 def test_generate_continues_a_cache(model):
     """Two turns with one cache equal one prompt that holds both."""
     cache = llama2.Cache(CONFIG, max_seq_len=30)
-    first = list(llama2.generate(model, [1, 5, 9], 4, stop_ids=(), cache=cache))
+    first = list(llama2.generate(model, [1, 5, 9], max_new_tokens=4, stop_ids=(), cache=cache))
     cache.truncate(3)
     turn = [*first, 17, 18]
-    second = list(llama2.generate(model, turn, 5, stop_ids=(), cache=cache))
-    assert second == list(llama2.generate(model, [1, 5, 9, *turn], 5, stop_ids=()))
+    second = list(llama2.generate(model, turn, max_new_tokens=5, stop_ids=(), cache=cache))
+    assert second == list(llama2.generate(model, [1, 5, 9, *turn], max_new_tokens=5, stop_ids=()))
     with pytest.raises(ValueError, match="30|holds"):
         llama2.generate(model, [5] * 30, cache=cache)
 
 
 def test_generation_is_the_same_in_chunks(model, monkeypatch):
-    wanted = list(llama2.generate(model, PROMPTS, 6, stop_ids=()))
+    wanted = list(llama2.generate_batch(model, PROMPTS, 6, stop_ids=()))
     monkeypatch.setattr(llama2, "PREFILL_CHUNK", 4)
-    assert list(llama2.generate(model, PROMPTS, 6, stop_ids=())) == wanted
+    assert list(llama2.generate_batch(model, PROMPTS, 6, stop_ids=())) == wanted
 
 
 @pytest.mark.parametrize(
-    "prompt, message",
-    [
-        ([], "empty"),
-        ([[1], []], "empty"),
-        ([1, 320], "320"),
-        ([1, -1], "-1"),
-        ([[1], [2**40]], str(2**40)),
-    ],
+    "prompt, message", [([], "empty"), ([1, 320], "320"), ([1, -1], "-1"), ([2**40], str(2**40))]
 )
 def test_generate_refuses_prompts(model, prompt, message):
     with pytest.raises(ValueError, match=message):
         llama2.generate(model, prompt)
+    with pytest.raises(ValueError, match=message):
+        llama2.generate_batch(model, [[1], prompt])
+    with pytest.raises(ValueError, match=message):
+        llama2.score(model, prompt)
     with pytest.raises(ValueError, match="max_new_tokens"):
-        llama2.generate(model, [1], -1)
+        llama2.generate(model, [1], max_new_tokens=-1)
+    with pytest.raises(ValueError, match="no prompts"):
+        llama2.generate_batch(model, [])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_in_weights_is_an_error(weights, temperature):
-    """Not the text that argmax makes of it."""
-    broken = make_model(CONFIG, weights)
-    broken.norm.weight.data[3] = math.nan
-    with pytest.raises(ValueError, match="NaN"):
-        list(llama2.generate(broken, [1, 5], temperature=temperature))
+@pytest.mark.parametrize("chunk", [128, 7])
+@torch.no_grad()
+def test_score_is_the_log_softmax_of_one_pass(model, monkeypatch, chunk):
+    monkeypatch.setattr(llama2, "SCORE_CHUNK", chunk)
+    ids = TOKENS[0]
+    wanted = model(ids[None])[0, :-1].log_softmax(-1)
+    found, top, top_ids = llama2.score(model, ids.tolist(), top=3)
+    assert_close(found, wanted[range(39), ids[1:]])
+    values, places = wanted.topk(3)
+    assert_close(top, values)
+    assert torch.equal(top_ids, places)
+    assert llama2.score(model, [5])[0].shape == (0,)
 
 
 def test_generate_takes_no_gradient_and_leaves_the_prompt(model):
@@ -1897,15 +1820,13 @@ def test_generate_takes_no_gradient_and_leaves_the_prompt(model):
 def test_stop_texts(tokenizer, stop, wanted):
     """What is shown never holds a part of the stop text, whichever way tokens cut it."""
     script = [*tokenizer.encode("the fox saw the moon and laughed", bos=False), 2]
-    report = llama2.Report()
-    pieces = list(
-        llama2.stream_text(scripted(script, 2), tokenizer, [1, 5], stop=stop, report=report)
-    )
+    stream = llama2.stream_text(scripted(script, 2), tokenizer, [1, 5], stop=stop)
+    pieces = list(stream)
     assert "".join(pieces) == wanted and "" not in pieces
     if wanted.endswith("laughed"):
-        assert report.stop_reasons == ["stop token 2"] and (stop or len(pieces) > 5)
+        assert stream.report.stop_reasons == ["stop token 2"] and (stop or len(pieces) > 5)
     else:
-        assert report.stop_reasons[0].startswith("stop text")
+        assert stream.report.stop_reasons[0].startswith("stop text")
 
 
 def test_stream_text_flushes_a_broken_character(tokenizer):
@@ -1942,7 +1863,9 @@ def cli(cli_path, capsys, monkeypatch):
             status = llama2.main(arguments)
         except SystemExit as error:
             status = error.code
-        return status, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err and "\x1b" not in err and "\r" not in err
+        return status, out, err
 
     return run
 
@@ -1951,47 +1874,8 @@ def continuation(cli_model, prompt, n):
     """What follows a prompt, from Python."""
     model, tokenizer = cli_model
     ids = tokenizer.encode(prompt)
-    new = list(llama2.generate(model, ids, n))
+    new = list(llama2.generate(model, ids, max_new_tokens=n))
     return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
-
-
-@pytest.mark.parametrize(
-    "large, args, bits",
-    [
-        (True, (), 16),
-        (True, ("--dtype", "float32"), 32),
-        (False, (), 32),
-        (False, ("--activation-bits", 8), 8),
-        (True, ("--activation-bits", 32), 32),
-        (False, ("--dtype", "bfloat16"), 16),
-    ],
-)
-def test_large_models_are_rounded_unless_told_otherwise(
-    cli, monkeypatch, tmp_path, vocabulary, large, args, bits
-):
-    """The command line only: a model built from Python is exact without a word."""
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q8_0"])
-    built, build = [], llama2.build_model
-
-    def note(*args):
-        built.append(build(*args))
-        return built[0]
-
-    monkeypatch.setattr(llama2, "build_model", note)
-    monkeypatch.setattr(llama2, "has_bfloat16", lambda: True)
-    monkeypatch.setattr(llama2, "is_large", lambda checkpoint: large)
-    status, out, _ = cli("--prompt", "The fox", "--max-new-tokens", 5, *args, model=path)
-    layers = [m for m in built[0].modules() if isinstance(m, llama2.QuantizedLinear)]
-    assert status == 0 and len(out) > len("The fox") and len(layers) > 3
-    assert {layer.activation_bits for layer in layers} == {bits}
-    assert {layer.rounds for layer in layers} == {bits < 32}
-
-
-def test_only_large_files_are_worth_a_compiler(cli_path):
-    checkpoint = llama2.open_checkpoint(cli_path)
-    assert not llama2.is_large(checkpoint)
-    weight = SimpleNamespace(nbytes=2**26)
-    assert llama2.is_large(dataclasses.replace(checkpoint, weights={"a": weight, "b": weight}))
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(cli, cli_model):
@@ -2054,7 +1938,7 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
     for question in filter(None, questions):
         messages.append({"role": "user", "content": question})
         ids = llama2.encode_chat(tokenizer, messages)
-        new = list(llama2.generate(model, ids, size))
+        new = list(llama2.generate(model, ids, max_new_tokens=size))
         same = 0
         while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
             same += 1
@@ -2071,86 +1955,57 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
     assert wanted_calls[1][0] >= 10  # the first question at least is not computed again
 
 
-def test_chat_says_what_is_wrong_and_goes_on(cli):
-    stdin = b"[INST]\nhi\n" + b"long " * 400 + b"\nhi\n"
-    status, out, err = cli("--chat", "--max-new-tokens", 3, stdin=stdin)
-    assert status == 0 and len(out.splitlines()) >= 2
-    assert "[INST]" in err and "context" in err and "chat" in err  # a note: not tuned for it
-    status, out, err = cli("--chat", "--quiet")
-    assert (status, out, err) == (0, "", "")
-
-
-def test_chat_forgets_the_oldest_turns_when_the_context_is_full(cli):
-    stdin = b"".join(b"question number %d\n" % i for i in range(20))
-    status, out, err = cli("--chat", "--max-new-tokens", 4, stdin=stdin)
-    assert status == 0 and "forgot" in err and len(out.splitlines()) >= 20
+DEVICES = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "argv, said",
     [
-        (["--nonsense"], "--nonsense"),
-        (["--prompt", "a", "--prompt-file", "b"], "--prompt-file"),
-        (["--prompt", "a", "--system", "b"], "--system"),
-        (["--prompt", "a", "--top-p", "2"], "top_p 2"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature -1"),
-        (["--prompt", "a", "--max-new-tokens", "-1"], "max_new_tokens|max-new-tokens"),
-        (["--prompt", "a", "--max-new-tokens", "x"], "max-new-tokens"),
-        (["--prompt", "a", "--context", "401"], "401.*400"),
-        (["--prompt", "a", "--context", "0"], "context 0"),
-        (["--prompt", "a", "--threads", "0"], "threads 0"),
-        (["--prompt", "a", "--dtype", "int8"], "int8"),
-        (["--prompt", "fox " * 400], "tokens.*400"),
-        (["--prompt-file", "/nothing/here"], "/nothing/here"),
-        (["--model", "/nothing/here", "--prompt", "a"], "/nothing/here"),
-        (["--model", str(SCRIPT), "--prompt", "a"], "llama2.py.*GGUF"),
-        (["--model", str(SCRIPT.parent), "--prompt", "a"], "."),
+        ("--prompt-file x.txt", "--prompt-file"),  # beside --prompt
+        ("--temperature -1", "temperature -1"),
+        ("--temperature nan", "temperature nan"),
+        ("--temperature inf", "temperature inf"),
+        ("--top-k -1", "top_k -1"),
+        ("--top-p 0", "top_p 0"),
+        ("--top-p 1.01", "top_p 1.01"),
+        ("--min-p -0.5", "min_p -0.5"),
+        ("--seed -2", "seed is -2"),
+        ("--seed 9223372036854775808", "seed is 9223372036854775808"),
+        ("--max-new-tokens -1", "max_new_tokens is -1"),
+        ("--max-new-tokens many", "--max-new-tokens"),
+        ("--context 0", "--context 0"),
+        ("--context 401", "401; accepted is 1 to 400"),
+        ("--context 2", "the context holds 2"),
+        ("--threads 0", "--threads 0"),
+        ("--threads 100000", "--threads 100000"),
+        ("--device tpu", "tpu"),
+        ("--dtype float8", "float8"),
+        ("--stop=", "--stop"),
+        ("--system x", "--chat"),
+        ("--model absent.gguf", "absent.gguf"),
+        ("--model {dir}", "{dir}"),
+        (f"--model {os.devnull}", os.devnull),
+        (f"--model {SCRIPT}", "llama2.py: starts with b'\"\"\"L', not with b'GGUF'"),
+        ("--unheard-of", "--unheard-of"),
+        *[(f"--device {name}", name) for name in sorted(DEVICES) if not DEVICES[name]],
     ],
-    ids=" ".join,
 )
-def test_bad_input_is_one_line_and_status_2(cli, arguments, message):
-    arguments = [a[:40] + a[40:] for a in arguments]
-    status, out, err = cli(*arguments)
-    assert (status, out) == (2, "")
-    assert len(err.splitlines()) == 1 and "Traceback" not in err
-    assert re.search(message, err)
+def test_one_line_and_status_2(cli, tmp_path, argv, said):
+    """A wrong argument is told in one line that names it; nothing is written to stdout."""
+    argv = argv.format(dir=tmp_path).split()
+    status, out, err = cli("--prompt", "ab", *argv)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("llama2.py: error: ") and said.format(dir=tmp_path) in err
 
 
-def test_device_that_is_not_there(cli):
-    if not torch.cuda.is_available():
-        status, _, err = cli("--prompt", "a", "--device", "cuda")
-        assert status == 2 and "cpu" in err
-
-
-@pytest.fixture(scope="session")
-def endless_path(tmp_path_factory, keys, tensors):
-    """The tiny model with room for a hundred thousand tokens, to be interrupted."""
-    path = tmp_path_factory.mktemp("endless") / "endless.gguf"
-    return write_gguf(path, keys | {"llama.context_length": 2**17}, tensors)
-
-
-def start(path, *arguments, stdout=subprocess.PIPE):
-    """llama2.py as a process of its own."""
-    command = [sys.executable, str(SCRIPT), "--model", str(path), "--threads", "1", *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE)
-
-
-def test_processes(cli_path, endless_path):
-    """Ctrl-C, `| head` and a pipe of words: a status, and never a traceback."""
-    endless = ("--prompt", "fox", "--max-new-tokens", "100000")
-    interrupted, closed = start(endless_path, *endless), start(endless_path, *endless)
-    piped = start(cli_path, "--temperature", "0", "--max-new-tokens", "5", "--quiet")
-    out, err = piped.communicate(b"fox \xff\xf0\x9f", timeout=100)
-    assert (piped.returncode, err) == (0, b"") and out.startswith(b"fox \xef\xbf\xbd")
-    assert interrupted.stdout.read(4)
-    interrupted.send_signal(signal.SIGINT)
-    _, err = interrupted.communicate(timeout=100)
-    assert interrupted.returncode == 130 and b"Traceback" not in err
-    assert closed.stdout.read(4)
-    closed.stdout.close()
-    err = closed.stderr.read()
-    assert closed.wait(timeout=100) in (0, 141) and b"Traceback" not in err
-    assert b"Exception" not in err and b"BrokenPipe" not in err
+def test_prompts_that_cannot_be_are_told(cli):
+    """A file that is not there, and more tokens than the context: no silent cut."""
+    for argv, said in (
+        (["--prompt-file", "absent.txt"], "absent.txt"),
+        (["--prompt", "fox " * 400], "tokens, the context holds 400"),
+    ):
+        status, out, err = cli(*argv)
+        assert (status, out, err.count("\n")) == (2, "", 1) and said in err
 
 
 def test_import_is_quick():
@@ -2163,195 +2018,50 @@ def test_import_is_quick():
 
 
 # --------------------------------------------------------------------------------------------------
-# Compiled steps
-
-
-@pytest.mark.parametrize("padding", [None, [0, 3]])
-@torch.no_grad()
-def test_compiled_steps_equal_plain_ones(model, padding):
-    """One window after another, with the eager backend: the tensors of a step, not the compiler."""
-    padding = padding and torch.tensor(padding)
-    caches = [llama2.Cache(CONFIG, 2, padding=padding) for _ in range(2)]
-    torch.compiler.reset()
-    compiled = llama2.CompiledStep(model, caches[1], backend="eager", fullgraph=True)
-    for part in TOKENS[:2].split([20, 1, 1, 3, 1, 14], dim=1):
-        assert_close(compiled(part, caches[1]), model(part, caches[0]), 1e-5)
-    assert caches[0].pos == caches[1].pos == 40
-    caches[1].truncate(30)
-    caches[0].truncate(30)
-    assert_close(compiled(TOKENS[:2, :1], caches[1]), model(TOKENS[:2, :1], caches[0]), 1e-5)
-
-
-# --------------------------------------------------------------------------------------------------
-# Checkpoints of other forms, tensor parallelism, memory
-
-H, G, D, C, FF, L = (
-    8,
-    4,
-    16,
-    128,
-    160,
-    2,
-)  # FF is five blocks of 32: two and four ranks share unevenly
-PROMPT = "the king and the"
-
-
-def heads_to_meta(w, heads):
-    """Rows in Hugging Face's order -> Meta's, written out."""
-    half = len(w) // heads // 2
-    order = [h * 2 * half + j + k * half for h in range(heads) for j in range(half) for k in (0, 1)]
-    return w[order]
-
-
-META = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3",
-    "post_attention_layernorm": "ffn_norm",
-    "input_layernorm": "attention_norm",
-}
-GGUF_NAMES = {
-    "tok_embeddings": "token_embd",
-    "attention.w": "attn_",
-    "attn_o": "attn_output",
-    "attention_norm": "attn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-    "layers.": "blk.",
-}
-META_AXIS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0}
-META_AXIS |= {"wo": 1, "w2": 1, "tok_embeddings": 1}
-PARAMS = {"dim": C, "n_layers": L, "n_heads": H, "n_kv_heads": G, "norm_eps": 1e-5}
-PARAMS |= {"vocab_size": -1, "multiple_of": 32, "ffn_dim_multiplier": 0.4}
-
-
-def replace_all(name, table):
-    for old, new in table.items():
-        name = name.replace(old, new)
-    return name
-
-
-def save_gguf_by_hand(path, meta, pieces):
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(4096)
-    writer.add_embedding_length(C)
-    writer.add_feed_forward_length(FF)
-    writer.add_block_count(L)
-    writer.add_head_count(H)
-    writer.add_head_count_kv(G)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([pieces.id_to_piece(i) for i in range(pieces.vocab_size())])
-    writer.add_token_scores([pieces.get_score(i) for i in range(pieces.vocab_size())])
-    kinds = [2, 3, 3] + [6 if pieces.is_byte(i) else 1 for i in range(3, pieces.vocab_size())]
-    writer.add_token_types(kinds)
-    for name, tensor in meta.items():
-        name = "output_norm.weight" if name == "norm.weight" else replace_all(name, GGUF_NAMES)
-        writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def save_meta(path, meta, shards, legacy=False):
-    path.mkdir()
-    (path / "params.json").write_text(json.dumps(PARAMS))
-    for i in range(shards):
-        part = {"rope.freqs": torch.ones(D // 2)}
-        for name, tensor in meta.items():
-            axis = META_AXIS.get(name.split(".")[-2])
-            part[name] = tensor if axis is None else tensor.chunk(shards, axis)[i].clone()
-        torch.save(
-            part, path / f"consolidated.{i:02}.pth", _use_new_zipfile_serialization=not legacy
-        )
-
-
-@pytest.fixture(scope="module")
-def forms(tmp_path_factory):
-    """The same model in every form, the one of Hugging Face written by transformers itself."""
-    transformers = pytest.importorskip("transformers")
-    root = tmp_path_factory.mktemp("forms")
-    text = "once upon a time the king and the queen lived in a castle by the sea with the bear"
-    (root / "text").write_text("\n".join([text, *text.split()] * 20))
-    sentencepiece.SentencePieceTrainer.train(
-        input=root / "text", model_prefix=root / "tokenizer", model_type="bpe", vocab_size=300,
-        byte_fallback=True, normalization_rule_name="identity", hard_vocab_limit=False,
-        remove_extra_whitespaces=False, minloglevel=2, num_threads=1,
-    )  # fmt: skip
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(root / "tokenizer.model"))
-    config = transformers.LlamaConfig(
-        hidden_size=C, intermediate_size=FF, num_hidden_layers=L, num_attention_heads=H,
-        num_key_value_heads=G, vocab_size=pieces.vocab_size(), max_position_embeddings=4096,
-        rms_norm_eps=1e-5, initializer_range=0.15,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
-    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
-    meta = {}
-    for name, tensor in state.items():
-        if "q_proj" in name or "k_proj" in name:
-            tensor = heads_to_meta(tensor, H if "q_proj" in name else G)
-        meta[replace_all(name, META | {"model.layers": "layers"})] = tensor.contiguous()
-    save_gguf_by_hand(root / "gguf.gguf", meta, pieces)
-    save_meta(root / "meta1", meta, 1)
-    save_meta(root / "meta4", meta, 4)
-    save_meta(root / "legacy", meta, 2, legacy=True)
-    model.save_pretrained(root / "hf")
-    model.save_pretrained(root / "hf_index", max_shard_size="300KB")
-    assert (root / "hf_index" / "model.safetensors.index.json").exists()
-    config_json = json.loads((root / "hf" / "config.json").read_text())
-    config_json |= {"rope_theta": 10000.0, "rope_scaling": None}
-    del config_json["rope_parameters"]
-    for form, halves in (("bin", 1), ("bin_index", 2)):
-        (root / form).mkdir()
-        (root / form / "config.json").write_text(json.dumps(config_json))
-        names = list(state)
-        files = {}
-        for i in range(halves):
-            suffix = "" if halves == 1 else f"-{i + 1:05}-of-{halves:05}"
-            part = {name: state[name] for name in names[i::halves]}
-            part |= (
-                {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)} if i == 0 else {}
-            )
-            torch.save(part, root / form / f"pytorch_model{suffix}.bin")
-            files |= {name: f"pytorch_model{suffix}.bin" for name in part}
-        if halves > 1:
-            index = {"metadata": {}, "weight_map": files}
-            (root / form / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    for form in ("hf", "hf_index", "bin", "bin_index"):  # Meta's is in the parent, as published
-        (root / form / "tokenizer.model").write_bytes((root / "tokenizer.model").read_bytes())
-    tokens = torch.randint(3, pieces.vocab_size(), (2, 9))
-    with torch.no_grad():
-        logits = model(tokens).logits
-    return root, tokens, logits
-
-
-def greedy(model, tokenizer, n=12):
-    return list(llama2.generate(model, tokenizer.encode(PROMPT), n))
-
-
-# --------------------------------------------------------------------------------------------------
 # Checkpoints of other forms
 
+PROMPT = "the fox and the"
 DIRECTORIES = ["gguf.gguf", "meta1", "meta4", "legacy", "hf", "hf_index", "bin", "bin_index"]
 
 
+@pytest.fixture(scope="session")
+def hf_model(forms):
+    """transformers' model of the same weights."""
+    return make_hf(FORMS, forms[1])
+
+
+def greedy(model, tokenizer, n=12):
+    """The ids that follow PROMPT."""
+    return list(llama2.generate(model, tokenizer.encode(PROMPT), max_new_tokens=n))
+
+
 @pytest.mark.parametrize("form", DIRECTORIES)
-def test_every_form_gives_the_logits_of_transformers(forms, form):
-    root, tokens, logits = forms
+@torch.no_grad()
+def test_every_form_gives_the_logits_of_transformers(forms, hf_model, form):
+    root, tokens = forms[0], TOKENS[:2, :9]
     model, tokenizer = llama2.load(root / form)
-    torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(tokens), hf_model(tokens).logits, atol=1e-5, rtol=1e-5)
     reference = llama2.load(root / "gguf.gguf")
     assert greedy(model, tokenizer) == greedy(*reference)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_directories_that_transformers_wrote(forms, hf_model, tmp_path, vocabulary, tied):
+    """One file or several with an index; only the absence of an output matrix ties it."""
+    if tied:
+        hf_model = make_hf(dataclasses.replace(FORMS, tie_word_embeddings=True), forms[1])
+    for folder, size in (("one", "1GB"), ("several", "300KB")):
+        hf_model.save_pretrained(tmp_path / folder, max_shard_size=size)
+        shutil.copy(vocabulary[0], tmp_path / folder)
+        ours, _ = llama2.load(tmp_path / folder)
+        assert ours.config.tie_word_embeddings == tied
+        wanted = hf_model(TOKENS[:2, :9]).logits
+        torch.testing.assert_close(ours(TOKENS[:2, :9]), wanted, atol=1e-5, rtol=1e-5)
+    assert (tmp_path / "several" / "model.safetensors.index.json").exists()
+    if tied:
+        llama2.save_gguf(llama2.open_checkpoint(tmp_path / "one"), tmp_path / "tied.gguf", "Q8_0")
+        assert llama2.load(tmp_path / "tied.gguf")[0].config.tie_word_embeddings
 
 
 def test_every_form_from_the_command_line(forms, capsys):
@@ -2374,31 +2084,31 @@ def test_info_names_the_form(forms, form, name, capsys):
     assert llama2.main(["--model", str(forms[0] / form), "--info"]) == 0
     out = capsys.readouterr().out
     assert name in out
-    assert "15 F32" in out or "21 F32" in out
+    assert "21 F32" in out
     assert "GB" in out
 
 
 @pytest.mark.parametrize("kind", [None, *llama2.SAVE_TYPES])
+@torch.no_grad()
 def test_save_round_trip(forms, tmp_path, kind):
-    root, tokens, logits = forms
-    checkpoint = llama2.open_checkpoint(root / "hf_index")
+    checkpoint = llama2.open_checkpoint(forms[0] / "hf_index")
     llama2.save_gguf(checkpoint, tmp_path / "out.gguf", kind)
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
     saved = llama2.open_checkpoint(tmp_path / "out.gguf")
     assert saved.config == dataclasses.replace(
         checkpoint.config, rms_norm_eps=saved.config.rms_norm_eps
     )
-    raw = gguf.GGMLQuantizationType[kind or "F32"]
+    raw, rounded = gguf.GGMLQuantizationType[kind or "F32"], {}
     for name, weight in saved.weights.items():
         values = checkpoint.weights[name].dense(torch.float32)
         if len(weight.shape) > 1:
-            assert weight.kind == (kind or "F32")
+            assert weight.ggml_type == (kind or "F32")
             rows = gguf.quants.quantize(values.numpy(), raw)
             values = torch.from_numpy(gguf.quants.dequantize(rows, raw))
         assert torch.equal(weight.dense(torch.float32), values), name
-    model = llama2.build_model(saved)
-    tolerance = {None: 1e-5, "F32": 1e-5, "F16": 0.05, "BF16": 0.3, "Q8_0": 1, "Q4_0": 9}[kind]
-    torch.testing.assert_close(model(tokens), logits, atol=tolerance, rtol=0)
+        rounded[name] = values
+    wanted = make_model(FORMS, rounded)(TOKENS[:2, :9])
+    assert_close(llama2.build_model(saved)(TOKENS[:2, :9]), wanted, 1e-5)
     ours, theirs = saved.tokenizer(), checkpoint.tokenizer()
     for text in (PROMPT, "  a b ", "\u00e9\u4e16\n", ""):
         assert ours.encode(text) == theirs.encode(text)
@@ -2414,53 +2124,31 @@ def test_save_copies_quantised_blocks_and_vocabulary(forms, tmp_path):
     second = llama2.GGUF(tmp_path / "b.gguf")
     assert first.metadata == second.metadata
     for name, weight in first.tensors.items():
-        assert torch.equal(weight.data, second.tensors[name].data), name
+        assert torch.equal(weight.read(), second.tensors[name].read()), name
 
 
 def test_vocabulary_smaller_than_the_embedding(forms):
     tokenizer = llama2.Tokenizer.from_file(forms[0] / "tokenizer.model")
     vocabulary = tokenizer.vocabulary(tokenizer.vocab_size + 2)
-    assert vocabulary["tokenizer.ggml.tokens"][-2:] == ["[PAD300]", "[PAD301]"]
+    assert vocabulary["tokenizer.ggml.tokens"][-2:] == ["[PAD320]", "[PAD321]"]
     assert vocabulary["tokenizer.ggml.token_type"][-3:] == [1, 5, 5]
-    with pytest.raises(ValueError, match="300 pieces; the model has 299"):
-        llama2.Tokenizer.from_file(forms[0] / "tokenizer.model", 299)
+    with pytest.raises(ValueError, match="320 pieces; the model has 319"):
+        llama2.Tokenizer.from_file(forms[0] / "tokenizer.model", 319)
 
 
-def test_a_hostile_pickle_is_refused_and_not_executed(forms, tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path}/executed",)
-
-    for legacy in (False, True):
-        directory = tmp_path / f"{legacy}"
-        directory.mkdir()
-        (directory / "params.json").write_text(json.dumps(PARAMS))
-        file = directory / "consolidated.00.pth"
-        torch.save({"norm.weight": Bomb()}, file, _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(ValueError, match=r"consolidated\.00\.pth: damaged, or not a file of"):
-            llama2.open_checkpoint(directory)
-        file.write_bytes(pickle.dumps(Bomb(), protocol=2))
-        with pytest.raises(ValueError, match=r"consolidated\.00\.pth"):
-            llama2.open_checkpoint(directory)
-    assert not (tmp_path / "executed").exists()
-
-
-def copy(source, target, **changes):
-    """A directory of links to a form's files, with changes to its settings (None: left out)."""
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.suffix == ".json" and file.name in ("config.json", "params.json"):
-            settings = json.loads(file.read_text()) | changes
-            (target / file.name).write_text(json.dumps(settings))
-        else:
-            (target / file.name).symlink_to(file)
+def changed(source, target, **changes):
+    """A copy of a form's directory with changes to its settings (None: left out)."""
+    shutil.copytree(source, target)
+    for file in (target / "config.json", target / "params.json"):
+        if file.exists():
+            file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     if not (target / "tokenizer.model").exists():
-        (target / "tokenizer.model").symlink_to(source.parent / "tokenizer.model")
+        shutil.copy(source.parent / "tokenizer.model", target)
     return target
 
 
 REFUSED_DIRECTORIES = [
-    ("hf", {"model_type": "mistral"}, "model_type is mistral; accepted is llama"),
+    ("hf", {"model_type": "falcon"}, "model_type is falcon; accepted are llama and mistral"),
     ("hf", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
     ("hf", {"attention_bias": True}, "attention_bias is True; accepted is False"),
     ("hf", {"hidden_act": "gelu"}, "hidden_act is gelu; accepted is silu"),
@@ -2471,7 +2159,7 @@ REFUSED_DIRECTORIES = [
     ("hf", {"num_hidden_layers": None}, "num_hidden_layers is missing"),
     ("hf", {"intermediate_size": 96}, r"gate_proj.weight is \[160, 128\]; needed is \[96, 128\]"),
     ("hf", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-    ("hf", {"vocab_size": 299}, "embed_tokens.weight is"),
+    ("hf", {"vocab_size": 319}, "embed_tokens.weight is"),
     ("meta1", {"use_scaled_rope": True}, "use_scaled_rope is not of Llama 2"),
     ("meta1", {"ffn_dim_multiplier": 1.3}, "rows of w1 follow"),
     ("meta1", {"dim": 512}, "are shards missing"),
@@ -2481,7 +2169,7 @@ REFUSED_DIRECTORIES = [
 
 @pytest.mark.parametrize(("form", "change", "message"), REFUSED_DIRECTORIES)
 def test_what_cannot_be_run_is_refused_by_name(forms, tmp_path, form, change, message):
-    directory = copy(forms[0] / form, tmp_path / "copy", **change)
+    directory = changed(forms[0] / form, tmp_path / "copy", **change)
     with pytest.raises(ValueError, match=message):
         llama2.open_checkpoint(directory)
 
@@ -2490,38 +2178,22 @@ def test_linear_rope_scaling_old_and_new(forms, tmp_path):
     new = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}
     old = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 500.0}
     for form, change in (("hf", new), ("bin", old)):
-        config = llama2.open_checkpoint(copy(forms[0] / form, tmp_path / form, **change)).config
+        config = llama2.open_checkpoint(changed(forms[0] / form, tmp_path / form, **change)).config
         assert (config.rope_scaling_factor, config.rope_theta) == (4.0, 500.0)
 
 
-def test_tied_embeddings_of_a_directory(forms, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.from_pretrained(forms[0] / "hf")
-    config.tie_word_embeddings = True
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "tied")
-    tied = tmp_path / "tied"
-    (tied / "tokenizer.model").write_bytes((forms[0] / "tokenizer.model").read_bytes())
-    ours, _ = llama2.load(tied)
-    assert ours.config.tie_word_embeddings
-    with torch.no_grad():
-        torch.testing.assert_close(ours(forms[1]), model(forms[1]).logits, atol=1e-5, rtol=1e-5)
-    llama2.save_gguf(llama2.open_checkpoint(tied), tmp_path / "tied.gguf", "Q8_0")
-    assert llama2.load(tmp_path / "tied.gguf")[0].config.tie_word_embeddings
-
-
 def test_missing_files_are_named(forms, tmp_path):
-    directory = copy(forms[0] / "hf", tmp_path / "a")
+    directory = changed(forms[0] / "hf", tmp_path / "a")
     (directory / "tokenizer.model").unlink()
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.model .* is missing"):
         llama2.open_checkpoint(directory)
-    directory = copy(forms[0] / "hf_index", tmp_path / "b")
+    directory = changed(forms[0] / "hf_index", tmp_path / "b")
     first = min(directory.glob("model-*"))
     first.unlink()
     with pytest.raises(FileNotFoundError, match=first.name):
         llama2.open_checkpoint(directory)
-    directory = copy(forms[0] / "meta4", tmp_path / "c")
+    directory = changed(forms[0] / "meta4", tmp_path / "c")
     (directory / "consolidated.01.pth").unlink()
     with pytest.raises(ValueError, match="shards"):
         llama2.open_checkpoint(directory)
@@ -2537,16 +2209,16 @@ def test_missing_files_are_named(forms, tmp_path):
 
 
 def test_a_directory_of_both_forms_is_read_as_the_one_whose_weights_are_there(forms, tmp_path):
-    directory = copy(forms[0] / "meta4", tmp_path / "both")
+    directory = changed(forms[0] / "meta4", tmp_path / "both")
     (directory / "config.json").write_text("{}")
-    assert llama2.open_checkpoint(directory).form.startswith("Meta")
+    assert llama2.open_checkpoint(directory).format.startswith("Meta")
 
 
 @pytest.mark.parametrize(
     "damage", ["cut", "empty", "long header", "no json", "offset", "dtype", "shape"]
 )
 def test_damaged_safetensors(forms, tmp_path, damage):
-    directory = copy(forms[0] / "hf", tmp_path / "copy")
+    directory = changed(forms[0] / "hf", tmp_path / "copy")
     file = directory / "model.safetensors"
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -2568,7 +2240,6 @@ def test_damaged_safetensors(forms, tmp_path, damage):
         data = (2**60).to_bytes(8, "little") + data[8:]
     elif damage == "no json":
         data = data[:8] + b"x" + data[9:]
-    file.unlink()
     file.write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):
         llama2.open_checkpoint(directory)
@@ -2578,10 +2249,9 @@ def test_damaged_safetensors(forms, tmp_path, damage):
     "damage", ["cut", "empty", "list", "int", "int key", "expanded", "float64"]
 )
 def test_damaged_pth(forms, tmp_path, damage):
-    directory = copy(forms[0] / "meta1", tmp_path / "copy")
+    directory = changed(forms[0] / "meta1", tmp_path / "copy")
     file = directory / "consolidated.00.pth"
     data = file.read_bytes()
-    file.unlink()
     content = {
         "list": [torch.ones(2)],
         "int": {"norm.weight": 3},
@@ -2597,7 +2267,7 @@ def test_damaged_pth(forms, tmp_path, damage):
         llama2.open_checkpoint(directory)
 
 
-def test_memory_plan_and_refusal(monkeypatch):
+def test_memory_plan_and_refusal():
     config = llama2.Config.llama2_7b()
     with torch.device("meta"):
         parameters = dict(llama2.Llama(config).named_parameters())
@@ -2608,1664 +2278,32 @@ def test_memory_plan_and_refusal(monkeypatch):
     layer = llama2.Cache(dataclasses.replace(config, num_hidden_layers=1), 1, 64, torch.float16)
     assert plan["cache"] == 2**31 == (layer.k.nbytes + layer.v.nbytes) * 32 * 64
     assert 0 < plan["overhead"] < 1e9
-    options = (model, 4096, torch.float16, torch.device("cpu"))
+    need, options = sum(plan.values()), (plan, 4096, torch.device("cpu"))
+    llama2.check_memory(*options, need)
     for free, message in (
-        (sum(plan.values()) - 1, "--context 4095, type Q8_0 .* type Q4_0"),
-        (10e9, r"10\.0 GB are free on cpu; what would fit: type Q8_0 \(9\.4 GB.*, type Q4_0"),
-        (1e9, "more devices, with torchrun"),
+        (need - 1, r"needs weights 13\.5 .* are free on cpu; what may fit: --context 4095"),
+        (10e9, r"10\.0 GB are free .* a file of fewer bits \(--save .* or more devices"),
     ):
-        monkeypatch.setattr(llama2, "free_memory", lambda device, free=free: int(free))
         with pytest.raises(ValueError, match=message):
-            llama2.check_memory(*options)
-    monkeypatch.setattr(llama2, "free_memory", lambda device: sum(plan.values()))
-    llama2.check_memory(*options)
-
-
-def test_memory_that_is_free():
-    assert 2**20 < llama2.free_memory(torch.device("cpu")) < 2**50
-
-
-# --------------------------------------------------------------------------------------------------
-# Tensor parallelism
-
-RANK_FORMS = {2: ("hf_index", "q4.gguf", "tied.gguf"), 4: ("meta4", "q4.gguf")}
-
-
-def run_rank(rank, ranks, port, root, tokens, out):
-    """One process of torchrun's: what it computes and how many bytes of weights it holds."""
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.set_num_threads(1)
-    assert llama2.start_ranks() == rank
-    found = {}
-    for form in RANK_FORMS[ranks]:
-        part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, ranks)
-        model = llama2.build_model(part)
-        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        llama2.connect_ranks(model)
-        texts = [list(llama2.generate(model, tokens[0].tolist(), 6, t, seed=3)) for t in (0, 1)]
-        found[form] = (model(tokens), *texts, held)
-    torch.save(found, out / str(rank))
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """A server that has imported torch once and forks the processes of all ranks."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_equal_one_process(forms, processes, tmp_path, ranks):
-    root, tokens, _ = forms
-    llama2.save_gguf(llama2.open_checkpoint(root / "hf"), root / "q4.gguf", "Q4_0")
-    tied = llama2.open_checkpoint(root / "hf")
-    del tied.weights["lm_head.weight"]
-    tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
-    llama2.save_gguf(tied, root / "tied.gguf", "Q8_0")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    started = [
-        processes.Process(target=run_rank, args=(rank, ranks, port, root, tokens, tmp_path))
-        for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(60)
-    assert [process.exitcode for process in started] == [0] * ranks
-    found = [torch.load(tmp_path / str(rank)) for rank in range(ranks)]
-    for form in RANK_FORMS[ranks]:
-        model, _ = llama2.load(root / form)
-        ids = list(llama2.generate(model, tokens[0].tolist(), 6))
-        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        if form == "tied.gguf":  # the embedding and the head are cut along different axes
-            held += model.embed_tokens.blocks.nbytes
-        for rank in range(ranks):
-            logits, rank_ids, drawn, rank_held = found[rank][form]
-            torch.testing.assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
-            assert torch.equal(logits, found[0][form][0])
-            assert rank_ids == ids
-            assert drawn == found[0][form][2]
-            assert rank_held / held < 1.3 / ranks, (form, rank)
-
-
-def test_ranks_from_the_command_line(forms, capsys):
-    args = ["--model", str(forms[0] / "hf_index"), "--temperature", "0", "--max-new-tokens", "12"]
-    assert llama2.main([*args, "--prompt", PROMPT]) == 0
-    alone = capsys.readouterr().out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, llama2.__file__, *args],
-        input=PROMPT.encode(), capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
-    errors = done.stderr.decode()
-    assert (done.returncode, done.stdout.decode()) == (0, alone), errors  # rank 0 alone reads, ...
-    assert errors.count("generated 12 tokens") == 1  # ... and prints
-
-
-def test_too_many_ranks(forms):
-    checkpoint = llama2.open_checkpoint(forms[0] / "hf")
-    with pytest.raises(
-        ValueError, match=r"8 ranks for 4 key/value heads; accepted are \[1, 2, 4\]"
-    ):
-        llama2.rank_part(checkpoint, 0, 8)
-    checkpoint.weights["layers.0.mlp.down_proj.weight"].kind = "Q4_K"  # blocks of 256
-    with pytest.raises(ValueError, match="160 cannot be divided by 2 ranks into runs of 256"):
-        llama2.rank_part(checkpoint, 0, 2)
-
-
-def test_the_parts_of_all_ranks_are_the_whole(forms):
-    for form in ("meta4", "hf", "gguf.gguf"):
-        whole = llama2.open_checkpoint(forms[0] / form)
-        for ranks in (2, 4):
-            parts = [llama2.rank_part(whole, rank, ranks).weights for rank in range(ranks)]
-            for name, weight in whole.weights.items():
-                pieces = [part[name].dense(torch.float32) for part in parts]
-                axis = 0 if pieces[0].shape[0] != weight.shape[0] else pieces[0].dim() - 1
-                if pieces[0].dim() == 1:
-                    pieces = pieces[:1]
-                assert torch.equal(torch.cat(pieces, axis), weight.dense(torch.float32)), name
-
-
-# --------------------------------------------------------------------------------------------------
-# Nothing that a file or a user does breaks it
-
-LLAMA2 = Path(llama2.__file__)
-DEVICES = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, CONTEXT = 32, 64, 2, 4, 2, 64
-SMALL_PIECES = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]
-SMALL_PIECES += [(f"<0x{i:02X}>", 6) for i in range(256)]
-SMALL_PIECES += [(piece, 1) for piece in ("\u2581a", "ab", "\u2581", *"abcdefgh")]
-
-# --------------------------------------------------------------------------------------------------
-# A tiny valid GGUF file as lists that a test may change, and its bytes with every boundary known
-
-U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
-LETTERS = dict(enumerate("BbHhIif?--Qqd"))
-
-
-def tiny_keys():
-    """The metadata of the tiny model: [name, type, value]; an array's value is (type, values)."""
-    n = len(SMALL_PIECES)
-    llama = {"context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": LAYERS}
-    llama |= {"feed_forward_length": FFN, "attention.head_count": HEADS}
-    llama |= {"attention.head_count_kv": KV_HEADS, "rope.dimension_count": HIDDEN // HEADS}
-    return [
-        ["general.architecture", STRING, "llama"],
-        ["general.alignment", U32, 32],
-        *[[f"llama.{name}", U32, value] for name, value in llama.items()],
-        ["llama.attention.layer_norm_rms_epsilon", F32, 1e-5],
-        ["llama.rope.freq_base", F32, 10000.0],
-        ["llama.rope.scaling.factor", F32, 1.0],
-        ["tokenizer.ggml.model", STRING, "llama"],
-        ["tokenizer.ggml.tokens", ARRAY, (STRING, [piece for piece, _ in SMALL_PIECES])],
-        ["tokenizer.ggml.scores", ARRAY, (F32, [-float(i) for i in range(n)])],
-        ["tokenizer.ggml.token_type", ARRAY, (I32, [kind for _, kind in SMALL_PIECES])],
-        ["tokenizer.ggml.bos_token_id", U32, 1],
-        ["tokenizer.ggml.eos_token_id", U32, 2],
-        ["tokenizer.ggml.unknown_token_id", U32, 0],
-        ["tokenizer.ggml.add_bos_token", BOOL, True],
-    ]
-
-
-def tiny_tensors(hidden=HIDDEN, ffn=FFN, kinds=("Q4_0", "Q8_0", "F16", "BF16", "Q5_1")):
-    """The tensors of the tiny model: [name, dims (fastest first), type, offset or None, bytes]."""
-    kv, rng, tensors = hidden * KV_HEADS // HEADS, np.random.RandomState(0), []
-    shapes = {"attn_q": (hidden, hidden), "attn_k": (hidden, kv), "attn_v": (hidden, kv)}
-    shapes |= {"attn_output": (hidden, hidden), "ffn_gate": (hidden, ffn), "ffn_up": (hidden, ffn)}
-    shapes |= {"ffn_down": (ffn, hidden), "attn_norm": (hidden,), "ffn_norm": (hidden,)}
-    shapes = {f"blk.{i}.{name}": dims for i in range(LAYERS) for name, dims in shapes.items()}
-    vocabulary = (hidden, len(SMALL_PIECES))
-    shapes |= {"token_embd": vocabulary, "output": vocabulary, "output_norm": (hidden,)}
-    for i, (name, dims) in enumerate(shapes.items()):
-        kind = gguf.GGMLQuantizationType[kinds[i % len(kinds)] if len(dims) == 2 else "F32"]
-        weight = (rng.standard_normal(dims[::-1]) * 0.2 + (len(dims) == 1)).astype(np.float32)
-        try:
-            data = gguf.quants.quantize(weight, kind).tobytes()
-        except NotImplementedError:  # K-quants: any bytes are valid; their scales stay small
-            block, size = gguf.GGML_QUANT_SIZES[kind]
-            data = rng.randint(0, 24, (weight.size // block, size)).astype(np.uint8).tobytes()
-        tensors.append([name + ".weight", list(dims), int(kind), None, data])
-    return tensors
-
-
-def number_bytes(kind, number):
-    """A number of one GGUF type; integers that do not fit lose their high bits."""
-    letter = LETTERS.get(kind, "I").replace("-", "I")
-    if letter in "BbHhIiQq":
-        size = struct.calcsize(letter)
-        return (int(number) % 256**size).to_bytes(size, "little")
-    return struct.pack("<" + letter, number)
-
-
-class Writer:
-    """GGUF bytes; `spans` tells where each structural field begins and how long it is."""
-
-    def __init__(self):
-        self.data, self.spans = bytearray(), []
-
-    def put(self, data):
-        self.spans.append((len(self.data), len(data)))
-        self.data += data
-
-    def string(self, text):
-        data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-        self.put(struct.pack("<Q", len(data)))
-        self.put(data)
-
-    def value(self, kind, value):
-        if kind == STRING:
-            self.string(value)
-        elif kind == ARRAY:
-            inner, values = value
-            self.put(struct.pack("<I", inner))
-            self.put(struct.pack("<Q", len(values)))
-            if LETTERS.get(inner, "-") != "-":
-                self.put(b"".join(number_bytes(inner, item) for item in values))
-            else:
-                for i, item in enumerate(values):
-                    spans = list(self.spans)
-                    self.value(inner, item)
-                    self.spans = spans if i > 2 else self.spans  # a few boundaries of many
-        else:
-            self.put(number_bytes(kind, value))
-
-
-def gguf_file(keys, tensors, align=32, version=3):
-    """-> the file's bytes, its structural fields as (offset, size), where its data begins."""
-    writer = Writer()
-    for data in (b"GGUF", struct.pack("<I", version)):
-        writer.put(data)
-    for count in (len(tensors), len(keys)):
-        writer.put(struct.pack("<Q", count))
-    for name, kind, value in keys:
-        writer.string(name)
-        writer.put(struct.pack("<I", kind))
-        writer.value(kind, value)
-    body = bytearray()
-    for name, dims, kind, offset, data in tensors:
-        body += bytes(-len(body) % align)
-        writer.string(name)
-        writer.put(struct.pack("<I", len(dims)))
-        for n in dims:
-            writer.put(struct.pack("<Q", n))
-        writer.put(struct.pack("<I", kind))
-        writer.put(struct.pack("<Q", len(body) if offset is None else offset))
-        body += data
-    start = len(writer.data) + -len(writer.data) % align
-    return bytes(writer.data).ljust(start, b"\0") + body, writer.spans, start
-
-
-def tiny_model(path, keys=None, tensors=None):
-    """Write the tiny model, with other keys or tensors if given."""
-    path.write_bytes(gguf_file(keys or tiny_keys(), tensors or tiny_tensors())[0])
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """The tiny model as it should be, loaded once: what is compiled or imported then is not timed."""
-    path = tiny_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-    llama2.load(path)
-    return path
-
-
-# --------------------------------------------------------------------------------------------------
-# Mutations
-
-COUNTS = (0, 1, 2, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
-NUMBERS = (0, 1, -1, 3, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
-FLOATS = (0.0, -1.0, math.nan, math.inf, -math.inf, 1e-45, 1e38, 1e308)
-TEXTS = ("", "\0", "\ud800", b"\xff\xfe", b"\xf0\x9f", "x" * 5000, "llama", "gpt2", "none", "yarn")
-NAMES = ("rope_freqs.weight", "blk.0.attn_qkv.weight", "blk.0.attn_q.bias", "blk.1.attn_q.weight")
-EXTRA_KEYS = (
-    ("llama.expert_count", U32, 8),
-    ("llama.rope.scaling.type", STRING, "none"),
-    ("llama.attention.key_length", U64, 2**63),
-    ("split.count", U16, 3),
-    ("general.type", STRING, "adapter"),
-    ("tokenizer.ggml.add_space_prefix", BOOL, False),
-    ("tokenizer.chat_template", U32, 1),
-)
-
-
-def mutate_value(rng, entry):
-    """Another value or another type for one metadata key."""
-    _, kind, value = entry
-    choice = rng.randrange(4)
-    if kind == ARRAY and choice and value[1]:
-        inner, values = value[0], list(value[1])
-        where = rng.randrange(len(values))
-        if choice == 1:
-            pool = {STRING: TEXTS + tuple(values[:5]), F32: FLOATS[:7], ARRAY: [(U8, [1, 2])]}
-            pool = pool.get(inner, NUMBERS)
-            for _ in range(rng.choice((1, 3, 50))):
-                values[rng.randrange(len(values))] = rng.choice(pool)
-        elif choice == 2:
-            values = rng.choice((values[:where], values * 2, [], values[::-1]))
-        else:
-            other = rng.choice((U8, I64, F64, BOOL, STRING, ARRAY))
-            sample = {STRING: "a", ARRAY: (U8, [1, 2])}.get(other, 1)
-            inner, values = other, [sample] * len(values)
-        entry[2] = (inner, values)
-        return
-    pools = {STRING: TEXTS, F32: FLOATS[:7], F64: FLOATS, BOOL: (0, 1), I64: NUMBERS}
-    pools[ARRAY] = ((U32, [2, 2]), (ARRAY, [(U32, [1]), (U32, [1])]), (STRING, []), (U8, [1] * 999))
-    if choice == 0:
-        entry[1] = kind = rng.choice((STRING, F32, F64, BOOL, I64, U64, ARRAY))
-    entry[2] = rng.choice(pools.get(kind, tuple(n for n in COUNTS if n < 2**32)))
-
-
-def fit_data(tensor):
-    """Give a tensor data of the size that its type and dims ask for, if that is small."""
-    with contextlib.suppress(ValueError):
-        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor[2])]
-        needed = math.prod(tensor[1]) // block * size
-        if 0 < needed < 2**18:
-            tensor[4] = (tensor[4] * (needed // len(tensor[4]) + 1))[:needed]
-
-
-def mutate_structure(rng, keys, tensors):
-    """One change to what the file says: keys, types, shapes, names, offsets, data."""
-    key, tensor, other = rng.choice(keys), rng.choice(tensors), rng.choice(tensors)
-    choice = rng.randrange(14)
-    if choice < 4:
-        mutate_value(rng, key)
-    elif choice == 4:
-        keys.remove(key)
-    elif choice == 5:
-        keys.insert(rng.randrange(len(keys)), list(rng.choice((key, *EXTRA_KEYS))))
-    elif choice == 6:
-        tensors.remove(tensor)
-    elif choice == 7:
-        tensor[0] = rng.choice((other[0], *NAMES, "x.weight", "", b"\xff", "blk.2.ffn_up.weight"))
-    elif choice == 8:
-        tensor[1] = rng.choice((tensor[1][::-1], tensor[1] + [1], tensor[1][:1], [1, *tensor[1]]))
-    elif choice == 9:
-        where = rng.randrange(len(tensor[1]))
-        tensor[1][where] = rng.choice((*COUNTS, tensor[1][where] * 2, tensor[1][where] + 1))
-    elif choice == 10:
-        tensor[2] = rng.choice((*range(45), 2**31))
-    elif choice == 11:
-        tensor[3] = rng.choice((0, 1, 32, 33, 64, 2**20, *COUNTS))
-    elif choice == 12:
-        dtype, bad = rng.choice((("<f4", math.nan), ("<f4", math.inf), ("<f2", math.nan)))
-        data = np.frombuffer(tensor[4].ljust(4)[: len(tensor[4]) & -4 or 4], dtype).copy()
-        data[rng.randrange(len(data)) :: rng.choice((1, 7, 10**9))] = bad
-        tensor[4] = data.tobytes()
-    else:
-        tensor[4] = tensor[4][: len(tensor[4]) // rng.choice((2, 3, 100)) + 1]
-    if choice in (8, 9, 10) and rng.randrange(3):
-        fit_data(tensor)
-
-
-def mutation(seed):
-    """The bytes of the tiny model after one to three changes, decided by the seed."""
-    rng = random.Random(seed)
-    keys, tensors = tiny_keys(), tiny_tensors()
-    way = rng.randrange(10)
-    if way < 5:
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            mutate_structure(rng, keys, tensors)
-    data, spans, start = gguf_file(keys, tensors)
-    data = bytearray(data)
-    if way == 5:  # cut off: at a boundary, or anywhere
-        del data[rng.choice((rng.choice(spans)[0], rng.randrange(len(data)), start)) :]
-    elif way in (6, 7):  # a length, a count, a dimension, an offset: any field of 4 or 8 bytes
-        place, size = rng.choice([span for span in spans if span[1] in (4, 8)])
-        number = rng.choice((*COUNTS, len(data), int.from_bytes(data[place : place + size]) + 1))
-        data[place : place + size] = (number % 256**size).to_bytes(size, "little")
-    elif way > 7:  # bits and bytes, in the header or anywhere
-        for _ in range(rng.choice((1, 2, 8))):
-            place = rng.randrange(rng.choice((64, start, len(data))))
-            data[place] = rng.choice((data[place] ^ 1 << rng.randrange(8), rng.randrange(256)))
-    return bytes(data)
-
-
-# The same model as directories: Hugging Face's (one file, two with an index, .bin) and Meta's.
-
-HOSTILE_FORMS = ("hf", "hf index", "bin", "meta")
-
-
-def safetensors_file(tensors):
-    """Named tensors as safetensors' bytes, in float32."""
-    header, body = {}, b""
-    for name, t in tensors.items():
-        data = t.numpy().tobytes()
-        offsets = [len(body), len(body) + len(data)]
-        header[name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": offsets}
-        body += data
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + body
-
-
-def saved(content, **options):
-    """What torch.save writes."""
-    file = io.BytesIO()
-    torch.save(content, file, **options)
-    return file.getvalue()
-
-
-@functools.cache
-def directory(form):
-    """{file name: bytes} of the tiny model."""
-    config = llama2.Config(HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, len(SMALL_PIECES), CONTEXT)
-    state = {n: t.detach() for n, t in llama2.Llama(config).named_parameters()}
-    values = {key: value[1] if kind == ARRAY else value for key, kind, value in tiny_keys()}
-    vocabulary = SimpleNamespace(
-        path="", get=lambda key, kind, default=None: values.get(key, default)
-    )
-    files = {"tokenizer.model": llama2.sentencepiece_model(vocabulary)}
-    if form == "meta":
-        params = {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS}
-        params |= {"norm_eps": 1e-5, "vocab_size": -1, "multiple_of": 32, "ffn_dim_multiplier": 0.7}
-        files["params.json"] = json.dumps(params).encode()
-        shards = [{"rope.freqs": torch.ones(4)}, {"rope.freqs": torch.ones(4)}]
-        for ours, theirs in llama2.name_map(2, config):
-            axis = {row[2].split(".")[-1]: row[3] for row in llama2.NAMES}[theirs.split(".")[-2]]
-            t = state[ours]
-            for shard, part in zip(
-                shards, [t, t] if axis is None else t.chunk(2, axis), strict=True
-            ):
-                shard[theirs] = part.clone()
-        return files | {f"consolidated.{i:02}.pth": saved(shard) for i, shard in enumerate(shards)}
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps")
-    settings = {name: getattr(config, name) for name in names}
-    settings |= {"model_type": "llama", "tie_word_embeddings": False, "hidden_act": "silu"}
-    settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    files["config.json"] = json.dumps(settings).encode()
-    state = {name if name == "lm_head.weight" else f"model.{name}": t for name, t in state.items()}
-    if form == "hf":
-        return files | {"model.safetensors": safetensors_file(state)}
-    if form == "bin":
-        return files | {"pytorch_model.bin": saved(state)}
-    halves = [dict(list(state.items())[i::2]) for i in (0, 1)]
-    shards = {f"model-0000{i}-of-00002.safetensors": half for i, half in enumerate(halves, 1)}
-    index = {"weight_map": {name: file for file, half in shards.items() for name in half}}
-    files["model.safetensors.index.json"] = json.dumps(index).encode()
-    return files | {name: safetensors_file(half) for name, half in shards.items()}
-
-
-class Bomb:
-    """Unpickled by a careless reader, it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-ODD_VALUES = (0, 1, -1, 3, 2**31, 2**63, 10**400, 0.5, -1e-5, 1e308, math.nan, math.inf, "", "x")
-ODD_VALUES += (
-    None,
-    True,
-    False,
-    [],
-    {},
-    [1],
-    {"a": 1},
-    "\ud800",
-    "model.safetensors",
-    "../x",
-    "F16",
-)
-ODD_TENSORS = (
-    7,
-    [1, 2],
-    {1: torch.ones(2)},
-    {"x": 1},
-    {"x": torch.tensor(1.0)},
-    {"x": torch.ones(2, 2, 2)},
-    {"x": torch.ones(3, 2).t()},
-    {"x": torch.ones(1).expand(2**20, 2**15)},
-    {"x": torch.ones(0, 3)},
-    {"x": torch.ones(2, 2).to_sparse()},
-    {"x": torch.ones(2, 2, device="meta")},
-    {"x": torch.ones(2, 2, dtype=torch.complex64)},
-    {"model": {"x": torch.ones(2, 2)}},
-)
-
-
-def mutate_json(rng, content):
-    """Change one value, anywhere in it; return it as bytes."""
-    spots = [content]
-    for spot in spots:
-        children = spot.values() if isinstance(spot, dict) else spot
-        spots += [child for child in children if isinstance(child, (dict, list)) and child]
-    spot = rng.choice((content, rng.choice(spots)))
-    key = rng.choice(list(spot) if isinstance(spot, dict) else range(len(spot)))
-    choice = rng.randrange(8)
-    if choice == 0:
-        del spot[key]
-    elif choice == 1:
-        spot[key] = rng.choice(list(spot.values() if isinstance(spot, dict) else spot))
-    elif choice == 2 and isinstance(spot, dict):
-        spot[rng.choice(("x", "", "head_dim", "rope_scaling", "moe"))] = spot[key]
-    else:
-        spot[key] = rng.choice(ODD_VALUES)
-    if choice == 7:
-        return rng.choice((b"[" * 10**5, b"[]", b"", b"null", b'{"a":' * 10**4, b"\xff\xfe{}"))
-    return json.dumps(content).encode()
-
-
-def mutate_file(rng, name, data):
-    """One change to one file of a directory."""
-    way = rng.randrange(6)
-    if way == 0:
-        return data[: rng.randrange(len(data) + 1)]
-    if way == 1 or name == "tokenizer.model":
-        data = bytearray(data)
-        for _ in range(rng.choice((1, 2, 10))):
-            place = rng.randrange(rng.choice((min(300, len(data)), len(data))))
-            data[place] = rng.choice((data[place] ^ 1 << rng.randrange(8), rng.randrange(256)))
-        return bytes(data)
-    if name.endswith(".json"):
-        return mutate_json(rng, json.loads(data))
-    if name.endswith(".safetensors"):
-        size = int.from_bytes(data[:8], "little")
-        if way == 2:
-            return struct.pack("<Q", rng.choice(COUNTS)) + data[8:]
-        text = mutate_json(rng, json.loads(data[8 : 8 + size]))
-        return struct.pack("<Q", len(text)) + text + data[8 + size :]
-    if way == 2:
-        content = rng.choice(ODD_TENSORS)
-        return saved(content, _use_new_zipfile_serialization=rng.random() < 0.7)
-    content = torch.load(io.BytesIO(data), weights_only=True)
-    key = rng.choice(list(content))
-    if way == 3:
-        content[key] = rng.choice(ODD_TENSORS)
-    elif way == 4:
-        content[rng.choice((*content, "x", 3, ""))] = content.pop(key)
-    else:
-        content[key].view(-1)[:: rng.choice((1, 9))] = rng.choice((math.nan, math.inf, 1e38))
-    return saved(content, _use_new_zipfile_serialization=rng.random() < 0.7)
-
-
-def mutated_directory(seed, path):
-    """Write the tiny model's directory with one or two files changed or missing."""
-    rng = random.Random(seed)
-    files = dict(directory(rng.choice(HOSTILE_FORMS)))
-    for name in rng.sample(list(files), rng.choice((1, 1, 1, 2))):
-        if rng.randrange(20):
-            files[name] = mutate_file(rng, name, files[name])
-        else:
-            del files[name]
-    path.mkdir()
-    for name, data in files.items():
-        (path / name).write_bytes(data)
-    return path
-
-
-@contextlib.contextmanager
-def at_most(megabytes):
-    """Let this process take so much more memory; beyond it, allocations fail."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + megabytes * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def outcome(path):
-    """Load a file and generate two tokens: "runs", or what the ValueError or OSError said."""
-    try:
-        model, tokenizer = llama2.load(path)
-    except (ValueError, OSError) as error:
-        assert path.name in str(error), f"does not name the file: {error}"
-        assert len(str(error)) < 500, "an error should fit in a line or two"
-        return str(error)
-    try:
-        ids = tokenizer.encode("ab \u00e9\U0001f600", bos=tokenizer.add_bos)
-        new = list(llama2.generate(model, ids, max_new_tokens=2, temperature=0.8, stop_ids=()))
-        assert all(0 <= token_id < model.config.vocab_size for token_id in new)
-        tokenizer.decode(new)
-        return "runs"
-    except ValueError as error:
-        return str(error)
-
-
-def bounded_outcome(path):
-    """outcome() within 5 seconds and 300 MB."""
-    start = time.perf_counter()
-    with at_most(300):
-        said = outcome(path)
-    assert time.perf_counter() - start < 5
-    return said
-
-
-def test_tiny_model_runs(tiny):
-    """The file that all mutations start from is valid."""
-    assert outcome(tiny) == "runs"
-
-
-@pytest.mark.parametrize("start", range(0, 320, 40))
-def test_mutated_files(tiny, tmp_path, start):
-    """Forty mutations: an error that names the file, or a model that runs, in bounded time and memory."""
-    said = []
-    for seed in range(start, start + 40):
-        path = tmp_path / f"{seed}.gguf"
-        path.write_bytes(mutation(seed))
-        said.append(bounded_outcome(path))
-    assert 1 <= said.count("runs") <= 30  # neither all valid nor all refused at the first byte
-
-
-def test_mutated_files_by_hypothesis(tiny, tmp_path):
-    """The same, with mutations that hypothesis looks for and shrinks."""
-    hypothesis = pytest.importorskip("hypothesis")
-    data, spans, _ = gguf_file(tiny_keys(), tiny_tensors())
-    places = hypothesis.strategies.sampled_from(spans)
-    pieces = hypothesis.strategies.one_of(
-        hypothesis.strategies.binary(max_size=24),
-        hypothesis.strategies.integers(0, 2**64 - 1).map(lambda n: n.to_bytes(8, "little")),
-    )
-    path = tmp_path / "m.gguf"
-
-    @hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
-    @hypothesis.given(hypothesis.strategies.lists(hypothesis.strategies.tuples(places, pieces)))
-    def check(changes):
-        changed = bytearray(data)
-        for (place, size), piece in changes[:5]:
-            changed[place : place + size] = piece
-        path.write_bytes(changed)
-        bounded_outcome(path)
-
-    check()
-
-
-@pytest.mark.parametrize("form", HOSTILE_FORMS)
-def test_tiny_directories_run(tmp_path, form):
-    """The directories that mutations start from are valid."""
-    for name, data in directory(form).items():
-        (tmp_path / name).write_bytes(data)
-    assert outcome(tmp_path) == "runs"
-
-
-@pytest.mark.parametrize("start", range(0, 200, 40))
-def test_mutated_directories(tmp_path, start):
-    """params.json, config.json, index, safetensors, .pth, .bin and tokenizer.model: forty mutations."""
-    seeds = range(start, start + 40)
-    said = [bounded_outcome(mutated_directory(seed, tmp_path / f"{seed}")) for seed in seeds]
-    assert 1 <= said.count("runs") <= 30
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("name", ["consolidated.00.pth", "pytorch_model.bin"])
-def test_pickles_run_nothing(tmp_path, name, zipped):
-    """A pickle that would run code is refused before it does."""
-    for file, data in directory("meta" if "consolidated" in name else "bin").items():
-        (tmp_path / file).write_bytes(data)
-    content = {"x": torch.ones(2, 2), "bomb": Bomb(tmp_path / "exploded")}
-    (tmp_path / name).write_bytes(saved(content, _use_new_zipfile_serialization=zipped))
-    with pytest.raises(ValueError, match=f"{name}: damaged, or not a file of tensors alone"):
-        llama2.load(tmp_path)
-    assert not (tmp_path / "exploded").exists()
-    torch.load(tmp_path / name, weights_only=False)
-    assert (tmp_path / "exploded").exists()  # it would have
-
-
-def test_compressed_pickles_are_refused(tmp_path):
-    """torch.save never compresses: a megabyte that swells to a gigabyte is not read."""
-    files = directory("bin")
-    for file, data in files.items():
-        (tmp_path / file).write_bytes(data)
-    packed = zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED)
-    with zipfile.ZipFile(io.BytesIO(files["pytorch_model.bin"])) as original, packed:
-        for entry in original.infolist():
-            packed.writestr(entry.filename, original.read(entry))
-    assert "compressed" in bounded_outcome(tmp_path)
-
-
-def test_index_stays_in_its_directory(tmp_path):
-    """A weight_map that points elsewhere reads nothing there."""
-    for file, data in directory("hf index").items():
-        (tmp_path / file).write_bytes(data)
-    path = tmp_path / "model.safetensors.index.json"
-    for name in ("../../etc/passwd", "/etc/passwd", "..", "", "a\0b"):
-        path.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-        assert "passwd: " not in bounded_outcome(tmp_path).replace(f"{tmp_path}/passwd", "")
-
-
-@pytest.mark.parametrize(
-    "key, number, said",
-    [
-        ("llama.block_count", 2**31, "num_hidden_layers"),
-        ("llama.block_count", 2**28, "layers"),
-        ("llama.block_count", 20, "missing"),
-        ("llama.context_length", 2**28, "runs"),
-        ("llama.context_length", 2**31, "max_position_embeddings"),
-        ("llama.embedding_length", 2**27, "head size"),
-        ("llama.feed_forward_length", 2**28, "needed is"),
-        ("llama.attention.head_count", 2**28, "head size"),
-        ("llama.attention.head_count_kv", 3, "multiple"),
-        ("llama.attention.head_count_kv", 0, "num_key_value_heads"),
-        ("split.count", 65535, "65535"),
-        ("general.alignment", 2**31, "alignment"),
-        ("general.alignment", 1, "alignment"),  # float32 could not be read in place
-    ],
-)
-def test_absurd_counts_do_not_allocate(tmp_path, key, number, said):
-    """A count is believed only as far as the file or the request bears it out."""
-    keys = [entry for entry in tiny_keys() if entry[0] != key] + [[key, U32, number]]
-    assert said in bounded_outcome(tiny_model(tmp_path / "absurd.gguf", keys))
-
-
-N = len(SMALL_PIECES)
-
-
-@pytest.mark.parametrize(
-    "name, kind, value, said",
-    [
-        ("tokens", ARRAY, (STRING, [f"t{i}" for i in range(N - 1)]), f"{N - 1} tokens"),
-        ("tokens", ARRAY, (STRING, []), "0 tokens"),
-        ("tokens", ARRAY, (STRING, ["same"] * N), "already defined"),
-        ("tokens", ARRAY, (STRING, ["<unk>", "<s>", "</s>"] + [""] * (N - 3)), "SentencePiece"),
-        ("tokens", ARRAY, (STRING, [p for p, _ in SMALL_PIECES[:-1]] + ["\0x"]), "null"),
-        ("tokens", ARRAY, (STRING, [p for p, _ in SMALL_PIECES[:-1]] + ["x" * 10**6]), "too long"),
-        ("tokens", ARRAY, (U32, list(range(N))), "values for"),
-        ("tokens", U32, 5, "not list"),
-        ("scores", ARRAY, (F32, [math.nan] * N), "nan"),
-        ("scores", ARRAY, (F64, [-1e300] * N), "scores"),
-        ("scores", ARRAY, (STRING, ["1"] * N), "scores"),
-        ("scores", ARRAY, (F32, [0.0]), "1 values"),
-        ("token_type", ARRAY, (I32, [9] * N), "token_type"),
-        ("token_type", ARRAY, (I32, [-(2**31)] * N), "token_type"),
-        ("token_type", ARRAY, (F32, [1.0] * N), "token_type"),
-        ("token_type", ARRAY, (I32, [6] * N), "byte piece"),
-        ("token_type", ARRAY, (I32, [4] * N), "runs"),
-        ("token_type", ARRAY, (I32, [3] * N), "runs"),
-        ("bos_token_id", U32, N, "BOS"),
-        ("eos_token_id", U32, 2**32 - 1, "EOS"),
-        ("unknown_token_id", U32, N, "unknown"),
-        ("bos_token_id", U32, 0, "no BOS"),
-        ("bos_token_id", STRING, "1", "not int"),
-    ],
-)
-def test_hostile_vocabularies(tmp_path, name, kind, value, said):
-    """SentencePiece is C++: what it would choke on is refused before, or by it, as ValueError."""
-    name = f"tokenizer.ggml.{name}"
-    keys = [entry for entry in tiny_keys() if entry[0] != name] + [[name, kind, value]]
-    assert said in bounded_outcome(tiny_model(tmp_path / "vocabulary.gguf", keys))
-
-
-def test_chains_of_merges_end(tmp_path):
-    """Merges nested 19 deep and a text of a million equal letters: linear, not quadratic."""
-    pieces = [(piece, kind) for piece, kind in SMALL_PIECES if len(piece) == 1 or kind != 1]
-    pieces += [("a" * 2**i, 1) for i in range(1, 10)]
-    for kind in (1, 4, 5):  # normal, user-defined, unused
-        rows = {"tokens": (STRING, [p for p, _ in pieces])}
-        rows["scores"] = (F32, [-float(i) for i in range(len(pieces))])
-        rows["token_type"] = (I32, [k if len(p) < 2 or k != 1 else kind for p, k in pieces])
-        keys = [entry for entry in tiny_keys() if entry[0].split(".")[-1] not in rows]
-        keys += [[f"tokenizer.ggml.{name}", ARRAY, value] for name, value in rows.items()]
-        path = tmp_path / f"{kind}.gguf"
-        path.write_bytes(gguf_file(keys, [])[0])
-        tokenizer, start = llama2.Tokenizer.from_gguf(path), time.perf_counter()
-        assert len(tokenizer.encode("a" * 10**6)) > 1000
-        assert time.perf_counter() - start < 5
-
-
-# --------------------------------------------------------------------------------------------------
-# Bad numbers
-
-QUANTS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "F16", "BF16", "F32"]
-QUANTS += [f"Q{bits}_K" for bits in (2, 3, 4, 5, 6)]
-
-
-@pytest.mark.parametrize("kind", QUANTS)
-def test_bytes_of_no_sense_in_weights(tmp_path, kind):
-    """Every scale NaN or infinity: told at the logits; random bytes: told or run, never a crash."""
-    keys, n = tiny_keys(), 256
-    for entry in keys:
-        entry[2] = {"llama.embedding_length": n, "llama.feed_forward_length": n}.get(
-            entry[0], n // HEADS if entry[0] == "llama.rope.dimension_count" else entry[2]
-        )
-    good = tiny_tensors(n, n, (kind,))
-    for data in (b"\xff", b"\x7c\x7c", bytes(random.Random(0).randbytes(997))):
-        tensors = [list(tensor) for tensor in good]
-        for tensor in tensors:
-            if tensor[0] in ("blk.1.ffn_up.weight", "output.weight"):
-                size = len(tensor[4])
-                tensor[4] = (data * (size // len(data) + 1))[:size]
-        said = bounded_outcome(tiny_model(tmp_path / "bad.gguf", keys, tensors))
-        assert "not finite" in said or (said == "runs" and data != b"\xff")
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["output_norm", "blk.0.attn_norm", "blk.1.ffn_norm"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_norms_that_are_not_finite(tmp_path, name, bad, temperature):
-    """One bad number in a norm ends in an error, in no row of a batch in a sampled token."""
-    tensors = tiny_tensors()
-    for tensor in tensors:
-        if tensor[0] == name + ".weight":
-            tensor[4] = struct.pack("<f", bad) + tensor[4][4:]
-    model, _ = llama2.load(tiny_model(tmp_path / "bad.gguf", None, tensors))
-    for prompt in ([1, 268], [[1, 268], [1, 265, 266]]):
-        with pytest.raises(ValueError, match="not finite"):
-            list(llama2.generate(model, prompt, 4, temperature))
-
-
-# --------------------------------------------------------------------------------------------------
-# Prompts
-
-
-class Stdin(io.TextIOWrapper):
-    """Bytes on standard input."""
-
-    def __init__(self, data):
-        super().__init__(io.BytesIO(data))
-
-
-@pytest.fixture
-def run_script(tiny, capsys, monkeypatch):
-    """Run the command line in this process: -> exit status, stdout, stderr."""
-
-    def run(*argv, stdin=b"", model=tiny):
-        monkeypatch.setattr(sys, "stdin", Stdin(stdin))
-        try:
-            status = llama2.main(["--model", str(model), *map(str, argv)])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err and "\x1b" not in err and "\r" not in err
-        return status, out, err
-
-    return run
-
-
-TEXTS_TO_CONTINUE = {
-    "empty": "",
-    "spaces": "   ",
-    "newlines": "\n\t\r\n",
-    "NUL": "a\0b",
-    "controls": "".join(map(chr, range(1, 32))) + "\x7f\x80\x9f",
-    "right to left": "\u202e\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
-    "joined emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467\ufe0f",
-    "noncharacters": "\ufffe\uffff\U0010ffff\u2581\ufeff",
-    "combining": "e\u0301\u0300" * 4,
-    "control tokens": "<s></s><unk><0x0A>",
-}
-
-
-@pytest.mark.parametrize("text", TEXTS_TO_CONTINUE.values(), ids=TEXTS_TO_CONTINUE.keys())
-@pytest.mark.parametrize("way", ["argument", "file", "stdin"])
-def test_prompts(run_script, tmp_path, text, way):
-    """Any text is continued, whichever way it comes, and comes out as it went in."""
-    (tmp_path / "prompt").write_bytes(text.encode())
-    ways = {"argument": ["--prompt", text], "file": ["--prompt-file", tmp_path / "prompt"]}
-    argv, stdin = ways.get(way, []), text.encode() * (way == "stdin")
-    status, out, err = run_script(*argv, "--max-new-tokens", 2, stdin=stdin)
-    assert (status, err.count("\n")) == (0, 1)
-    assert out.replace("\r\n", "\n").startswith(text.replace("\r\n", "\n"))
-
-
-@pytest.mark.parametrize("text", ["<s>", "</s>", "<unk>", "[INST]", "<<SYS>>", "<0x0A>", "a</s>b"])
-def test_text_like_special_tokens_is_text(tiny, text):
-    """A typed control token is never that token."""
-    tokenizer = llama2.Tokenizer.from_gguf(tiny)
-    ids = tokenizer.encode(text, bos=False)
-    assert not {0, 1, 2} & set(ids) and tokenizer.decode(ids) == text
-
-
-def test_any_bytes_on_stdin(run_script):
-    """Bytes that are not UTF-8 become U+FFFD; nothing raises."""
-    rng = random.Random(0)
-    samples = [bytes([i]) for i in (0, 0x80, 0xC3, 0xE2, 0xED, 0xF4, 0xFF)] + [b"\xed\xa0\x80"]
-    for data in samples + [rng.randbytes(rng.randrange(1, 15)) for _ in range(12)]:
-        status, out, _ = run_script("--max-new-tokens", 1, "--quiet", stdin=data)
-        assert status == 0 and out.startswith(io.StringIO(data.decode("utf-8", "replace")).read())
-
-
-SURROGATES = [(0xDCFF,), (0xDCC3, 0xDCA9), (0xD800,), (0xDFFF, 0xD800)]
-
-
-@pytest.mark.parametrize("text", ["".join(map(chr, codes)) for codes in SURROGATES], ids=ascii)
-def test_lone_surrogates(run_script, tiny, text):
-    """Arguments of bytes that are not UTF-8 arrive as lone surrogates."""
-    ids = llama2.Tokenizer.from_gguf(tiny).encode(text)
-    assert ids[0] == 1
-    status, out, err = run_script("--prompt", text, "--max-new-tokens", 1)
-    assert status in (0, 2) and err.count("\n") == 1
-    assert status or out.startswith(
-        text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    )
-
-
-def test_prompt_beyond_the_context(run_script):
-    """A megabyte of text: an error with both numbers before anything is written, no silent cut."""
-    status, out, err = run_script(stdin=b"ab cd" * 200_000)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"the context holds {CONTEXT}" in err and "tokens" in err
-
-
-# --------------------------------------------------------------------------------------------------
-# Command line
-
-
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        ("--temperature -1", "temperature -1"),
-        ("--temperature nan", "temperature nan"),
-        ("--temperature inf", "temperature inf"),
-        ("--top-k -1", "top_k -1"),
-        ("--top-p 0", "top_p 0"),
-        ("--top-p 1.01", "top_p 1.01"),
-        ("--min-p -0.5", "min_p -0.5"),
-        ("--seed -2", "seed is -2"),
-        ("--seed 9223372036854775808", "seed is 9223372036854775808"),
-        ("--max-new-tokens -1", "max_new_tokens is -1"),
-        ("--max-new-tokens many", "--max-new-tokens"),
-        ("--context 0", "--context 0"),
-        ("--context 65", "--context 65"),
-        ("--context 2", "the context holds 2"),
-        ("--threads 0", "--threads 0"),
-        ("--threads 100000", "--threads 100000"),
-        ("--device tpu", "tpu"),
-        ("--dtype float8", "float8"),
-        ("--stop=", "--stop"),
-        ("--system x", "--chat"),
-        ("--prompt-file absent.txt", "absent.txt"),
-        ("--model absent.gguf", "absent.gguf"),
-        ("--model {dir}", "{dir}"),
-        ("--model /dev/null", "/dev/null"),
-        ("--unheard-of", "--unheard-of"),
-        *[(f"--device {name}", name) for name in ("cuda", "mps") if not DEVICES[name]],
-    ],
-)
-def test_one_line_and_status_2(run_script, tmp_path, argv, said):
-    """A wrong argument is told in one line that names it; nothing is written to stdout."""
-    argv = argv.format(dir=tmp_path).split()
-    prompt = [] if "--prompt-file" in argv else ["--prompt", "ab"]
-    status, out, err = run_script(*prompt, *argv)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("llama2.py: error: ") and said.format(dir=tmp_path) in err
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "--max-new-tokens 0",
-        "--temperature 1e-300",
-        "--temperature 1e300",
-        "--top-k 99999999999999999999",
-        "--top-p 1e-300",
-        "--seed -1",
-        "--context 3",
-        "--threads 1",
-        "--dtype float16",
-        "--dtype bfloat16",
-        "--max-new-tokens 99999999999999999999",
-    ],
-)
-def test_extremes_that_are_fine(run_script, argv):
-    """What is unusual and means something works."""
-    status, out, err = run_script("--prompt", "ab", *argv.split(), "--stop", "never seen")
-    assert status == 0 and out.startswith("ab") and err.count("\n") == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
-def test_unreadable_file(run_script, tmp_path):
-    path = tiny_model(tmp_path / "secret.gguf")
-    path.chmod(0)
-    status, out, err = run_script("--prompt", "ab", model=path)
-    assert (status, out, err.count("\n")) == (2, "", 1) and "secret.gguf" in err
-
-
-def test_names_from_files_reach_no_terminal(run_script, tmp_path):
-    """Control characters in a tensor's name are not passed on: they would steer the terminal."""
-    tensors = tiny_tensors()
-    tensors[3][0] = "\x1b[31mred\x9b\0.weight"
-    status, _, err = run_script(
-        "--prompt", "ab", model=tiny_model(tmp_path / "red.gguf", None, tensors)
-    )
-    assert status == 2 and err.count("\n") == 1
-    assert err.rstrip("\n").isprintable()
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()], ids=["torch", "python"]
-)
-def test_what_torch_cannot_do_is_one_line(run_script, monkeypatch, error):
-    """Out of memory, a kernel that the device lacks: torch raises RuntimeError."""
-
-    def refuse(*args):
-        raise error
-
-    monkeypatch.setattr(llama2.Llama, "forward", refuse)
-    status, _, err = run_script("--prompt", "ab")
-    assert (status, err.count("\n")) == (2, 1) and err.startswith("llama2.py: error: ")
-
-
-# --------------------------------------------------------------------------------------------------
-# Streams and signals
-
-LAUNCH = f"{shlex.quote(sys.executable)} {shlex.quote(str(LLAMA2))} --model $MODEL --threads 1 "
-LAUNCH += "--temperature 0 --prompt 'ab \u00e9' --max-new-tokens 30"
-SHELL = {  # -> exit status, a part of stdout, lines on stderr
-    "head": (f"{LAUNCH} | head -c 2", 0, b"ab", None),
-    "stdout full": (f"{LAUNCH} > /dev/full", 2, b"", 1),
-    "stdout closed": (f"{LAUNCH} >&-", 0, b"", 1),
-    "stderr full": (f"{LAUNCH} 2> /dev/full", 0, b"ab", 0),
-    "all closed": (f"{LAUNCH} <&- >&- 2>&-", 0, b"", 0),
-    "help, full": (f"{LAUNCH} --help > /dev/full", 0, b"", 0),
-    "ascii": (f"PYTHONIOENCODING=ascii {LAUNCH}", 0, rb"ab \xe9", 1),
-    "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {LAUNCH}", 0, rb"ab \xe9", 1),
-}
-
-
-@pytest.fixture(scope="module")
-def started(tiny):
-    """The commands of SHELL, started side by side: each spends its time on importing torch."""
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-    environment = os.environ | {"MODEL": str(tiny), "LC_ALL": "C.UTF-8"}
-    environment.pop("PYTHONIOENCODING", None)
-    shell = ["bash", "-o", "pipefail", "-c"]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return {
-        name: subprocess.Popen([*shell, command], env=environment, **pipes)
-        for name, (command, *_) in SHELL.items()
-    }
-
-
-@pytest.mark.parametrize("name", SHELL)
-def test_streams(started, name):
-    """A reader that leaves, a full disk, closed streams, other encodings: no traceback, no status 120."""
-    _, status, text, lines = SHELL[name]
-    out, err = started[name].communicate(timeout=120)
-    assert b"Traceback" not in err and b"Exception" not in err and b"\x1b" not in err
-    assert started[name].returncode == status and text in out
-    assert lines is None or err.count(b"\n") == lines
-
-
-def test_interrupt_while_torch_is_imported(tiny):
-    """Ctrl-C in the seconds before main() ends quietly."""
-    command = [sys.executable, str(LLAMA2), "--model", str(tiny), "--prompt", "ab"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    maps = Path(f"/proc/{process.pid}/maps")
-    if not maps.exists():
-        pytest.skip("needs /proc")
-    while "libtorch" not in maps.read_text() and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert (out, err) == (b"", b"") and process.returncode in (-signal.SIGINT, 130)
-
-
-@pytest.mark.parametrize(
-    "owner, name, calls, written, reported",
-    [
-        (llama2, "open_checkpoint", 1, "", False),
-        (llama2, "build_model", 1, "", False),
-        (llama2.Llama, "forward", 1, "ab", True),
-        (llama2.Llama, "forward", 5, "ab", True),
-        (llama2.StreamDecoder, "decode", 3, "ab", True),
-    ],
-    ids=["opening", "loading", "prefill", "generating", "decoding"],
-)
-def test_interrupt(run_script, monkeypatch, owner, name, calls, written, reported):
-    """Ctrl-C at any moment: status 130, what was written stays, the report tells it."""
-    interrupt_call(monkeypatch, owner, name, calls)
-    status, out, err = run_script("--prompt", "ab", "--max-new-tokens", 20)
-    assert status == 130 and out.startswith(written) and ("interrupted" in err) == reported
-
-
-def interrupt_call(monkeypatch, owner, name, calls):
-    """Press Ctrl-C in the given call of a function."""
-    original, count = getattr(owner, name), iter(range(1, 10**6))
-
-    def function(*args, **options):
-        if next(count) == calls:
-            signal.raise_signal(signal.SIGINT)
-        return original(*args, **options)
-
-    monkeypatch.setattr(owner, name, function)
-
-
-# --------------------------------------------------------------------------------------------------
-# Chat
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory):
-    """The tiny model with room for a conversation: its vocabulary spends a token on most letters."""
-    keys = [entry for entry in tiny_keys() if entry[0] != "llama.context_length"]
-    path = tmp_path_factory.mktemp("talker") / "talker.gguf"
-    dense = tiny_tensors(kinds=("F32",))  # many steps: nothing to dequantise in each
-    return tiny_model(path, [*keys, ["llama.context_length", U32, 320]], dense)
-
-
-@pytest.fixture
-def heard(monkeypatch):
-    """What each turn of a chat fed to the model, as the ids that its cache then stood for."""
-    turns, content, wanted = [], [], []
-    forward, encode, sample = llama2.Llama.forward, llama2.encode_chat, llama2.sample
-
-    def spy_forward(model, tokens, cache, *args):
-        content[cache.pos :] = tokens[0].tolist()
-        return forward(model, tokens, cache, *args)
-
-    def spy_encode(tokenizer, messages):
-        wanted[:] = encode(tokenizer, messages)
-        return list(wanted)
-
-    def spy_sample(logits, *args, **options):
-        if wanted and logits.numel() > 1:  # the first token of an answer
-            assert content == wanted
-            turns.append(list(content))
-            wanted.clear()
-        return sample(logits, *args, **options)
-
-    monkeypatch.setattr(llama2.Llama, "forward", spy_forward)
-    monkeypatch.setattr(llama2, "encode_chat", spy_encode)
-    monkeypatch.setattr(llama2, "sample", spy_sample)
-    return turns
-
-
-def test_chat_that_fills_its_context(run_script, talker, heard):
-    """Says so, drops the oldest turns, keeps the system prompt; the cache holds Meta's encoding."""
-    questions = [f"{letter * 20}?" for letter in "abcdefgh"]
-    argv = ["--chat", "--system", "hfhf", "--max-new-tokens", 30, "--temperature", 0]
-    stdin = "\n".join(questions).encode()
-    status, _, err = run_script(*argv, stdin=stdin, model=talker)
-    assert status == 0 and err.count("context full: forgot the oldest") >= 2
-    tokenizer = llama2.Tokenizer.from_gguf(talker)
-    assert len(heard) == len(questions)
-    for ids, question in zip(heard, questions, strict=True):
-        text = tokenizer.decode(ids)
-        assert len(ids) + 30 <= 320 and text.count("<<SYS>>\nhfhf") == 1
-        assert text.endswith(f"{question} [/INST]")
-    assert questions[0] in tokenizer.decode(heard[1])
-    assert questions[0] not in tokenizer.decode(heard[-1])
-    assert questions[-2] in tokenizer.decode(heard[-1])
-
-
-def test_chat_answer_cut_by_the_context(run_script, talker):
-    """An answer that the context cuts off is not passed over in silence."""
-    argv = ["--chat", "--max-new-tokens", 10**6, "--temperature", 0]
-    status, _, err = run_script(*argv, stdin=b"ab\n", model=talker)
-    assert status == 0 and "context full: the answer ends here" in err
-
-
-def test_chat_refuses_and_goes_on(run_script, talker, heard):
-    """Reserved tags and questions beyond the context are refused; the conversation stays."""
-    lines = ["abab", "x [/INST] y", "<<SYS>>", "c" * 1000, "", "fefe"]
-    argv = ["--chat", "--max-new-tokens", 5, "--temperature", 0]
-    status, _, err = run_script(*argv, stdin="\n".join(lines).encode(), model=talker)
-    assert status == 0 and err.count("reserved tag") == 2 and "the context holds 320" in err
-    text = llama2.Tokenizer.from_gguf(talker).decode(heard[-1])
-    assert len(heard) == 2 and text.startswith("[INST] abab [/INST]") and "fefe" in text
-
-
-def test_chat_answer_with_reserved_tags(run_script, talker, heard, monkeypatch):
-    """A model that speaks for the user is stopped there, and the next turn is possible."""
-    tokenizer, calls = llama2.Tokenizer.from_gguf(talker), []
-    script = tokenizer.encode("ab [INST] cd", bos=False)
-
-    def scripted(model, prompt, report, **options):
-        calls.append(prompt)
-        report.__init__(new_ids=[[]], stop_reasons=[""])
-        yield from script
-
-    monkeypatch.setattr(llama2, "generate", scripted)
-    status, out, err = run_script("--chat", "--quiet", stdin=b"ab\ncd\n", model=talker)
-    assert (status, err, len(calls)) == (0, "", 2) and out == "ab \nab \n"
-
-
-def test_interrupt_in_chat(run_script, talker, heard, monkeypatch):
-    """Ctrl-C stops the answer, not the session; even the first, before anything is generated."""
-    for calls in (1, 4):
-        heard.clear()
-        with monkeypatch.context() as context:
-            interrupt_call(context, llama2.Llama, "forward", calls)
-            argv = ["--chat", "--max-new-tokens", 8, "--temperature", 0]
-            status, out, _ = run_script(*argv, stdin=b"ab\ncd\n", model=talker)
-        assert status == 0 and out.count("\n") >= 2
-        text = llama2.Tokenizer.from_gguf(talker).decode(heard[-1])
-        assert "[INST] ab [/INST]" in text and text.endswith("[INST] cd [/INST]")
-
-
-# --------------------------------------------------------------------------------------------------
-# Again and again
-
-
-@pytest.mark.parametrize("argv", [["--temperature", 0], ["--seed", 7]])
-def test_same_command_same_text(run_script, argv):
-    """Twice in a row, and with one thread or two, which these small sums do not notice."""
-    most = min(2, os.cpu_count() or 1)
-    argv = ["--prompt", "ab", "--max-new-tokens", 16, *argv]
-    runs = {run_script(*argv, "--threads", n)[1] for n in (1, 1, most, most)}
-    assert len(runs) == 1
-
-
-def test_seeds_do_not_know_their_neighbours(tiny):
-    """Row i of a batch draws what it would draw alone with seed + i."""
-    model, _ = llama2.load(tiny)
-    prompts = [[1, 260 + i] * (i + 1) for i in range(4)]
-    options = {"max_new_tokens": 12, "temperature": 1.5, "stop_ids": ()}
-    rows = list(zip(*llama2.generate(model, prompts, seed=5, **options), strict=True))
-    for i, row in enumerate(rows):
-        assert list(row) == list(llama2.generate(model, prompts[i], seed=5 + i, **options))
-
-
-def test_memory_stays_flat(tmp_path):
-    """Twenty generations to the end of the context leave nothing behind."""
-    keys = [entry for entry in tiny_keys() if entry[0] != "llama.context_length"]
-    path, dense = tmp_path / "m.gguf", tiny_tensors(kinds=("F32",))
-    model, _ = llama2.load(tiny_model(path, [*keys, ["llama.context_length", U32, 24]], dense))
-
-    def resident():
-        gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    for i in range(20):
-        assert len(list(llama2.generate(model, [1], 10**6, 0.8, stop_ids=()))) == 23
-        if i == 4:
-            warm = resident()
-    assert resident() - warm < 8 * 2**20
-
-
-# --------------------------------------------------------------------------------------------------
-# bench_llama2.py: every mode runs, and its arithmetic is right
-
-STORY = (
-    "Once upon a time there was a king who had three sons, and the youngest was the wisest. " * 12
-)
-
-
-@pytest.fixture
-def quick(monkeypatch, tmp_path):
-    """Few rounds, little memory, nothing compiled, baselines in a folder of the test's own."""
-    interleave = bench.interleave
-    monkeypatch.setattr(bench, "interleave", lambda ways, rounds=1: interleave(ways, 2))
-    monkeypatch.setattr(bench, "bandwidth", lambda device: 1e10)
-    monkeypatch.setattr(bench, "BASELINES", tmp_path / ".benchmarks")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-
-
-def bench_json(tmp_path, *argv):
-    """Run the command line; what it wrote as JSON."""
-    file = tmp_path / "result.json"
-    assert bench.main([*map(str, argv), "--json", str(file)]) == 0
-    return json.loads(file.read_text())
-
-
-# --------------------------------------------------------------------------------------------------
-# Arithmetic on made-up numbers
-
-
-@pytest.mark.usefixtures("quick")
-def test_shares_sum_to_one_and_name_the_remainder():
-    found = bench.shares({"qkv": 2.0, "MLP": 5.0}, whole=10.0)
-    assert found["qkv"] == 0.2
-    assert found["head"] == 0.0
-    assert list(found.values())[-1] == pytest.approx(0.3)
-    assert sum(found.values()) == pytest.approx(1.0)
-
-
-@pytest.mark.usefixtures("quick")
-def test_ratio_is_the_median_of_the_rounds():
-    # The machine was ten times slower in the second round: the rounds still agree.
-    assert bench.ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
-
-
-@pytest.mark.usefixtures("quick")
-def test_iqr():
-    assert bench.iqr([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
-    assert bench.iqr([7.0]) == 0.0
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("cases", "low", "high", "word"),
-    [
-        ({"a": 2.5, "b": 2.0}, 2, 3, "confirmed"),
-        ({"a": 1.9, "b": 3.1}, 2, 3, "refuted"),
-        ({"a": 1.9, "b": 2.1}, 2, 3, "depends"),
-        ({"a": 100.0}, 1.05, math.inf, "confirmed"),
-        ({"a": 1.04}, 1.05, math.inf, "refuted"),
-    ],
-)
-def test_verdicts(cases, low, high, word):
-    assert bench.judge(cases, low, high) == word
-
-
-@pytest.mark.usefixtures("quick")
-def test_verdicts_show_their_figures():
-    assert bench.listed({"at 128": 0.0512}, ".2%") == "5.12% at 128"
-    assert bench.listed({"eager": 1.234}) == "1.23x eager"
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("new", "old", "word"),
-    [
-        ((1.2, 0.0), (1.0, 0.0), "regressed"),
-        ((0.8, 0.0), (1.0, 0.0), "improved"),
-        ((1.02, 0.0), (1.0, 0.0), "within noise"),  # below 3 % nothing is believed
-        ((1.2, 0.3), (1.0, 0.0), "within noise"),
-        ((1.2, 0.0), (1.0, 0.3), "within noise"),
-    ],
-)
-def test_change_against_a_baseline(new, old, word):
-    new, old = ({"median": m, "iqr": r} for m, r in (new, old))
-    part, noise, found = bench.change(new, old)
-    assert found == word
-    assert part == pytest.approx(new["median"] / old["median"] - 1)
-    assert noise >= 0.03
-
-
-@pytest.mark.usefixtures("quick")
-def test_compare_gives_rates_and_their_ratio():
-    ours, theirs = {"pp8": [2.0, 4.0, 2.0]}, {"pp8": [1.0, 2.0, 1.0]}
-    assert bench.compare(ours, theirs, {"pp8": 8}) == {
-        "pp8": {"ours": 4.0, "theirs": 8.0, "ratio": 0.5}
-    }
-
-
-@pytest.mark.usefixtures("quick")
-def test_engines_take_turns():
-    log = []
-
-    def engine(name):
-        def run(prompts, new, depth):
-            log.append(name)
-            return {"tg": float(len(log))}
-
-        return run
-
-    found = bench.take_turns({"A": engine("A"), "B": engine("B")}, (8,), 1, 8, rounds=2)
-    assert log == ["A", "B"] * 3
-    assert found == {"A": {"tg": [3.0, 5.0]}, "B": {"tg": [4.0, 6.0]}}  # without the warm-up
-
-
-@pytest.mark.usefixtures("quick")
-def test_bandwidth(monkeypatch):
-    monkeypatch.undo()
-    assert bench.bandwidth(torch.device("cpu"), 2**16) > 0
-
-
-@pytest.mark.usefixtures("quick")
-def test_show():
-    found = [bench.show(value) for value in (2.0, 0.0125, 62.6e-6, 5e-9)]
-    assert found == ["2 s", "12.5 ms", "62.6 us", "5 ns"]
-
-
-# --------------------------------------------------------------------------------------------------
-# Models without a file, naive variants
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kind", [*bench.DENSE, *bench.SCALES])
-def test_random_weights_are_finite(kind):
-    weight = bench.RandomWeight(kind, (300, 512), [])
-    assert weight.data.nbytes == weight.nbytes
-    dense = weight.dense(torch.float32)
-    assert dense.isfinite().all()
-    assert dense.std() > 0
-
-
-@pytest.mark.usefixtures("quick")
-def test_types_of_mixed_files():
-    config = llama2.Config(256, 512, 8, 4, 2, vocab_size=64)
-    kinds = {name: w.kind for name, w in bench.random_weights(config, "Q4_K_M").items()}
-    assert kinds["lm_head.weight"] == "Q6_K"
-    assert kinds["norm.weight"] == "F32"
-    assert kinds["embed_tokens.weight"] == kinds["layers.0.self_attn.q_proj.weight"] == "Q4_K"
-    better = [i for i in range(8) if kinds[f"layers.{i}.mlp.down_proj.weight"] == "Q6_K"]
-    assert better == [0, 3, 6, 7]  # the first and the last eighth, every third between
-    kinds = {w.kind for w in bench.random_weights(config, "Q8_0").values()}
-    assert kinds == {"Q8_0", "F32"}
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_naive_variants_equal_the_reference(kv_heads):
-    config = llama2.Config(64, 96, 2, 4, kv_heads, vocab_size=50, max_position_embeddings=64)
-    torch.manual_seed(0)
-    model = llama2.Llama(config).eval()
-    s = bench.Setting(bench.parse_args([]), torch.device("cpu"), torch.float32)
-    ids = s.tokens(config, 1, 12)[0]
-    with torch.no_grad():
-        want = bench.step_through(s, model, ids, 5)
-        for without in (*((part,) for part in bench.NAIVE), tuple(bench.NAIVE)):
-            found = bench.step_through(s, model, ids, 5, without)
-            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-        a, b = s.cache(config, 12), s.cache(config, 12)
-        inlined = bench.inline(model)
-        for chunk in ids[None].split(7, 1):
-            torch.testing.assert_close(inlined(chunk, a), model(chunk, b), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_wrong_variant_is_not_timed():
-    with pytest.raises(ValueError, match="differs from the reference"):
-        bench.check_same("it", torch.ones(3), torch.zeros(3) + 2)
-    with pytest.raises(ValueError, match="differs from the reference"):
-        bench.check_same("it", torch.full((3,), math.nan), torch.ones(3))
-
-
-# --------------------------------------------------------------------------------------------------
-# Modes
-
-
-@pytest.mark.usefixtures("quick")
-def test_suite_and_baselines(tmp_path, monkeypatch, capsys):
-    tiny = ("--suite", "--config", "tiny", "--seconds", "0.01")
-    found = bench_json(tmp_path, *tiny, "--save-baseline", "a")["suite"]
-    names = {f"{name}/{T}" for name, (sizes, _) in bench.SUITE.items() for T in sizes}
-    assert found.keys() == names
-    assert all(row["samples"] >= 3 for row in found.values())
-    again = bench_json(tmp_path, *tiny, "--baseline", "a", "--filter", "rope_forward/8")
-    assert list(again["baseline"]) == ["rope_forward/8"]
-    monkeypatch.setattr(bench, "change", lambda new, old: (0.5, 0.03, "regressed"))
-    saved = json.loads((bench.BASELINES / "a.json").read_text())
-    saved["machine"]["threads"] = 64
-    (bench.BASELINES / "a.json").write_text(json.dumps(saved))
-    argv = [*tiny, "--baseline", "a", "--filter", "rms_norm/1"]
-    assert bench.main(argv) == 0
-    assert bench.main([*argv, "--fail-on-regression"]) == 1
-    out = capsys.readouterr().out
-    assert "regressed" in out
-    assert "the baseline was taken with threads 64" in out
-
-
-@pytest.mark.usefixtures("quick")
-def test_claims(tmp_path, capsys):
-    found = bench_json(tmp_path, "--claims", "--config", "tiny")["claims"]
-    words = {"confirmed", "refuted", "depends", "not measured"}
-    assert len(found) == 5
-    assert all(row["verdict"] in words and row["because"] for row in found.values())
-    assert capsys.readouterr().out.count("(e)") >= 2
-
-
-@pytest.mark.usefixtures("quick")
-def test_breakdown(tmp_path):
-    found = bench_json(tmp_path, "--breakdown", "--config", "tiny")["breakdown"]
-    assert list(found) == ["decode", "128 tokens", "512 tokens"]
-    for phase in found.values():
-        assert sum(phase["shares"].values()) == pytest.approx(1.0)
-        assert all(share > 0 for share in phase["shares"].values())
-    assert "call" not in llama2.apply_rotary_emb.__qualname__  # the ranges are taken away again
-    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
-
-
-@pytest.mark.usefixtures("quick")
-def test_profile(tmp_path):
-    trace = tmp_path / "trace.json"
-    argv = ("--profile", trace, "--config", "tiny", "--prompt-tokens", 8, "--gen-tokens", 2)
-    assert len(bench_json(tmp_path, *argv)["profile"]) == 10
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--config", "tiny", "--type", "Q4_0", "--context-sweep", 16, 64),
-        ("--config", "tiny", "--dtype", "bfloat16", "--batch", 3, "--layers", 1),
-        ("--config", "tiny", "--type", "Q8_0", "--compile"),
-        ("--model", llama2.DEFAULT_MODEL),
-    ],
-)
-def test_whole_model(tmp_path, options):
-    short = ("--prompt-tokens", 8, "--gen-tokens", 2, "--rounds", 2)
-    found = bench_json(tmp_path, *options, *short)["whole"]
-    assert found["weights read per token"] > 0
-    assert found["tokens/s"] > 0
-    assert ("context" in found) == ("--context-sweep" in options)
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    "other", ["transformers", "transformers-bfloat16", "transformers-compiled"]
-)
-def test_compare_with_transformers(tmp_path, other):
-    pytest.importorskip("transformers")
-    short = ("--prompt-tokens", 8, "--gen-tokens", 2, "--rounds", 2)
-    found = bench_json(tmp_path, "--config", "tiny", "--compare", other, *short)["whole"]
-    assert found[other]["tg"].keys() == {"ours", "theirs", "ratio"}
-
-
-@pytest.fixture
-def llama_bench(tmp_path, monkeypatch):
-    """A llama-bench that answers at once."""
-    tests = [{"n_prompt": n, "n_gen": 0, "avg_ts": 100.0} for n in (8, 16)]
-    tests.append({"n_prompt": 0, "n_gen": 2, "avg_ts": 10.0})
-    program = tmp_path / "bin" / "llama-bench"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\necho '{json.dumps(tests)}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    return program
-
-
-@pytest.mark.usefixtures("quick")
-def test_compare_with_llama_bench(tmp_path, llama_bench, capsys):
-    argv = ("--model", llama2.DEFAULT_MODEL, "--compare", "llama.cpp", "--rounds", 2)
-    short = ("--prompt-tokens", 8, "--gen-tokens", 2)
-    found = bench_json(tmp_path, *argv, *short)["whole"]["llama.cpp"]
-    assert found["pp8"]["theirs"] == pytest.approx(100.0)
-    assert found["tg"]["theirs"] == pytest.approx(10.0)
-    llama_bench.write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
-    assert bench.main([*map(str, argv)]) == 2
-    assert "llama-bench failed: no such model" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("quick")
-def test_table(tmp_path, llama_bench):
-    path = llama2.DEFAULT_MODEL
-    argv = ("--table", path, "--table-prompts", 8, 16, "--rounds", 1)
-    found = bench_json(tmp_path, *argv)["table"][path.name]
-    assert found.keys() == {"pp8", "pp16", "tg", "bandwidth", "fraction"}
-    assert found["pp16"]["theirs"] == pytest.approx(100.0)
-    assert found["fraction"] > 0
-
-
-@pytest.mark.usefixtures("quick")
-def test_llama_cpp_python_is_the_second_choice(tmp_path, monkeypatch):
-    calls = []
-
-    class Llama:
-        def __init__(self, path, **options):
-            assert options["n_ctx"] == 10
-
-        def reset(self):
-            calls.append("reset")
-
-        def eval(self, tokens):
-            calls.append(len(tokens))
-
-    module = types.ModuleType("llama_cpp")
-    module.Llama, module.__spec__ = Llama, importlib.machinery.ModuleSpec("llama_cpp", None)
-    monkeypatch.setitem(__import__("sys").modules, "llama_cpp", module)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = bench.llama_cpp_engine(llama2.DEFAULT_MODEL, room=10)((8,), 2, 8)
-    assert calls == ["reset", 8, "reset", 8, 1, 1]
-    assert found.keys() == {"pp8", "tg"}
-
-
-# --------------------------------------------------------------------------------------------------
-# Perplexity
-
-
-@pytest.mark.usefixtures("quick")
-def test_windows_are_those_of_llama_perplexity():
-    cut = list(bench.windows(range(100, 111), context=5, bos=1))
-    assert [window.tolist() for window, _ in cut] == [
-        [1, 101, 102, 103, 104],
-        [1, 106, 107, 108, 109],
-    ]
-    assert [target.tolist() for _, target in cut] == [[103, 104], [108, 109]]
-
-
-@pytest.mark.usefixtures("quick")
-def test_perplexity_of_made_up_losses():
-    value, error = bench.perplexity(torch.full((4,), math.log(7.0)))
-    assert value == pytest.approx(7.0)
-    assert error == pytest.approx(0.0, abs=1e-5)
-    value, error = bench.perplexity(torch.tensor([0.0, 2.0]))
-    assert value == pytest.approx(math.e)
-    assert error == pytest.approx(math.e * 1.0)  # standard deviation sqrt(2), of two
-
-
-@pytest.mark.usefixtures("quick")
-def test_perplexity_equals_a_direct_computation(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(STORY)
-    found = bench_json(tmp_path, "--perplexity", text, "--context", 32)["perplexity"]
-    model, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
-    ids, losses = tokenizer.encode(STORY), []
-    for start in range(0, len(ids) // 32 * 32, 32):
-        window = torch.tensor([tokenizer.bos_id, *ids[start + 1 : start + 32]])
-        with torch.no_grad():
-            logits = model(window[None])[0]
-        losses += F.cross_entropy(logits[16:-1], window[17:], reduction="none").tolist()
-    assert found["tokens"] == len(losses)
-    want = math.exp(sum(losses) / len(losses))
-    assert found["files"][0]["perplexity"] == pytest.approx(want, rel=1e-4)
-
-
-@pytest.mark.usefixtures("quick")
-def test_perplexity_of_rounded_activations(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(STORY)
-    argv = ("--perplexity", text, "--context", 128)
-    found = {}
-    for bits in (32, 16, 8):
-        out = bench_json(tmp_path, *argv, "--activation-bits", bits)["perplexity"]
-        found[bits] = out["files"][0]["perplexity"]
-    assert found[16] == pytest.approx(found[32], rel=5e-3)
-    assert found[8] == pytest.approx(found[32], rel=2e-2)
-
-
-@pytest.mark.usefixtures("quick")
-def test_divergence():
-    a, b = torch.randn(2, 5, 30)
-    want = F.kl_div(b.log_softmax(-1), a.log_softmax(-1), log_target=True, reduction="none")
-    torch.testing.assert_close(bench.divergence(a, b).float(), want.sum(-1))
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_model_does_not_diverge_from_itself(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(STORY)
-    path = llama2.DEFAULT_MODEL
-    argv = ("--perplexity", text, "--context", 32, "--compare-types", path, path)
-    found = bench_json(tmp_path, *argv)["perplexity"]
-    assert found["kl"] == {"mean": 0.0, "p99": 0.0, "same_top": 1.0}
-    assert found["files"][0] == found["files"][1]
-
-
-# --------------------------------------------------------------------------------------------------
-# Wrong command lines
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("--compare-types", "a", "b"), "--compare-types needs --perplexity"),
-        (("--model", "a", "--config", "7b"), "exclude each other"),
-        (("--rounds", "0"), "'0' is not a whole number above 0"),
-        (("--seconds", "0"), "accepted is above 0"),
-        (("--no-such-option",), "unrecognized arguments"),
-        (("--config", "8b"), "invalid choice: '8b'"),
-        (("--model", "missing.gguf"), "missing.gguf: no such file"),
-        (("--suite", "--config", "tiny", "--filter", "none"), "matches no benchmark"),
-        (("--config", "tiny", "--gen-tokens", "2000"), "more tokens than the context of 1024"),
-        (("--config", "tiny", "--compare", "llama.cpp"), "needs --model FILE"),
-        (("--config", "tiny", "--suite", "--baseline", "b", "--filter", "rms"), "saved are: none"),
-        (("--perplexity", "missing.txt"), "missing.txt"),
-    ],
-)
-def test_wrong_use_is_one_line(argv, message, capsys):
-    try:
-        status = bench.main(argv)
-    except SystemExit as leave:
-        status = leave.code
-    error = capsys.readouterr().err
-    assert status == 2
-    assert error.count("\n") == 1
-    assert error.startswith("bench_llama2.py: error:")
-    assert message in error
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_text_that_is_too_short(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("Once upon a time")
-    assert bench.main(["--perplexity", str(text), "--context", "32"]) == 2
-    assert "needed are two windows" in capsys.readouterr().err
+            llama2.check_memory(*options, free)
+
+
+def test_memory_that_is_free(tmp_path, monkeypatch):
+    """What Linux says is available, within the limit of a container, shared by torchrun's ranks."""
+    cpu, group = torch.device("cpu"), tmp_path / "sys" / "fs" / "cgroup"
+    assert llama2.free_memory(cpu) > 0
+    for folder in (tmp_path / "proc", group):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(llama2, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   3000 kB\n")
+    assert llama2.free_memory(cpu) == 3000 * 1024
+    (group / "memory.stat").write_text("anon 1000\nfile 300000\n")
+    (group / "memory.current").write_text("1500000\n")
+    for limit, free in (("2000000", 800000), ("max", 3000 * 1024), ("9999999", 3000 * 1024)):
+        (group / "memory.max").write_text(limit + "\n")
+        assert llama2.free_memory(cpu) == free
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert llama2.free_memory(cpu) == 1500 * 1024
 
 
 # --------------------------------------------------------------------------------------------------
@@ -4286,6 +2324,8 @@ broke the whistle in two and laid half of it in her grave."""
 @pytest.fixture(scope="module")
 def bundled():
     """The model that the README's first command runs."""
+    if not llama2.DEFAULT_MODEL.exists():
+        pytest.skip("the bundled model is not here")
     return llama2.load(llama2.DEFAULT_MODEL)
 
 
@@ -4308,8 +2348,8 @@ def test_bundled_model_writes_its_golden_text(bundled):
         " of the tree, and the children were sitting in the middle of the tree"
     )
     model, tokenizer = bundled
-    plain = llama2.build_model(llama2.open_checkpoint(llama2.DEFAULT_MODEL), compile=False)
-    for variant in (model, plain):
+    fast, _ = llama2.load(llama2.DEFAULT_MODEL, accelerated=True)
+    for variant in (model, fast):
         pieces = llama2.stream_text(
             variant, tokenizer, tokenizer.encode(prompt), first=False, max_new_tokens=35
         )
@@ -4332,3 +2372,16 @@ def test_missing_bundled_model_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(llama2, "DEFAULT_MODEL", tmp_path / "models" / "fairytales.gguf")
     assert llama2.main(["--prompt", "x"]) == 2
     assert "pass --model PATH" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("bundled")
+def test_python_in_the_readme_runs(monkeypatch, capsys):
+    readme = SCRIPT.with_name("README.md")
+    if not readme.exists():
+        pytest.skip("README.md is not here")
+    monkeypatch.chdir(SCRIPT.parent)
+    blocks = re.findall(r"```python\n(.*?)```", readme.read_text("utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})  # noqa: S102
+        assert capsys.readouterr().out.strip()

@@ -17,9 +17,9 @@ import re
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-import gguf
 import numpy as np
 import sentencepiece
 import torch
@@ -160,49 +160,16 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
 # GGUF
 
 
-def write_gguf(path: Path, weights: dict, config: llama2.Config, tokenizer, kind: str) -> None:
-    """Norms in float32, matrices as `kind`. q and k need no permutation: GGUF pairs 2i with 2i+1."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(path.stem)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"])
-    if kind == "Q8_0":
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-
-    ids = range(tokenizer.vocab_size())
-    types = [3 if tokenizer.is_control(i) else 6 if tokenizer.is_byte(i) else 1 for i in ids]
-    types[tokenizer.unk_id()] = 2
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([tokenizer.id_to_piece(i) for i in ids])
-    writer.add_token_scores([tokenizer.get_score(i) for i in ids])
-    writer.add_token_types(types)
-    writer.add_bos_token_id(tokenizer.bos_id())
-    writer.add_eos_token_id(tokenizer.eos_id())
-    writer.add_unk_token_id(tokenizer.unk_id())
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(False)
-
-    for ours, theirs, _ in llama2.NAMES:
-        for layer in range(config.num_hidden_layers) if "{}" in ours else (0,):
-            if ours == "lm_head" and config.tie_word_embeddings:
-                continue
-            tensor = weights[f"{ours.format(layer)}.weight"].float().cpu()
-            dtype = gguf.GGMLQuantizationType["F32" if tensor.dim() == 1 else kind]
-            array = gguf.quants.quantize(tensor.numpy(), dtype)
-            writer.add_tensor(f"{theirs.format(layer)}.weight", array, raw_dtype=dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def save(path: Path, model: llama2.Llama, proto: bytes, ggml_type: str) -> None:
+    """Norms in float32, matrices as `ggml_type`; q and k have their rows in GGUF's order already."""
+    weights = {}
+    for name, parameter in model.named_parameters():  # a tied lm_head is not among them
+        values = parameter.detach().float().cpu().contiguous()
+        rows = values.view(-1, values.shape[-1]).view(torch.uint8)
+        weights[name] = llama2.Weight("F32", tuple(values.shape), [rows])
+    tokenizer = partial(llama2.Tokenizer, proto, path)
+    checkpoint = llama2.Checkpoint("", model.config, weights, tokenizer)
+    llama2.save_gguf(checkpoint, path, ggml_type)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,10 +178,6 @@ def write_gguf(path: Path, weights: dict, config: llama2.Config, tokenizer, kind
 
 def train(args: argparse.Namespace) -> None:
     """Train, with a checkpoint and the GGUF of the best weights so far after every evaluation."""
-    if args.type == "Q8_0" and (args.hidden % 32 or args.mlp % 32):
-        raise ValueError(
-            f"Q8_0 has blocks of 32: --hidden {args.hidden} or --mlp {args.mlp} has not"
-        )
     if not args.out.parent.is_dir():
         raise ValueError(f"--out: there is no folder {args.out.parent}")
     torch.manual_seed(args.seed)
@@ -296,7 +259,7 @@ def train(args: argparse.Namespace) -> None:
             )
             if nats < best:
                 best = nats
-                write_gguf(args.out, average.state_dict(), model.config, tokenizer, args.type)
+                save(args.out, average, proto, args.type)
             state = {
                 "model": model.state_dict(),
                 "average": average.state_dict(),
@@ -321,7 +284,7 @@ def main() -> int:
     add = parser.add_argument
     add("text", type=Path, help="UTF-8 text: documents with a blank line between them")
     add("--out", type=Path, default=Path("model.gguf"), help="checkpoint beside it as .ckpt")
-    add("--type", choices=("F32", "F16", "Q8_0"), default="Q8_0", help="of the matrices")
+    add("--type", choices=llama2.SAVE_TYPES, default="Q8_0", help="of the matrices")
     add("--vocab", type=int, default=2048, help="pieces of the vocabulary")
     add("--hidden", type=int, default=256)
     add("--mlp", type=int, default=704, help="width inside the MLP")

@@ -165,6 +165,12 @@ def test_another_version_is_refused(cache):
     assert not found.library and "version 999" in found.problem
 
 
+def test_a_missing_source_is_named(cache):
+    llama2.KERNELS_SOURCE.unlink()
+    found = find()
+    assert not found.library and f"{llama2.KERNELS_SOURCE} is missing" in found.problem
+
+
 @needs_compiler
 @posix
 def test_one_thread_is_told(cache, tmp_path, monkeypatch):

@@ -1,0 +1,126 @@
+"""Tests of tensor parallelism: each rank holds its share, and all together say what one would."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import llama2
+from test_llama2 import PROMPT, TOKENS, needs
+
+pytestmark = [
+    needs("rank_part"),
+    pytest.mark.skipif(
+        "forkserver" not in torch.multiprocessing.get_all_start_methods(),
+        reason="processes are forked from a server here",
+    ),
+]
+RANK_FORMS = {2: ("hf_index", "q4.gguf", "tied.gguf"), 4: ("meta4", "q4.gguf")}
+
+
+def run_rank(rank, ranks, port, root, tokens, out):
+    """One process of torchrun's: what it computes and how many bytes of weights it holds."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    group, found = llama2.Ranks(), {}
+    assert (group.rank, group.count) == (rank, ranks)
+    assert group.gather(rank) == list(range(ranks)) and group.share(lambda: rank) == 0
+    for form in RANK_FORMS[ranks]:
+        part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, ranks)
+        model = llama2.build_model(part)
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        llama2.connect_ranks(model, group)
+        prompt, options = tokens[0].tolist(), {"max_new_tokens": 6, "seed": 3}
+        texts = [list(llama2.generate(model, prompt, temperature=t, **options)) for t in (0, 1)]
+        found[form] = (model(tokens), *texts, held)
+    group.close()
+    torch.save(found, out / str(rank))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """A server that has imported torch once and forks the processes of all ranks."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_equal_one_process(forms, processes, tmp_path, ranks):
+    root, tokens = forms[0], TOKENS[:2, :9]
+    llama2.save_gguf(llama2.open_checkpoint(root / "hf"), root / "q4.gguf", "Q4_0")
+    tied = llama2.open_checkpoint(root / "hf")
+    del tied.weights["lm_head.weight"]
+    tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
+    llama2.save_gguf(tied, root / "tied.gguf", "Q8_0")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        processes.Process(target=run_rank, args=(rank, ranks, port, root, tokens, tmp_path))
+        for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [0] * ranks
+    found = [torch.load(tmp_path / str(rank)) for rank in range(ranks)]
+    for form in RANK_FORMS[ranks]:
+        model, _ = llama2.load(root / form)
+        ids = list(llama2.generate(model, tokens[0].tolist(), max_new_tokens=6))
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        if form == "tied.gguf":  # the embedding and the head are cut along different axes
+            held += model.embed_tokens.blocks.nbytes
+        for rank in range(ranks):
+            logits, rank_ids, drawn, rank_held = found[rank][form]
+            torch.testing.assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
+            assert torch.equal(logits, found[0][form][0])
+            assert rank_ids == ids
+            assert drawn == found[0][form][2]
+            assert rank_held / held < 1.3 / ranks, (form, rank)
+
+
+def test_ranks_from_the_command_line(forms, capsys):
+    args = ["--model", str(forms[0] / "hf_index"), "--temperature", "0", "--max-new-tokens", "12"]
+    assert llama2.main([*args, "--prompt", PROMPT]) == 0
+    alone = capsys.readouterr().out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, llama2.__file__, *args],
+        input=PROMPT.encode(), capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    errors = done.stderr.decode()
+    assert (done.returncode, done.stdout.decode()) == (0, alone), errors  # rank 0 alone reads, ...
+    assert errors.count("generated 12 tokens") == 1  # ... and prints
+
+
+def test_too_many_ranks(forms):
+    checkpoint = llama2.open_checkpoint(forms[0] / "hf")
+    with pytest.raises(
+        ValueError, match=r"8 ranks for 4 key/value heads; accepted are \[1, 2, 4\]"
+    ):
+        llama2.rank_part(checkpoint, 0, 8)
+    checkpoint.weights["layers.0.mlp.down_proj.weight"].ggml_type = "Q4_K"  # blocks of 256
+    with pytest.raises(ValueError, match="160 cannot be divided by 2 ranks into units of 256"):
+        llama2.rank_part(checkpoint, 0, 2)
+
+
+def test_the_parts_of_all_ranks_are_the_whole(forms):
+    for form in ("meta4", "hf", "gguf.gguf"):
+        whole = llama2.open_checkpoint(forms[0] / form)
+        for ranks in (2, 4):
+            parts = [llama2.rank_part(whole, rank, ranks).weights for rank in range(ranks)]
+            for name, weight in whole.weights.items():
+                pieces = [part[name].dense(torch.float32) for part in parts]
+                axis = 0 if pieces[0].shape[0] != weight.shape[0] else pieces[0].dim() - 1
+                if pieces[0].dim() == 1:
+                    pieces = pieces[:1]
+                assert torch.equal(torch.cat(pieces, axis), weight.dense(torch.float32)), name
