@@ -29,13 +29,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
-    import torch
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -55,8 +53,6 @@ MAX_CACHES = 4  # that are kept: fewer if they would take more than CACHE_BYTES,
 CACHE_BYTES = 2**32
 BODY_SECONDS = 30  # for a body to arrive
 CLOSING_SECONDS = 3  # for clients to read the rest, after SIGTERM
-PROMPTS = ("messages", "prompt", "content", "tokens")  # fields that are needed, and private
-
 Body = dict[str, Any]
 Test = Callable[[Any], bool]
 
@@ -75,59 +71,66 @@ class Refusal(Exception):
         self.response = JSONResponse(self.body, status, headers.get(status))
 
 
-def get(body: Body, name: str, accepts: Test, accepted: str, default: Any = None) -> Any:
-    """A field, or its default if it is absent or null; prompts have none. Refuses other values."""
-    value, is_prompt = body.get(name), name in PROMPTS
-    if value is None and not is_prompt:
+def within(low: float, high: float, *types: type) -> Test:
+    return lambda v: type(v) in types and low <= v <= high  # isinstance would take true for 1
+
+
+def text(least: int = 0, most: float = math.inf) -> Test:
+    return lambda v: isinstance(v, str) and least <= len(v) <= most
+
+
+def items(accepts: Test, most: float = math.inf) -> Test:
+    return lambda v: isinstance(v, list) and len(v) <= most and all(map(accepts, v))
+
+
+def has(**tests: Test) -> Test:
+    return lambda v: isinstance(v, dict) and all(test(v.get(name)) for name, test in tests.items())
+
+
+def either(*tests: Test) -> Test:
+    return lambda v: any(test(v) for test in tests)
+
+
+is_ids = items(within(0, 2**63, int))
+is_prompt = either(text(), is_ids)
+is_part = has(type=lambda v: v == "text", text=text())
+is_message = has(role=text(), content=either(text(), items(is_part)))
+COUNT = "an integer from 0 to 2147483647", within(0, 2**31 - 1, int)
+STOPS = "up to 16 texts of 1 to 256 characters", either(text(1, 256), items(text(1, 256), 16))
+BOOL = "true or false", within(0, 1, bool)
+PROMPTS = f"a text, a list of token ids, or up to {MAX_PROMPTS} of these in a list"
+PRIVATE = ("messages", "prompt", "content", "tokens")  # fields that have no default, either
+FIELDS: dict[str, tuple[Any, str, Test]] = {  # default, what is accepted
+    "messages": (None, "a list of objects with role and content of text", items(is_message)),
+    "prompt": (None, PROMPTS, either(is_prompt, items(is_prompt, MAX_PROMPTS))),
+    "content": (None, "a text", text()),
+    "tokens": (None, "a list of token ids", is_ids),
+    "model": (None, "a text", text()),  # any: there is one
+    "n": (1, "1", within(1, 1, int)),
+    "max_tokens": (None, *COUNT),
+    "max_completion_tokens": (None, *COUNT),
+    "temperature": (1, "a number from 0 to 2", within(0, 2, int, float)),
+    "top_p": (1, "a number from 0 to 1", within(0, 1, int, float)),
+    "seed": (None, "an integer of 64 bits", within(-(2**63), 2**63 - 1, int)),
+    "stop": ([], *STOPS),
+    "stream": (False, *BOOL),
+    "stream_options": ({}, "an object", has()),
+    "include_usage": (False, *BOOL),
+    "echo": (False, *BOOL),
+    "logprobs": (None, "an integer from 0 to 5", within(0, 5, int)),
+    "add_special": (False, *BOOL),
+}
+
+
+def get(body: Body, name: str) -> Any:
+    """A field, or its default if it is absent or null. Other values are refused."""
+    value, (default, accepted, accepts) = body.get(name), FIELDS[name]
+    if value is None and name not in PRIVATE:
         return default
     if not accepts(value):
-        found = type(value).__name__ if is_prompt else json.dumps(value)[:40]  # never its text
+        found = type(value).__name__ if name in PRIVATE else json.dumps(value)[:40]
         raise Refusal(400, f"{name} is {found}; accepted is {accepted}", name)
     return value
-
-
-def integer(body: Body, name: str, default: int | None, low: int, high: int) -> Any:
-    accepted = f"an integer from {low} to {high}"  # isinstance would take true for 1
-    return get(body, name, lambda v: type(v) is int and low <= v <= high, accepted, default)
-
-
-def number(body: Body, name: str, default: float, high: float) -> float:
-    accepts = lambda v: type(v) in (int, float) and 0 <= v <= high
-    return get(body, name, accepts, f"a number from 0 to {high}", default)
-
-
-def flag(body: Body, name: str) -> bool:
-    return get(body, name, lambda v: isinstance(v, bool), "true or false", False)
-
-
-def is_text(value: Any, least: int = 0, most: float = math.inf) -> bool:
-    return isinstance(value, str) and least <= len(value) <= most
-
-
-def is_list(value: Any, accepts: Test, most: float = math.inf) -> bool:
-    return isinstance(value, list) and len(value) <= most and all(map(accepts, value))
-
-
-def is_ids(value: Any) -> bool:
-    return is_list(value, lambda i: type(i) is int and i >= 0)
-
-
-def is_prompt(value: Any) -> bool:
-    return is_text(value) or is_ids(value)
-
-
-def is_part(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text" and is_text(value.get("text"))
-
-
-def is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not is_text(value.get("role")):
-        return False
-    return is_text(value.get("content")) or is_list(value.get("content"), is_part)
-
-
-def is_stop(value: Any) -> bool:
-    return is_text(value, 1, 256) or is_list(value, lambda v: is_text(v, 1, 256), 16)
 
 
 def parse(data: bytes) -> Body:
@@ -195,7 +198,7 @@ class Engine:
         self.name = llama2.well_formed(path.resolve().stem)
         device, large = llama2.choose_device("auto", checkpoint), llama2.is_large(checkpoint)
         dtype = llama2.AUTO_DTYPE[device.type]
-        cache_dtype = torch.float16 if large and device.type == "cpu" else dtype
+        cache_dtype = llama2.DTYPES["float16"] if large and device.type == "cpu" else dtype
         plan = llama2.memory_plan(checkpoint, self.context, dtype, device, cache_dtype)
         count = max(1, min(MAX_CACHES, CACHE_BYTES // plan["cache"]))
         plan["cache"] *= count
@@ -212,41 +215,33 @@ class Engine:
     def encode(self, body: Body, chat: bool) -> list[list[int]]:
         """The prompts of a request. ValueError for messages that the chat format cannot have."""
         if chat:
-            accepted = "a list of objects with a role and a content of text"
-            messages = get(body, "messages", lambda v: is_list(v, is_message), accepted)
+            messages = get(body, "messages")
             for message in messages:
-                if not is_text(message["content"]):
+                if isinstance(message["content"], list):
                     message["content"] = "\n".join(part["text"] for part in message["content"])
             return [llama2.encode_chat(self.tokenizer, messages, self.chat_format)]
-        accepted = f"a string, a list of token ids, or a list of up to {MAX_PROMPTS} of these"
-        accepts = lambda v: is_prompt(v) or is_list(v, is_prompt, MAX_PROMPTS)
-        prompts = get(body, "prompt", accepts, accepted)
+        prompts, bos = get(body, "prompt"), self.tokenizer.add_bos
         prompts = [prompts] if is_prompt(prompts) else prompts
-        bos = self.tokenizer.add_bos
-        return [self.tokenizer.encode(p, bos) if is_text(p) else p for p in prompts]
+        return [p if is_ids(p) else self.tokenizer.encode(p, bos) for p in prompts]
 
     def make_job(self, body: Body, chat: bool) -> Job:
         """Check a request and encode its prompts."""
+        values = {name: get(body, name) for name in FIELDS if name not in PRIVATE}
         config, name = self.model.config, "messages" if chat else "prompt"
-        limit = integer(body, "max_tokens", self.context if chat else 16, 0, 2**31 - 1)
-        limit = integer(body, "max_completion_tokens", limit, 0, 2**31 - 1)
-        integer(body, "n", 1, 1, 1)
-        seed = integer(body, "seed", None, -(2**63), 2**63 - 1)
-        stop = get(body, "stop", is_stop, "up to 16 texts of 1 to 256 characters", [])
-        stop = [stop] if is_text(stop) else stop
+        limits = values["max_completion_tokens"], values["max_tokens"], self.context if chat else 16
+        limit = next(limit for limit in limits if limit is not None)
         stop_ids, tags = llama2.chat_stops(self.tokenizer, self.chat_format) if chat else ((), ())
+        stop, seed = values["stop"], values["seed"]
         options = {
             "max_new_tokens": limit,
-            "temperature": number(body, "temperature", 1, 2),
-            "top_p": number(body, "top_p", 1, 1) or 1e-9,  # 0: the likeliest alone
+            "temperature": values["temperature"],
+            "top_p": values["top_p"] or 1e-9,  # 0: the likeliest alone
             "seed": None if seed is None else seed % 2**63,
-            "top": None if chat else integer(body, "logprobs", None, 0, 5),
-            "stop": [*stop, *tags],
+            "top": None if chat else values["logprobs"],
+            "stop": [*([stop] if isinstance(stop, str) else stop), *tags],
             "stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids},
         }
-        more = get(body, "stream_options", lambda v: isinstance(v, dict), "an object", {})
-        echo, stream = not chat and flag(body, "echo"), flag(body, "stream")
-        usage = flag(more, "include_usage")
+        usage = get(values["stream_options"], "include_usage")
         try:
             prompts = self.encode(body, chat)
             for ids in prompts:
@@ -257,23 +252,18 @@ class Engine:
         if longest + min(limit, 1) > self.context:  # a new token needs a place
             found = f"{name} of {longest} tokens; the context holds {self.context} with the answer"
             raise Refusal(400, found, name, "context_length_exceeded")
-        return Job(chat, prompts, options, echo, stream, usage)
+        return Job(chat, prompts, options, values["echo"] and not chat, values["stream"], usage)
 
-    def tokenize(self, body: Body) -> Response:
-        """Text -> ids; the text is called as by llama.cpp's server or by vLLM."""
-        text = get(body, "prompt" if "prompt" in body else "content", is_text, "a string")
-        bos = flag(body, "add_special") and self.tokenizer.add_bos
-        ids = self.tokenizer.encode(text, bos)
-        return JSONResponse({"tokens": ids, "count": len(ids)})
+    def tokenize(self, body: Body) -> Body:
+        bos = get(body, "add_special") and self.tokenizer.add_bos
+        ids = self.tokenizer.encode(get(body, "content"), bos)
+        return {"tokens": ids, "count": len(ids)}
 
-    def detokenize(self, body: Body) -> Response:
-        """Ids -> text."""
-        ids = get(body, "tokens", is_ids, "a list of token ids")
+    def detokenize(self, body: Body) -> Body:
         try:
-            text = self.tokenizer.decode(ids)
+            return {"content": self.tokenizer.decode(get(body, "tokens"))}
         except ValueError as error:
             raise Refusal(400, f"tokens: {error}", "tokens") from None
-        return JSONResponse({"content": text, "prompt": text})
 
     def submit(self, job: Job) -> None:
         """Put a job at the end of the queue, if there is room."""
@@ -328,29 +318,26 @@ class Engine:
             rest = llama2.rewind(cache, [] if scored else self.held[cache], ids)
             cached_tokens, self.held[cache] = cached_tokens + len(ids) - len(rest), ids
             prompt = "" if job.chat else self.tokenizer.decode(ids)
-            listing = Listing(self.tokenizer, job.echo or not prompt)
+            shown = Shown(self.tokenizer, top is not None, job.echo or not prompt)
             if scored:
                 scores, rest = prompt_scores(self.model, ids, top, cache), ids[-1:]
             if job.echo:
-                yield Piece(index, prompt, listing.take(scores) if scored else None)
+                yield Piece(index, prompt, shown.take(scores if scored else []))
             options = {**job.options, "first": not prompt, "cache": cache}
             stream = llama2.stream_text(self.model, self.tokenizer, rest, **options)
             report, begun, sent = stream.report, not job.chat, len(prompt) * job.echo
-            scores = report.scores[0]
             try:
                 for text in stream:
                     text = text if begun else text.lstrip()
                     begun, sent = begun or text != "", sent + len(text)
                     if text:
-                        yield Piece(
-                            index, text, None if top is None else listing.take(scores, sent)
-                        )
+                        yield Piece(index, text, shown.take(report.scores[0], sent))
             finally:
                 self.held[cache] = [*ids, *report.new_ids[0]]
             reason = report.stop_reasons[0]
             end = sent if reason.startswith("stop text") else math.inf
-            logprobs = None if top is None else listing.take(scores, end)
-            yield Piece(index, "", logprobs, "stop" if reason.startswith("stop") else "length")
+            finish = "stop" if reason.startswith("stop") else "length"
+            yield Piece(index, "", shown.take(report.scores[0], end), finish)
             new_tokens += report.new_tokens
         prompt_tokens = sum(map(len, job.prompts))
         job.usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
@@ -367,11 +354,11 @@ def prompt_scores(
     return [llama2.Score(ids[0], None, []), *map(llama2.Score, ids[1:], logprobs, best)]
 
 
-class Listing:
-    """`logprobs` of a choice: its tokens as texts that join to its text."""
+class Shown:
+    """`logprobs` of a choice, if wanted: its tokens as texts that join to its text."""
 
-    def __init__(self, tokenizer: llama2.Tokenizer, first: bool) -> None:
-        self.tokenizer, self.offset = tokenizer, 0
+    def __init__(self, tokenizer: llama2.Tokenizer, wanted: bool, first: bool) -> None:
+        self.tokenizer, self.wanted, self.offset = tokenizer, wanted, 0
         self.decoder = llama2.StreamDecoder(tokenizer, first)
 
     def name(self, token_id: int) -> str:
@@ -383,8 +370,10 @@ class Listing:
             return f"bytes:\\x{data[0]:02x}"
         return data.decode() or self.tokenizer.sp.id_to_piece(token_id)
 
-    def take(self, scores: list[llama2.Score], end: float = math.inf) -> dict[str, list]:
-        """Move the tokens that begin before a character from the scores to a new list."""
+    def take(self, scores: list[llama2.Score], end: float = math.inf) -> Body | None:
+        """Move the tokens that begin before character `end` from the scores to the columns."""
+        if not self.wanted:
+            return None
         columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         while scores and self.offset < end:
             token_id, logprob, best = scores.pop(0)
@@ -402,19 +391,12 @@ class Listing:
 # HTTP
 
 
-def reply(job: Job, model: str, pieces: list[Piece], role: Body, **more: Any) -> Body:
+def reply(job: Job, model: str, pieces: list[Piece], **more: Any) -> Body:
     """The object that a client gets, whole or as a chunk of a stream."""
-    choices = []
-    for piece in pieces:
-        message = {"delta" if job.stream else "message": {**role, "content": piece.text}}
-        choices.append(
-            {
-                "index": piece.index,
-                **(message if job.chat else {"text": piece.text}),
-                "logprobs": piece.logprobs,
-                "finish_reason": piece.finish_reason,
-            }
-        )
+    choices = [dict(vars(piece)) for piece in pieces]
+    for choice in choices if job.chat else []:
+        role = {} if job.stream else {"role": "assistant"}
+        choice["delta" if job.stream else "message"] = {**role, "content": choice.pop("text")}
     kind = ("chat.completion" + ".chunk" * job.stream) if job.chat else "text_completion"
     about = {"id": f"cmpl-{job.id}", "object": kind, "created": job.created, "model": model}
     return {**about, "choices": choices, **more}
@@ -423,23 +405,22 @@ def reply(job: Job, model: str, pieces: list[Piece], role: Body, **more: Any) ->
 async def events(job: Job, model: str) -> AsyncIterator[str]:
     """A reply as server-sent events."""
     usage = {"usage": None} if job.include_usage else {}
+
+    def event(data: Body) -> str:
+        return f"data: {json.dumps(data)}\n\n"
+
     try:
         if job.chat:
-            yield event(reply(job, model, [Piece(0)], ROLE, **usage))
+            first = reply(job, model, [Piece(0)], **usage)
+            first["choices"][0]["delta"]["role"] = "assistant"
+            yield event(first)
         async for piece in job.pieces():
-            yield event(reply(job, model, [piece], {}, **usage))
+            yield event(reply(job, model, [piece], **usage))
         if job.include_usage:
-            yield event(reply(job, model, [], {}, usage=job.usage))
+            yield event(reply(job, model, [], usage=job.usage))
     except Refusal as refusal:
         yield event(refusal.body)
     yield "data: [DONE]\n\n"
-
-
-def event(data: Body) -> str:
-    return f"data: {json.dumps(data)}\n\n"
-
-
-ROLE = {"role": "assistant"}
 
 
 async def collect(job: Job) -> list[Piece]:
@@ -486,20 +467,20 @@ def make_app(engine: Engine, api_key: bytes | None) -> Callable[..., Awaitable[N
         model = {"id": engine.name, "object": "model", "created": started, "owned_by": "llama2.py"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def answer(request: Request, function: Callable[[Body], Any]) -> Any:
-        """What the body's function returns, computed beside the event loop."""
+    async def compute(request: Request, function: Callable[[Body], Any]) -> Any:
+        """What a function makes of the body, beside the event loop."""
         data = await read(request)
         return await asyncio.to_thread(lambda: function(parse(data)))
 
     async def tokenize(request: Request) -> Response:
-        return await answer(request, engine.tokenize)
+        return JSONResponse(await compute(request, engine.tokenize))
 
     async def detokenize(request: Request) -> Response:
-        return await answer(request, engine.detokenize)
+        return JSONResponse(await compute(request, engine.detokenize))
 
     async def complete(request: Request) -> Response:
         chat = request.url.path == "/v1/chat/completions"
-        job = await answer(request, partial(engine.make_job, chat=chat))
+        job = await compute(request, lambda body: engine.make_job(body, chat))
         engine.submit(job)
 
         async def watch() -> None:
@@ -511,7 +492,7 @@ def make_app(engine: Engine, api_key: bytes | None) -> Callable[..., Awaitable[N
         if job.stream:
             return StreamingResponse(events(job, engine.name), media_type="text/event-stream")
         choices = await collect(job)
-        return JSONResponse(reply(job, engine.name, choices, ROLE, usage=job.usage))
+        return JSONResponse(reply(job, engine.name, choices, usage=job.usage))
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # no such path, or not this method

@@ -76,8 +76,24 @@ INLINE float sum(f32 v) {
   return lanes[0];
 }
 
-// total + a * b; integers (and bfloat16): 2i-th and 2i+1-th product are added to the i-th total
-INLINE f32 madd(f32 total, f32 a, f32 b) { return total + a * b; }
+// total + a * b, fused for certain where it can be: bits must not depend on the compiler's choice;
+// integers (and bfloat16): 2i-th and 2i+1-th product are added to the i-th total
+INLINE f32 madd(f32 total, f32 a, f32 b) {
+#if defined(AVX512)
+  return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
+#elif defined(AVX2)
+  return (f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
+#else
+  return total + a * b;
+#endif
+}
+INLINE float madd(float total, float a, float b) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, total);
+#else
+  return total + a * b;
+#endif
+}
 INLINE i32 madd(i32 total, i16 a, i16 b) {
 #if defined(AVX512) && defined(__AVX512VNNI__)
   return (i32)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
@@ -376,7 +392,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       int64_t group = ((row + r) * x.K + k) / T::GROUP;
       for (int g = 0; g < T::GROUPS; g++) {
         scales[r][g] = is_float<X> ? s[g] : s[g] * x.scales[WIDE][group + g];
-        if (T::MINIMUM) low[r][g] += m[g] * x.sums[WIDE][group + g];
+        if (T::MINIMUM) low[r][g] = madd(low[r][g], m[g], x.sums[WIDE][group + g]);
       }
     }
     // Reload scales from L1: broadcast loads are free, shuffles are not
@@ -400,7 +416,8 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
           } else
 #endif
             scale = splat(scales[r][PARTS * i + part]);
-          total[r][(i + part) % 2] += to_f32(products) * scale;
+          f32 &to = total[r][(i + part) % 2];
+          to = madd(to, to_f32(products), scale);
         }
       }
     }
