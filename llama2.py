@@ -2925,27 +2925,44 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
     return out
 
 
-def is_plain(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether C++ may use t by pointer: CPU memory of this dtype and shape without gaps."""
-    return (
-        t.dtype == dtype
-        and t.shape == shape
-        and t.is_cpu
-        and t.layout == torch.strided
-        and t.is_contiguous()
-        and not t.is_neg()
-        and type(t) in (Tensor, nn.Parameter)
-    )
+class Unfit(Exception):
+    """Something that the kernels cannot take. The reference can, or says what is wrong with it."""
 
 
-def check_kernel(status: int) -> None:
+def need(fits: bool) -> None:
+    """Raises Unfit if not."""
+    if not fits:
+        raise Unfit
+
+
+def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Where t lies, for C++. Unfit unless it is CPU memory of this dtype and shape without gaps."""
+    need(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided)
+    need(t.dtype == dtype and t.shape == shape and t.is_contiguous() and not t.is_neg())
+    return t.data_ptr()
+
+
+def child(module: Any, name: str, expected: type[nn.Module]) -> Any:
+    """A part of a module. Unfit unless calling it does what its class says: no hooks, no changes."""
+    part = module._modules.get(name)  # ten times as fast as getattr()
+    need(type(part) is expected and "forward" not in part.__dict__)
+    need(not part._forward_hooks and not part._forward_pre_hooks)
+    return part
+
+
+def usable_kernels(x: Tensor) -> Kernels:
+    """The kernels, if there are any and they may take x. Else raises Unfit."""
+    need(kernels().library is not None and not torch.compiler.is_compiling())
+    need(not (x.requires_grad and torch.is_grad_enabled()))
+    return kernels()
+
+
+def check_status(status: int) -> None:
     """Raises MemoryError or RuntimeError for what a kernel returned."""
+    if status == 1:
+        raise MemoryError("the kernels ran out of memory")
     if status:
-        raise (
-            MemoryError("the kernels ran out of memory")
-            if status == 1
-            else RuntimeError(f"the kernels refused a matrix: status {status}")
-        )
+        raise RuntimeError(f"the kernels refused a matrix: status {status}")
 
 
 class NativeLinear(QuantizedLinear):
@@ -2961,39 +2978,34 @@ class NativeLinear(QuantizedLinear):
         self.exact = exact
         self.type_id = int(gguf.GGMLQuantizationType[linear.ggml_type])
 
-    def is_native(self) -> bool:
-        """Whether the kernels can multiply these blocks."""
+    def pack(self) -> tuple[int, int, int, int]:
+        """struct Linear of kernels/cpu.cpp. Raises Unfit."""
         block, block_bytes, _ = GGML_TYPES[self.ggml_type]
-        shape = (self.out_features, self.in_features // block * block_bytes)
-        return self.in_features % 32 == 0 and is_plain(self.blocks, torch.uint8, shape)
+        N, K = self.out_features, self.in_features
+        need(K % 32 == 0)
+        blocks = address(self.blocks, torch.uint8, (N, K // block * block_bytes))
+        return blocks, self.type_id, N, K
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        library, K, N = kernels().library, self.in_features, self.out_features
-        if (
-            library is None
-            or torch.compiler.is_compiling()
-            or not self.is_native()
-            or not x.is_cpu
-            or x.layout != torch.strided
-            or x.dtype not in DENSE.values()
-            or x.shape[-1:] != (K,)
-            or (x.requires_grad and torch.is_grad_enabled())
-        ):
+        try:
+            native, (blocks, type_id, N, K) = usable_kernels(x), self.pack()
+            need(x.dtype in DENSE.values() and x.shape[-1:] == (K,) and x.layout == torch.strided)
+            x32 = x.float().contiguous()
+            source = address(x32, torch.float32, x.shape)
+        except Unfit:
             return super().forward(x)
         rows = x.numel() // K
-        if kernels().amx and not self.exact and rows > FEW_ROWS:
-            return self.by_amx(library, x.reshape(rows, K)).view(*x.shape[:-1], N).to(x.dtype)
-        x32 = x.float().contiguous()
-        if not is_plain(x32, torch.float32, x.shape):
-            return super().forward(x)
+        if native.amx and not self.exact and rows > FEW_ROWS:
+            return self.by_amx(x32.view(rows, K)).view(*x.shape[:-1], N).to(x.dtype)
         y = torch.empty(*x.shape[:-1], N)
-        pointers = [t.data_ptr() for t in (self.blocks, x32, y)]
-        check_kernel(library.linear(self.type_id, not self.exact, *pointers, rows, N, K))
+        linear: Any = native.library.linear  # type: ignore[union-attr]
+        check_status(linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K))
         return y.to(x.dtype)
 
-    def by_amx(self, library: ctypes.CDLL, x: Tensor) -> Tensor:
+    def by_amx(self, x: Tensor) -> Tensor:
         """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
+        dequantize: Any = kernels().library.dequantize  # type: ignore[union-attr]
         K, N = self.in_features, self.out_features
         rows = max(1, 2 * CHUNK // K)
         x, buffer = x.bfloat16(), torch.empty(min(rows, N), K, dtype=torch.bfloat16)
@@ -3002,9 +3014,9 @@ class NativeLinear(QuantizedLinear):
             blocks = self.blocks[start : start + rows]
             w = buffer[: len(blocks)]
             pointers = blocks.data_ptr(), w.data_ptr()
-            check_kernel(library.dequantize(self.type_id, True, *pointers, w.numel()))
+            check_status(dequantize(self.type_id, True, *pointers, w.numel()))
             torch.mm(w, x.T, out=y[start : start + rows])
-        return y.T
+        return y.T.contiguous()
 
 
 class NativeLayers(nn.Module):
@@ -3024,100 +3036,56 @@ class NativeLayers(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        native = kernels()
-        many = x.shape[0] * x.shape[1] > FEW_ROWS
-        if native.library and not (many and native.amx and not self.exact):
-            packed = self.pack(x, cos, sin, cache)
-            if packed and cache is not None:
-                return self.run(native.library, packed, x, cos, sin, cache)
-        for block in self.blocks:
-            x = block(x, cos, sin, mask, cache)
-        return x
+        try:
+            return self.run(x, cos, sin, cache)
+        except Unfit:
+            for block in self.blocks:
+                x = block(x, cos, sin, mask, cache)
+            return x
 
-    def pack(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> list[bytes]:
-        """struct Layer of each block, as kernels/cpu.cpp declares it; empty if one does not fit."""
-        if (
-            type(cache) is not Cache
-            or cache.padding is not None
-            or torch.compiler.is_compiling()
-            or (x.requires_grad and torch.is_grad_enabled())
-            or torch.nn.modules.module._has_any_global_hook()
-            or x.dim() != 3
-        ):
-            return []
-        (B, T, C), (G, room, D) = x.shape, cache.k.shape[2:]
-        tables, stored = (T, D // 2), (len(self.blocks), B, G, room, D)
-        if (
-            D % 16
-            or cache.k.dtype not in (torch.float32, torch.float16)
-            or not all(is_plain(t, cache.k.dtype, stored) for t in (cache.k, cache.v))
-            or not all(is_plain(t, torch.float32, tables) for t in (cos, sin))
-            or not is_plain(x, torch.float32, x.shape)
-            or not 0 <= cache.pos <= room - T
-        ):
-            return []
-        packed = [self.pack_block(i, block, C, D, G) for i, block in enumerate(self.blocks)]
-        return packed if all(packed) else []
-
-    def pack_block(self, i: int, block: Any, C: int, D: int, G: int) -> bytes:
-        """struct Layer of one block; empty if it is not as accelerate() left it."""
-        children = block._modules.get  # ten times as fast as attributes
-        attention, mlp = children("self_attn"), children("mlp")
-        norms = [children("input_layernorm"), children("post_attention_layernorm")]
-        expected = (Block, CausalSelfAttention, MLP, RMSNorm, RMSNorm)
-        if not all(map(is_untouched, (block, attention, mlp, *norms), expected)):
-            return b""
-        linears = [attention._modules.get(f"{name}_proj") for name in "qkvo"]
-        linears += [mlp._modules.get(f"{name}_proj") for name in ("gate", "up", "down")]
-        if not all(is_untouched(linear, NativeLinear) and linear.is_native() for linear in linears):
-            return b""
-        wide, inner = linears[0].out_features, linears[4].out_features
-        shapes = [(wide, C), (G * D, C), (G * D, C), (C, wide), (inner, C), (inner, C), (C, inner)]
-        if (
-            [(linear.out_features, linear.in_features) for linear in linears] != shapes
-            or not all(is_plain(norm.weight, torch.float32, (C,)) for norm in norms)
-            or any(linear.exact != self.exact for linear in linears)
-            or wide % (G * D)
-            or (attention.layer, attention.head_dim) != (i, D)
-            or norms[0].eps != norms[1].eps
-        ):
-            return b""
-        numbers = [norm.weight.data_ptr() for norm in norms]
-        for linear in reversed(linears):
-            sizes = linear.type_id, linear.out_features, linear.in_features
-            numbers = [linear.blocks.data_ptr(), *sizes, *numbers]
-        return struct.pack("30qdq", *numbers, norms[0].eps, D)
-
-    def run(
-        self,
-        library: ctypes.CDLL,
-        packed: list[bytes],
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Cache,
-    ) -> Tensor:
-        """Hand everything over: (B, T, C) -> (B, T, C)."""
-        B, T, _ = x.shape
-        y, room, half = x.clone(), cache.k.shape[3], cache.k.dtype == torch.float16
-        step = len(packed) if B * T <= FEW_ROWS else 1  # Ctrl-C is heard between calls
-        for i in range(0, len(packed), step):
-            count = min(step, len(packed) - i)
-            pointers = [t.data_ptr() for t in (y, cos, sin, cache.k[i], cache.v[i])]
-            layers, fast = b"".join(packed[i : i + count]), not self.exact
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
+        """The same by the kernels. Raises Unfit before anything is computed."""
+        native = usable_kernels(x)
+        need(type(cache) is Cache and cache.padding is None and x.dim() == 3)
+        need(not torch.nn.modules.module._has_any_global_hook())
+        (B, T, C), (L, _, G, room, D) = x.shape, cache.k.shape
+        many, half = B * T > FEW_ROWS, cache.k.dtype == torch.float16
+        need(not (many and native.amx and not self.exact))
+        need(L == len(self.blocks) and D % 16 == 0 and 0 <= cache.pos <= room - T)
+        address(x, torch.float32, x.shape)
+        tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
+        stored = [
+            address(t, torch.float16 if half else torch.float32, (L, B, G, room, D))
+            for t in (cache.k, cache.v)
+        ]
+        packed = [self.pack(i, C, D, G) for i in range(L)]
+        y = x.clone()
+        step = 1 if many else L  # a prompt takes seconds: Ctrl-C is heard between calls
+        run_layers: Any = native.library.run_layers  # type: ignore[union-attr]
+        for i in range(0, L, step):
+            layers, offset = b"".join(packed[i : i + step]), i * cache.k[0].nbytes
+            pointers = y.data_ptr(), *tables, *(start + offset for start in stored)
             sizes = half, B, T, cache.pos, room
-            check_kernel(library.run_layers(layers, count, fast, *pointers, *sizes))
+            check_status(run_layers(layers, step, not self.exact, *pointers, *sizes))
         return y
 
-
-def is_untouched(module: Any, expected: Any) -> bool:
-    """Whether calling a module does what its class says: no hooks, no forward of its own."""
-    return (
-        type(module) is expected
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and "forward" not in module.__dict__
-    )
+    def pack(self, i: int, C: int, D: int, G: int) -> bytes:
+        """struct Layer of kernels/cpu.cpp. Raises Unfit if a block is not as accelerate() left it."""
+        block = child(self.blocks, str(i), Block)
+        norms = [child(block, f"{name}_layernorm", RMSNorm) for name in ("input", "post_attention")]
+        attention, mlp = child(block, "self_attn", CausalSelfAttention), child(block, "mlp", MLP)
+        need((attention.layer, attention.head_dim) == (i, D) and norms[0].eps == norms[1].eps)
+        linears = [child(attention, f"{name}_proj", NativeLinear) for name in "qkvo"]
+        linears += [child(mlp, f"{name}_proj", NativeLinear) for name in ("gate", "up", "down")]
+        wide, inner = linears[0].out_features, linears[4].out_features
+        shapes = [(wide, C), (G * D, C), (G * D, C), (C, wide), (inner, C), (inner, C), (C, inner)]
+        numbers: list[int] = []
+        for linear, shape in zip(linears, shapes, strict=True):
+            numbers += linear.pack()
+            need(tuple(numbers[-2:]) == shape and linear.exact == self.exact)
+        need(wide % (G * D) == 0)
+        numbers += [address(norm.weight, torch.float32, (C,)) for norm in norms]
+        return struct.pack("30qdq", *numbers, norms[0].eps, D)
 
 
 class PackedLinear(QuantizedLinear):
@@ -3548,11 +3516,11 @@ def check_memory(plan: dict[str, int], context: int, device: torch.device, free:
 
 
 def tune_process() -> None:
-    """What suits a process that does nothing else."""
-    with suppress(AttributeError, OSError, TypeError):  # it is glibc's
+    """Keep freed memory: getting its pages anew from the system costs 10 % of a prompt's time."""
+    with suppress(AttributeError, OSError, TypeError):  # mallopt is glibc's
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: what is freed is kept, for to
-        mallopt(-1, 2**28)  # get pages anew from the system takes a tenth of a prompt's time
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**28)  # M_TRIM_THRESHOLD
 
 
 def weight_bytes(model: Llama) -> int:
