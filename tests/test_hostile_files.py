@@ -56,18 +56,19 @@ on_posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no 
 
 @contextlib.contextmanager
 def bounded(seconds=3, megabytes=None):
-    """Fails if the block takes longer, blocks for ever, or makes Python objects of more memory."""
+    """Fails if the block blocks, takes more time of the CPU, or makes Python objects of more memory."""
 
     def ring(*_):
-        raise TimeoutError(f"not done after {seconds} s")
+        raise TimeoutError("blocked for a minute")
 
     has_alarm = hasattr(signal, "setitimer")
     if has_alarm:
         before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, 3 * seconds)
+        signal.setitimer(signal.ITIMER_REAL, 60)
     if megabytes:
+        seconds *= 3  # it slows everything down
         tracemalloc.start()
-    start, peak = time.perf_counter(), 0
+    start, peak = time.process_time(), 0
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
@@ -76,7 +77,7 @@ def bounded(seconds=3, megabytes=None):
         if has_alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-    assert time.perf_counter() - start < 3 * seconds  # tracemalloc slows it down
+    assert time.process_time() - start < seconds
     assert peak <= (megabytes or 0) * 2**20, f"{peak / 2**20:.0f} MiB"
 
 
@@ -698,9 +699,9 @@ def test_large_headers(tmp_path, case):
 
 def test_many_texts(tmp_path):
     """The dearest header: short texts, of which Python makes ten times the bytes."""
-    words = gguf_string(b"\xc4\x81") * 2**18
-    (tmp_path / "large.gguf").write_bytes(gguf_bytes(0, 1, array(b"k", STRING, 2**18, words)))
-    refused(tmp_path / "large.gguf", "large.gguf: the key general.architecture", megabytes=30)
+    words = gguf_string(b"\xc4\x81") * 2**17
+    (tmp_path / "large.gguf").write_bytes(gguf_bytes(0, 1, array(b"k", STRING, 2**17, words)))
+    refused(tmp_path / "large.gguf", "large.gguf: the key general.architecture", megabytes=16)
 
 
 def test_large_vocabularies_are_read(tmp_path):
@@ -712,7 +713,7 @@ def test_large_vocabularies_are_read(tmp_path):
     body += array(b"tokenizer.ggml.merges", STRING, 300_000, merges)
     body += gguf_string(b"tokenizer.ggml.model") + struct.pack("<I", STRING) + gguf_string(b"gpt2")
     (tmp_path / "llama-3.gguf").write_bytes(gguf_bytes(0, 5, body) + bytes(64))
-    refused(tmp_path / "llama-3.gguf", "vocabulary is 'gpt2'", megabytes=100)
+    refused(tmp_path / "llama-3.gguf", "vocabulary is 'gpt2'")
 
 
 def test_fused_tensors_are_refused(parts, tmp_path):  # noqa: F811
