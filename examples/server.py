@@ -559,6 +559,7 @@ def main() -> int:
         engine = Engine(args.model, args.context, args.chat_format)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=1024)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         print(f"server.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
