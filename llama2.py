@@ -67,8 +67,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
-if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
+if __name__ == "__main__":
+    # Ctrl-C while torch is imported, which takes seconds: no traceback.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Threads that wait soon sleep: where others are busy, spinning ones keep the last from its core.
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "2000"
 
 import torch
 import torch.nn.functional as F
