@@ -463,13 +463,15 @@ typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t strid
 struct Format {
   int64_t type, block, size, group;
   bool minimum;
-  Dot dot[2][2];                // exact and fast; 1 row and up to 4
+  int64_t rows[2];              // exact and fast: how many rows of x are multiplied at a time
+  Dot dot[2][2];                // and the functions for one row and for up to that many
   Unpack unpack, unpack_int16;  // the latter null: float32 if fast, too
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type, T::BLOCK, T::SIZE, T::GROUP, T::MINIMUM, {}, unpack<T, f32>, nullptr};
+  Format f = {type, T::BLOCK,       T::SIZE, T::GROUP, T::MINIMUM, {2, T::DENSE ? 2 : 4},
+              {},   unpack<T, f32>, nullptr};
   f.dot[0][0] = f.dot[1][0] = dot<T, f32, 1>;
-  f.dot[0][1] = f.dot[1][1] = dot<T, f32, 4>;
+  f.dot[0][1] = f.dot[1][1] = dot<T, f32, 2>;
   if constexpr (!T::DENSE) {
     f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 4>;
     if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack<T, i16>;
@@ -507,7 +509,7 @@ static void gemv(const Matrix *matrices, int count, Rows &x) {
     while (n >= m->N) n -= m++->N;
     auto *dot = m->format->dot[x.fast];
     Bytes w = m->w + n * (x.K / m->format->block * m->format->size);
-    for (int64_t r = 0; r < x.count; r += 4)
+    for (int64_t r = 0; r < x.count; r += m->format->rows[x.fast])
       dot[x.count - r > 1](w, x, r, m->y + r * m->N + n, m->N);
   }
 }
