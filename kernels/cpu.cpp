@@ -377,10 +377,13 @@ static void quantize_row(Rows &to, int64_t row) {
   }
 }
 
-// One row of W (K) times R rows of x, from `row` on, as X -> y[0], y[stride], ...
+// One row of W (K) times R rows of x (or as many as there are) from `row` on -> y[0], y[stride],
+// ...
 template <class T, class X, int R>
 static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;  // vectors of 32 weights
+  int64_t rows[R];
+  for (int r = 0; r < R; r++) rows[r] = row + r < x.count ? row + r : x.count - 1;
   constexpr int PARTS = T::GROUP == 16 && COUNT > 1 ? 2 : 1, WIDE = T::GROUP == 32;
   f32 total[R][2] = {};
   alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS], low[R][T::GROUPS] = {};
@@ -389,7 +392,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
     for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 6144 + j, 0, 2);
     T::scales(w, s, m);
     for (int r = 0; r < R; r++) {
-      int64_t group = ((row + r) * x.K + k) / T::GROUP;
+      int64_t group = (rows[r] * x.K + k) / T::GROUP;
       for (int g = 0; g < T::GROUPS; g++) {
         scales[r][g] = is_float<X> ? s[g] : s[g] * x.scales[WIDE][group + g];
         if (T::MINIMUM) low[r][g] = madd(low[r][g], m[g], x.sums[WIDE][group + g]);
@@ -402,7 +405,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       X v[COUNT];
       values32<T>(w, i, v);
       for (int r = 0; r < R; r++) {
-        Bytes from = (Bytes)x.data<X>((row + r) * x.K + k + 32 * i);
+        Bytes from = (Bytes)x.data<X>(rows[r] * x.K + k + 32 * i);
         for (int part = 0; part < PARTS; part++) {
           Sum<X> products = {};
           for (int p = part * COUNT / PARTS; p < (part + 1) * COUNT / PARTS; p++)
@@ -422,7 +425,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       }
     }
   }
-  for (int r = 0; r < R; r++) {
+  for (int r = 0; r < R && row + r < x.count; r++) {
     float below = 0;
     for (int g = 0; T::MINIMUM && g < T::GROUPS; g++) below += low[r][g];
     y[r * stride] = sum(total[r][0] + total[r][1]) - below;
@@ -460,16 +463,17 @@ typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t strid
 struct Format {
   int64_t type, block, size, group;
   bool minimum;
-  Dot dot[2][3];                // exact and fast; 1, 2 and 4 rows
+  int64_t rows[2];              // exact and fast: how many rows of x are multiplied at a time
+  Dot dot[2][2];                // and the functions for one row and for up to that many
   Unpack unpack, unpack_int16;  // the latter null: float32 if fast, too
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type, T::BLOCK, T::SIZE, T::GROUP, T::MINIMUM, {}, unpack<T, f32>, nullptr};
+  Format f = {type, T::BLOCK,       T::SIZE, T::GROUP, T::MINIMUM, {2, T::DENSE ? 2 : 4},
+              {},   unpack<T, f32>, nullptr};
   f.dot[0][0] = f.dot[1][0] = dot<T, f32, 1>;
   f.dot[0][1] = f.dot[1][1] = dot<T, f32, 2>;
-  f.dot[0][2] = f.dot[1][2] = dot<T, f32, 4>;
   if constexpr (!T::DENSE) {
-    f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 2>, f.dot[1][2] = dot<T, i16, 4>;
+    f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 4>;
     if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack<T, i16>;
   }
   return f;
@@ -501,13 +505,12 @@ static void gemv(const Matrix *matrices, int count, Rows &x) {
 #pragma omp parallel for schedule(guided, 16) if (total * x.K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
-    int64_t n = i, r = 0;
+    int64_t n = i;
     while (n >= m->N) n -= m++->N;
     auto *dot = m->format->dot[x.fast];
     Bytes w = m->w + n * (x.K / m->format->block * m->format->size);
-    for (; r + 4 <= x.count; r += 4) dot[2](w, x, r, m->y + r * m->N + n, m->N);
-    if (x.count - r >= 2) dot[1](w, x, r, m->y + r * m->N + n, m->N), r += 2;
-    if (x.count - r >= 1) dot[0](w, x, r, m->y + r * m->N + n, m->N);
+    for (int64_t r = 0; r < x.count; r += m->format->rows[x.fast])
+      dot[x.count - r > 1](w, x, r, m->y + r * m->N + n, m->N);
   }
 }
 
