@@ -866,7 +866,8 @@ def run_whole(s: Setting) -> dict:
     out = {name: value for name, (value, _) in facts.items()}
     if args.context_sweep:
         out["context"] = times = {n: median(ours[f"tg@{n}"]) for n in args.context_sweep}
-        facts |= {f"behind {n} tokens": (x, f"{show(x)}, {B / x:.2f}") for n, x in times.items()}
+        for n, each in times.items():
+            facts[f"each token behind {n}"] = each, f"{show(each)}, {B / each:.2f} tokens/s"
     title = args.model.name if args.model else "random weights"
     table((title, ""), ((name, text) for name, (_, text) in facts.items()))
     for name in args.compare:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -142,16 +139,12 @@ def test_random_weights_are_finite(kind):
     assert dense.std() > 0
 
 
-def test_types_of_mixed_files():
+def test_types_of_random_weights():
     config = llama2.Config(256, 512, 8, 4, 2, vocab_size=64)
-    kinds = {name: w.ggml_type for name, w in bench.random_weights(config, "Q4_K_M").items()}
-    assert kinds["lm_head.weight"] == "Q6_K"
-    assert kinds["norm.weight"] == "F32"
-    assert kinds["embed_tokens.weight"] == kinds["layers.0.self_attn.q_proj.weight"] == "Q4_K"
-    better = [i for i in range(8) if kinds[f"layers.{i}.mlp.down_proj.weight"] == "Q6_K"]
-    assert better == [0, 3, 6, 7]  # the first and the last eighth, every third between
-    kinds = {w.ggml_type for w in bench.random_weights(config, "Q8_0").values()}
-    assert kinds == {"Q8_0", "F32"}
+    for kind in ("Q8_0", "Q4_K"):
+        kinds = {name: w.ggml_type for name, w in bench.random_weights(config, kind).items()}
+        assert kinds["lm_head.weight"] == kinds["layers.0.self_attn.q_proj.weight"] == kind
+        assert kinds["norm.weight"] == kinds["layers.0.input_layernorm.weight"] == "F32"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -256,9 +249,7 @@ def test_whole_model(tmp_path, options):
     assert ("context" in found) == ("--context-sweep" in options)
 
 
-@pytest.mark.parametrize(
-    "other", ["transformers", "transformers-bfloat16", "transformers-compiled"]
-)
+@pytest.mark.parametrize("other", ["transformers", "transformers-bfloat16"])
 def test_compare_with_transformers(tmp_path, other):
     pytest.importorskip("transformers")
     short = ("--prompt-tokens", 8, "--gen-tokens", 2, "--rounds", 2)
@@ -299,39 +290,14 @@ def test_table(tmp_path, llama_bench):
     assert found["fraction"] > 0
 
 
-def test_llama_cpp_python_is_the_second_choice(tmp_path, monkeypatch):
-    calls = []
-
-    class Llama:
-        def __init__(self, path, **options):
-            assert options["n_ctx"] == 10
-
-        def reset(self):
-            calls.append("reset")
-
-        def eval(self, tokens):
-            calls.append(len(tokens))
-
-    module = types.ModuleType("llama_cpp")
-    module.Llama, module.__spec__ = Llama, importlib.machinery.ModuleSpec("llama_cpp", None)
-    monkeypatch.setitem(sys.modules, "llama_cpp", module)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = bench.llama_cpp_engine(llama2.DEFAULT_MODEL, room=10)((8,), 2, 8)
-    assert calls == ["reset", 8, "reset", 8, 1, 1]
-    assert found.keys() == {"pp8", "tg"}
-
-
 # --------------------------------------------------------------------------------------------------
 # Perplexity
 
 
 def test_windows_are_those_of_llama_perplexity():
     cut = list(bench.windows(range(100, 111), context=5, bos=1))
-    assert [window.tolist() for window, _ in cut] == [
-        [1, 101, 102, 103, 104],
-        [1, 106, 107, 108, 109],
-    ]
-    assert [target.tolist() for _, target in cut] == [[103, 104], [108, 109]]
+    assert cut == [[1, 101, 102, 103, 104], [1, 106, 107, 108, 109]]
+    assert next(bench.windows(range(9), context=4, bos=None)) == [0, 1, 2, 3]
 
 
 def test_perplexity_of_made_up_losses():
@@ -357,18 +323,6 @@ def test_perplexity_equals_a_direct_computation(tmp_path):
     assert found["tokens"] == len(losses)
     want = math.exp(sum(losses) / len(losses))
     assert found["files"][0]["perplexity"] == pytest.approx(want, rel=1e-4)
-
-
-def test_perplexity_of_rounded_activations(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(STORY)
-    argv = ("--perplexity", text, "--context", 128)
-    found = {}
-    for bits in (32, 16, 8):
-        out = bench_json(tmp_path, *argv, "--activation-bits", bits)["perplexity"]
-        found[bits] = out["files"][0]["perplexity"]
-    assert found[16] == pytest.approx(found[32], rel=5e-3)
-    assert found[8] == pytest.approx(found[32], rel=2e-2)
 
 
 def test_divergence():

@@ -1,0 +1,45 @@
+"""llama2.py with less around it: copied alone into a folder, and without its part III."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from cut import without_part_3
+
+from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, quantised
+
+
+@pytest.fixture(params=["alone", "without part III"])
+def copied(request, tmp_path, monkeypatch):
+    """llama2.py copied into an empty folder, as a module, and whether it has part III."""
+    text, whole = SCRIPT.read_text("utf-8"), request.param == "alone"
+    path = tmp_path / "copied_llama2.py"
+    path.write_text(text if whole else without_part_3(text), "utf-8")
+    spec = importlib.util.spec_from_file_location("copied_llama2", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "copied_llama2", module)
+    spec.loader.exec_module(module)
+    assert whole == hasattr(module, "accelerate") == hasattr(module, "Ranks")
+    return module, whole
+
+
+@torch.no_grad()
+def test_quantised_models_run(copied, tmp_path, vocabulary, capsys, monkeypatch):
+    """By torch, with one note that it is slow and what to add."""
+    llama2, whole = copied
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0"])
+    wanted = make_model(weights=weights, config=llama2.open_checkpoint(path).config)
+    model, _ = llama2.load(path)
+    assert_close(model(TOKENS[:2, :9]), wanted(TOKENS[:2, :9]))
+    argv = ["--model", str(path), "--prompt", "fox", "--max-new-tokens", "3", "--temperature", "0"]
+    assert llama2.main(argv) == 0
+    small, error = capsys.readouterr()
+    assert "slow" not in error and len(error.splitlines()) == 1
+    monkeypatch.setattr(llama2, "is_large", lambda checkpoint: True)
+    assert llama2.main([*argv, "--dtype", "float32"]) == 0
+    large, error = capsys.readouterr()
+    needed = "kernels/cpu.cpp is missing" if whole else "part III"
+    assert large == small and error.count("slow") == 1 and needed in error.replace("\\", "/")
