@@ -567,9 +567,10 @@ def test_api_key_and_context(parrot):
 def test_sigterm_ends_streams():
     server = Running()
     stream = server.send("/v1/completions", {**LONG, "stream": True})
-    waiting = server.send("/v1/completions", LONG)
     while b"data: " not in stream.recv(65536):
         pass
+    waiting = server.send("/v1/completions", LONG)
+    time.sleep(0.3)
     start = time.perf_counter()
     assert server.stop() == ""
     assert time.perf_counter() - start < 4
