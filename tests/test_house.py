@@ -9,7 +9,9 @@ import pytest
 import torch
 from cut import without_part_3
 
-from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, quantised
+from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
+
+pytestmark = needs("accelerate")  # else there is nothing to cut
 
 
 @pytest.fixture(params=["alone", "without part III"])
