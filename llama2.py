@@ -1879,13 +1879,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 
 
 def varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
-    out = bytearray()
-    number &= 2**64 - 1
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    return bytes((*out, number))
+    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    low, rest = number & 127, number >> 7
+    return bytes((low | 128,)) + varint(rest) if rest else bytes((low,))
 
 
 def integer_field(field: int, number: int) -> bytes:
@@ -1909,25 +1905,18 @@ def piece_field(text: str, score: float, token_type: int) -> bytes:
 
 def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of a protobuf message: their numbers, and an integer or bytes."""
-    at = 0
+    file = io.BytesIO(data)
 
     def read_varint() -> int:
-        nonlocal at
-        number = shift = 0
-        while data[at] > 127:
-            number |= (data[at] & 127) << shift
-            at, shift = at + 1, shift + 7
-        at += 1
-        return number | data[at - 1] << shift
+        (byte,) = file.read(1)
+        return byte if byte < 128 else byte - 128 + (read_varint() << 7)
 
-    while at < len(data):
+    while file.tell() < len(data):
         field, wire_type = divmod(read_varint(), 8)
         if wire_type == 0:
             yield field, read_varint()
         else:
-            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
-            at += size
-            yield field, data[at - size : at]
+            yield field, file.read({1: 8, 5: 4}.get(wire_type) or read_varint())
 
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
@@ -1962,7 +1951,7 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
     for j, i in enumerate((unk, bos, eos)):
         trainer += integer_field(40 + j, i) + bytes_field(45 + j, pieces[i].encode())
-    trainer += integer_field(43, -1)  # no padding
+    trainer += integer_field(43, 2**64 - 1)  # pad_id -1: no padding
     add_dummy_prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
     remove_extra = gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
     normalizer = bytes_field(1, b"identity") + integer_field(3, add_dummy_prefix)
@@ -1976,18 +1965,10 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-SPECIAL_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
-SPECIAL_TOKENS += " additional_special_tokens"
-
-
 def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
-    added, special_map, config = (
-        read_json(path / name) if (path / name).exists() else {} for name in names
-    )
-    texts: dict[int, str] = {}
-    special: list[str] = []
+    files = [read_json(path / name) if (path / name).exists() else {} for name in names]
 
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
@@ -1995,19 +1976,19 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
             raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
         return well_formed(text)
 
-    decoder = lookup(path / names[2], config, "added_tokens_decoder", dict, {})
-    for key, token in decoder.items() or [(i, text) for text, i in added.items()]:
+    texts: dict[int, str] = {}
+    decoder = lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
+    for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
         if not re.fullmatch("[0-9]{1,9}", str(key)):
             found = f"{content(token)[:40]!r} has the id {str(key)[:40]!r}"
             raise ValueError(f"{path}: the added token {found}")
         texts[int(key)] = content(token)
-        if isinstance(token, dict) and token.get("special"):
-            special.append(texts[int(key)])
-    for settings in (special_map, config):
-        for name in SPECIAL_TOKENS.split():
-            tokens = settings.get(name) or []
-            special += map(content, tokens if isinstance(tokens, list) else [tokens])
-    return texts, special
+    special = [t for t in decoder.values() if isinstance(t, dict) and t.get("special")]
+    roles = [f"{role}_token" for role in "bos eos unk sep pad cls mask".split()]
+    for settings, name in itertools.product(files[1:], [*roles, "additional_special_tokens"]):
+        tokens = settings.get(name) or []
+        special += tokens if isinstance(tokens, list) else [tokens]
+    return texts, [content(token) for token in special]
 
 
 class Tokenizer:
@@ -2019,22 +2000,17 @@ class Tokenizer:
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
 
-        without_prefix = bytes_field(3, integer_field(3, False))  # add_dummy_prefix
+        inside = model_proto + bytes_field(3, integer_field(3, False))  # no add_dummy_prefix
         try:
-            if not model_proto:  # which SentencePiece would take for a model to be loaded later
-                raise ValueError("the file is empty")
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
-            self.sp_inside = sentencepiece.SentencePieceProcessor(
-                model_proto=model_proto + without_prefix
-            )
+            self.sp_inside = sentencepiece.SentencePieceProcessor(model_proto=inside)
             self.vocab_size = self.sp.vocab_size()
             self.sp.id_to_piece(list(range(self.vocab_size)))  # all are UTF-8
         except (RuntimeError, ValueError) as error:
-            problem = f"not a SentencePiece model: {error}"
-            raise ValueError(f"{source}: {problem}"[:400]) from None
+            raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
-        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # which encode() put there
+        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # the one that encode() put there
         self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
 
     @classmethod
