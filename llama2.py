@@ -67,8 +67,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
-if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: no traceback
+if __name__ == "__main__":
+    # Ctrl-C while torch is imported, which takes seconds: no traceback.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Threads that wait soon sleep: where others are busy, spinning ones keep the last from its core.
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "2000"
 
 import torch
 import torch.nn.functional as F
@@ -1138,7 +1142,14 @@ def read_tensors(path: Path) -> dict[str, Weight]:
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     try:
         return read(source)
-    except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+        struct.error,
+    ) as error:
         reason = str(error)[:160]
         raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
 
@@ -1185,13 +1196,15 @@ def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
     end = len(source) - 22
     magic, size, at, comment = struct.unpack_from("<4s8xIIH", source, end)
     if source[end - 20 : end - 16] == b"PK\6\7":  # above 4 GB: a longer record, its locator
-        (record,) = struct.unpack_from("<Q", source, end - 12)
-        size, at = struct.unpack_from("<QQ", source, record + 40)
+        size, at, record = struct.unpack_from("<QQ8xQ", source, end - 36)
         end = record if record == end - 76 else -1
     if magic != b"PK\5\6" or comment or at + size != end or size > MAX_HEADER:
         raise ValueError("the zip's directory is not at its end, or is too long: cut off?")
     files, last = {}, 0
-    archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek() and read()
+    try:
+        archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek and read
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"the zip's directory: {error}") from None
     for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
         name, begin = entry.orig_filename, entry.header_offset
         if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:

@@ -128,7 +128,8 @@ def get(body: Body, name: str) -> Any:
     if value is None and name not in PRIVATE:
         return default
     if not accepts(value):
-        found = type(value).__name__ if name in PRIVATE else json.dumps(value)[:40]
+        found = f"a {type(value).__name__}" if name in PRIVATE else json.dumps(value)[:40]
+        found = "missing" if value is None else found
         raise Refusal(400, f"{name} is {found}; accepted is {accepted}", name)
     return value
 
@@ -225,22 +226,23 @@ class Engine:
 
     def make_job(self, body: Body, chat: bool) -> Job:
         """Check a request and encode its prompts."""
-        values = {name: get(body, name) for name in FIELDS if name not in PRIVATE}
         config, name = self.model.config, "messages" if chat else "prompt"
-        limits = values["max_completion_tokens"], values["max_tokens"], self.context if chat else 16
-        limit = next(limit for limit in limits if limit is not None)
+        limits = get(body, "max_completion_tokens"), get(body, "max_tokens")
+        limit = next((n for n in limits if n is not None), self.context if chat else 16)
         stop_ids, tags = llama2.chat_stops(self.tokenizer, self.chat_format) if chat else ((), ())
-        stop, seed = values["stop"], values["seed"]
+        stop, seed = get(body, "stop"), get(body, "seed")
         options = {
             "max_new_tokens": limit,
-            "temperature": values["temperature"],
-            "top_p": values["top_p"] or 1e-9,  # 0: the likeliest alone
+            "temperature": get(body, "temperature"),
+            "top_p": get(body, "top_p") or 1e-9,  # 0: the likeliest alone
             "seed": None if seed is None else seed % 2**63,
-            "top": None if chat else values["logprobs"],
+            "top": None if chat else get(body, "logprobs"),
             "stop": [*([stop] if isinstance(stop, str) else stop), *tags],
             "stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids},
         }
-        usage = get(values["stream_options"], "include_usage")
+        get(body, "model"), get(body, "n")  # need no more than to be possible
+        echo, stream = not chat and get(body, "echo"), get(body, "stream")
+        usage = get(get(body, "stream_options"), "include_usage")
         try:
             prompts = self.encode(body, chat)
             for ids in prompts:
@@ -251,7 +253,7 @@ class Engine:
         if longest + min(limit, 1) > self.context:  # a new token needs a place
             found = f"{name} of {longest} tokens; the context holds {self.context} with the answer"
             raise Refusal(400, found, name, "context_length_exceeded")
-        return Job(chat, prompts, options, values["echo"] and not chat, values["stream"], usage)
+        return Job(chat, prompts, options, echo, stream, usage)
 
     def tokenize(self, body: Body) -> Body:
         bos = get(body, "add_special") and self.tokenizer.add_bos
@@ -558,6 +560,7 @@ def main() -> int:
         engine = Engine(args.model, args.context, args.chat_format)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=1024)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         print(f"server.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -19,6 +19,9 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#ifndef _OPENMP
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#endif
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -30,12 +33,21 @@
 
 // ---- Vectors ------------------------------------------------------------------------------------
 
+// VL: 32-bit lanes of a vector; NR: rows of W in a tile of gemm; MM(add_ps): the intrinsic
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define AVX512
-constexpr int VL = 16, NR = 12;  // 32-bit lanes of a vector; rows of W in a tile of gemm
+#define MM(name) _mm512_##name
+constexpr int VL = 16, NR = 12;
+typedef __m512 Mf;
+typedef __m512i Mi;
+typedef __m256i Mhalf;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define AVX2
+#define MM(name) _mm256_##name
 constexpr int VL = 8, NR = 6;
+typedef __m256 Mf;
+typedef __m256i Mi;
+typedef __m128i Mhalf;
 #else
 constexpr int VL = 4, NR = 6;
 #endif
@@ -79,10 +91,8 @@ INLINE float sum(f32 v) {
 // total + a * b, fused for certain where it can be: bits must not depend on the compiler's choice;
 // integers (and bfloat16): 2i-th and 2i+1-th product are added to the i-th total
 INLINE f32 madd(f32 total, f32 a, f32 b) {
-#if defined(AVX512)
-  return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
-#elif defined(AVX2)
-  return (f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
+#ifdef MM
+  return (f32)MM(fmadd_ps)((Mf)a, (Mf)b, (Mf)total);
 #else
   return total + a * b;
 #endif
@@ -96,13 +106,11 @@ INLINE float madd(float total, float a, float b) {
 }
 INLINE i32 madd(i32 total, i16 a, i16 b) {
 #if defined(AVX512) && defined(__AVX512VNNI__)
-  return (i32)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
-#elif defined(AVX512)
-  return total + (i32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+  return (i32)_mm512_dpwssd_epi32((Mi)total, (Mi)a, (Mi)b);
 #elif defined(AVX2) && defined(__AVXVNNI__)
-  return (i32)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
-#elif defined(AVX2)
-  return total + (i32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  return (i32)_mm256_dpwssd_avx_epi32((Mi)total, (Mi)a, (Mi)b);
+#elif defined(MM)
+  return total + (i32)MM(madd_epi16)((Mi)a, (Mi)b);
 #else  // other pairs: a number and the one half a vector away
   auto low = [](i16 v) { return __builtin_convertvector(load<i16_half>(&v), i32); };
   auto high = [](i16 v) {
@@ -120,17 +128,12 @@ INLINE f32 madd(f32 total, bf16 a, bf16 b) {
 // 32 bytes -> the i-th vector of them as int16 or float32
 template <class V> INLINE V widen(i8x32 v, int i) {
   constexpr int COUNT = is_float<V> ? VL : 2 * VL;
-#ifdef __AVX2__
+#ifdef MM
   __m128i part =
       i * COUNT < 16 ? _mm256_castsi256_si128((__m256i)v) : _mm256_extracti128_si256((__m256i)v, 1);
   if (COUNT == 8 && i % 2) part = _mm_unpackhi_epi64(part, part);
-#endif
-#if defined(AVX512)
-  if constexpr (is_int16<V>) return (V)_mm512_cvtepi8_epi16((__m256i)v);
-  else return to_f32((i32)_mm512_cvtepi8_epi32(part));
-#elif defined(AVX2)
-  if constexpr (is_int16<V>) return (V)_mm256_cvtepi8_epi16(part);
-  else return to_f32((i32)_mm256_cvtepi8_epi32(part));
+  if constexpr (is_float<V>) return to_f32((i32)MM(cvtepi8_epi32)(part));
+  else return (V)MM(cvtepi8_epi16)(load<Mhalf>(COUNT == 32 ? (void *)&v : (void *)&part));
 #else
   typedef typename std::conditional<is_float<V>, i8_quarter, i8_half>::type Part;
   return __builtin_convertvector(load<Part>((Bytes)&v + i * COUNT), V);
@@ -158,10 +161,8 @@ INLINE float half(const void *p) { return half_table.f[load<uint16_t>(p)]; }
 // VL numbers of memory, float32 or float16 -> f32, and back, rounded to nearest even
 INLINE f32 load_f32(const float *p) { return load<f32>(p); }
 INLINE f32 load_f32(const float16 *p) {
-#if defined(AVX512)
-  return (f32)_mm512_cvtph_ps(load<__m256i>(p));
-#elif defined(AVX2)
-  return (f32)_mm256_cvtph_ps(load<__m128i>(p));
+#ifdef MM
+  return (f32)MM(cvtph_ps)(load<Mhalf>(p));
 #else
   f32 v;
   for (int i = 0; i < VL; i++) v[i] = half(p + i);
@@ -170,10 +171,8 @@ INLINE f32 load_f32(const float16 *p) {
 }
 INLINE void store_f32(float *p, f32 v) { store(p, v); }
 INLINE void store_f32(float16 *p, f32 v) {
-#if defined(AVX512)
-  store(p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(AVX2)
-  store(p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#ifdef MM
+  store(p, MM(cvtps_ph)((Mf)v, _MM_FROUND_TO_NEAREST_INT));
 #else
   for (int i = 0; i < VL; i++) {
     float f = v[i], shifted = std::fabs(f) + .5f;  // to where a unit is the smallest float16
@@ -210,8 +209,9 @@ template <int SIZE_> struct Dense : Block<32, SIZE_, 32> {
 // Bits `mask` << from of 32 bytes, moved to bit `to`
 INLINE i8x32 bits(Bytes p, int from, int mask, int to = 0) {
   typedef uint16_t u16x16 VECTOR(32);  // there are no shifts of bytes
-  u16x16 v = load<u16x16>(p);
-  return (i8x32)(from > to ? v >> (from - to) : v << (to - from)) & (int8_t)(mask << to);
+  const u16x16 v = load<u16x16>(p);
+  const int8_t kept = (int8_t)(mask << to);
+  return (i8x32)(from > to ? v >> (from - to) : v << (to - from)) & kept;
 }
 // 16 bytes: the low nibbles are values 0 to 15, the high ones 16 to 31
 INLINE i8x32 nibbles(Bytes p) {
@@ -377,10 +377,13 @@ static void quantize_row(Rows &to, int64_t row) {
   }
 }
 
-// One row of W (K) times R rows of x, from `row` on, as X -> y[0], y[stride], ...
+// One row of W (K) times R rows of x (or as many as there are) from `row` on -> y[0], y[stride],
+// ...
 template <class T, class X, int R>
 static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;  // vectors of 32 weights
+  int64_t rows[R];
+  for (int r = 0; r < R; r++) rows[r] = row + r < x.count ? row + r : x.count - 1;
   constexpr int PARTS = T::GROUP == 16 && COUNT > 1 ? 2 : 1, WIDE = T::GROUP == 32;
   f32 total[R][2] = {};
   alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS], low[R][T::GROUPS] = {};
@@ -389,7 +392,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
     for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 6144 + j, 0, 2);
     T::scales(w, s, m);
     for (int r = 0; r < R; r++) {
-      int64_t group = ((row + r) * x.K + k) / T::GROUP;
+      int64_t group = (rows[r] * x.K + k) / T::GROUP;
       for (int g = 0; g < T::GROUPS; g++) {
         scales[r][g] = is_float<X> ? s[g] : s[g] * x.scales[WIDE][group + g];
         if (T::MINIMUM) low[r][g] = madd(low[r][g], m[g], x.sums[WIDE][group + g]);
@@ -402,7 +405,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       X v[COUNT];
       values32<T>(w, i, v);
       for (int r = 0; r < R; r++) {
-        Bytes from = (Bytes)x.data<X>((row + r) * x.K + k + 32 * i);
+        Bytes from = (Bytes)x.data<X>(rows[r] * x.K + k + 32 * i);
         for (int part = 0; part < PARTS; part++) {
           Sum<X> products = {};
           for (int p = part * COUNT / PARTS; p < (part + 1) * COUNT / PARTS; p++)
@@ -422,7 +425,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       }
     }
   }
-  for (int r = 0; r < R; r++) {
+  for (int r = 0; r < R && row + r < x.count; r++) {
     float below = 0;
     for (int g = 0; T::MINIMUM && g < T::GROUPS; g++) below += low[r][g];
     y[r * stride] = sum(total[r][0] + total[r][1]) - below;
@@ -431,52 +434,47 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
 
 // ---- The table of formats -----------------------------------------------------------------------
 
-// `count` weights (whole blocks) -> float32
-template <class T> static void unpack(Bytes w, int64_t count, float *y) {
-  for (; count > 0; count -= T::BLOCK, w += T::SIZE, y += T::BLOCK) {
+// `count` weights (whole blocks) -> float32; or int16 with a scale and a minimum for each group
+template <class T, class X>
+static void unpack(Bytes w, int64_t count, void *y, float *scales, float *minima) {
+  for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
     float s[T::GROUPS], m[T::GROUPS] = {};
     T::scales(w, s, m);
+    if (is_int16<X>) {
+      memcpy(scales + k / T::GROUP, s, sizeof s);
+      memcpy(minima + k / T::GROUP, m, sizeof m);
+    }
     UNROLL
     for (int i = 0; i < T::BLOCK / 32; i++) {
-      f32 v[32 / VL];
+      constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;
+      X v[COUNT];
       values32<T>(w, i, v);
-      for (int p = 0; p < 32 / VL; p++) {
-        int group = (32 * i + VL * p) / T::GROUP;
-        store(y + 32 * i + VL * p, T::MINIMUM ? v[p] * s[group] - m[group] : v[p] * s[group]);
-      }
+      if constexpr (is_float<X>)
+        for (int p = 0; p < COUNT; p++) {
+          const int group = (32 * i + VL * p) / T::GROUP;
+          v[p] = T::MINIMUM ? v[p] * s[group] - m[group] : v[p] * s[group];
+        }
+      store((uint8_t *)y + (k + 32 * i) * (is_float<X> ? 4 : 2), v);
     }
   }
 }
-// The same -> int16, with a scale and a minimum for each group
-template <class T>
-static void unpack_int16(Bytes w, int64_t count, int16_t *y, float *scales, float *minima) {
-  for (; count > 0; count -= T::BLOCK, w += T::SIZE, y += T::BLOCK) {
-    T::scales(w, scales, minima);
-    scales += T::GROUPS, minima += T::GROUPS;
-    UNROLL
-    for (int i = 0; i < T::BLOCK / 32; i++) {
-      i16 v[16 / VL];
-      values32<T>(w, i, v);
-      store(y + 32 * i, v);
-    }
-  }
-}
-
+typedef void (*Unpack)(Bytes w, int64_t count, void *y, float *scales, float *minima);
+typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride);
 struct Format {
   int64_t type, block, size, group;
   bool minimum;
-  void (*dot[2][3])(Bytes, const Rows &, int64_t, float *, int64_t);  // exact, fast; 1, 2, 4 rows
-  void (*unpack)(Bytes, int64_t, float *);
-  void (*unpack_int16)(Bytes, int64_t, int16_t *, float *, float *);  // null: float32 if fast, too
+  int64_t rows[2];              // exact and fast: how many rows of x are multiplied at a time
+  Dot dot[2][2];                // and the functions for one row and for up to that many
+  Unpack unpack, unpack_int16;  // the latter null: float32 if fast, too
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type, T::BLOCK, T::SIZE, T::GROUP, T::MINIMUM, {}, unpack<T>, nullptr};
+  Format f = {type, T::BLOCK,       T::SIZE, T::GROUP, T::MINIMUM, {2, T::DENSE ? 2 : 4},
+              {},   unpack<T, f32>, nullptr};
   f.dot[0][0] = f.dot[1][0] = dot<T, f32, 1>;
   f.dot[0][1] = f.dot[1][1] = dot<T, f32, 2>;
-  f.dot[0][2] = f.dot[1][2] = dot<T, f32, 4>;
   if constexpr (!T::DENSE) {
-    f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 2>, f.dot[1][2] = dot<T, i16, 4>;
-    if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
+    f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 4>;
+    if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack<T, i16>;
   }
   return f;
 }
@@ -507,13 +505,12 @@ static void gemv(const Matrix *matrices, int count, Rows &x) {
 #pragma omp parallel for schedule(guided, 16) if (total * x.K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
-    int64_t n = i, r = 0;
+    int64_t n = i;
     while (n >= m->N) n -= m++->N;
     auto *dot = m->format->dot[x.fast];
     Bytes w = m->w + n * (x.K / m->format->block * m->format->size);
-    for (; r + 4 <= x.count; r += 4) dot[2](w, x, r, m->y + r * m->N + n, m->N);
-    if (x.count - r >= 2) dot[1](w, x, r, m->y + r * m->N + n, m->N), r += 2;
-    if (x.count - r >= 1) dot[0](w, x, r, m->y + r * m->N + n, m->N);
+    for (int64_t r = 0; r < x.count; r += m->format->rows[x.fast])
+      dot[x.count - r > 1](w, x, r, m->y + r * m->N + n, m->N);
   }
 }
 
@@ -626,11 +623,11 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
           Bytes blocks = m.w + ((n + i) * K + k) / f->block * f->size;
           void *to = strip.words[i];
           if constexpr (is_int16<X>)
-            f->unpack_int16(blocks, count, (int16_t *)to, strip.scales[i], strip.minima[i]);
-          else if (is_float<X>) f->unpack(blocks, count, (float *)to);
+            f->unpack_int16(blocks, count, to, strip.scales[i], strip.minima[i]);
+          else if (is_float<X>) f->unpack(blocks, count, to, nullptr, nullptr);
           else {
             float line[KC];
-            f->unpack(blocks, count, line);
+            f->unpack(blocks, count, line, nullptr, nullptr);
             for (int j = 0; j < count; j += VL)
               store_bfloat16((uint16_t *)to + j, load<f32>(line + j));
           }
@@ -914,7 +911,7 @@ int32_t dequantize(int32_t type, int32_t bfloat16, const uint8_t *blocks, void *
   for (int64_t k = 0; k < count; k += KC) {
     const int64_t size = count - k < KC ? count - k : KC;
     float line[KC], *to = bfloat16 ? line : (float *)y + k;
-    f->unpack(blocks + k / f->block * f->size, size, to);
+    f->unpack(blocks + k / f->block * f->size, size, to, nullptr, nullptr);
     for (int64_t i = 0; bfloat16 && i < size; i += VL)
       store_bfloat16((uint16_t *)y + k + i, load<f32>(line + i));
   }

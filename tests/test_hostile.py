@@ -459,7 +459,8 @@ def outcome(path):
         return str(error)
     try:
         ids = tokenizer.encode("ab \u00e9\U0001f600", bos=tokenizer.add_bos)
-        new = list(llama2.generate(model, ids, max_new_tokens=2, temperature=0.8, stop_ids=()))
+        options = {"max_new_tokens": 2, "temperature": 0.8, "seed": 0, "stop_ids": ()}
+        new = list(llama2.generate(model, ids, **options))
         assert all(0 <= token_id < model.config.vocab_size for token_id in new)
         tokenizer.decode(new)
         return "runs"

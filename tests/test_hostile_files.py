@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import pickletools
 import random
 import shutil
 import signal
@@ -55,18 +56,19 @@ on_posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no 
 
 @contextlib.contextmanager
 def bounded(seconds=3, megabytes=None):
-    """Fails if the block takes longer, blocks for ever, or makes Python objects of more memory."""
+    """Fails if the block blocks, takes more time of the CPU, or makes Python objects of more memory."""
 
     def ring(*_):
-        raise TimeoutError(f"not done after {seconds} s")
+        raise TimeoutError("blocked for a minute")
 
     has_alarm = hasattr(signal, "setitimer")
     if has_alarm:
         before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, 3 * seconds)
+        signal.setitimer(signal.ITIMER_REAL, 60)
     if megabytes:
+        seconds *= 3  # it slows everything down
         tracemalloc.start()
-    start, peak = time.perf_counter(), 0
+    start, peak = time.process_time(), 0
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
@@ -75,7 +77,7 @@ def bounded(seconds=3, megabytes=None):
         if has_alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-    assert time.perf_counter() - start < 3 * seconds  # tracemalloc slows it down
+    assert time.process_time() - start < seconds
     assert peak <= (megabytes or 0) * 2**20, f"{peak / 2**20:.0f} MiB"
 
 
@@ -282,6 +284,50 @@ def test_nested_tensors(tmp_path):
         read(tmp_path, saved({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}))
 
 
+def mutated(rng, data):
+    """A few bytes changed, put in, taken out or repeated."""
+    data = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4, 9))):
+        at, way = rng.randrange(len(data)), rng.randrange(5)
+        if way == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif way == 1:
+            data[at : at + 1] = rng.choice(pickletools.opcodes).code.encode("latin-1")
+        elif way == 2:
+            data[at:at] = rng.choice(pickletools.opcodes).code.encode("latin-1")
+        elif way == 3:
+            data[at:at] = data[(start := rng.randrange(len(data))) : start + rng.randrange(40)]
+        else:
+            del data[at : at + rng.choice((1, 2, 8))]
+            data += bytes(not data)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("part", ["pickle in a zip", "pickle", "zip", "legacy", "zip64", "header"])
+def test_mutated_containers(tmp_path, part):
+    """Five hundred of each: tensors, or an error that names the file; nothing else."""
+    rng, good, outcomes = random.Random(part), state(tensor()), set()
+    text = '{"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}'
+    make = {
+        "pickle in a zip": lambda: zipped(mutated(rng, good)),
+        "pickle": lambda: legacy(mutated(rng, good)),
+        "zip": lambda: mutated(rng, zipped(good)),
+        "legacy": lambda: mutated(rng, legacy(good)),
+        "zip64": lambda: mutated(rng, with_zip64(zipped(good))),
+        "header": lambda: with_header(mutated(rng, text.encode()), bytes(16)),
+    }[part]
+    name = "a.safetensors" if part == "header" else "a.bin"
+    for _ in range(500):
+        try:
+            for weight in read(tmp_path, make(), name).values():
+                weight.dense(torch.float32)
+            outcomes.add("read")
+        except ValueError as error:
+            assert f"{name}: damaged" in str(error)
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
 def test_tensors_that_share_bytes(tmp_path):
     """A hundred tensors of one storage would take a hundred times the file."""
     whole = torch.ones(64, 64)
@@ -336,7 +382,9 @@ def hostile_zips():
         "compressed": packed,
         "compressed pickle": zipped(state(tensor()), compression=zipfile.ZIP_BZIP2),
         "encrypted": bytes(encrypted),
-        "twice": zipped(state(tensor()), extra=[("archive/data/0", bytes(16))]),
+        "twice": zipped(state(tensor()), extra=[("archive/data/1", b"")]).replace(
+            b"archive/data/1", name
+        ),
         "two pickles": zipped(state(tensor()), extra=[("other/data.pkl", b"\x80\2}.")]),
         "no pickle": zipped(state(tensor())).replace(b"data.pkl", b"data.pkx"),
         "two names": good.replace(name, b"archive/data/1", 1),
@@ -351,7 +399,6 @@ def hostile_zips():
     }
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("case", hostile_zips())
 def test_hostile_zips(directories, tmp_path, case):  # noqa: F811
     """Nothing that two readers of zips could read in two ways."""
@@ -652,9 +699,9 @@ def test_large_headers(tmp_path, case):
 
 def test_many_texts(tmp_path):
     """The dearest header: short texts, of which Python makes ten times the bytes."""
-    words = gguf_string(b"\xc4\x81") * 2**18
-    (tmp_path / "large.gguf").write_bytes(gguf_bytes(0, 1, array(b"k", STRING, 2**18, words)))
-    refused(tmp_path / "large.gguf", "large.gguf: the key general.architecture", megabytes=30)
+    words = gguf_string(b"\xc4\x81") * 2**17
+    (tmp_path / "large.gguf").write_bytes(gguf_bytes(0, 1, array(b"k", STRING, 2**17, words)))
+    refused(tmp_path / "large.gguf", "large.gguf: the key general.architecture", megabytes=16)
 
 
 def test_large_vocabularies_are_read(tmp_path):
@@ -666,7 +713,7 @@ def test_large_vocabularies_are_read(tmp_path):
     body += array(b"tokenizer.ggml.merges", STRING, 300_000, merges)
     body += gguf_string(b"tokenizer.ggml.model") + struct.pack("<I", STRING) + gguf_string(b"gpt2")
     (tmp_path / "llama-3.gguf").write_bytes(gguf_bytes(0, 5, body) + bytes(64))
-    refused(tmp_path / "llama-3.gguf", "vocabulary is 'gpt2'", megabytes=100)
+    refused(tmp_path / "llama-3.gguf", "vocabulary is 'gpt2'")
 
 
 def test_fused_tensors_are_refused(parts, tmp_path):  # noqa: F811

@@ -40,7 +40,7 @@ class Running:
 
     def __init__(self, *options: str) -> None:
         command = [sys.executable, str(SERVER), "--port", "0", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         line = self.process.stderr.readline()
         assert line.startswith("listening on http://127.0.0.1:"), line
@@ -363,8 +363,9 @@ def test_health_while_a_long_prompt_is_read(server):
             while b'{"status":"ok"}' not in data:
                 data += other.recv(4096)
             seconds.append(time.perf_counter() - start)
-    assert len(seconds) > 2
-    assert sorted(seconds)[len(seconds) * 8 // 10] < 0.05
+    assert len(seconds) > 10
+    assert sorted(seconds)[len(seconds) // 2] < 0.02
+    assert sorted(seconds)[len(seconds) * 9 // 10] < 0.05
 
 
 # --------------------------------------------------------------------------------------------------
@@ -448,6 +449,7 @@ def test_too_long_prompt_has_openais_code(server):
 def test_unknown_fields_and_nulls_are_ignored(server):
     body = {**PROMPT, "user": "u", "tools": [], "stop": None, "seed": None, "stream": None}
     assert server.post("/v1/completions", body)[0] == 200
+    assert server.post("/v1/chat/completions", {**CHAT, "logprobs": False, "echo": 1})[0] == 200
 
 
 def test_odd_texts_are_served(server):
@@ -565,9 +567,10 @@ def test_api_key_and_context(parrot):
 def test_sigterm_ends_streams():
     server = Running()
     stream = server.send("/v1/completions", {**LONG, "stream": True})
-    waiting = server.send("/v1/completions", LONG)
     while b"data: " not in stream.recv(65536):
         pass
+    waiting = server.send("/v1/completions", LONG)
+    time.sleep(0.3)
     start = time.perf_counter()
     assert server.stop() == ""
     assert time.perf_counter() - start < 4
