@@ -176,9 +176,8 @@ def rope_tables(
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = config.rope_theta ** (-pair / config.head_dim)  # (D/2,)
     if config.rope_freq_factors is not None:
-        frequency = frequency / torch.tensor(
-            config.rope_freq_factors, dtype=torch.float32, device=device
-        )
+        factors = torch.tensor(config.rope_freq_factors, dtype=torch.float32, device=device)
+        frequency = frequency / factors
     position = torch.arange(length, dtype=torch.float32, device=device) / config.rope_scaling_factor
     angle = torch.outer(position, frequency)  # (length, D/2)
     return angle.cos(), angle.sin()
@@ -192,9 +191,8 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for all heads
-    return (
-        torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
-    )
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).type_as(x)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,9 +231,7 @@ class Cache:
         )
         self.k = torch.zeros(shape, dtype=dtype, device=device)  # (L, B, G, max_seq_len, D)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.cos, self.sin = rope_tables(
-            config, self.max_seq_len, device
-        )  # (max_seq_len, D/2) float32
+        self.cos, self.sin = rope_tables(config, self.max_seq_len, device)  # (max_seq_len, D/2)
         self.padding = None if padding is None else padding.to(device)
         self.band = torch.ones(0, self.max_seq_len, dtype=torch.bool, device=device)  # see mask()
         self.pos = 0  # how many tokens are stored; the next one gets this position
@@ -296,9 +292,8 @@ class Cache:
             return mask
         slot = torch.arange(S, device=mask.device)
         real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        return mask & (
-            real | (slot == slot[S - T :, None])
-        )  # filler sees itself: softmax over nothing is NaN
+        itself = slot == slot[S - T :, None]  # filler sees that: softmax over nothing is NaN
+        return mask & (real | itself)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, G, T, D) of one layer; return all that is visible (B, G, S, D)."""
@@ -1908,7 +1903,7 @@ def bytes_field(field: int, content: bytes) -> bytes:
 
 
 def piece_field(text: str, score: float, token_type: int) -> bytes:
-    """One piece of the vocabulary. In user-defined ones, converters write spaces as such."""
+    """A piece of the vocabulary. GGUF files have plain spaces in user-defined ones."""
     if token_type == USER_DEFINED:
         text = text.replace(" ", "\u2581")
     score_field = b"\x15" + struct.pack("<f", score)
@@ -2094,7 +2089,7 @@ class Tokenizer:
 
     @functools.cached_property
     def types(self) -> list[int]:
-        """The type of each piece. Read from the model's bytes: sp does not tell USER_DEFINED."""
+        """The type of each piece, from the model's bytes: sp has no is_user_defined()."""
         model = read_fields(self.sp.serialized_model_proto())
         return [dict(read_fields(piece)).get(3, NORMAL) for field, piece in model if field == 1]
 
@@ -2134,7 +2129,7 @@ class Tokenizer:
             if found:
                 raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
         sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
-        pieces = [  # in user-defined ones, llama.cpp's converter writes spaces as such
+        pieces = [  # see piece_field() on spaces
             piece.replace("\u2581", " ") if token_type == USER_DEFINED else piece
             for piece, token_type in zip(self.pieces, types)
         ]
@@ -2477,7 +2472,7 @@ class Report:
     def add(
         self, ids: Sequence[int], stop_ids: Collection[int], logits: Tensor, top: int | None
     ) -> list[int | None]:
-        """Keep a step, drawn from logits (B, V); returns the new ids, None in finished rows."""
+        """Keep a step's ids, drawn from logits (B, V); returns them, None in finished rows."""
         new: list[int | None] = [None] * len(ids)
         for i, token_id in enumerate(ids):
             if self.stop_reasons[i]:
@@ -3161,9 +3156,9 @@ class StaticCache(Cache):
         """Which slots are filled: (1, window), with padding (B, 1, 1, window)."""
         column = torch.arange(self.window, device=self.slot.device)
         mask = (column <= self.slot)[None]
-        return (
-            mask if self.padding is None else mask & (column >= self.padding[:, None, None, None])
-        )
+        if self.padding is None:
+            return mask
+        return mask & (column >= self.padding[:, None, None, None])
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, G, 1, D) of one layer; return the window, (B, G, window, D)."""
@@ -3192,8 +3187,8 @@ class CompiledStep:
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
         """As model(tokens, cache). Raises ValueError for any cache but the one it was made for."""
         if cache is not self.cache or tokens.shape[0] != cache.batch_size:
-            rows = f"{tokens.shape[0]} rows"
-            raise ValueError(f"a compiled step for one cache got {rows} and another or smaller one")
+            rows = f"{cache.batch_size} rows; it got {tokens.shape[0]} rows or another cache"
+            raise ValueError(f"the compiled step was made for one cache of {rows}")
         if tokens.shape[1] > 1:
             return self.model(tokens, cache)
         end = cache.slots(1).stop
