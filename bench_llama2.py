@@ -201,16 +201,12 @@ class Setting:
         weights = random_weights(shape, args.type or dense[self.dtype])
         return llama2.Checkpoint("random weights", shape, weights, lambda: None)
 
-    def is_exact(self, checkpoint: llama2.Checkpoint) -> bool:
-        """Whether activations are not rounded to 16 bits: the rule of llama2.py's command line."""
-        return self.args.dtype != "auto" or not llama2.is_large(checkpoint)
-
     def build(self, checkpoint: llama2.Checkpoint, context: int = 512) -> llama2.Llama:
         """The model as the command line builds it. ValueError if there is no memory for it."""
         plan = llama2.memory_plan(checkpoint, context, self.dtype, self.device)
         llama2.check_memory(plan, context, self.device, llama2.free_memory(self.device))
-        exact = self.is_exact(checkpoint)
-        return llama2.build(self.args, checkpoint, self.device, self.dtype, exact, ranks=None)
+        *_, exact = llama2.choose_dtypes(self.args.dtype, self.device, checkpoint)
+        return llama2.build(self.args, checkpoint, self.device, self.dtype, exact)
 
     def randn(self, *shape: int) -> Tensor:
         """Random activations."""
@@ -749,10 +745,10 @@ def our_engine(
     s: Setting, checkpoint: llama2.Checkpoint, model: llama2.Llama, room: int, batch: int = 1
 ) -> Engine:
     """llama2.py with the cache and the compiled steps of its command line."""
-    device, large = s.device.type, llama2.is_large(checkpoint)
-    dtype = torch.float16 if device == "cpu" and not s.is_exact(checkpoint) else s.dtype
+    _, dtype, _ = llama2.choose_dtypes(s.args.dtype, s.device, checkpoint)
     cache, forward = llama2.Cache(model.config, batch, room, dtype, s.device), model
-    if device == "cuda" and (large if s.args.compile is None else s.args.compile):
+    large = llama2.is_large(checkpoint)
+    if s.device.type == "cuda" and (large if s.args.compile is None else s.args.compile):
         forward = llama2.CompiledStep(model, cache)
 
     def step(tokens: Tensor) -> Tensor:

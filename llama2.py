@@ -176,9 +176,8 @@ def rope_tables(
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = config.rope_theta ** (-pair / config.head_dim)  # (D/2,)
     if config.rope_freq_factors is not None:
-        frequency = frequency / torch.tensor(
-            config.rope_freq_factors, dtype=torch.float32, device=device
-        )
+        factors = torch.tensor(config.rope_freq_factors, dtype=torch.float32, device=device)
+        frequency = frequency / factors
     position = torch.arange(length, dtype=torch.float32, device=device) / config.rope_scaling_factor
     angle = torch.outer(position, frequency)  # (length, D/2)
     return angle.cos(), angle.sin()
@@ -192,9 +191,8 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for all heads
-    return (
-        torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
-    )
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).type_as(x)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,9 +231,7 @@ class Cache:
         )
         self.k = torch.zeros(shape, dtype=dtype, device=device)  # (L, B, G, max_seq_len, D)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.cos, self.sin = rope_tables(
-            config, self.max_seq_len, device
-        )  # (max_seq_len, D/2) float32
+        self.cos, self.sin = rope_tables(config, self.max_seq_len, device)  # (max_seq_len, D/2)
         self.padding = None if padding is None else padding.to(device)
         self.band = torch.ones(0, self.max_seq_len, dtype=torch.bool, device=device)  # see mask()
         self.pos = 0  # how many tokens are stored; the next one gets this position
@@ -296,9 +292,8 @@ class Cache:
             return mask
         slot = torch.arange(S, device=mask.device)
         real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        return mask & (
-            real | (slot == slot[S - T :, None])
-        )  # filler sees itself: softmax over nothing is NaN
+        itself = slot == slot[S - T :, None]  # filler sees that: softmax over nothing is NaN
+        return mask & (real | itself)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, G, T, D) of one layer; return all that is visible (B, G, S, D)."""
@@ -1892,13 +1887,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 
 
 def varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
-    out = bytearray()
-    number &= 2**64 - 1
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    return bytes((*out, number))
+    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    low, rest = number & 127, number >> 7
+    return bytes((low | 128,)) + varint(rest) if rest else bytes((low,))
 
 
 def integer_field(field: int, number: int) -> bytes:
@@ -1912,7 +1903,7 @@ def bytes_field(field: int, content: bytes) -> bytes:
 
 
 def piece_field(text: str, score: float, token_type: int) -> bytes:
-    """One piece of the vocabulary. In user-defined ones, converters write spaces as such."""
+    """A piece of the vocabulary. GGUF files have plain spaces in user-defined ones."""
     if token_type == USER_DEFINED:
         text = text.replace(" ", "\u2581")
     score_field = b"\x15" + struct.pack("<f", score)
@@ -1922,25 +1913,18 @@ def piece_field(text: str, score: float, token_type: int) -> bytes:
 
 def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of a protobuf message: their numbers, and an integer or bytes."""
-    at = 0
+    file = io.BytesIO(data)
 
     def read_varint() -> int:
-        nonlocal at
-        number = shift = 0
-        while data[at] > 127:
-            number |= (data[at] & 127) << shift
-            at, shift = at + 1, shift + 7
-        at += 1
-        return number | data[at - 1] << shift
+        (byte,) = file.read(1)
+        return byte if byte < 128 else byte - 128 + (read_varint() << 7)
 
-    while at < len(data):
+    while file.tell() < len(data):
         field, wire_type = divmod(read_varint(), 8)
         if wire_type == 0:
             yield field, read_varint()
         else:
-            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
-            at += size
-            yield field, data[at - size : at]
+            yield field, file.read({1: 8, 5: 4}.get(wire_type) or read_varint())
 
 
 def sentencepiece_model(gguf: GGUF) -> bytes:
@@ -1975,7 +1959,7 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
     for j, i in enumerate((unk, bos, eos)):
         trainer += integer_field(40 + j, i) + bytes_field(45 + j, pieces[i].encode())
-    trainer += integer_field(43, -1)  # no padding
+    trainer += integer_field(43, 2**64 - 1)  # pad_id -1: no padding
     add_dummy_prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
     remove_extra = gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
     normalizer = bytes_field(1, b"identity") + integer_field(3, add_dummy_prefix)
@@ -1989,18 +1973,10 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-SPECIAL_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
-SPECIAL_TOKENS += " additional_special_tokens"
-
-
 def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
-    added, special_map, config = (
-        read_json(path / name) if (path / name).exists() else {} for name in names
-    )
-    texts: dict[int, str] = {}
-    special: list[str] = []
+    files = [read_json(path / name) if (path / name).exists() else {} for name in names]
 
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
@@ -2008,19 +1984,19 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
             raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
         return well_formed(text)
 
-    decoder = lookup(path / names[2], config, "added_tokens_decoder", dict, {})
-    for key, token in decoder.items() or [(i, text) for text, i in added.items()]:
+    texts: dict[int, str] = {}
+    decoder = lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
+    for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
         if not re.fullmatch("[0-9]{1,9}", str(key)):
             found = f"{content(token)[:40]!r} has the id {str(key)[:40]!r}"
             raise ValueError(f"{path}: the added token {found}")
         texts[int(key)] = content(token)
-        if isinstance(token, dict) and token.get("special"):
-            special.append(texts[int(key)])
-    for settings in (special_map, config):
-        for name in SPECIAL_TOKENS.split():
-            tokens = settings.get(name) or []
-            special += map(content, tokens if isinstance(tokens, list) else [tokens])
-    return texts, special
+    special = [t for t in decoder.values() if isinstance(t, dict) and t.get("special")]
+    roles = [f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    for settings, name in itertools.product(files[1:], [*roles, "additional_special_tokens"]):
+        tokens = settings.get(name) or []
+        special += tokens if isinstance(tokens, list) else [tokens]
+    return texts, [content(token) for token in special]
 
 
 class Tokenizer:
@@ -2032,22 +2008,17 @@ class Tokenizer:
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
 
-        without_prefix = bytes_field(3, integer_field(3, False))  # add_dummy_prefix
+        inside = model_proto + bytes_field(3, integer_field(3, False))  # no add_dummy_prefix
         try:
-            if not model_proto:  # which SentencePiece would take for a model to be loaded later
-                raise ValueError("the file is empty")
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
-            self.sp_inside = sentencepiece.SentencePieceProcessor(
-                model_proto=model_proto + without_prefix
-            )
-            self.vocab_size = self.sp.vocab_size()
-            self.sp.id_to_piece(list(range(self.vocab_size)))  # all are UTF-8
+            self.sp_inside = sentencepiece.SentencePieceProcessor(model_proto=inside)
+            self.pieces: list[str] = self.sp.id_to_piece([*range(self.sp.vocab_size())])
         except (RuntimeError, ValueError) as error:
-            problem = f"not a SentencePiece model: {error}"
-            raise ValueError(f"{source}: {problem}"[:400]) from None
+            raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
+        self.vocab_size = len(self.pieces)
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
-        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # which encode() put there
+        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # the one that encode() put there
         self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
 
     @classmethod
@@ -2065,7 +2036,7 @@ class Tokenizer:
         Special tokens and those that end a text become control tokens, others user-defined.
         """
         plain = cls.from_file(file, config.vocab_size)
-        pieces = plain.sp.id_to_piece([*range(plain.vocab_size)])
+        pieces = plain.pieces
         texts, special = read_added_tokens(file.parent)
         for text in dict.fromkeys(special):  # those without a number follow the others
             if text not in pieces and text not in texts.values():
@@ -2118,16 +2089,14 @@ class Tokenizer:
 
     @functools.cached_property
     def types(self) -> list[int]:
-        """The type of each piece. Read from the model's bytes: sp does not tell USER_DEFINED."""
-        pieces = [
-            data for field, data in read_fields(self.sp.serialized_model_proto()) if field == 1
-        ]
-        return [dict(read_fields(piece)).get(3, NORMAL) for piece in pieces]
+        """The type of each piece, from the model's bytes: sp has no is_user_defined()."""
+        model = read_fields(self.sp.serialized_model_proto())
+        return [dict(read_fields(piece)).get(3, NORMAL) for field, piece in model if field == 1]
 
     def special_id(self, text: str) -> int | None:
         """The id of the control or user-defined token of this text, if there is one."""
-        token_id = self.sp.piece_to_id(text)
-        found = self.sp.id_to_piece(token_id) == text
+        token_id = self.sp.piece_to_id(text)  # the unknown token's if there is none
+        found = self.pieces[token_id] == text
         return token_id if found and self.types[token_id] in (CONTROL, USER_DEFINED) else None
 
     def piece(self, token_id: int) -> tuple[bytes, int]:
@@ -2137,9 +2106,9 @@ class Tokenizer:
             return b"", CONTROL
         if self.sp.is_unknown(token_id):
             return " \u2047 ".encode(), UNKNOWN
-        text = self.sp.id_to_piece(token_id)
+        text = self.pieces[token_id]
         if self.sp.is_byte(token_id):
-            return bytes((int(text[3:5], 16),)), BYTE
+            return bytes.fromhex(text[3:5]), BYTE  # of <0xE2>
         return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
 
     def vocabulary(self, count: int) -> dict[str, Any]:
@@ -2147,6 +2116,8 @@ class Tokenizer:
 
         Raises ValueError for what SentencePiece can and a GGUF file of this type cannot.
         """
+        if self.metadata:
+            return self.metadata
         model = dict(read_fields(self.sp.serialized_model_proto()))
         trainer, normalizer = dict(read_fields(model[2])), dict(read_fields(model[3]))
         for problem, found in (
@@ -2158,11 +2129,11 @@ class Tokenizer:
             if found:
                 raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
         sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
-        pieces = sp.id_to_piece([*range(self.vocab_size)])
-        for i, token_type in enumerate(types):
-            if token_type == USER_DEFINED:  # whose spaces llama.cpp's converter writes as such
-                pieces[i] = pieces[i].replace("\u2581", " ")
-        return self.metadata or {
+        pieces = [  # see piece_field() on spaces
+            piece.replace("\u2581", " ") if token_type == USER_DEFINED else piece
+            for piece, token_type in zip(self.pieces, types)
+        ]
+        return {
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in padding],
             "tokenizer.ggml.scores": sp.get_score([*range(self.vocab_size)]) + [0.0] * len(padding),
@@ -2332,13 +2303,12 @@ def describe_chat_format(template: str) -> str:
 
 def find_chat_format(name: str, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[str, int]]:
     """The row of that name which suits the vocabulary, and the ids of its tags that are tokens."""
-    for row in (row for row in CHAT_FORMATS if row.name == name):
+    for row in CHAT_FORMATS:
         found = {tag: tokenizer.special_id(tag) for tag in row.tags}
         ids = {tag: token_id for tag, token_id in found.items() if token_id is not None}
-        if not row.needs_tokens or len(ids) == len(row.tags):
+        if row.name == name and (len(ids) == len(row.tags) or not row.needs_tokens):
             return row, ids
-    names = ", ".join(CHAT_FORMAT_NAMES)
-    raise ValueError(f"unknown chat format {name!r}; accepted are {names}")
+    raise ValueError(f"unknown chat format {name!r}; accepted are {', '.join(CHAT_FORMAT_NAMES)}")
 
 
 def chat_stops(
@@ -2358,10 +2328,8 @@ def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -
     roles = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
-        found = ", ".join(map(str, roles)) or "no message"
-        raise ValueError(
-            f"accepted is: system (or not), user, assistant, ..., user; found: {found}"
-        )
+        found, order = ", ".join(map(str, roles)) or "no message", "user, assistant, ..., user"
+        raise ValueError(f"accepted is: system (or not), {order}; found: {found}")
     for role, message in zip(roles, messages):
         content = message.get("content")
         if not isinstance(content, str):
@@ -2388,7 +2356,7 @@ def encode_chat(
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
 
-    def literal(text: str) -> list[str | int]:
+    def literal(text: str) -> list[Any]:  # texts and ids
         return [token_ids.get(part, part) for part in any_token.split(text)]
 
     turns = [(message["role"], message["content"]) for message in messages]
@@ -2401,15 +2369,11 @@ def encode_chat(
         before, after = getattr(row, role).split("{}")
         content = content.strip() if role in row.strips else content
         parts += [*literal(before), content, *literal(after)]
+    parts += literal(row.cue)
     ids: list[int] = []
-    text = ""  # strings that stand together are encoded together
-    for part in [*parts, *literal(row.cue), None]:
-        if isinstance(part, str):
-            text += part
-            continue
-        ids += tokenizer.encode(text, bos=False, first=not ids)
-        ids += [] if part is None else [part]
-        text = ""
+    for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        some = list(group)  # texts that stand together are encoded together
+        ids += tokenizer.encode("".join(some), bos=False, first=not ids) if is_text else some
     if min(ids) < 0:
         raise ValueError(f"the vocabulary has no BOS or EOS token; the format {row.name} needs it")
     return ids
@@ -2490,12 +2454,12 @@ class Score(NamedTuple):
 class Report:
     """What a generation did so far: the new ids of each row, why it stopped, how long it took."""
 
-    def __init__(self, prompt_tokens: int, rows: int, room: Sequence[int], limit: int) -> None:
+    def __init__(self, prompt_tokens: int, room: Sequence[int], limit: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.prompt_seconds = 0.0  # until the first new token is known
         self.new_seconds = 0.0  # for all but the first; the consumer's own time is not counted
-        self.new_ids: list[list[int]] = [[] for _ in range(rows)]
-        self.scores: list[list[Score]] = [[] for _ in range(rows)]  # if asked for; with the last id
+        self.new_ids: list[list[int]] = [[] for _ in room]
+        self.scores: list[list[Score]] = [[] for _ in room]  # if asked for; with the id that stops
         self.room = room  # for new tokens, per row; fewer than `limit` where the context ends
         self.ends = ["max new tokens" if n == limit else "context full" for n in room]
         self.stop_reasons = ["" if n else end for n, end in zip(room, self.ends, strict=True)]
@@ -2506,32 +2470,26 @@ class Report:
         return sum(map(len, self.new_ids))
 
     def add(
-        self, ids: Sequence[int], stop_ids: Collection[int], seconds: float
+        self, ids: Sequence[int], stop_ids: Collection[int], logits: Tensor, top: int | None
     ) -> list[int | None]:
-        """Count a step; returns the ids that are new text: None in rows that have finished."""
-        if self.prompt_seconds:
-            self.new_seconds += seconds
-        else:
-            self.prompt_seconds = seconds
+        """Keep a step's ids, drawn from logits (B, V); returns them, None in finished rows."""
         new: list[int | None] = [None] * len(ids)
         for i, token_id in enumerate(ids):
-            if not self.stop_reasons[i] and token_id in stop_ids:
-                self.stop_reasons[i] = f"stop token {token_id}"
-            elif not self.stop_reasons[i]:
-                new[i] = token_id
-                self.new_ids[i].append(token_id)
-                full = len(self.new_ids[i]) == self.room[i]
-                self.stop_reasons[i] = self.ends[i] if full else ""
-        return new
-
-    def add_scores(self, ids: Sequence[int], logits: Tensor, top: int) -> None:
-        """Keep what the ids of a step were drawn from: logits (B, V)."""
-        for i, token_id in enumerate(ids):
-            if not self.stop_reasons[i]:
+            if self.stop_reasons[i]:
+                continue
+            if top is not None:
                 scores = logits[i].log_softmax(-1)
                 values, places = (t.tolist() for t in scores.topk(top))
                 best = list(zip(places, values, strict=True))
                 self.scores[i].append(Score(token_id, scores[token_id].item(), best))
+            if token_id in stop_ids:
+                self.stop_reasons[i] = f"stop token {token_id}"
+                continue
+            new[i] = token_id
+            self.new_ids[i].append(token_id)
+            if len(self.new_ids[i]) == self.room[i]:
+                self.stop_reasons[i] = self.ends[i]
+        return new
 
 
 class Stream(Iterator[Item]):
@@ -2544,20 +2502,13 @@ class Stream(Iterator[Item]):
         return next(self.items)
 
 
-def check_options(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int | None,
-) -> None:
+def check_options(max_new_tokens: int, seed: int | None, **sampling: Any) -> None:
     """Raises ValueError for options of generate() that are out of range."""
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; accepted is 0 or more")
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed}; accepted is 0 to 2**63 - 1")
-    sample(torch.zeros(1), temperature, top_k, top_p, min_p)
+    sample(torch.zeros(1), **sampling)
 
 
 def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
@@ -2609,7 +2560,8 @@ def generate_batch(
     rows = [check_prompt(config, prompt, limit) for prompt in prompts]
     if not rows:
         raise ValueError("no prompts; accepted is one or more")
-    check_options(max_new_tokens, temperature, top_k, top_p, min_p, seed)
+    sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    check_options(max_new_tokens, seed, **sampling)
     longest = max(map(len, rows))
     room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
     padding = torch.tensor([longest - len(row) for row in rows])
@@ -2626,11 +2578,10 @@ def generate_batch(
     def draw(logits: Tensor) -> list[int]:  # (B, V) -> B ids
         if temperature == 0:
             return sample(logits, 0.0).tolist()  # the one wait for the device per step
-        options = (temperature, top_k, top_p, min_p)
-        ids = [sample(row, *options, generators[i]) for i, row in enumerate(logits)]
-        return torch.stack(ids).tolist()
+        pairs = zip(logits, generators)
+        return torch.stack([sample(row, **sampling, generator=g) for row, g in pairs]).tolist()
 
-    report = Report(sum(map(len, rows)), len(rows), room, max_new_tokens)
+    report = Report(sum(map(len, rows)), room, max_new_tokens)
     ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
 
     def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
@@ -2642,9 +2593,11 @@ def generate_batch(
             ids = draw(logits)
             if -1 in ids:
                 raise ValueError("the logits are not finite: NaN or infinity in the weights")
-            if top is not None:
-                report.add_scores(ids, logits, top)
-            new = report.add(ids, ends, time.perf_counter() - start)
+            if report.prompt_seconds:
+                report.new_seconds += time.perf_counter() - start
+            else:
+                report.prompt_seconds = time.perf_counter() - start
+            new = report.add(ids, ends, logits, top)
             if any(token_id is not None for token_id in new):
                 yield new
             tokens = torch.tensor(ids)[:, None]
@@ -2652,15 +2605,14 @@ def generate_batch(
     return Stream(steps(torch.tensor([[0] * (longest - len(row)) + row for row in rows])), report)
 
 
-def split_at_stop(text: str, stops: Sequence[str], final: bool) -> tuple[str, str, str]:
+def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
     """Split text into what can be shown, what may begin a stop text, and the stop text found."""
     found = [(text.index(stop), stop) for stop in stops if stop in text]
     if found:
         place, stop = min(found)
         return text[:place], "", stop
-    keep = 0
-    for stop in stops if not final else ():
-        keep = max(keep, *(n for n in range(len(stop)) if text.endswith(stop[:n])))
+    starts = [stop[:n] for stop in stops for n in range(len(stop))]
+    keep = max((len(start) for start in starts if text.endswith(start)), default=0)
     return text[: len(text) - keep], text[len(text) - keep :], ""
 
 
@@ -2681,19 +2633,17 @@ def stream_text(
 
     def pieces() -> Iterator[str]:
         held = ""
-        for token_id in tokens:
-            text, held, found = split_at_stop(held + decoder.decode(token_id), stop, final=False)
+        for token_id in itertools.chain(tokens, [None]):
+            new = decoder.flush() if token_id is None else decoder.decode(token_id)
+            text, held, found = split_at_stop(held + new, stop)
             if found:
                 report.stop_reasons[0] = f"stop text {found!r}"
             if text:
                 yield text
             if found:
                 return
-        text, _, found = split_at_stop(held + decoder.flush(), stop, final=True)
-        if found:
-            report.stop_reasons[0] = f"stop text {found!r}"
-        if text:
-            yield text
+        if held:
+            yield held
 
     return Stream(pieces(), report)
 
@@ -3206,9 +3156,9 @@ class StaticCache(Cache):
         """Which slots are filled: (1, window), with padding (B, 1, 1, window)."""
         column = torch.arange(self.window, device=self.slot.device)
         mask = (column <= self.slot)[None]
-        return (
-            mask if self.padding is None else mask & (column >= self.padding[:, None, None, None])
-        )
+        if self.padding is None:
+            return mask
+        return mask & (column >= self.padding[:, None, None, None])
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, G, 1, D) of one layer; return the window, (B, G, window, D)."""
@@ -3237,8 +3187,8 @@ class CompiledStep:
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
         """As model(tokens, cache). Raises ValueError for any cache but the one it was made for."""
         if cache is not self.cache or tokens.shape[0] != cache.batch_size:
-            rows = f"{tokens.shape[0]} rows"
-            raise ValueError(f"a compiled step for one cache got {rows} and another or smaller one")
+            rows = f"{cache.batch_size} rows; it got {tokens.shape[0]} rows or another cache"
+            raise ValueError(f"the compiled step was made for one cache of {rows}")
         if tokens.shape[1] > 1:
             return self.model(tokens, cache)
         end = cache.slots(1).stop
@@ -3295,10 +3245,6 @@ class Ranks:
         values = [None] * self.count
         distributed.all_gather_object(values, value)
         return values
-
-    def share(self, read: Callable[[], Any]) -> Any:
-        """What `read` returns on rank 0, which alone calls it: they share one standard input."""
-        return self.gather(read() if self.rank == 0 else None)[0]
 
     def close(self) -> None:
         """Leave: its threads may abort a process that ends before them."""
@@ -3384,8 +3330,10 @@ AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16
 
 
 def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
-    """What read() returns; of several processes, rank 0 alone calls it."""
-    return ranks.share(read) if ranks else read()
+    """What read() returns; of several processes, which have one standard input, on rank 0."""
+    if ranks is None:
+        return read()
+    return ranks.gather(read() if ranks.rank == 0 else None)[0]
 
 
 class Parser(argparse.ArgumentParser):
@@ -3399,20 +3347,16 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     """The command line. Raises ValueError for a wrong one."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 models.")
 
-    def text_type(argument: str) -> str:
+    def decode(argument: str) -> str:
         return os.fsencode(argument).decode("utf-8", "replace")  # the shell passes any bytes
 
-    add = parser.add_argument
+    add, prompt = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    text: Any = {"metavar": "TEXT", "type": decode}
     add("--model", metavar="PATH", type=Path, help=".gguf file or directory")
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument(
-        "--prompt", metavar="TEXT", type=text_type, help="text to continue (default: stdin)"
-    )
-    text.add_argument(
-        "--prompt-file", metavar="FILE", type=Path, help="the prompt, read from a file"
-    )
+    prompt("--prompt", **text, help="text to continue (default: stdin)")
+    prompt("--prompt-file", metavar="FILE", type=Path, help="the prompt, read from a file")
     add("--chat", action="store_true", help="converse; the prompt is the first question")
-    add("--system", metavar="TEXT", type=text_type, help="with --chat: what it is told beforehand")
+    add("--system", **text, help="with --chat: what it is told beforehand")
     named = "default: what the model's chat template says"
     add("--chat-format", choices=CHAT_FORMAT_NAMES, help=named)
     add("--max-new-tokens", metavar="N", type=int, default=256, help="default: %(default)s")
@@ -3421,18 +3365,11 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--top-p", metavar="P", type=float, default=0.95, help="default: 0.95; 1 is off")
     add("--min-p", metavar="P", type=float, default=0.0, help="default: 0, off")
     add("--seed", metavar="N", type=int, default=0, help="default: 0; -1 draws another each time")
-    add("--context", metavar="N", type=int, help="tokens at most (default: all that the model can)")
-    add(
-        "--stop",
-        metavar="TEXT",
-        type=text_type,
-        action="append",
-        default=[],
-        help="end before this text; repeatable",
-    )
+    add("--stop", **text, action="append", default=[], help="end before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
-    dtype = "of the activations (default: on a CPU float32, in large models rounded to 16 bits)"
+    add("--context", metavar="N", type=int, help="tokens at most (default: all that the model can)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    dtype = "of the activations (default: on a CPU float32, in large models rounded to 16 bits)"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
@@ -3442,20 +3379,18 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--quiet", action="store_true", help="nothing on stderr but errors")
     add("--version", action="version", version=f"llama2.py {VERSION}, torch {torch.__version__}")
     args = parser.parse_args(argv)
-    if args.system is not None and not args.chat:
-        parser.error("--system needs --chat")
-    if args.chat_format is not None and not args.chat:
-        parser.error("--chat-format needs --chat")
-    if args.type is not None and args.save is None:
-        parser.error("--type needs --save")
+    for option, needed in (("system", "chat"), ("chat_format", "chat"), ("type", "save")):
+        if getattr(args, option) is not None and not getattr(args, needed):
+            parser.error(f"--{option.replace('_', '-')} needs --{needed}")
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     if args.threads is not None and not 1 <= args.threads <= (os.cpu_count() or 1):
         parser.error(f"--threads {args.threads}; accepted is 1 to {os.cpu_count()}")
     if args.seed == -1:
         args.seed = shared(torch.seed, ranks) % 2**31
-    sampling = (args.temperature, args.top_k, args.top_p, args.min_p)
-    check_options(args.max_new_tokens, *sampling, args.seed)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    args.options = {name: getattr(args, name) for name in names}  # of generate()
+    check_options(**args.options)
     if args.model is None:
         args.model = DEFAULT_MODEL
         if not args.model.exists():
@@ -3484,21 +3419,30 @@ def fail(message: object) -> int:
 
 def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
     """auto: CUDA, else MPS for dense weights, else the CPU. ValueError for what is not there."""
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    there = ["cuda"] * cuda + ["mps"] * mps + ["cpu"]
     if name == "auto":  # MPS would unpack quantised weights anew for every token
         dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
-        name = "cuda" if there["cuda"] else "mps" if there["mps"] and dense else "cpu"
-    if not there[name]:
-        found = ", ".join(device for device, is_there in there.items() if is_there)
-        raise ValueError(f"--device {name} is not available; accepted here: {found}")
+        name = next(device for device in there if device != "mps" or dense)
+    if name not in there:
+        accepted = ", ".join(there)
+        raise ValueError(f"--device {name} is not available; accepted here: {accepted}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "cuda" and rank >= torch.cuda.device_count():
         raise ValueError(f"rank {rank} has no GPU: there are {torch.cuda.device_count()}")
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
+
+
+def choose_dtypes(
+    name: str, device: torch.device, checkpoint: Checkpoint
+) -> tuple[torch.dtype, torch.dtype, bool]:
+    """The dtypes of activations and cache, and whether the products are to be exact.
+
+    auto: a large model on a CPU rounds activations to 16 bits, and keeps a cache of 16 bits.
+    """
+    dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
+    exact = name != "auto" or not is_large(checkpoint)
+    return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
 
 
 def gigabytes(plan: dict[str, int]) -> str:
@@ -3529,11 +3473,8 @@ def tune_process() -> None:
 
 def weight_bytes(model: Llama) -> int:
     """Bytes of weights that a decoded token reads: all but the embedding (one row of it)."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    if model.lm_head.state_dict().keys() and not model.config.tie_word_embeddings:
-        for t in (*model.embed_tokens.parameters(), *model.embed_tokens.buffers()):
-            tensors.pop(id(t), None)
-    return sum(t.nbytes for t in tensors.values())
+    modules = (model.layers, model.norm, model.lm_head)
+    return sum(t.nbytes for m in modules for t in (*m.parameters(), *m.buffers()))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -3583,10 +3524,7 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     return "; ".join(parts)
 
 
-def write(text: str) -> None:
-    """Text to stdout, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+write = partial(print, end="", flush=True)  # to stdout, as it is and at once
 
 
 def read_question(ranks: Ranks | None) -> str | None:
@@ -3597,47 +3535,26 @@ def read_question(ranks: Ranks | None) -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def fit_turns(
-    encode: Callable[[list[dict[str, str]]], list[int]],
-    turns: list[dict[str, str]],
-    context: int,
-    reserve: int,
-) -> list[int]:
-    """The ids of a conversation; its oldest turns are deleted until `reserve` tokens are free.
-
-    Raises ValueError if the last question alone is too long, or what encode_chat() raises.
-    """
-    ids = encode(turns)
-    while len(ids) + reserve > context and len(turns) > 1:
-        del turns[:2]
-        ids = encode(turns)
-    if len(ids) > context:
-        raise ValueError(f"{len(ids)} tokens; the context holds {context}")
-    return ids
-
-
-def show_answer(stream: Stream[str], quiet: bool) -> str:
-    """Write an answer as it comes and return it; Ctrl-C ends it early."""
-    answer = ""
+def show(stream: Stream[str], strip: bool = False) -> str:
+    """Write a text as it comes, without space at its start if `strip`; Ctrl-C ends it early."""
+    shown = ""
     try:
         for text in stream:
-            text = text if answer else text.lstrip()
-            answer += text
+            text = text.lstrip() if strip and not shown else text
+            shown += text
             write(text)
     except KeyboardInterrupt:
         stream.report.stop_reasons = ["interrupted"]
     write("\n")
-    if "context full" in stream.report.stop_reasons and not quiet:
-        note("context full: the answer ends here")
-    return answer
+    return shown
 
 
 def chat(
     model: Llama,
     tokenizer: Tokenizer,
     chat_format: str,
-    args: argparse.Namespace,
     options: dict[str, Any],
+    args: argparse.Namespace,
     ranks: Ranks | None,
 ) -> Report | None:
     """A conversation that keeps its cache: of each turn only what is new is computed.
@@ -3648,56 +3565,37 @@ def chat(
     """
     cache, report, config = options["cache"], None, model.config
     stop_ids, tags = chat_stops(tokenizer, chat_format)
+    options |= {"stop": (*args.stop, *tags)}
     options |= {"stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids}}
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
     stored: list[int] = []  # the ids that the cache holds
-    reserve = min(args.max_new_tokens, cache.max_seq_len // 4)  # tokens of room for an answer
-
-    def encode(turns: list[dict[str, str]]) -> list[int]:
-        return encode_chat(tokenizer, system + turns, chat_format)
-
+    room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)  # less an answer
     first = [args.prompt] if args.prompt is not None else []
     for question in itertools.chain(first, iter(partial(read_question, ranks), None)):
         if not question.strip():
             continue
         turns = [*messages, {"role": "user", "content": question}]
         try:
-            ids = fit_turns(encode, turns, cache.max_seq_len, reserve)
+            ids = encode_chat(tokenizer, system + turns, chat_format)
+            while len(ids) > room and len(turns) > 1:
+                del turns[:2]
+                ids = encode_chat(tokenizer, system + turns, chat_format)
+            check_prompt(config, ids, cache.max_seq_len)
         except ValueError as error:
             fail(error)
             continue
         dropped = (len(messages) + 1 - len(turns)) // 2
         if dropped and not args.quiet:
             note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
-        new = rewind(cache, stored, ids)
-        stream = stream_text(model, tokenizer, new, stop=(*args.stop, *tags), **options)
+        stream = stream_text(model, tokenizer, rewind(cache, stored, ids), **options)
         report = stream.report
-        answer = show_answer(stream, args.quiet)
+        answer = show(stream, strip=True)
+        if report.stop_reasons == ["context full"] and not args.quiet:
+            note("context full: the answer ends here")
         messages = [*turns, {"role": "assistant", "content": answer}]
         stored = [*ids, *report.new_ids[0]][: cache.pos]
     return report
-
-
-def complete(
-    model: Llama,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    args: argparse.Namespace,
-    options: dict[str, Any],
-) -> Report:
-    """The prompt and its continuation, as one text on stdout."""
-    if not args.no_echo:
-        write(args.prompt)
-    stream = stream_text(model, tokenizer, ids, first=not args.prompt, stop=args.stop, **options)
-    try:
-        for text in stream:
-            write(text)
-        write("\n")
-    except KeyboardInterrupt:
-        stream.report.stop_reasons = ["interrupted"]
-        note("")  # the terminal shows ^C at the end of the text
-    return stream.report
 
 
 def build(
@@ -3706,7 +3604,6 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     exact: bool,
-    ranks: Ranks | None,
 ) -> Llama:
     """The model, accelerated if it is large or --compile says so; warnings become notes."""
     tune_process()
@@ -3722,14 +3619,14 @@ def build(
                 warnings.warn("quantised weights are slow without part III of llama2.py")
     for text in {str(problem.message): None for problem in problems if not args.quiet}:
         note(f"llama2.py: {text}")
-    if ranks:
-        connect_ranks(model, ranks)
     return model
 
 
 def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     """Load the model and do what the command line says; returns the exit status."""
     start = time.perf_counter()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     checkpoint = open_checkpoint(args.model)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
@@ -3741,51 +3638,47 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
     if args.context is not None:
         checkpoint = checkpoint.allow_context(args.context)
-    context = args.context or checkpoint.config.max_position_embeddings
-    dtype = DTYPES.get(args.dtype, AUTO_DTYPE[device.type])
-    exact = args.dtype != "auto" or not is_large(checkpoint)
-    half_cache = not exact and device.type == "cpu" and not ranks
-    cache_dtype = torch.float16 if half_cache else dtype
+    config, template = checkpoint.config, checkpoint.chat_template
+    context = args.context or config.max_position_embeddings
+    dtype, cache_dtype, exact = choose_dtypes(args.dtype, device, checkpoint)
+    if ranks:  # torch does their attention: it would convert the cache at every token
+        cache_dtype = dtype
     plan = partial(memory_plan, checkpoint, dtype=dtype, device=device, cache_dtype=cache_dtype)
     if args.info:
         write(describe_checkpoint(checkpoint, plan(context), context))
         return 0
 
-    tokenizer, chat_format = checkpoint.tokenizer(), ""
+    tokenizer = checkpoint.tokenizer()
     if args.chat:
-        chat_format = args.chat_format or recognise_chat_format(checkpoint.chat_template)
-        if not (args.chat_format or checkpoint.chat_template or args.quiet):
+        chat_format = args.chat_format or recognise_chat_format(template)
+        if not (args.chat_format or template or args.quiet):
             note("note: the model has no chat template; its format is taken to be llama-2's")
-    size = context if args.context else min(context, CHAT_CONTEXT)
-    ids: list[int] = []
-    if not args.chat:
-        ids = check_prompt(
-            checkpoint.config, tokenizer.encode(args.prompt, bos=tokenizer.add_bos), context
-        )
+        size = context if args.context else min(context, CHAT_CONTEXT)
+    else:
+        ids = check_prompt(config, tokenizer.encode(args.prompt, bos=tokenizer.add_bos), context)
         size = min(context, len(ids) + max(args.max_new_tokens, 1))
     free = free_memory(device)
     check_memory(plan(size), size, device, min(ranks.gather(free)) if ranks else free)
-    model = build(args, checkpoint, device, dtype, exact, ranks)
+    model = build(args, checkpoint, device, dtype, exact)
+    if ranks:
+        connect_ranks(model, ranks)
     load_seconds = time.perf_counter() - start
 
-    cache = Cache(checkpoint.config, 1, size, cache_dtype, device)
-    options: dict[str, Any] = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "seed": args.seed,
-        "cache": cache,
-    }
+    cache = Cache(config, 1, size, cache_dtype, device)
+    options: dict[str, Any] = {**args.options, "cache": cache}
     compiled_step = part_3("CompiledStep")
     wanted = is_large(checkpoint) if args.compile is None else args.compile
     if compiled_step and wanted and device.type == "cuda" and not ranks:
         options["step"] = compiled_step(model, cache)
     if args.chat:
-        report = chat(model, tokenizer, chat_format, args, options, ranks)
+        report = chat(model, tokenizer, chat_format, options, args, ranks)
     else:
-        report = complete(model, tokenizer, ids, args, options)
+        if not args.no_echo:
+            write(args.prompt)
+        options |= {"first": not args.prompt, "stop": args.stop}
+        stream = stream_text(model, tokenizer, ids, **options)
+        report = stream.report
+        show(stream)
     if report and not args.quiet:
         note(describe(report, model, load_seconds, args.seed))
     return 130 if report and not args.chat and report.stop_reasons == ["interrupted"] else 0

@@ -2002,6 +2002,12 @@ def test_one_line_and_status_2(cli, tmp_path, argv, said):
     assert err.startswith("llama2.py: error: ") and said.format(dir=tmp_path) in err
 
 
+def test_threads_reach_torch(cli, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    assert cli("--prompt", "ab", "--max-new-tokens", 1, "--threads", 1)[0] == 0 and chosen == [1]
+
+
 def test_prompts_that_cannot_be_are_told(cli):
     """A file that is not there, and more tokens than the context: no silent cut."""
     for argv, said in (

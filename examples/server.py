@@ -197,14 +197,13 @@ class Engine:
         self.context = context or min(most, llama2.CHAT_CONTEXT)
         self.chat_format = chat_format or llama2.recognise_chat_format(checkpoint.chat_template)
         self.name = llama2.well_formed(path.resolve().stem)
-        device, large = llama2.choose_device("auto", checkpoint), llama2.is_large(checkpoint)
-        dtype = llama2.AUTO_DTYPE[device.type]
-        cache_dtype = llama2.DTYPES["float16"] if large and device.type == "cpu" else dtype
+        device = llama2.choose_device("auto", checkpoint)
+        dtype, cache_dtype, exact = llama2.choose_dtypes("auto", device, checkpoint)
         plan = llama2.memory_plan(checkpoint, self.context, dtype, device, cache_dtype)
         count = max(1, min(MAX_CACHES, CACHE_BYTES // plan["cache"]))
         plan["cache"] *= count
         llama2.check_memory(plan, self.context, device, llama2.free_memory(device))
-        self.model, self.tokenizer = llama2.load(checkpoint, device, dtype, exact=not large)
+        self.model, self.tokenizer = llama2.load(checkpoint, device, dtype, exact=exact)
         self.model.register_forward_pre_hook(self.check)
         shape = checkpoint.config, 1, self.context, cache_dtype, device
         self.held: dict[llama2.Cache, list[int]]  # the ids in each cache, that used last the last

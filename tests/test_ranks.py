@@ -31,7 +31,7 @@ def run_rank(rank, ranks, port, root, tokens, out):
     torch.set_num_threads(1)
     group, found = llama2.Ranks(), {}
     assert (group.rank, group.count) == (rank, ranks)
-    assert group.gather(rank) == list(range(ranks)) and group.share(lambda: rank) == 0
+    assert group.gather(rank) == list(range(ranks)) and llama2.shared(lambda: rank, group) == 0
     for form in RANK_FORMS[ranks]:
         part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, ranks)
         model = llama2.build_model(part)

@@ -322,9 +322,7 @@ def test_chat_answer_with_reserved_tags(cli, cli_path, heard, monkeypatch):
 
     def scripted(model, prompt, **options):
         calls.append(prompt)
-        return llama2.Stream(
-            iter(script), llama2.Report(len(prompt), 1, [len(script)], len(script))
-        )
+        return llama2.Stream(iter(script), llama2.Report(len(prompt), [len(script)], len(script)))
 
     monkeypatch.setattr(llama2, "generate", scripted)
     status, out, err = cli("--chat", "--quiet", stdin=b"ab\ncd\n")
