@@ -292,7 +292,7 @@ class Cache:
             return mask
         slot = torch.arange(S, device=mask.device)
         real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        itself = slot == slot[S - T :, None]  # filler sees that: softmax over nothing is NaN
+        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
         return mask & (real | itself)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -3116,7 +3116,7 @@ def has_bfloat16() -> bool:
 
 @functools.cache
 def compiled_dequantize() -> Callable[[Tensor, str], Tensor]:
-    """dequantize() as one loop."""
+    """dequantize() compiled into one loop."""
     return torch.compile(dequantize, dynamic=True)
 
 
@@ -3491,13 +3491,13 @@ def peak_memory(device: torch.device) -> int:
 
 def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
     """What --info prints; `plan` is that of memory_plan()."""
-    kinds = Counter(weight.ggml_type for weight in checkpoint.weights.values())
+    types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     size = sum(weight.nbytes for weight in checkpoint.weights.values())
     rows = {
         "format": checkpoint.format,
         **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
         "chat format": describe_chat_format(checkpoint.chat_template),
-        "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
+        "tensors": ", ".join(f"{n} {ggml_type}" for ggml_type, n in types.most_common()),
         "size": f"{size / 1e9:.3g} GB",
         f"memory at {context} tokens": gigabytes(plan),
     }
@@ -3506,7 +3506,6 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: i
 
 def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> str:
     """The line on stderr at the end of a run."""
-    device = model.norm.weight.device
     parts = [f"load {load_seconds:.2f} s"]
     found: Any = part_3("kernels")
     if found and found.cache_info().currsize and (seconds := found().compile_seconds):
@@ -3518,10 +3517,8 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     if report.new_seconds:
         rate = (report.new_tokens - 1) / report.new_seconds
         parts[-1] += f", {rate:.1f} tokens/s, {rate * weight_bytes(model) / 1e9:.1f} GB/s"
-    parts.append(f"peak memory {peak_memory(device) / 1e9:.2f} GB")
-    parts.append(f"seed {seed}")
-    parts.append(f"stopped: {', '.join(report.stop_reasons)}")
-    return "; ".join(parts)
+    parts.append(f"peak memory {peak_memory(model.norm.weight.device) / 1e9:.2f} GB")
+    return "; ".join([*parts, f"seed {seed}", f"stopped: {', '.join(report.stop_reasons)}"])
 
 
 write = partial(print, end="", flush=True)  # to stdout, as it is and at once
@@ -3692,14 +3689,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    ranks = None
+    ranks, rank = None, 0
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ and (meet := part_3("Ranks")):
             ranks = meet()
-        if ranks and ranks.rank:
+            rank = ranks.rank
+        if rank:
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # rank 0 alone prints
         args = parse_args(argv, ranks)
-        args.quiet |= ranks is not None and ranks.rank > 0
+        args.quiet |= rank > 0
         status = run(args, ranks)
         if ranks:
             ranks.close()
@@ -3709,10 +3707,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
-        # RuntimeError is torch's: out of memory, not possible on this device. What a user got
-        # wrong, all ranks would say.
-        told = ranks is not None and ranks.rank > 0 and not isinstance(error, RuntimeError)
-        return 2 if told else fail(error)
+        # What a user got wrong, all ranks find: rank 0 says it. RuntimeError is torch's (memory
+        # that ran out, an operation that a device lacks): each rank says its own.
+        return fail(error) if rank == 0 or isinstance(error, RuntimeError) else 2
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
