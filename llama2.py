@@ -1432,13 +1432,8 @@ def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
     return {"bos_token_id": bos[0], "eos_token_id": eos, "stop_token_ids": tuple(others)}
 
 
-def hf_tensors(path: Path, files: list[Path]) -> dict[str, Weight]:
-    """The tensors of all files that the index names; without one, of all that are there."""
-    base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
-    index = path / f"{base}.index.json"
-    if index.exists():
-        names = lookup(index, read_json(index), "weight_map", dict).values()
-        files = sorted({path / Path(str(name)).name for name in names})
+def hf_tensors(files: list[Path]) -> dict[str, Weight]:
+    """The tensors of all files, by the names of this file. Raises ValueError."""
     tensors: dict[str, Weight] = {}
     for part in files:
         for name, weight in read_tensors(part).items():
@@ -1474,20 +1469,24 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     rope = get("rope_scaling", dict, {}) | get("rope_parameters", dict, {})
     settings |= {"rope_type": rope.get("type")} | rope
     require(file, settings, HF_ACCEPTED)
+    factor = get("factor", float, 1.0) if settings["rope_type"] == "linear" else 1.0
     context = window = get("max_position_embeddings", int)
     if settings.get("model_type") == "mistral":
         window = min(context, get("sliding_window", int, context))
-    if window < 1:
-        raise ValueError(f"{file}: sliding_window is {window}; accepted is a positive number")
-    tensors = hf_tensors(path, files)
+        if window < 1:
+            raise ValueError(f"{file}: sliding_window is {window}; accepted is a positive number")
+    base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
+    index = path / f"{base}.index.json"
+    if index.exists():  # without one, all files that are there
+        names = lookup(index, read_json(index), "weight_map", dict).values()
+        files = sorted({path / Path(str(name)).name for name in names})
+    tensors = hf_tensors(files)
     tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
     config = read_config(
         0,
         get,
         max_position_embeddings=window,
-        rope_scaling_factor=get("factor", float, 1.0)
-        if get("rope_type", str, "") == "linear"
-        else 1.0,
+        rope_scaling_factor=factor,
         tie_word_embeddings=tied,
         **hf_token_ids(path, get("vocab_size", int)),
     )
