@@ -670,6 +670,24 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
 )
 
 
+# The one table of settings. What a file need not tell is Config's default, except that without a
+# number of key/value heads there are as many as query heads.
+SETTINGS = (  # Config and Hugging Face, GGUF, Meta, whether it is needed
+    ("hidden_size", "llama.embedding_length", "dim", True),
+    ("intermediate_size", "llama.feed_forward_length", "", True),
+    ("num_hidden_layers", "llama.block_count", "n_layers", True),
+    ("num_attention_heads", "llama.attention.head_count", "n_heads", True),
+    ("num_key_value_heads", "llama.attention.head_count_kv", "n_kv_heads", False),
+    ("vocab_size", "llama.vocab_size", "", True),
+    ("max_position_embeddings", "llama.context_length", "", True),
+    ("rms_norm_eps", "llama.attention.layer_norm_rms_epsilon", "norm_eps", True),
+    ("rope_theta", "llama.rope.freq_base", "rope_theta", False),
+    ("rope_scaling_factor", "llama.rope.scaling.factor", "", False),
+    ("bos_token_id", "tokenizer.ggml.bos_token_id", "", False),
+    ("eos_token_id", "tokenizer.ggml.eos_token_id", "", False),
+)
+
+
 def last_name(name: str) -> str:
     """layers.0.self_attn.q_proj.weight -> q_proj."""
     return name.removesuffix(".weight").rpartition(".")[2]
@@ -767,9 +785,8 @@ class Checkpoint:
         if context < 1 or (context > most and self.context_limit):
             limit = self.context_limit or "or more"
             raise ValueError(f"--context {context}; accepted is 1 to {most}, {limit}")
-        return replace(
-            self, config=replace(self.config, max_position_embeddings=max(context, most))
-        )
+        config = replace(self.config, max_position_embeddings=max(context, most))
+        return replace(self, config=config)
 
 
 # What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
@@ -779,6 +796,27 @@ MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
 MAX_METADATA = 2**24  # bytes of a GGUF before its tensors
 MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
 MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata
+
+
+def printable(text: str) -> str:
+    """Text from a file for a terminal: control, format and unassigned characters become "?"."""
+    text = " ".join(text.split())
+    return "".join("?" if unicodedata.category(c).startswith("C") else c for c in text)
+
+
+# What readers raise on damaged files: their own errors, those of struct, json and zipfile.
+DAMAGED: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, ArithmeticError)
+DAMAGED += (RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile)
+
+
+@contextmanager
+def naming(path: Path, problem: str = "") -> Iterator[None]:
+    """What goes wrong becomes a ValueError that names the file and repeats no pages of it."""
+    try:
+        yield
+    except DAMAGED as error:
+        text = str(error) if str(path) in str(error) else f"{path}: {problem}{error}"
+        raise ValueError(printable(text[:400])) from None
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -807,12 +845,14 @@ def map_file(path: Path) -> mmap.mmap:
             raise ValueError(f"{path}: damaged: cannot be mapped: {error}") from None
 
 
-def map_weight(source: mmap.mmap, ggml_type: str, shape: tuple[int, ...], start: int) -> Weight:
+def map_weight(
+    source: mmap.mmap, name: str, ggml_type: str, shape: tuple[int, ...], start: int
+) -> Weight:
     """The tensor that lies in a mapped file from byte `start`. ValueError beyond the file's end."""
     weight = Weight(ggml_type, shape, [], source=source)
     end = start + weight.nbytes
     if end > len(source):
-        raise ValueError(f"it ends at byte {end}, the file at {len(source)}: cut off?")
+        raise ValueError(f"{name} ends at byte {end}, the file at {len(source)}: cut off?")
     rows = torch.frombuffer(source, dtype=torch.uint8)[start:end]
     weight.shards.append(rows.view(math.prod(shape[:-1]), -1))
     return weight
@@ -834,6 +874,28 @@ def lookup(
     return value
 
 
+def require(path: Path, settings: dict[str, Any], accepted: dict[str, tuple]) -> None:
+    """Raises ValueError unless each key has one of its values; None: it may be missing."""
+    for key, values in accepted.items():
+        found = settings.get(key)
+        if found not in values:
+            value = "missing" if found is None else str(found)[:60]
+            known = " or ".join("none" if v is None else str(v) for v in values)
+            raise ValueError(f"{path}: no Llama 2 model: {key} is {value}; accepted is {known}")
+
+
+def read_config(column: int, get: Callable, **known: Any) -> Config:
+    """What is not `known` is read by the keys in a column of SETTINGS. Raises ValueError."""
+    values = dict(known)
+    for row in SETTINGS:
+        field, key, default = row[0], row[column], getattr(Config, row[0])
+        if field == "num_key_value_heads":
+            default = values["num_attention_heads"]
+        if key and field not in known:
+            values[field] = get(key, type(default), None if row[3] else default)
+    return Config(**values)
+
+
 GGUF_SCALARS = {i: letter for i, letter in enumerate("BbHhIif?--Qqd") if letter != "-"}  # to struct
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
@@ -848,38 +910,39 @@ class GGUF:
     def __init__(self, path: str | Path) -> None:
         self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
         self.bytes = map_file(self.path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, Weight] = {}
+        with naming(self.path):
+            self.read()
+
+    def read(self) -> None:
+        """All of the metadata and the table of tensors."""
         magic, self.version = self.unpack("4sI", "header")
         if magic != b"GGUF":
-            raise ValueError(f"{self.path}: starts with {magic!r}, not with b'GGUF'")
+            raise ValueError(f"starts with {magic!r}, not with b'GGUF'")
         if self.version not in (2, 3):
-            known = "2 and 3, little-endian, are read"
-            raise ValueError(f"{self.path}: GGUF version {self.version:#x}; {known}")
+            raise ValueError(f"version {self.version:#x}; 2 and 3, little-endian, are read")
         tensor_count, key_count = self.unpack("QQ", "header")
         if max(tensor_count, key_count) > MAX_ENTRIES:
             found = f"{tensor_count} tensors and {key_count} keys"
-            raise ValueError(f"{self.path}: {found}; accepted are up to {MAX_ENTRIES} of each")
-        self.metadata: dict[str, Any] = {}
+            raise ValueError(f"{found}; accepted are up to {MAX_ENTRIES} of each")
         for i in range(key_count):
             key = self.string(f"key {i} of {key_count}")
             if key in self.metadata:
-                raise ValueError(f"{self.path}: the key {key!r} stands twice")
+                raise ValueError(f"the key {key!r} stands twice")
             (value_type,) = self.unpack("I", key)
             self.metadata[key] = self.value(value_type, key)
         infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
         align = self.get("general.alignment", int, 32)
         if not 8 <= align <= 2**20 or align & (align - 1):  # as gguf.md has it
-            raise ValueError(f"{self.path}: general.alignment is {align}, no power of 2 from 8")
+            raise ValueError(f"general.alignment is {align}, no power of 2 from 8")
         base = end = -(-self.offset // align) * align
-        self.tensors: dict[str, Weight] = {}
-        for name, type_name, shape, offset in sorted(infos, key=lambda info: info[-1]):
+        for offset, name, ggml_type, shape in sorted(infos):
             if name in self.tensors:
-                raise ValueError(f"{self.path}: the tensor {name!r} stands twice")
+                raise ValueError(f"the tensor {name!r} stands twice")
             if offset % align or base + offset < end:
-                raise ValueError(f"{self.path}: {name}: offset {offset} overlaps or is not aligned")
-            try:
-                weight = map_weight(self.bytes, type_name, shape, base + offset)
-            except ValueError as error:
-                raise ValueError(f"{self.path}: {name}: {error}") from None
+                raise ValueError(f"{name}: offset {offset} overlaps or is not aligned")
+            weight = map_weight(self.bytes, name, ggml_type, shape, base + offset)
             self.tensors[name], end = weight, base + offset + weight.nbytes
 
     def take(self, size: int, item: str) -> int:
@@ -887,7 +950,7 @@ class GGUF:
         start, self.offset = self.offset, self.offset + size
         if self.offset > min(len(self.bytes), MAX_METADATA):
             whole = f"the end of the file or of {MAX_METADATA} bytes of metadata"
-            raise ValueError(f"{self.path}: {item} needs {size} bytes more, beyond {whole}")
+            raise ValueError(f"{item} needs {size} bytes more, beyond {whole}")
         return start
 
     def unpack(self, letters: str, item: str) -> tuple:
@@ -899,11 +962,10 @@ class GGUF:
         """The next string: a length of 8 bytes and UTF-8."""
         (size,) = self.unpack("Q", item)
         start = self.take(size, item)
-        text = self.bytes[start : self.offset]
         try:
-            return text.decode()
-        except UnicodeDecodeError:
-            raise ValueError(f"{self.path}: {item} is not UTF-8: {text[:40]!r}") from None
+            return self.bytes[start : self.offset].decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{item} is not UTF-8: {error}") from None
 
     def value(self, value_type: int, item: str) -> Any:
         """The next metadata value: a number, a string or a list of either."""
@@ -912,38 +974,38 @@ class GGUF:
         if value_type in GGUF_SCALARS:
             return self.unpack(GGUF_SCALARS[value_type], item)[0]
         if value_type != GGUF_ARRAY:
-            raise ValueError(f"{self.path}: {item} has the unknown value type {value_type}")
+            raise ValueError(f"{item} has the unknown value type {value_type}")
         value_type, count = self.unpack("IQ", item)
         self.values_left -= count
         if self.values_left < 0 or value_type not in (*GGUF_SCALARS, GGUF_STRING):
-            found = f"an array of {count} values of type {value_type}"
-            raise ValueError(f"{self.path}: {item} is {found}")
+            raise ValueError(f"{item} is an array of {count} values of type {value_type}")
         if value_type == GGUF_STRING:
             return [self.string(item) for _ in range(count)]
         return list(self.unpack(f"{count}{GGUF_SCALARS[value_type]}", item))
 
-    def tensor_info(self, item: str) -> tuple[str, str, tuple[int, ...], int]:
-        """The next entry of the tensor table: name, ggml type, shape, offset in the data."""
+    def tensor_info(self, item: str) -> tuple[int, str, str, tuple[int, ...]]:
+        """The next entry of the tensor table: offset in the data, name, ggml type, shape."""
         import gguf
 
         name = self.string(item)
         (n_dims,) = self.unpack("I", name)
         if not 1 <= n_dims <= 4:
-            raise ValueError(f"{self.path}: {name} has {n_dims} dimensions; 1 to 4 are possible")
-        dims = self.unpack(f"{n_dims}Q", name)  # the fastest comes first
-        number, offset = self.unpack("IQ", name)
-        try:
-            ggml_type = gguf.GGMLQuantizationType(number)
-        except ValueError:
-            raise ValueError(f"{self.path}: {name} has the unknown type {number}") from None
-        if dims[0] % gguf.GGML_QUANT_SIZES[ggml_type][0] or not all(0 < n < 2**31 for n in dims):
-            found = f"{name} of type {ggml_type.name} has the sizes {list(dims)}"
-            raise ValueError(f"{self.path}: {found}")
-        return name, ggml_type.name, dims[::-1], offset
+            raise ValueError(f"{name} has {n_dims} dimensions; 1 to 4 are possible")
+        *dims, number, offset = self.unpack(f"{n_dims}QIQ", name)  # the fastest comes first
+        types = {ggml_type.value: ggml_type for ggml_type in gguf.GGMLQuantizationType}
+        if number not in types:
+            raise ValueError(f"{name} has the unknown type {number}")
+        block = gguf.GGML_QUANT_SIZES[types[number]][0]
+        if dims[0] % block or not all(0 < n < 2**31 for n in dims):
+            raise ValueError(f"{name} of type {types[number].name} has the sizes {dims}")
+        return offset, name, types[number].name, tuple(dims[::-1])
 
     def get(self, key: str, expected: type, default: Any = None) -> Any:
-        """The metadata value of `key`, checked as lookup() does."""
-        return lookup(self.path, self.metadata, key, expected, default)
+        """The value of `key`, checked as lookup() does. A count may be given for each layer."""
+        value = self.metadata.get(key)
+        if expected is int and isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        return lookup(self.path, {key: value}, key, expected, default)
 
 
 def gguf_tensors(file: GGUF) -> dict[str, Weight]:
@@ -953,36 +1015,13 @@ def gguf_tensors(file: GGUF) -> dict[str, Weight]:
         stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
         if file.get("split.no", int, 0) or not is_first:
             name = f"NAME-00001-of-{parts:05}.gguf"
-            raise ValueError(f"{file.path}: one of {parts} parts; give {name}")
+            raise ValueError(f"one of {parts} parts; give {name}")
         for i in range(2, parts + 1):
             part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
                 raise ValueError(f"{part.path}: not part {i} of {file.path}")
             tensors |= part.tensors
     return tensors
-
-
-def check_gguf(file: GGUF, tensors: dict[str, Weight]) -> None:
-    """Raises ValueError for what is no model of Llama 2's family, and for types that hold no weights."""
-    get, refused = file.get, f"{file.path}: this is not a Llama 2 model: "
-    architecture, purpose = get("general.architecture", str), get("general.type", str, "model")
-    if architecture != "llama" or purpose != "model":
-        raise ValueError(f"{refused}architecture {architecture!r}, type {purpose!r}")
-    experts = get("llama.expert_count", int, 0)
-    if experts:
-        raise ValueError(f"{refused}a mixture of {experts} experts")
-    vocabulary = get("tokenizer.ggml.model", str)
-    if vocabulary != "llama":
-        raise ValueError(f"{refused}its vocabulary is {vocabulary!r}, not 'llama' (SentencePiece)")
-    scaling = get("llama.rope.scaling.type", str, "linear")
-    if scaling not in ("none", "linear"):
-        raise ValueError(f"{refused}RoPE scaling {scaling!r}; accepted are 'none' and 'linear'")
-    for name, weight in {weight.ggml_type: (n, weight) for n, weight in tensors.items()}.values():
-        try:
-            dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
-        except NotImplementedError:
-            found = f"{name} is of type {weight.ggml_type}, which is no weight"
-            raise ValueError(f"{file.path}: {found}") from None
 
 
 def gguf_stop_ids(file: GGUF) -> tuple[int, ...]:
@@ -995,59 +1034,51 @@ def gguf_stop_ids(file: GGUF) -> tuple[int, ...]:
 
 def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
     """The configuration that a GGUF file's keys and the shapes of its tensors tell; or ValueError."""
-    get = file.get
-
-    def count(key: str, default: int | None = None) -> int:
-        value = file.metadata.get(key, default)  # some counts may be given for each layer
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
-        if type(value) is int:
-            return value
-        raise ValueError(f"{file.path}: {key} is {str(value)[:40]}; accepted is one number")
-
-    hidden, heads = count("llama.embedding_length"), count("llama.attention.head_count")
-    head_dim = hidden // max(heads, 1)
-    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
-        found = count(f"llama.{key}", head_dim)
-        if found != head_dim:
-            raise ValueError(f"{file.path}: llama.{key} is {found}, not the head size {head_dim}")
-    factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
-    if get("llama.rope.scaling.type", str, "linear") == "none":
-        factor = 1.0
-    vocab_size = matrix_shape(tensors, "token_embd", file.path)[0]
+    get, scaling = file.get, "llama.rope.scaling."
+    accepted: dict[str, tuple] = {
+        "general.architecture": ("llama",),
+        "general.type": ("model", None),
+        "llama.expert_count": (0, None),
+        "tokenizer.ggml.model": ("llama",),  # SentencePiece
+        f"{scaling}type": ("linear", "none", None),
+    }
+    require(file.path, file.metadata, accepted)
+    factor = get(f"{scaling}factor", float, get("llama.rope.scale_linear", float, 1.0))
+    vocab_size, _ = matrix_shape(tensors, "token_embd")
     tokens = len(get("tokenizer.ggml.tokens", list))
     if tokens != vocab_size:
-        raise ValueError(f"{file.path}: {tokens} tokens but {vocab_size} embedding rows")
-    return Config(
-        hidden_size=hidden,
-        intermediate_size=count("llama.feed_forward_length"),
-        num_hidden_layers=count("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=count("llama.attention.head_count_kv", heads),
+        raise ValueError(f"{tokens} tokens but {vocab_size} embedding rows")
+    config = read_config(
+        1,
+        get,
         vocab_size=vocab_size,
-        max_position_embeddings=count("llama.context_length"),
-        rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
-        rope_theta=get("llama.rope.freq_base", float, 10000.0),
-        rope_scaling_factor=factor or 1.0,
+        rope_scaling_factor=1.0 if get(f"{scaling}type", str, "") == "none" else factor or 1.0,
         tie_word_embeddings="output.weight" not in tensors,
-        bos_token_id=get("tokenizer.ggml.bos_token_id", int, 1),
-        eos_token_id=get("tokenizer.ggml.eos_token_id", int, 2),
         stop_token_ids=gguf_stop_ids(file),
     )
+    sizes = ("rope.dimension_count", "attention.key_length", "attention.value_length")
+    head_sizes: dict[str, tuple] = {f"llama.{size}": (config.head_dim, None) for size in sizes}
+    require(file.path, file.metadata, head_sizes)
+    return config
 
 
 def gguf_checkpoint(path: str | Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     file = GGUF(path)
     tensors = gguf_tensors(file)
-    check_gguf(file, tensors)
+    for name, weight in {w.ggml_type: (name, w) for name, w in tensors.items()}.values():
+        try:
+            dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
+        except NotImplementedError:
+            found = f"{name} is of type {weight.ggml_type}"
+            raise ValueError(f"{found}, which is no weight") from None
     divisors = tensors.pop("rope_freqs.weight", None)
     config = gguf_config(file, tensors)
-    weights = rename(tensors, 1, config, path)
+    weights = rename(tensors, 1, config)
     if divisors is not None:
-        if divisors.shape != (config.head_dim // 2,):
-            found = f"rope_freqs.weight is {list(divisors.shape)}"
-            raise ValueError(f"{path}: {found}; needed is {[config.head_dim // 2]}")
+        shape, needed = list(divisors.shape), [config.head_dim // 2]
+        if shape != needed:
+            raise ValueError(f"rope_freqs.weight is {shape}; needed is {needed}")
         factors = divisors.dense(torch.float32).tolist()
         config = replace(config, rope_freq_factors=tuple(factors))
     parts = file.get("split.count", int, 1)
@@ -1060,48 +1091,46 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def matrix_shape(tensors: dict[str, Weight], name: str, path: Path) -> tuple[int, ...]:
+def matrix_shape(tensors: dict[str, Weight], name: str) -> tuple[int, ...]:
     """Rows and columns of a matrix that a configuration is read from. Raises ValueError."""
     weight = tensors.get(name + ".weight")
     if weight is None or len(weight.shape) != 2:
-        raise ValueError(f"{path}: the matrix {name}.weight is missing")
+        raise ValueError(f"the matrix {name}.weight is missing")
     return weight.shape
 
 
-def name_map(column: int, config: Config) -> Iterator[tuple[str, str]]:
-    """The name of each tensor here and in a column of NAMES."""
-    for row in NAMES:
-        for layer in range(config.num_hidden_layers) if "{}" in row[0] else (0,):
-            yield row[0].format(layer) + ".weight", str(row[column]).format(layer) + ".weight"
+def name_map(column: int, config: Config) -> dict[str, str]:
+    """The names here -> those of a column of NAMES."""
+    return {
+        f"{row[0]}.weight".format(layer): f"{row[column]}.weight".format(layer)
+        for row in NAMES
+        for layer in range(config.num_hidden_layers)
+    }
 
 
-def rename(
-    tensors: dict[str, Weight], column: int, config: Config, path: str | Path
-) -> dict[str, Weight]:
+def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str, Weight]:
     """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(tensors):  # before anything that size is built
-        raise ValueError(f"{path}: {config.num_hidden_layers} layers but {len(tensors)} tensors")
+        raise ValueError(f"{config.num_hidden_layers} layers but {len(tensors)} tensors")
+    names = name_map(column, config)
+    if config.tie_word_embeddings:
+        del names["lm_head.weight"]
+    unknown, missing = tensors.keys() - names.values(), names.values() - tensors.keys()
+    problems = [
+        f"{len(odd)} tensors are {problem}: {', '.join(sorted(odd))[:150]}"
+        for problem, odd in (("unknown", unknown), ("missing", missing))
+        if odd
+    ]
+    if problems:
+        raise ValueError(f"{'; '.join(problems)}")
     with torch.device("meta"):  # all layers are like the first
         first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
-    theirs, wanted = {}, {}
-    for ours, their in name_map(column, config):
-        parameter = first.get(re.sub(r"^layers\.\d+", "layers.0", ours))
-        if parameter is not None:
-            theirs[their], wanted[ours] = ours, tuple(parameter.shape)
-    problems = []
-    for problem, names in (
-        ("unknown", tensors.keys() - theirs.keys()),
-        ("missing", theirs.keys() - tensors.keys()),
-    ):
-        listed = ", ".join(name[:60] for name in sorted(names)[:4]) + ", ..." * (len(names) > 4)
-        problems += [f"{len(names)} tensors are {problem}: {listed}"] if names else []
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    for name, ours in theirs.items():
-        if tensors[name].shape != wanted[ours]:
-            shape = list(tensors[name].shape)
-            raise ValueError(f"{path}: {name} is {shape}; needed is {list(wanted[ours])}")
-    return {ours: tensors[name] for name, ours in theirs.items()}
+    for ours, their in names.items():
+        found, parameter = tensors[their].shape, first[re.sub(r"\.\d+\.", ".0.", ours)]
+        if found != parameter.shape:
+            needed = list(parameter.shape)
+            raise ValueError(f"{their} is {list(found)}; needed is {needed}")
+    return {ours: tensors[their] for ours, their in names.items()}
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
@@ -1121,11 +1150,8 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object. Raises ValueError on anything else."""
-    text = read_file(path)
-    try:
-        return parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON object: {error}") from None
+    with naming(path, "not a JSON object: "):
+        return parse_json(read_file(path))
 
 
 def read_tensors(path: Path) -> dict[str, Weight]:
@@ -1133,20 +1159,9 @@ def read_tensors(path: Path) -> dict[str, Weight]:
 
     Raises ValueError on damaged files and on anything but matrices and vectors.
     """
-    source = map_file(path)
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
-    try:
-        return read(source)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-        struct.error,
-    ) as error:
-        reason = str(error)[:160]
-        raise ValueError(f"{path}: damaged, or not a file of tensors alone: {reason}") from None
+    with naming(path, "damaged, or not a file of tensors alone: "):
+        return read(map_file(path))
 
 
 def check_tensor(name: str, ggml_type: Any, shape: Sequence[Any]) -> None:
@@ -1171,12 +1186,10 @@ def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         ggml_type, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         check_tensor(name, ggml_type, shape)
-        weights[name] = map_weight(source, ggml_type, tuple(shape), end)
-        if base + start != end or stop - start != weights[name].nbytes:
-            found = f"{name} lies at bytes {start} to {stop}"
-            raise ValueError(
-                f"{found}; needed are {end - base} to {end - base + weights[name].nbytes}"
-            )
+        weights[name] = map_weight(source, name, ggml_type, tuple(shape), end)
+        needed = [end - base, end - base + weights[name].nbytes]
+        if [start, stop] != needed:
+            raise ValueError(f"{name} lies at bytes {start} to {stop}; needed are {needed}")
         end = base + stop
     if end != len(source):
         raise ValueError(f"the tensors end at byte {end}, the file at {len(source)}")
@@ -1196,10 +1209,7 @@ def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
     if magic != b"PK\5\6" or comment or at + size != end or size > MAX_HEADER:
         raise ValueError("the zip's directory is not at its end, or is too long: cut off?")
     files, last = {}, 0
-    try:
-        archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek and read
-    except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise ValueError(f"the zip's directory: {error}") from None
+    archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek and read
     for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
         name, begin = entry.orig_filename, entry.header_offset
         if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
@@ -1216,162 +1226,140 @@ def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
     return files
 
 
-@dataclass
-class Stored:
-    """A tensor in a pickle of torch.save: the storage that holds its numbers, and where in it."""
+class Storage(NamedTuple):
+    """What holds the numbers of tensors in a file of torch.save."""
 
     ggml_type: str
-    key: str  # the storage's name
-    numel: int  # of the storage
-    offset: int = 0
-    shape: tuple[int, ...] = ()
+    start: int  # in the file
+    numel: int
 
 
-def rebuild_tensor(
-    storage: Stored, offset: int, shape: tuple, stride: tuple, grad: Any, hooks: Any, *more: Any
-) -> Stored:
-    """torch._utils._rebuild_tensor_v2: a part of a storage. ValueError unless it is contiguous."""
-    counts = [offset, *shape, *stride]
-    if not all(type(n) is int and n >= 0 for n in counts) or stride != (*shape[1:], 1) or any(more):
-        raise ValueError("a tensor that is not contiguous, or not as it lies in the file")
-    return replace(storage, offset=offset, shape=shape)
-
-
+# How many values a pickle's opcodes take from the stack, and those that put a constant there.
+PICKLE_TAKES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "SETITEM": 2, "BINPERSID": 1}
+PICKLE_TAKES |= {"REDUCE": 2, "BUILD": 1, "STOP": 1}
 PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-PICKLE_GLOBALS: dict[str, Any] = {  # what a state dict's pickle may name: what stands for it
-    "collections OrderedDict": lambda: {},  # noqa: PIE807 (unlike dict, it takes no arguments)
-    "torch._utils _rebuild_tensor_v2": rebuild_tensor,
-    "torch._utils _rebuild_parameter": lambda tensor, grad, hooks: tensor,
-    "torch FloatStorage": "F32",
-    "torch HalfStorage": "F16",
-    "torch BFloat16Storage": "BF16",
-}
 
 
-def unpickle(file: io.BytesIO) -> Any:
-    """The next pickle in a file: dicts and tuples of text, numbers and Stored.
+def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
+    """A pickle of dicts and tuples of text, numbers, storages, and what `known` functions make.
 
-    Not by Python's unpickler: only the opcodes of a state dict are understood, nothing is called
-    but the functions above. Keys are text, and no value is hashed, compared or shown before its
-    type is known: a tuple may hold itself 2**60 times. Raises ValueError, TypeError, LookupError.
+    Not by Python's unpickler: only the opcodes of a state dict are understood, nothing else is
+    called. Keys are text, and no value is hashed, compared or shown before its type is known: a
+    tuple may hold itself 2**60 times. Raises ValueError, TypeError, LookupError.
     """
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
-
-    def since_mark() -> list[Any]:
-        start = marks.pop()
-        found = stack[start:]
-        del stack[start:]
-        return found
-
     value: Any
-    for count, (opcode, value, _) in enumerate(pickletools.genops(file)):
+    for count, (opcode, value, _) in enumerate(pickletools.genops(data)):
+        name = opcode.name
         if count > 2**18 or len(stack) > 2**12:  # 35 opcodes a tensor; SETITEMS takes 2000 values
             raise ValueError("a pickle longer than a state dict's")
-        match opcode.name:
+        start = len(stack) - PICKLE_TAKES.get(name, 0)
+        if name in ("TUPLE", "SETITEMS"):
+            start = marks.pop()
+        if start < 0:
+            raise ValueError(f"{name} takes more than there is")
+        items = stack[start:]
+        del stack[start:]
+        match name:
             case "PROTO":
                 pass
             case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
                 stack.append(value)
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
-                stack.append(PICKLE_CONSTANTS[opcode.name])
+                stack.append(PICKLE_CONSTANTS[name])
             case "EMPTY_DICT":
                 stack.append({})
             case "MARK":
                 marks.append(len(stack))
-            case "TUPLE":
-                stack.append(tuple(since_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                size = int(opcode.name[-1])
-                stack[-size:] = [tuple(stack[-size:])]
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(items))
             case "BINPUT" | "LONG_BINPUT":
                 memo[value] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[value])
             case "SETITEM" | "SETITEMS":
-                pair = opcode.name == "SETITEM"
-                items = [stack.pop(-2), stack.pop()] if pair else since_mark()
                 for key, item in zip(items[::2], items[1::2], strict=True):
                     if type(key) is not str or key in stack[-1]:
                         raise ValueError("a key that is no text, or stands twice")
                     stack[-1][key] = item
-            case "GLOBAL" if value in PICKLE_GLOBALS:
-                stack.append(PICKLE_GLOBALS[value])
+            case "GLOBAL" if value in known:
+                stack.append(known[value])
             case "BINPERSID":
-                kind, ggml_type, key, _, numel, *view = stack.pop()
-                texts = all(type(text) is str for text in (kind, ggml_type, key))
-                if not texts or kind != "storage" or type(numel) is not int or any(view):
-                    raise ValueError("a storage that is a view of another, or none")
-                stack.append(Stored(ggml_type, key, numel))
+                stack.append(storage(*items[0]))
             case "REDUCE":
-                arguments = stack.pop()
-                stack.append(stack.pop()(*arguments))
+                function, arguments = items
+                stack.append(function(*arguments))
             case "BUILD":  # an OrderedDict's attributes, such as _metadata
-                if type(stack.pop()) is not dict or type(stack[-1]) is not dict:
+                if type(items[0]) is not dict or type(stack[-1]) is not dict:
                     raise ValueError("a tensor with attributes of its own")
             case "STOP":
-                return stack.pop()
+                return items[0]
             case _:
-                raise ValueError(f"{opcode.name} {str(value or '')[:60]}")
-
-
-def state_dict(file: io.BytesIO) -> dict[str, Stored]:
-    """The next pickle in a file, which must be a dict of matrices and vectors. ValueError."""
-    content = unpickle(file)
-    if type(content) is not dict or len(content) > MAX_ENTRIES:
-        raise ValueError(f"a {type(content).__name__}; accepted is a dict of {MAX_ENTRIES} tensors")
-    for name, stored in content.items():
-        if type(stored) is not Stored:
-            raise ValueError(f"{name} is of type {type(stored).__name__}; accepted are tensors")
-        check_tensor(name, stored.ggml_type, stored.shape)
-    return content
+                raise ValueError(f"{name} {str(value or '')[:60]}")
 
 
 def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
-    """What torch.save wrote: a zip of a pickle and of storages, or, until 2020, these in a row."""
-    if source[:4] == b"PK\3\4":
-        files = zip_files(source)
-        (pickled,) = (name for name in files if name.endswith("/data.pkl"))
-        folder = pickled.removesuffix("data.pkl")
-        start, size = files.get(f"{folder}byteorder", (0, 0))
-        if source[start : start + min(size, 9)] not in (b"", b"little"):
-            raise ValueError("its numbers are big-endian")
-        start, size = files[pickled]
-        content = state_dict(io.BytesIO(source[start : start + min(size, MAX_HEADER)]))
-        places = {t.key: files[f"{folder}data/{t.key}"] for t in content.values()}
-    else:  # a magic number, a version, what wrote it, the tensors, the storages' names
-        head = io.BytesIO(source[:MAX_HEADER])
-        magic, _, system = (unpickle(head) for _ in range(3))
-        if magic != 0x1950A86A20F9469CFC6C or system["little_endian"] is not True:
-            raise ValueError("neither a zip nor pickles of torch.save")
-        content, places = state_dict(head), {}
-        sizes = {t.key: t.numel * DENSE[t.ggml_type].itemsize for t in content.values()}
-        ops = pickletools.genops(head)
-        keys = [str(key) for opcode, key, _ in ops if opcode.name == "BINUNICODE"]
-        end = head.tell()
-        for key in keys:  # 8 bytes with the count of the numbers, then the numbers
-            places[key] = end + 8, sizes[key]
-            end += 8 + sizes[key]
-        if end != len(source):
-            raise ValueError(f"its storages end at byte {end}, the file at {len(source)}: cut off?")
-    weights = {}
-    for name, t in content.items():
-        item, (start, size) = DENSE[t.ggml_type].itemsize, places[t.key]
-        if size != t.numel * item or t.offset + math.prod(t.shape) > t.numel:
-            raise ValueError(f"{name} is not within its storage of {size} bytes")
-        weights[name] = map_weight(source, t.ggml_type, t.shape, start + t.offset * item)
+    """What torch.save wrote: a zip of a pickle and of storages."""
+    if source[:4] != b"PK\3\4":
+        raise ValueError("not a zip, as torch.save writes since version 1.6 (2020)")
+    files = zip_files(source)
+    (pickled,) = (name for name in files if name.endswith("/data.pkl"))
+    folder = pickled.removesuffix("data.pkl")
+    start, size = files.get(f"{folder}byteorder", (0, 0))
+    if source[start : start + min(size, 9)] not in (b"", b"little"):
+        raise ValueError("its numbers are big-endian")
+
+    def storage(
+        kind: str, ggml_type: str, key: str, device: Any, numel: int, *view: Any
+    ) -> Storage:
+        if not all(type(text) is str for text in (kind, ggml_type, key)) or any(view):
+            raise ValueError("a storage that is a view of another, or none")
+        start, size = files[f"{folder}data/{key}"]
+        if type(numel) is not int or size != numel * DENSE[ggml_type].itemsize:
+            raise ValueError(f"a storage of {size} bytes that should be others")
+        return Storage(ggml_type, start, numel)
+
+    def tensor(
+        base: Storage, offset: int, shape: tuple, stride: tuple, grad: Any, hooks: Any, *more: Any
+    ) -> Weight:
+        """torch._utils._rebuild_tensor_v2"""
+        counts = [offset, *shape, *stride]
+        plain = type(base) is Storage and all(type(n) is int and n >= 0 for n in counts)
+        if not plain or stride != (*shape[1:], 1) or any(more):
+            raise ValueError("a tensor that is not contiguous, or not as it lies in the file")
+        check_tensor("a tensor", base.ggml_type, shape)
+        if offset + math.prod(shape) > base.numel:
+            raise ValueError(f"a tensor {list(shape)} that is not within its storage")
+        at = base.start + offset * DENSE[base.ggml_type].itemsize
+        return map_weight(source, "a tensor", base.ggml_type, shape, at)
+
+    known: dict[str, Any] = {  # what a state dict's pickle may name: what stands for it
+        "collections OrderedDict": lambda: {},  # noqa: PIE807 (unlike dict, it takes no arguments)
+        "torch._utils _rebuild_tensor_v2": tensor,
+        "torch._utils _rebuild_parameter": lambda tensor, grad, hooks: tensor,
+        "torch FloatStorage": "F32",
+        "torch HalfStorage": "F16",
+        "torch BFloat16Storage": "BF16",
+    }
+    start, size = files[pickled]
+    weights = unpickle(source[start : start + min(size, MAX_HEADER)], known, storage)
+    if type(weights) is not dict or len(weights) > MAX_ENTRIES:
+        raise ValueError(f"a {type(weights).__name__}; accepted is a dict of {MAX_ENTRIES} tensors")
+    for name, weight in weights.items():
+        if type(weight) is not Weight:
+            raise ValueError(f"{name} is of type {type(weight).__name__}; accepted are tensors")
     if sum(weight.nbytes for weight in weights.values()) > 2 * len(source):
         raise ValueError("its tensors share bytes")  # embed_tokens and lm_head may
     return weights
 
 
 def find_tokenizer(*directories: Path) -> Path:
-    """The first tokenizer.model in them, if it can be one. FileNotFoundError, ValueError."""
-    for directory in directories:
-        if (directory / "tokenizer.model").exists():
-            read_file(directory / "tokenizer.model", MAX_VOCABULARY)
-            return directory / "tokenizer.model"
+    """The first tokenizer.model in them. FileNotFoundError."""
+    for file in (directory / "tokenizer.model" for directory in directories):
+        if file.exists():
+            return file
     needed = "tokenizer.model (SentencePiece) is missing; tokenizer.json cannot stand in for it"
     raise FileNotFoundError(f"{directories[0]}: {needed}")
 
@@ -1383,19 +1371,18 @@ META_SETTINGS += " rope_theta max_seq_len max_batch_size"
 def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     """Open Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
     if [file.name for file in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(f"{path}: of the shards up to {files[-1].name} there are {len(files)}")
+        raise ValueError(f"of the shards up to {files[-1].name} there are {len(files)}")
     shards = [read_tensors(file) for file in files]
     axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
     for name, weight in shards[0].items():
-        parts = [shard.get(name) for shard in shards]
-        if any(
-            w is None or (w.ggml_type, w.shape) != (weight.ggml_type, weight.shape) for w in parts
-        ):
-            raise ValueError(f"{path}: {name} differs in type or shape from shard to shard")
+        parts = [shard[name] for shard in shards if name in shard]
+        kinds = {(part.ggml_type, part.shape) for part in parts}
+        if len(parts) < len(shards) or len(kinds) > 1:
+            raise ValueError(f"{name} differs in type or shape from shard to shard")
         axis, shape = axes.get(last_name(name)), list(weight.shape)
         if axis is not None and len(shape) == 2 and len(parts) > 1:
             shape[axis] *= len(parts)
-            pieces = [shard[name].shards[0] for shard in shards]
+            pieces = [part.shards[0] for part in parts]
             weight = Weight(weight.ggml_type, tuple(shape), pieces, axis)
         tensors[name] = weight
     tensors.pop("rope.freqs", None)  # computed, not learned
@@ -1406,27 +1393,18 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     odd = [key for key in settings if settings[key] and key not in META_SETTINGS.split()]
     if odd:
         raise ValueError(f"{params}: {odd[0]} is not of Llama 2; accepted are {META_SETTINGS}")
-    hidden, heads, multiple = get("dim", int), get("n_heads", int), get("multiple_of", int, 256)
-    vocab_size, columns = matrix_shape(tensors, "tok_embeddings", path)
-    if columns != hidden:
-        found = f"{len(files)} shards have {columns} columns of tok_embeddings, dim is {hidden}"
-        raise ValueError(f"{path}: {found}: are shards missing?")
-    intermediate = matrix_shape(tensors, "layers.0.feed_forward.w1", path)[0]
-    formula = int(int(8 * hidden / 3) * get("ffn_dim_multiplier", float, 1.0))
+    vocab_size, columns = matrix_shape(tensors, "tok_embeddings")
+    intermediate, _ = matrix_shape(tensors, "layers.0.feed_forward.w1")
+    config = read_config(2, get, vocab_size=vocab_size, intermediate_size=intermediate)
+    if columns != config.hidden_size:
+        found = f"have {columns} columns of tok_embeddings, dim is {config.hidden_size}"
+        raise ValueError(f"{len(files)} shards {found}: are shards missing?")
+    formula = int(int(8 * columns / 3) * get("ffn_dim_multiplier", float, 1.0))
+    multiple = get("multiple_of", int, 256)
     formula = -(-formula // max(multiple, 1)) * multiple  # rounded up
     if formula != intermediate:
         raise ValueError(f"{params}: {formula} rows of w1 follow; the shards have {intermediate}")
-    config = Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=get("n_layers", int),
-        num_attention_heads=heads,
-        num_key_value_heads=get("n_kv_heads", int, heads),
-        vocab_size=vocab_size,
-        rms_norm_eps=get("norm_eps", float),
-        rope_theta=get("rope_theta", float, 10000.0),
-    )
-    weights = rename(tensors, 2, config, path)
+    weights = rename(tensors, 2, config)
     file = find_tokenizer(path, path.resolve().parent)
     tokenizer = partial(Tokenizer.from_file, file, vocab_size)
     # No file tells the context: 4096 is Llama 2's, Code Llama's is 16384.
@@ -1434,70 +1412,23 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     return Checkpoint(form, config, weights, tokenizer, context_limit="")
 
 
-def hf_context(file: Path, settings: dict[str, Any]) -> tuple[int, str]:
-    """How many tokens a Hugging Face model can take, and what limits them. ValueError.
-
-    Mistral is Llama with a window: a token sees so many others before it, itself included. Within
-    the window that is Llama's attention; beyond it is not supported.
-    """
-    model_type = settings.get("model_type", "llama")
-    if model_type not in ("llama", "mistral"):
-        found = f"model_type is {str(model_type)[:60]}"
-        raise ValueError(f"{file}: {found}; accepted are llama and mistral")
-    context = lookup(file, settings, "max_position_embeddings", int)
-    window = lookup(file, settings, "sliding_window", int, context)
-    if model_type == "llama" or window >= context:
-        return context, "the model's context"
-    if window < 1:
-        raise ValueError(f"{file}: sliding_window is {window}; accepted is a positive number")
-    return window, "the model's sliding window, beyond which attention is not supported"
-
-
-def hf_token_ids(path: Path, key: str, default: int, vocab_size: int) -> list[int]:
-    """Ids that config.json and generation_config.json give, each as a number or a list of them."""
-    found: list[int] = []
+def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
+    """The ids that config.json and generation_config.json give, each a number or a list."""
+    ids: dict[str, list[int]] = {"bos_token_id": [], "eos_token_id": []}
     for file in (path / "config.json", path / "generation_config.json"):
-        value = read_json(file).get(key) if file.exists() else None
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is None:
-                continue
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+        settings = read_json(file) if file.exists() else {}
+        for key, found in ids.items():
+            value = settings.get(key)
+            found += value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(i) is int and 0 <= i < vocab_size for i in found):
                 accepted = f"accepted are ids below {vocab_size}"
                 raise ValueError(f"{file}: {key} is {str(value)[:40]}; {accepted}")
-            found.append(token_id)
-    return list(dict.fromkeys(found)) or [default]
+    bos, (eos, *others) = ids["bos_token_id"] or [1], dict.fromkeys(ids["eos_token_id"] or [2])
+    return {"bos_token_id": bos[0], "eos_token_id": eos, "stop_token_ids": tuple(others)}
 
 
-def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
-    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files."""
-    file = path / "config.json"
-    settings = read_json(file)
-    for key in ("rope_scaling", "rope_parameters"):  # the latter since transformers 5, with theta
-        rope = lookup(file, settings, key, dict, {})
-        settings |= {"rope_type": rope.get("type", "default")} if rope else {}
-        settings |= {k: rope[k] for k in ("rope_type", "rope_theta", "factor") if k in rope}
-    get = partial(lookup, file, settings)
-    heads = get("num_attention_heads", int)
-    linear = get("rope_type", str, "default") == "linear"
-    for key, accepted in {
-        "quantization_config": None,  # GPTQ, AWQ, bitsandbytes, ...
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "head_dim": get("hidden_size", int) // max(heads, 1),
-        "partial_rotary_factor": 1.0,
-        "rope_type": "linear" if linear else "default",
-    }.items():
-        found = settings.get(key)
-        if found is not None and found != accepted:
-            raise ValueError(f"{file}: {key} is {str(found)[:60]}; accepted is {accepted}")
-
-    suffix = files[0].suffix
-    base = "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin"
-    index = path / f"{base}.index.json"
-    if index.exists():  # without one, all files that are there
-        names = lookup(index, read_json(index), "weight_map", dict).values()
-        files = sorted({path / Path(str(name)).name for name in names})
+def hf_tensors(files: list[Path]) -> dict[str, Weight]:
+    """The tensors of all files, by the names of this file. Raises ValueError."""
     tensors: dict[str, Weight] = {}
     for part in files:
         for name, weight in read_tensors(part).items():
@@ -1506,46 +1437,76 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
                 raise ValueError(f"{part}: {name} stands in another file, too")
             if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
-    tied = get("tie_word_embeddings", bool, False)
-    names = "hidden_size intermediate_size num_hidden_layers vocab_size"
-    context, context_limit = hf_context(file, settings)
-    vocab_size = get("vocab_size", int)
-    eos, *others = hf_token_ids(path, "eos_token_id", 2, vocab_size)
-    config = Config(
-        **{name: get(name, int) for name in names.split()},  # the keys are Config's names
-        max_position_embeddings=context,
-        num_attention_heads=heads,
-        num_key_value_heads=get("num_key_value_heads", int, heads),
-        rms_norm_eps=get("rms_norm_eps", float),
-        rope_theta=get("rope_theta", float, 10000.0),
-        rope_scaling_factor=get("factor", float, 1.0) if linear else 1.0,
-        bos_token_id=hf_token_ids(path, "bos_token_id", 1, vocab_size)[0],
-        eos_token_id=eos,
-        stop_token_ids=tuple(others),
-        tie_word_embeddings=tied and "lm_head.weight" not in tensors,
+    return tensors
+
+
+HF_ACCEPTED: dict[str, tuple] = {
+    "model_type": ("llama", "mistral", None),
+    "quantization_config": (None,),  # GPTQ, AWQ, bitsandbytes, ...
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", None),
+    "partial_rotary_factor": (1, None),
+    "rope_type": ("default", "linear", None),
+}
+
+
+def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
+    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files.
+
+    Mistral is Llama with a window: a token sees so many others before it, itself included. Within
+    the window that is Llama's attention; beyond it is not supported.
+    """
+    file = path / "config.json"
+    settings = read_json(file)
+    get = partial(lookup, file, settings)
+    # The former until transformers 5, the latter since, with theta.
+    rope = get("rope_scaling", dict, {}) | get("rope_parameters", dict, {})
+    settings |= {"rope_type": rope.get("type")} | rope
+    require(file, settings, HF_ACCEPTED)
+    factor = get("factor", float, 1.0) if settings["rope_type"] == "linear" else 1.0
+    context = window = get("max_position_embeddings", int)
+    if settings.get("model_type") == "mistral":
+        window = min(context, get("sliding_window", int, context))
+        if window < 1:
+            raise ValueError(f"{file}: sliding_window is {window}; accepted is a positive number")
+    base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
+    index = path / f"{base}.index.json"
+    if index.exists():  # without one, all files that are there
+        names = lookup(index, read_json(index), "weight_map", dict).values()
+        files = sorted({path / Path(str(name)).name for name in names})
+    tensors = hf_tensors(files)
+    tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
+    config = read_config(
+        0,
+        get,
+        max_position_embeddings=window,
+        rope_scaling_factor=factor,
+        tie_word_embeddings=tied,
+        **hf_token_ids(path, get("vocab_size", int)),
     )
-    weights = rename(tensors, 0, config, path)
+    require(file, settings, {"head_dim": (config.head_dim, None)})
+    weights = rename(tensors, 0, config)
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
             weight.hf_head_dim = config.head_dim
-    form = f"Hugging Face directory, {len(files)} {suffix}"
-    tokenizer = partial(Tokenizer.from_directory, find_tokenizer(path), config)
-    template = read_chat_template(path)
-    return Checkpoint(form, config, weights, tokenizer, template, context_limit)
-
-
-def printable(text: str) -> str:
-    """Text from a file for a terminal: control, format and unassigned characters become "?"."""
-    text = " ".join(text.split())
-    return "".join("?" if unicodedata.category(c).startswith("C") else c for c in text)
+    limits = ("context", "sliding window, beyond which attention is not supported")
+    return Checkpoint(
+        format=f"Hugging Face directory, {len(files)} {files[0].suffix}",
+        config=config,
+        weights=weights,
+        tokenizer=partial(Tokenizer.from_directory, find_tokenizer(path), config),
+        chat_template=read_chat_template(path),
+        context_limit=f"the model's {limits[window < context]}",
+    )
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Recognise a model file or directory and check its headers; no tensor is read yet."""
     path = Path(path)
-    try:
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file or directory")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or directory")
+    with naming(path):
         if not path.is_dir() and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
             return gguf_checkpoint(path)
         for settings, pattern, open_directory in (
@@ -1558,13 +1519,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 return open_directory(path, files)
         found = sorted(os.listdir(path))[:5] if path.is_dir() else ["one file of a directory"]
         raise ValueError(
-            f"{path}: found {', '.join(found) or 'nothing'}; accepted is a .gguf file, or a"
+            f"found {', '.join(found) or 'nothing'}; accepted is a .gguf file, or a"
             " directory with params.json and consolidated.00.pth (Meta) or with config.json and"
             " model*.safetensors or pytorch_model*.bin (Hugging Face)"
         )
-    except (ValueError, RecursionError) as error:  # names the file, repeats no pages of it
-        text = str(error) if str(path) in str(error) else f"{path}: {error}"
-        raise ValueError(printable(text[:400])) from None
 
 
 def show_progress(items: Collection, label: str, show: bool) -> Iterable:
@@ -1579,9 +1537,7 @@ def show_progress(items: Collection, label: str, show: bool) -> Iterable:
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether a weight stays in memory as it is in the file, for activations of `dtype`."""
     dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
-    return (
-        len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES and weight.ggml_type not in dense
-    )
+    return len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES.keys() - dense
 
 
 def build_model(
@@ -1658,21 +1614,17 @@ def memory_plan(
 ) -> dict[str, int]:
     """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
     config, item = checkpoint.config, dtype.itemsize
-    kept, other = 0, 0  # bytes of the file that stay, numbers that are converted
-    unpacked = 0  # of the weights that stay: a GPU unpacks a whole matrix, a CPU part of it
-    for weight in checkpoint.weights.values():
-        count = math.prod(weight.shape)
-        if keeps_blocks(weight, dtype):
-            kept, unpacked = kept + weight.nbytes, max(unpacked, count)
-        else:
-            other += count
+    weights = list(checkpoint.weights.values())
+    kept = [w for w in weights if keeps_blocks(w, dtype)]
+    other = [w for w in weights if not keeps_blocks(w, dtype)]
+    unpacked = max((math.prod(w.shape) for w in kept), default=0)  # at a time, on a GPU
     if torch.device(device).type == "cpu":
         unpacked = min(unpacked, 2 * CHUNK)
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
     heads = config.num_hidden_layers * config.num_key_value_heads
     activations = min(context, PREFILL_CHUNK) * (widths * item + context)
     return {
-        "weights": kept + other * item,
+        "weights": sum(w.nbytes for w in kept) + item * sum(math.prod(w.shape) for w in other),
         "cache": 2 * heads * config.head_dim * context * (cache_dtype or dtype).itemsize,
         "overhead": activations + 10 * unpacked,  # float32, integers, dtype
     }
@@ -1711,73 +1663,34 @@ def save_type(weight: Weight, ggml_type: str | None) -> str:
 
 
 def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The metadata that llama.cpp and GGUF() want."""
+    """The metadata that llama.cpp and GGUF() want. ValueError for what has no place in 32 bits."""
     import gguf
+
+    def fits(value: Any, lowest: int = 0) -> bool:
+        if isinstance(value, list):  # whose integers are signed
+            return all(fits(item, -(2**31)) for item in value)
+        if isinstance(value, str):
+            return value == value.encode(errors="ignore").decode()
+        return lowest <= value < lowest + 2**32 if type(value) is int else abs(value) < 3.4e38
 
     config = checkpoint.config
-    settings = {
-        "general.architecture": "llama",
-        "general.quantization_version": gguf.GGML_QUANT_VERSION,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.freq_base": float(config.rope_theta),
-        "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
-        "llama.rope.scaling.factor": float(config.rope_scaling_factor),
-        "llama.vocab_size": config.vocab_size,
+    settings = tokenizer.vocabulary(config.vocab_size) | {
+        key: type(getattr(Config, name))(getattr(config, name)) for name, key, *_ in SETTINGS
     }
-    settings |= tokenizer.vocabulary(config.vocab_size)
     settings |= {
-        "tokenizer.ggml.bos_token_id": config.bos_token_id,
-        "tokenizer.ggml.eos_token_id": config.eos_token_id,
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
         "tokenizer.chat_template": checkpoint.chat_template,
     }
-    others = zip(("eot", "eom"), config.stop_token_ids)
-    settings |= {f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in others}
-    return {key: value for key, value in settings.items() if value not in ("", [], -1)}
-
-
-def gguf_string(text: str) -> bytes:
-    """A string in a GGUF file."""
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def gguf_value(value: Any, int_type: int = 4) -> tuple[int, bytes]:
-    """The type and the bytes of a metadata value; numbers have 32 bits, signed ones in arrays."""
-    if isinstance(value, str):
-        return GGUF_STRING, gguf_string(value)
-    if isinstance(value, list):
-        items = [gguf_value(item, 5) for item in value]
-        (item_type,) = {item_type for item_type, _ in items}
-        whole = b"".join(item for _, item in items)
-        return GGUF_ARRAY, struct.pack("<IQ", item_type, len(items)) + whole
-    value_type = {int: int_type, float: 6, bool: 7}[type(value)]
-    return value_type, struct.pack("<" + GGUF_SCALARS[value_type], value)
-
-
-def gguf_header(settings: dict[str, Any], weights: dict[str, Weight]) -> tuple[bytes, int]:
-    """All of a GGUF file but its tensors, and the size of these. ValueError for odd settings."""
-    import gguf
-
-    header, end = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(settings)), 0
+    for key, token_id in zip(("eot", "eom"), config.stop_token_ids):
+        settings[f"tokenizer.ggml.{key}_token_id"] = token_id
+    settings = {key: value for key, value in settings.items() if value not in ("", [], -1)}
     for key, value in settings.items():
-        try:
-            value_type, data = gguf_value(value)
-        except (struct.error, OverflowError, ValueError, KeyError):
+        if not fits(value):
             found = f"{key} is {str(value)[:40]}"
-            raise ValueError(f"{found}, which has no place in 32 bits of a GGUF file") from None
-        header += gguf_string(key) + struct.pack("<I", value_type) + data
-    for name, weight in weights.items():
-        n, number = len(weight.shape), gguf.GGMLQuantizationType[weight.ggml_type]
-        header += gguf_string(name)
-        header += struct.pack(f"<I{n}QIQ", n, *reversed(weight.shape), number, end)
-        end += -(-weight.nbytes // 32) * 32
-    return header.ljust(-(-len(header) // 32) * 32, b"\0"), end
+            raise ValueError(f"{found}, which has no place in 32 bits of a GGUF file")
+    return settings
 
 
 @contextmanager
@@ -1799,33 +1712,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
-SAMPLE_TEXTS = ["", "  ", "  two  spaces  ", "a\tb\nc\r\n\n", "ABC abc 0123 4,567.89", "a" * 99]
-SAMPLE_TEXTS += ["\u3000\uff21 \ufb01 \u2460 \u00bd \u00e9 e\u0301 \u00c5", "\u2581\u2581a \u2581"]
-SAMPLE_TEXTS += [
-    "\0\x01\x7f\u200b\u00ad\ufeff\u2028",
-    "\u4e16 \U0001f469\u200d\U0001f680",
-    "<s><unk>",
-]
+ODD_TEXT = "  two  spaces  a\tb\r\n\n \0\x7f\u200b\ufeff\u2028 \u3000\uff21 \ufb01 \u2460 e\u0301"
+ODD_TEXT += " \u2581\u2581a \u4e16 \U0001f469\u200d\U0001f680 <s><unk> ABC abc 4,567.89 "
 
 
 def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
     """Raises ValueError unless a file that is being saved tells the same settings and encodes alike."""
-
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, tuple) and isinstance(b, tuple):
-            return len(a) == len(b) and all(map(same, a, b))
-        return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-6))
-
     saved = open_checkpoint(path)
     for item in fields(Config):
         ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
-        if not same(ours, theirs):
+        near = type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-6)
+        if ours != theirs and not near:
             raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
     rebuilt = saved.tokenizer()
     pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
     pieces = [piece.replace("\u2581", " ") for piece in pieces]
-    joined = ("".join(pieces[i::step]) for step in (len(pieces), 997, 31) for i in range(step))
-    for text in (*SAMPLE_TEXTS, *joined):
+    joined = ["".join(pieces[i::997]) for i in range(997)]
+    for text in ("", ODD_TEXT, *ODD_TEXT.split(" "), *joined, *pieces):
         ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
         if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
             found = f"{text[:20]!r} has the ids {ids[:9]}, would have {others[:9]}"
@@ -1846,7 +1749,8 @@ def save_gguf(
     if ggml_type is not None and ggml_type not in SAVE_TYPES:
         accepted = ", ".join(SAVE_TYPES)
         raise ValueError(f"cannot write the type {ggml_type}; accepted are {accepted}")
-    config, names = checkpoint.config, dict(name_map(1, checkpoint.config))
+    types, value_types = gguf.GGMLQuantizationType, gguf.GGUFValueType
+    config, names = checkpoint.config, name_map(1, checkpoint.config)
     weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
     if config.rope_freq_factors is not None:
         factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
@@ -1854,23 +1758,34 @@ def save_gguf(
     targets = {n: replace(w, ggml_type=save_type(w, ggml_type)) for n, w in weights.items()}
     with replacing(Path(path)) as file:
         tokenizer = checkpoint.tokenizer()
-        header, size = gguf_header(gguf_settings(checkpoint, tokenizer), targets)
-        file.write(header)
-        file.truncate(len(header) + size)
-        file.flush()
+        writer = gguf.GGUFWriter(file.name, "llama")
+        for key, value in gguf_settings(checkpoint, tokenizer).items():
+            value_type = value_types.get_type(value)
+            unsigned = value_type == value_types.INT32
+            writer.add_key_value(key, value, value_types.UINT32 if unsigned else value_type)
+        for name, target in targets.items():
+            number = types[target.ggml_type]
+            writer.add_tensor_info(name, target.shape, numpy.dtype("f4"), target.nbytes, number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        start = -(-file.seek(0, os.SEEK_END) // 32) * 32
+        file.truncate(start + sum(-(-target.nbytes // 32) * 32 for target in targets.values()))
+        file.seek(start)
         try:
             check_saved(checkpoint, tokenizer, Path(file.name))
         except ValueError as error:
             raise ValueError(str(error).replace(file.name, str(path))) from None
         for name, weight in show_progress(weights.items(), "saving", progress):
-            target = targets[name].ggml_type
-            if target == weight.ggml_type:
+            ggml_type = targets[name].ggml_type
+            if ggml_type == weight.ggml_type:
                 rows = weight.read().numpy()
             else:
                 values = weight.dense(torch.float32).numpy()
-                if target not in ("F32", "BF16") and abs(values).max() > 65504:
+                if ggml_type not in ("F32", "BF16") and abs(values).max() > 65504:
                     raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
-                rows = gguf.quants.quantize(values, gguf.GGMLQuantizationType[target])
+                rows = gguf.quants.quantize(values, types[ggml_type])
             file.write(numpy.ascontiguousarray(rows).data)
             file.write(bytes(-rows.nbytes % 32))
 

@@ -635,7 +635,7 @@ def test_mistral_windows_are_checked(tmp_path, small, window):
 
 @pytest.mark.parametrize("model_type", ["falcon", "mixtral", 5, ["llama"], {"a": 1}])
 def test_other_model_types_are_refused(tmp_path, small, model_type):
-    with pytest.raises(ValueError, match="model_type is .*; accepted are llama and mistral"):
+    with pytest.raises(ValueError, match="model_type is .*; accepted is llama or mistral"):
         llama2.open_checkpoint(hf_directory(tmp_path / "hf", small, {"model_type": model_type}))
 
 
