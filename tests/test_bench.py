@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -21,8 +22,13 @@ STORY = (
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Few rounds, little memory, nothing compiled, baselines in a folder of the test's own."""
-    interleave = bench.interleave
-    monkeypatch.setattr(bench, "interleave", lambda ways, rounds=1: interleave(ways, 2))
+
+    def interleave(ways, rounds=1):
+        return {name: [bench.seconds(way) for _ in range(2)] for name, way in ways.items()}
+
+    measure = bench.measure
+    monkeypatch.setattr(bench, "interleave", interleave)
+    monkeypatch.setattr(bench, "measure", lambda way, limit: measure(way, min(limit, 0.002)))
     monkeypatch.setattr(bench, "bandwidth", lambda device: 1e10)
     monkeypatch.setattr(bench, "BASELINES", tmp_path / ".benchmarks")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -114,6 +120,15 @@ def test_engines_take_turns():
     found = bench.take_turns({"A": engine("A"), "B": engine("B")}, (8,), 1, 8, rounds=2)
     assert log == ["A", "B"] * 3
     assert found == {"A": {"tg": [3.0, 5.0]}, "B": {"tg": [4.0, 6.0]}}  # without the warm-up
+
+
+def test_functions_take_turns(monkeypatch):
+    monkeypatch.undo()
+    log = []
+    found = bench.interleave({"a": lambda: log.append("a"), "b": lambda: time.sleep(0.04)}, 2)
+    assert [len(samples) for samples in found.values()] == [2, 2]
+    assert 0 < max(found["a"]) < 0.04 <= min(found["b"])
+    assert log
 
 
 def test_bandwidth(monkeypatch):
@@ -215,7 +230,8 @@ def test_claims(tmp_path, capsys):
     assert capsys.readouterr().out.count("(e)") >= 2
 
 
-def test_breakdown(tmp_path):
+def test_breakdown(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "seconds", lambda run: 5.0)  # so slow that two passes are enough
     found = bench_json(tmp_path, "--breakdown", "--config", "tiny")["breakdown"]
     assert list(found) == ["decode", "128 tokens", "512 tokens"]
     for phase in found.values():

@@ -6,10 +6,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import launch
 import pytest
 
 import llama2
@@ -192,12 +192,8 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path, number):
         tmp_path / "slow", f'case "$*" in *-dM*) exit 0;; esac\n: >"{marker}"\nsleep 60\n'
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
-    code = "import llama2, sys; sys.argv[1:] = ['--compile', '--prompt', 'x']; import runpy"
-    code += "; runpy.run_path(llama2.__file__, run_name='__main__')"
-    root = Path(llama2.__file__).parent
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=root, env=environment, start_new_session=True
-    )
+    command = [*launch.command(Path(llama2.__file__)), "--compile", "--prompt", "x"]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     deadline = time.monotonic() + 60
     while not marker.exists():
         assert process.poll() is None and time.monotonic() < deadline

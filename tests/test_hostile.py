@@ -505,7 +505,7 @@ def test_mutated_files_by_hypothesis(parts, tmp_path):
     )
     path = tmp_path / "m.gguf"
 
-    @hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @hypothesis.settings(max_examples=40, deadline=None, database=None, derandomize=True)
     @hypothesis.given(hypothesis.strategies.lists(hypothesis.strategies.tuples(places, pieces)))
     def check(changes):
         changed = bytearray(data)

@@ -402,7 +402,7 @@ def test_zip64_is_read(tmp_path):
 
 def test_zip_of_many_entries(tmp_path):
     """A directory of 3 MB is not taken into memory."""
-    data = zipped(state(tensor()), extra=[(f"{i:060}", b"") for i in range(30000)])
+    data = zipped(state(tensor()), extra=[(f"{i:0600}", b"") for i in range(5000)])
     with bounded(megabytes=8), pytest.raises(ValueError, match="too long"):
         read(tmp_path, data)
 
@@ -510,7 +510,7 @@ def test_hostile_safetensors(directories, tmp_path, case):  # noqa: F811
     refused(tmp_path, "model.safetensors: damaged")
 
 
-@pytest.mark.parametrize("count", [6000, 10**6])
+@pytest.mark.parametrize("count", [6000, 10**5])
 def test_safetensors_of_many_tensors(tmp_path, count):
     """More than any Llama has; a long header is not even parsed."""
     entries = (
@@ -525,10 +525,10 @@ def test_safetensors_of_many_tensors(tmp_path, count):
 
 @pytest.mark.parametrize("junk", ["[]", "{}", '""', "[[]]", "1"])
 def test_json_of_many_values(tmp_path, junk):
-    """A small header of a great many values."""
-    header = '{"__metadata__": [' + ",".join([junk] * (2**20 // (len(junk) + 1) - 20)) + "]}"
+    """A fourth of the longest header, all small values: at most 64 times its bytes."""
+    header = '{"__metadata__": [' + ",".join([junk] * (2**18 // (len(junk) + 1))) + "]}"
     (tmp_path / "model.safetensors").write_bytes(with_header(header, b""))
-    with bounded(megabytes=64):
+    with bounded(megabytes=16):
         assert llama2.read_tensors(tmp_path / "model.safetensors") == {}
 
 
@@ -686,9 +686,9 @@ def test_large_headers(tmp_path, case):
 
 def test_many_texts(tmp_path):
     """The dearest header: short texts, of which Python makes ten times the bytes."""
-    words = gguf_string(b"\xc4\x81") * 2**17
-    (tmp_path / "large.gguf").write_bytes(gguf_bytes(0, 1, array(b"k", STRING, 2**17, words)))
-    refused(tmp_path / "large.gguf", "large.gguf: .*general.architecture is missing", megabytes=16)
+    words = gguf_string(b"\xc4\x81") * 2**15
+    (tmp_path / "large.gguf").write_bytes(gguf_bytes(0, 1, array(b"k", STRING, 2**15, words)))
+    refused(tmp_path / "large.gguf", "large.gguf: .*general.architecture is missing", megabytes=4)
 
 
 def test_large_vocabularies_are_read(tmp_path):

@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import launch
 import numpy as np
 import pytest
 
@@ -39,7 +40,7 @@ class Running:
     """A server, the port that it said, and what it wrote after that."""
 
     def __init__(self, *options: str) -> None:
-        command = [sys.executable, str(SERVER), "--port", "0", *options]
+        command = [*launch.command(SERVER), "--port", "0", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         line = self.process.stderr.readline()
@@ -578,9 +579,11 @@ def test_sigterm_ends_streams():
     assert answer(waiting)[0] == 503
 
 
-def run(*options: str, **environment: str) -> subprocess.CompletedProcess:
+def run(
+    *options: str, python: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(SERVER), *options],
+        [*(python or launch.command(SERVER)), *options],
         check=False,
         capture_output=True,
         text=True,
@@ -591,7 +594,7 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_what_cannot_be_is_one_line(tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ImportError(name='uvicorn')")
-    missing = run(PYTHONPATH=str(tmp_path))
+    missing = run(python=(sys.executable, str(SERVER)), PYTHONPATH=str(tmp_path))
     assert "uvicorn is missing: pip install starlette uvicorn" in missing.stderr
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
         wrong = pool.submit(run, "--model", str(tmp_path / "none.gguf"))

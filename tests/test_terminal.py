@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import launch
 import pytest
 
 import llama2
@@ -107,7 +107,8 @@ def test_prompt_beyond_the_context(cli):
 )
 def test_extremes_that_are_fine(cli, argv):
     """What is unusual and means something works."""
-    status, out, err = cli("--prompt", "ab", *argv.split(), "--stop", "never seen")
+    short = ["--max-new-tokens", 20]  # unless argv says otherwise
+    status, out, err = cli("--prompt", "ab", *short, *argv.split(), "--stop", "never seen")
     assert status == 0 and out.startswith("ab") and err.count("\n") == 1
 
 
@@ -146,28 +147,31 @@ def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
 # --------------------------------------------------------------------------------------------------
 # Streams and signals
 
-PYTHON = f"{shlex.quote(sys.executable)} {shlex.quote(str(SCRIPT))}"
-PIPED = f"{PYTHON} --model $MODEL --threads 1 --temperature 0 --max-new-tokens 30"
+OPTIONS = "--model $MODEL --threads 1 --temperature 0 --max-new-tokens 30"
+PIPED = f"$FORK {OPTIONS}"
 LAUNCH = f"{PIPED} --prompt 'ab \u00e9'"
+ANEW = f"$PYTHON {OPTIONS} --prompt 'ab \u00e9'"  # where Python's own start is in question
 SHELL = {  # -> exit status, a part of stdout, lines on stderr
     "head": (f"{LAUNCH} | head -c 2", 0, b"ab", None),
     "pipe": (f"printf 'fox \\377\\360\\237' | {PIPED} --quiet", 0, b"fox \xef\xbf\xbd", 0),
     "stdout full": (f"{LAUNCH} > /dev/full", 2, b"", 1),
-    "stdout closed": (f"{LAUNCH} >&-", 0, b"", 1),
+    "stdout closed": (f"{ANEW} >&-", 0, b"", 1),
     "stderr full": (f"{LAUNCH} 2> /dev/full", 0, b"ab", 0),
-    "all closed": (f"{LAUNCH} <&- >&- 2>&-", 0, b"", 0),
+    "all closed": (f"{ANEW} <&- >&- 2>&-", 0, b"", 0),
     "help, full": (f"{LAUNCH} --help > /dev/full", 0, b"", 0),
-    "ascii": (f"PYTHONIOENCODING=ascii {LAUNCH}", 0, rb"ab \xe9", 1),
-    "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {LAUNCH}", 0, rb"ab \xe9", 1),
+    "ascii": (f"PYTHONIOENCODING=ascii {ANEW}", 0, rb"ab \xe9", 1),
+    "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {ANEW}", 0, rb"ab \xe9", 1),
 }
 
 
 @pytest.fixture(scope="module")
 def started(cli_path):
-    """The commands of SHELL, started side by side: each spends its time on importing torch."""
+    """The commands of SHELL, started side by side."""
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     environment = os.environ | {"MODEL": str(cli_path), "LC_ALL": "C.UTF-8"}
+    for name, command in (("PYTHON", [sys.executable, SCRIPT]), ("FORK", launch.command(SCRIPT))):
+        environment[name] = " ".join(map(str, command))
     environment.pop("PYTHONIOENCODING", None)
     shell = ["bash", "-o", "pipefail", "-c"]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -187,9 +191,9 @@ def test_streams(started, name):
     assert lines is None or err.count(b"\n") == lines
 
 
-def launch(path, *arguments):
+def start(command, path, *arguments):
     """llama2.py as a process of its own."""
-    command = [sys.executable, str(SCRIPT), "--model", str(path), "--threads", "1", *arguments]
+    command = [*command, "--model", str(path), "--threads", "1", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -198,7 +202,7 @@ def test_interrupted_process(tmp_path, keys, tensors):
     """Ctrl-C in the middle of a text of a hundred thousand tokens."""
     path = endless(tmp_path / "m.gguf", keys, tensors, 2**17)
     options = ("--temperature", "0", "--max-new-tokens", "100000")
-    process = launch(path, "--prompt", "fox", *options)
+    process = start(launch.command(SCRIPT), path, "--prompt", "fox", *options)
     assert process.stdout.read(4)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
@@ -208,7 +212,7 @@ def test_interrupted_process(tmp_path, keys, tensors):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc tells what is imported")
 def test_interrupt_while_torch_is_imported(cli_path):
     """Ctrl-C in the seconds before main() ends quietly."""
-    process = launch(cli_path, "--prompt", "ab")
+    process = start([sys.executable, str(SCRIPT)], cli_path, "--prompt", "ab")
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text() and process.poll() is None:
         time.sleep(0.005)
