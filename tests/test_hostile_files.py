@@ -256,7 +256,8 @@ def test_hostile_pickles(directories, tmp_path, case, form):  # noqa: F811
     pickled, match = HOSTILE_PICKLES[case]
     unpacked(directories["bin"], tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(form(pickled))
-    refused(tmp_path, f"(?s)pytorch_model.bin: damaged.*{match}", megabytes=32)
+    limit = 32 if form is zipped else None  # the reader is the same, and measuring takes long
+    refused(tmp_path, f"(?s)pytorch_model.bin: damaged.*{match}", megabytes=limit)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,7 @@ def mutated(rng, data):
 
 @pytest.mark.parametrize("part", ["pickle in a zip", "pickle", "zip", "legacy", "zip64", "header"])
 def test_mutated_containers(tmp_path, part):
-    """Five hundred of each: tensors, or an error that names the file; nothing else."""
+    """Three hundred of each: tensors, or an error that names the file; nothing else."""
     rng, good, outcomes = random.Random(part), state(tensor()), set()
     text = '{"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}'
     make = {
@@ -317,7 +318,7 @@ def test_mutated_containers(tmp_path, part):
         "header": lambda: with_header(mutated(rng, text.encode()), bytes(16)),
     }[part]
     name = "a.safetensors" if part == "header" else "a.bin"
-    for _ in range(500):
+    for _ in range(300):
         try:
             for weight in read(tmp_path, make(), name).values():
                 weight.dense(torch.float32)
