@@ -115,11 +115,13 @@ if __name__ == "__main__":
     import llama2  # noqa: F401
 
     try:
-        import starlette.applications, starlette.responses, starlette.routing  # noqa: E401, F401
+        import starlette.applications
+        import starlette.responses
+        import starlette.routing  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError:
         pass
     paths = (ROOT / "llama2.py", ROOT / "examples" / "server.py")
     codes = {str(path): compile(path.read_bytes(), str(path), "exec") for path in paths}
     serve(sys.argv[1])
-    exec(codes[sys.argv[0]], {"__name__": "__main__", "__file__": sys.argv[0]})
+    exec(codes[sys.argv[0]], {"__name__": "__main__", "__file__": sys.argv[0]})  # noqa: S102

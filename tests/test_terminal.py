@@ -170,13 +170,13 @@ def started(cli_path):
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     environment = os.environ | {"MODEL": str(cli_path), "LC_ALL": "C.UTF-8"}
-    for name, command in (("PYTHON", [sys.executable, SCRIPT]), ("FORK", launch.command(SCRIPT))):
-        environment[name] = " ".join(map(str, command))
+    environment["PYTHON"] = f"{sys.executable} -m {SCRIPT.stem}"  # what is compiled already
+    environment["FORK"] = " ".join(launch.command(SCRIPT))
     environment.pop("PYTHONIOENCODING", None)
     shell = ["bash", "-o", "pipefail", "-c"]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return {
-        name: subprocess.Popen([*shell, command], env=environment, **pipes)
+        name: subprocess.Popen([*shell, command], cwd=SCRIPT.parent, env=environment, **pipes)
         for name, (command, *_) in SHELL.items()
     }
 
