@@ -62,6 +62,8 @@ typedef int16_t i16_half VECTOR(2 * VL);
 typedef uint16_t u16_half VECTOR(2 * VL);
 typedef int8_t i8_half VECTOR(2 * VL);
 typedef int8_t i8_quarter VECTOR(VL);
+typedef float f32x8 VECTOR(32);  // scales of a block of 256
+typedef int8_t i8x16 VECTOR(16);
 typedef int8_t i8x32 VECTOR(32);  // 32 weights, the unit in which formats are unpacked
 template <class V> constexpr bool is_float = std::is_same<V, f32>::value;
 template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
@@ -93,6 +95,13 @@ INLINE float sum(f32 v) {
 INLINE f32 madd(f32 total, f32 a, f32 b) {
 #ifdef MM
   return (f32)MM(fmadd_ps)((Mf)a, (Mf)b, (Mf)total);
+#else
+  return total + a * b;
+#endif
+}
+INLINE f32x8 madd8(f32x8 total, f32x8 a, f32x8 b) {
+#if defined(AVX512) || defined(AVX2)
+  return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
 #else
   return total + a * b;
 #endif
@@ -230,14 +239,26 @@ INLINE i8x32 fifth(Bytes p) {
   for (int i = 0; i < 32; i++) v[i] = p[i / 8] >> i % 8 << 4 & 16;
   return load<i8x32>(v);
 }
-// 8 scales and 8 minima of 6 bits in 12 bytes
+// 8 bytes -> float32, times a factor
+template <class Byte> INLINE void widen8(const void *p, float factor, float *to) {
+  typedef int32_t i32x8 VECTOR(32);
+#if defined(AVX512) || defined(AVX2)  // which GCC does byte by byte
+  const __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
+  i32x8 v = (i32x8)(std::is_signed<Byte>::value ? _mm256_cvtepi8_epi32(bytes)
+                                                : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef Byte bytes VECTOR(8);
+  i32x8 v = __builtin_convertvector(load<bytes>(p), i32x8);
+#endif
+  store(to, __builtin_convertvector(v, f32x8) * factor);
+}
+// 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
 INLINE void scales_k4(Bytes b, float *s, float *m) {
-  const float d = half(b), low = half(b + 2);
-  for (int i = 0; i < 4; i++) {
-    s[i] = d * (float)(b[4 + i] & 63), m[i] = low * (float)(b[8 + i] & 63);
-    s[i + 4] = d * (float)((b[12 + i] & 15) | b[4 + i] >> 6 << 4);
-    m[i + 4] = low * (float)(b[12 + i] >> 4 | b[8 + i] >> 6 << 4);
-  }
+  const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, LOW6 = 0x3f3f3f3f;
+  const uint32_t v[3] = {load<uint32_t>(b + 4), load<uint32_t>(b + 8), load<uint32_t>(b + 12)};
+  const uint32_t scales[2] = {v[0] & LOW6, (v[2] & LOW4) | (v[0] >> 6 & LOW2) << 4};
+  const uint32_t minima[2] = {v[1] & LOW6, (v[2] >> 4 & LOW4) | (v[1] >> 6 & LOW2) << 4};
+  widen8<uint8_t>(scales, half(b), s), widen8<uint8_t>(minima, half(b + 2), m);
 }
 
 struct F32 : Dense<128> {
@@ -280,11 +301,13 @@ struct Q2_K : Block<256, 84, 16, true> {
 };
 struct Q3_K : Block<256, 110, 16> {
   INLINE void scales(Bytes b, float *s, float *) {
-    const float d = half(b + 108);
-    for (int i = 0; i < 16; i++)
-      s[i] =
-          d * (float)(((b[96 + i % 8] >> i / 8 * 4 & 15) | (b[104 + i % 4] >> i / 4 * 2 & 3) << 4) -
-                      32);
+    const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, top = load<uint32_t>(b + 104);
+    uint32_t v[4];
+    for (int i = 0; i < 4; i++)
+      v[i] = (load<uint32_t>(b + 96 + i % 2 * 4) >> i / 2 * 4 & LOW4) | (top >> 2 * i & LOW2) << 4;
+    i8x16 signed_scales = load<i8x16>(v) - 32;
+    widen8<int8_t>(&signed_scales, half(b + 108), s);
+    widen8<int8_t>((Bytes)&signed_scales + 8, half(b + 108), s + 8);
   }
   INLINE i8x32 values(Bytes b, int i) {
     return (bits(b + 32 + i / 4 * 32, i % 4 * 2, 3) | bits(b, i, 1, 2)) - 4;
@@ -302,8 +325,7 @@ struct Q5_K : Block<256, 176, 32, true> {
 };
 struct Q6_K : Block<256, 210, 16> {
   INLINE void scales(Bytes b, float *s, float *) {
-    const float d = half(b + 208);
-    for (int i = 0; i < 16; i++) s[i] = d * (float)(int8_t)b[192 + i];
+    widen8<int8_t>(b + 192, half(b + 208), s), widen8<int8_t>(b + 200, half(b + 208), s + 8);
   }
   INLINE i8x32 values(Bytes b, int i) {
     i8x32 low = bits(b + i / 4 * 64 + i % 2 * 32, i / 2 % 2 * 4, 15);
@@ -384,19 +406,31 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;  // vectors of 32 weights
   int64_t rows[R];
   for (int r = 0; r < R; r++) rows[r] = row + r < x.count ? row + r : x.count - 1;
+  const int64_t K = x.K;
+  Bytes at[R];
+  for (int r = 0; r < R; r++) at[r] = (Bytes)x.data<X>(rows[r] * K);
   constexpr int PARTS = T::GROUP == 16 && COUNT > 1 ? 2 : 1, WIDE = T::GROUP == 32;
   f32 total[R][2] = {};
   alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS], low[R][T::GROUPS] = {};
-  for (int64_t k = 0; k < x.K; k += T::BLOCK, w += T::SIZE) {
+  for (int64_t k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
     // Into L2, beyond what hardware does at the end of a page: F16 9.5 -> 15.2 G weights/s
     for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 6144 + j, 0, 2);
     T::scales(w, s, m);
     for (int r = 0; r < R; r++) {
-      int64_t group = (rows[r] * x.K + k) / T::GROUP;
-      for (int g = 0; g < T::GROUPS; g++) {
-        scales[r][g] = is_float<X> ? s[g] : s[g] * x.scales[WIDE][group + g];
-        if (T::MINIMUM) low[r][g] = madd(low[r][g], m[g], x.sums[WIDE][group + g]);
-      }
+      int64_t group = (rows[r] * K + k) / T::GROUP;
+      const float *x_scales = &x.scales[WIDE][group], *x_sums = &x.sums[WIDE][group];
+      if constexpr (T::GROUPS == 1) {
+        scales[r][0] = is_float<X> ? s[0] : s[0] * x_scales[0];
+        if (T::MINIMUM) low[r][0] = madd(low[r][0], m[0], x_sums[0]);
+      } else  // as vectors by hand: Q4_K 23 -> 37 G weights/s
+        for (int g = 0; g < T::GROUPS; g += 8) {
+          f32x8 v = load<f32x8>(s + g);
+          store(scales[r] + g, is_float<X> ? v : v * load<f32x8>(x_scales + g));
+          if (T::MINIMUM) {
+            v = madd8(load<f32x8>(low[r] + g), load<f32x8>(m + g), load<f32x8>(x_sums + g));
+            store(low[r] + g, v);
+          }
+        }
     }
     // Reload scales from L1: broadcast loads are free, shuffles are not
     if (T::BLOCK == 256) asm volatile("" : : "r"(scales) : "memory");
@@ -405,7 +439,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       X v[COUNT];
       values32<T>(w, i, v);
       for (int r = 0; r < R; r++) {
-        Bytes from = (Bytes)x.data<X>(rows[r] * x.K + k + 32 * i);
+        Bytes from = at[r] + (k + 32 * i) * (is_float<X> ? 4 : 2);
         for (int part = 0; part < PARTS; part++) {
           Sum<X> products = {};
           for (int p = part * COUNT / PARTS; p < (part + 1) * COUNT / PARTS; p++)
