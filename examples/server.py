@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's interface: an example of llama2.py as a library.
 
-    pip install starlette uvicorn
+    pip install "starlette>=1.6" uvicorn
     python examples/server.py                                     # the small bundled model
     python examples/server.py --model llama-2-7b-chat.Q4_0.gguf   # the real thing
 
@@ -9,35 +9,34 @@
 
 GET /health, /v1/models; POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize.
 
-The event loop talks to clients. One thread beside it runs the model for one request after another,
-in the order they came; the others wait in its queue. The caches of the last prompts are kept: of a
-chat that goes on, only what is new is computed (its logits may differ in the last bits from those
-of a prompt read at once). A client that hangs up ends its request before the model's next pass.
-Many users at once are better served by llama.cpp's server or vLLM.
+The event loop talks to clients. A thread beside it runs the model for one request after another,
+in the order they came. The caches of the last prompts are kept: of a chat that goes on, only what
+is new is computed (its logits may differ in the last bits from those of a prompt read at once).
 """
 
 import asyncio
 import hmac
+import itertools
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
+    import anyio.from_thread
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.requests import Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
@@ -46,148 +45,131 @@ except ImportError as error:
     print(f"server.py: {error.name} is missing: pip install starlette uvicorn", file=sys.stderr)
     sys.exit(2)
 
-MAX_BODY = 10**6  # bytes
+MAX_BODY, BODY_SECONDS = 10**6, 30  # bytes, and the time in which they must arrive
 MAX_WAITING = 64  # requests in the queue
 MAX_PROMPTS = 128  # in one request
-MAX_CACHES = 4  # that are kept: fewer if they would take more than CACHE_BYTES, but one at least
-CACHE_BYTES = 2**32
-BODY_SECONDS = 30  # for a body to arrive
-CLOSING_SECONDS = 3  # for clients to read the rest, after SIGTERM
+MAX_CACHES, CACHE_BYTES = 4, 2**32  # of all together; one cache at least
+NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a text", dict: "an object"}
 Body = dict[str, Any]
-Test = Callable[[Any], bool]
+
+
+class Refusal(HTTPException):
+    """What a client gets instead of an answer; `param` names the field that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: Any = None):
+        super().__init__(status, message, {"Retry-After": "2"} if status == 503 else None)
+        self.param, self.code = param, code
+
+
+def refuse(request: Request | None, error: Any) -> Response:
+    """OpenAI's form of an error."""
+    if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
+        error = Refusal(500, f"the server failed: {type(error).__name__}")
+    message, status = llama2.well_formed(error.detail), error.status_code
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    body = {"error": {"message": message, "type": kind, **about}}
+    return JSONResponse(body, status, error.headers)
+
 
 # --------------------------------------------------------------------------------------------------
 # Requests
 
 
-class Refusal(Exception):
-    """What a client gets instead of an answer; `param` names the field that is wrong."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: Any = None):
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        headers = {503: {"Retry-After": "2"}, 401: {"WWW-Authenticate": "Bearer"}}
-        self.response = JSONResponse(self.body, status, headers.get(status))
+async def read(request: Request) -> Body:
+    """The JSON object that a request brings."""
+    with suppress(ValueError, RecursionError, asyncio.TimeoutError):
+        body = await asyncio.wait_for(request.json(), BODY_SECONDS)
+        if isinstance(body, dict):
+            return body
+    raise Refusal(400, f"the body is not a JSON object that arrives in {BODY_SECONDS} s")
 
 
-def within(low: float, high: float, *types: type) -> Test:
-    return lambda v: type(v) in types and low <= v <= high  # isinstance would take true for 1
+def need(fits: bool, name: str, accepted: str, found: Any = None) -> None:
+    """Refuse a field unless it fits. What was found is told where it is no part of a prompt."""
+    if not fits:
+        told = "" if found is None else f" is {json.dumps(found)[:40]};"
+        raise Refusal(400, f"{name}{told} accepts {accepted}", name)
 
 
-def text(least: int = 0, most: float = math.inf) -> Test:
-    return lambda v: isinstance(v, str) and least <= len(v) <= most
-
-
-def items(accepts: Test, most: float = math.inf) -> Test:
-    return lambda v: isinstance(v, list) and len(v) <= most and all(map(accepts, v))
-
-
-def has(**tests: Test) -> Test:
-    return lambda v: isinstance(v, dict) and all(test(v.get(name)) for name, test in tests.items())
-
-
-def either(*tests: Test) -> Test:
-    return lambda v: any(test(v) for test in tests)
-
-
-is_ids = items(within(0, 2**63, int))
-is_prompt = either(text(), is_ids)
-is_part = has(type=lambda v: v == "text", text=text())
-is_message = has(role=text(), content=either(text(), items(is_part)))
-COUNT = "an integer from 0 to 2147483647", within(0, 2**31 - 1, int)
-STOPS = "up to 16 texts of 1 to 256 characters", either(text(1, 256), items(text(1, 256), 16))
-BOOL = "true or false", within(0, 1, bool)
-PROMPTS = f"a text, a list of token ids, or up to {MAX_PROMPTS} of these in a list"
-PRIVATE = ("messages", "prompt", "content", "tokens")  # fields that have no default, either
-FIELDS: dict[str, tuple[Any, str, Test]] = {  # default, what is accepted
-    "messages": (None, "a list of objects with role and content of text", items(is_message)),
-    "prompt": (None, PROMPTS, either(is_prompt, items(is_prompt, MAX_PROMPTS))),
-    "content": (None, "a text", text()),
-    "tokens": (None, "a list of token ids", is_ids),
-    "model": (None, "a text", text()),  # any: there is one
-    "n": (1, "1", within(1, 1, int)),
-    "max_tokens": (None, *COUNT),
-    "max_completion_tokens": (None, *COUNT),
-    "temperature": (1, "a number from 0 to 2", within(0, 2, int, float)),
-    "top_p": (1, "a number from 0 to 1", within(0, 1, int, float)),
-    "seed": (None, "an integer of 64 bits", within(-(2**63), 2**63 - 1, int)),
-    "stop": ([], *STOPS),
-    "stream": (False, *BOOL),
-    "stream_options": ({}, "an object", has()),
-    "include_usage": (False, *BOOL),
-    "echo": (False, *BOOL),
-    "logprobs": (None, "an integer from 0 to 5", within(0, 5, int)),
-    "add_special": (False, *BOOL),
-}
-
-
-def get(body: Body, name: str) -> Any:
-    """A field, or its default if it is absent or null. Other values are refused."""
-    value, (default, accepted, accepts) = body.get(name), FIELDS[name]
-    if value is None and name not in PRIVATE:
+def get(body: Body, name: str, kind: type, default: Any = None, low: int = 0, high: int = 0) -> Any:
+    """A field, or its default if it is absent or null; numbers are limited."""
+    value = body.get(name)
+    if value is None:
         return default
-    if not accepts(value):
-        found = f"a {type(value).__name__}" if name in PRIVATE else json.dumps(value)[:40]
-        found = "missing" if value is None else found
-        raise Refusal(400, f"{name} is {found}; accepted is {accepted}", name)
+    fits = type(value) is kind or (kind is float and type(value) is int)  # but true is not 1
+    limits = f" from {low} to {high}" if high else ""
+    need(fits and (not limits or low <= value <= high), name, NAMES[kind] + limits, value)
     return value
 
 
-def parse(data: bytes) -> Body:
-    """A body, which must be a JSON object in UTF-8."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)  # NaN and Infinity are Python's, not JSON's
-
-    try:
-        body = json.loads(data.decode(), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:  # whose texts quote the body
-        raise Refusal(400, f"the body is not JSON in UTF-8: {type(error).__name__}") from None
-    if not isinstance(body, dict):
-        raise Refusal(400, "the body is not an object")
-    return body
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-@dataclass
-class Piece:
-    """A part of a choice."""
-
-    index: int
-    text: str = ""
-    logprobs: dict[str, list] | None = None
-    finish_reason: str | None = None
-
-
-@dataclass(eq=False)
 class Job:
-    """A checked request for completions, and what comes of it."""
+    """A checked request for completions, and the replies to it."""
 
-    chat: bool
-    prompts: list[list[int]]
-    options: dict[str, Any]  # of stream_text()
-    echo: bool
-    stream: bool
-    include_usage: bool
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-    usage: dict[str, Any] = field(default_factory=dict)
-    refusal: Refusal | None = None  # why it is to end early
-    arrived: asyncio.Queue = field(default_factory=asyncio.Queue)  # from the model's thread
+    def __init__(self, engine: "Engine", body: Body, chat: bool) -> None:
+        limit = get(body, "max_tokens", int, engine.context if chat else 16, 0, 2**31 - 1)
+        limit = get(body, "max_completion_tokens", int, limit, 0, 2**31 - 1)
+        seed = get(body, "seed", int, None, -(2**63), 2**63 - 1)
+        stop = body.get("stop")
+        stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
+        fits = all(isinstance(text, str) and 1 <= len(text) <= 256 for text in stops)
+        need(fits and len(stops) <= 16, "stop", "up to 16 texts of 1 to 256 characters", stop)
+        get(body, "n", int, 1, 1, 1)
+        get(body, "model", str)  # any: there is one
+        self.chat, self.stream = chat, get(body, "stream", bool, False)
+        self.include_usage = get(get(body, "stream_options", dict, {}), "include_usage", bool)
+        self.echo = not chat and get(body, "echo", bool, False)
+        self.options = {  # of stream_text()
+            "max_new_tokens": limit,
+            "temperature": get(body, "temperature", float, 1, 0, 2),
+            "top_p": get(body, "top_p", float, 1, 0, 1) or 1e-9,  # 0: the likeliest alone
+            "seed": None if seed is None else seed % 2**63,
+            "top": None if chat else get(body, "logprobs", int, None, 0, 5),
+            "stop": stops,
+        }
+        name = "messages" if chat else "prompt"
+        try:
+            if chat:
+                self.prompts = [engine.encode_chat(body.get(name), self.options)]
+            else:
+                self.prompts = engine.encode(body.get(name))
+        except ValueError as error:
+            raise Refusal(400, f"{name}: {error}", name) from None
+        longest = max(map(len, self.prompts))
+        if longest + min(limit, 1) > engine.context:  # a new token needs a place
+            found = (
+                f"{name} of {longest} tokens; the context holds {engine.context} with the answer"
+            )
+            raise Refusal(400, found, name, "context_length_exceeded")
+        kind = ("chat.completion" + ".chunk" * self.stream) if chat else "text_completion"
+        self.about = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "model": engine.name}
+        self.about["created"] = int(time.time())
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        while (piece := await self.arrived.get()) is not None:
-            if isinstance(piece, Refusal):
-                raise piece
-            yield piece
+    def choice(self, index: int, text: str, logprobs: Body, finish: str | None = None) -> Body:
+        """A choice of a reply, or a piece of one."""
+        said: Body = {"text": text}
+        if self.chat:
+            whole = {"message": {"role": "assistant", "content": text}}
+            said = {"delta": {"content": text}} if self.stream else whole
+        table = None if self.options["top"] is None else logprobs
+        return {"index": index, **said, "logprobs": table, "finish_reason": finish}
+
+    def send(self, choices: list[Body], usage: Body | None = None) -> None:
+        """Hand a reply, or an event of it, from the model's thread to the event loop."""
+        response = JSONResponse({**self.about, "choices": choices, "usage": usage})
+        self.loop.call_soon_threadsafe(self.replies.put_nowait, response)
 
 
 # --------------------------------------------------------------------------------------------------
-# The model, and the one thread that runs it
+# The model
 
 
 class Engine:
-    """A model with its tokenizer, caches and queue."""
+    """A model with its tokenizer, its caches, and the queue of jobs for it."""
 
     def __init__(self, path: Path, context: int | None, chat_format: str | None) -> None:
         checkpoint = llama2.open_checkpoint(path)
@@ -195,7 +177,7 @@ class Engine:
             checkpoint = checkpoint.allow_context(context)
         most = checkpoint.config.max_position_embeddings
         self.context = context or min(most, llama2.CHAT_CONTEXT)
-        self.chat_format = chat_format or llama2.recognise_chat_format(checkpoint.chat_template)
+        self.chat_format, self.chat_template = chat_format, checkpoint.chat_template
         self.name = llama2.well_formed(path.resolve().stem)
         device = llama2.choose_device("auto", checkpoint)
         dtype, cache_dtype, exact = llama2.choose_dtypes("auto", device, checkpoint)
@@ -208,100 +190,60 @@ class Engine:
         shape = checkpoint.config, 1, self.context, cache_dtype, device
         self.held: dict[llama2.Cache, list[int]]  # the ids in each cache, that used last the last
         self.held = {llama2.Cache(*shape): [] for _ in range(count)}
-        self.thread = ThreadPoolExecutor(1)
-        self.jobs: dict[Job, Future] = {}
-        self.closed: Refusal | None = None
+        self.turn, self.tasks = anyio.CapacityLimiter(1), set()
+        self.closing = lambda: False
 
-    def encode(self, body: Body, chat: bool) -> list[list[int]]:
-        """The prompts of a request. ValueError for messages that the chat format cannot have."""
-        if chat:
-            messages = get(body, "messages")
+    def encode(self, prompt: Any) -> list[list[int]]:
+        """The ids of one prompt or of several."""
+        prompts = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
+        fits = all(isinstance(p, str) or is_ids(p) for p in prompts)
+        accepted = f"a text, a list of token ids, or up to {MAX_PROMPTS} of these in a list"
+        need(fits and len(prompts) <= MAX_PROMPTS, "prompt", accepted)
+        bos = self.tokenizer.add_bos
+        rows = [p if is_ids(p) else self.tokenizer.encode(p, bos) for p in prompts]
+        for ids in rows:
+            self.tokenizer.decode(llama2.check_prompt(self.model.config, ids, len(ids)))
+        return rows
+
+    def encode_chat(self, messages: Any, options: Body) -> list[int]:
+        """The ids of a chat; the options get what ends its answer."""
+        try:
             for message in messages:
                 if isinstance(message["content"], list):
                     message["content"] = "\n".join(part["text"] for part in message["content"])
-            return [llama2.encode_chat(self.tokenizer, messages, self.chat_format)]
-        prompts, bos = get(body, "prompt"), self.tokenizer.add_bos
-        prompts = [prompts] if is_prompt(prompts) else prompts
-        return [p if is_ids(p) else self.tokenizer.encode(p, bos) for p in prompts]
-
-    def make_job(self, body: Body, chat: bool) -> Job:
-        """Check a request and encode its prompts."""
-        config, name = self.model.config, "messages" if chat else "prompt"
-        limits = get(body, "max_completion_tokens"), get(body, "max_tokens")
-        limit = next((n for n in limits if n is not None), self.context if chat else 16)
-        stop_ids, tags = llama2.chat_stops(self.tokenizer, self.chat_format) if chat else ((), ())
-        stop, seed = get(body, "stop"), get(body, "seed")
-        options = {
-            "max_new_tokens": limit,
-            "temperature": get(body, "temperature"),
-            "top_p": get(body, "top_p") or 1e-9,  # 0: the likeliest alone
-            "seed": None if seed is None else seed % 2**63,
-            "top": None if chat else get(body, "logprobs"),
-            "stop": [*([stop] if isinstance(stop, str) else stop), *tags],
-            "stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids},
-        }
-        get(body, "model"), get(body, "n")  # need no more than to be possible
-        echo, stream = not chat and get(body, "echo"), get(body, "stream")
-        usage = get(get(body, "stream_options"), "include_usage")
-        try:
-            prompts = self.encode(body, chat)
-            for ids in prompts:
-                self.tokenizer.decode(llama2.check_prompt(config, ids, len(ids)))
-        except ValueError as error:
-            raise Refusal(400, f"{name}: {error}", name) from None
-        longest = max(map(len, prompts))
-        if longest + min(limit, 1) > self.context:  # a new token needs a place
-            found = f"{name} of {longest} tokens; the context holds {self.context} with the answer"
-            raise Refusal(400, found, name, "context_length_exceeded")
-        return Job(chat, prompts, options, echo, stream, usage)
-
-    def tokenize(self, body: Body) -> Body:
-        bos = get(body, "add_special") and self.tokenizer.add_bos
-        ids = self.tokenizer.encode(get(body, "content"), bos)
-        return {"tokens": ids, "count": len(ids)}
-
-    def detokenize(self, body: Body) -> Body:
-        try:
-            return {"content": self.tokenizer.decode(get(body, "tokens"))}
-        except ValueError as error:
-            raise Refusal(400, f"tokens: {error}", "tokens") from None
+        except (TypeError, LookupError):
+            raise ValueError("accepted is a list of objects with role and content") from None
+        chat_format = self.chat_format or llama2.recognise_chat_format(self.chat_template)
+        stop_ids, tags = llama2.chat_stops(self.tokenizer, chat_format)
+        config = self.model.config
+        options["stop_ids"] = {config.eos_token_id, *config.stop_token_ids, *stop_ids}
+        options["stop"] += tags
+        return llama2.encode_chat(self.tokenizer, messages, chat_format)
 
     def submit(self, job: Job) -> None:
         """Put a job at the end of the queue, if there is room."""
-        if self.closed or len(self.jobs) > MAX_WAITING:
-            raise self.closed or Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
-        self.jobs[job] = future = self.thread.submit(self.run, job, asyncio.get_running_loop())
-        future.add_done_callback(lambda _: self.jobs.pop(job))
+        if len(self.tasks) > MAX_WAITING:
+            raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
+        job.replies, job.scope = asyncio.Queue(), anyio.CancelScope()
+        job.loop = asyncio.get_running_loop()
+        task = asyncio.create_task(self.run(job))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
-    def stop(self, job: Job, refusal: Refusal) -> None:
-        """End a job: at once if it waits, before the model's next pass if it runs."""
-        job.refusal, future = refusal, self.jobs.get(job)
-        if future and future.cancel():
-            job.arrived.put_nowait(refusal)
-
-    def close(self) -> None:
-        """End all jobs and take no more."""
-        self.closed = Refusal(503, "the server is shutting down")
-        for job in list(self.jobs):
-            self.stop(job, self.closed)
+    async def run(self, job: Job) -> None:
+        """Wait for the turn of a job and do it in a thread, unless its scope is cancelled."""
+        try:
+            with job.scope:
+                await anyio.to_thread.run_sync(self.complete, job, limiter=self.turn)
+        except Exception as error:  # noqa: BLE001 (memory that ran out, weights that are NaN)
+            job.replies.put_nowait(refuse(None, error))
+        job.replies.put_nowait(None)
 
     def check(self, *_: Any) -> None:
         """Before each pass of the model: between tokens, and between the chunks of a prompt."""
-        if self.job.refusal:
-            raise self.job.refusal
-
-    def run(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
-        """What the thread does with a job."""
-        self.job, end = job, None
-        with suppress(RuntimeError):  # of a loop that is closed: nobody waits
-            try:
-                for piece in self.complete(job):
-                    loop.call_soon_threadsafe(job.arrived.put_nowait, piece)
-            except Refusal as refusal:
-                end = refusal
-            except Exception as error:  # noqa: BLE001 (memory that ran out, weights that are NaN)
-                end = Refusal(500, f"the model failed: {type(error).__name__}")
-            loop.call_soon_threadsafe(job.arrived.put_nowait, end)
+        anyio.from_thread.check_cancelled()
+        if self.closing():
+            raise Refusal(503, "the server is shutting down")
 
     def take(self, ids: list[int]) -> llama2.Cache:
         """The cache that holds the most of a prompt, if that is half of it; else the oldest."""
@@ -311,39 +253,42 @@ class Engine:
         self.held[cache] = self.held.pop(cache)
         return cache
 
-    def complete(self, job: Job) -> Iterator[Piece]:
-        """Read each prompt and continue it."""
-        new_tokens, cached_tokens, top = 0, 0, job.options["top"]
+    def complete(self, job: Job) -> None:
+        """Continue each prompt; what is to be streamed is sent in pieces."""
+        choices, new_tokens, cached_tokens, top = [], 0, 0, job.options["top"]
+        if job.chat and job.stream:
+            job.send([{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         for index, ids in enumerate(job.prompts):
-            cache, scored = self.take(ids), job.echo and top is not None
+            cache, scores, scored = self.take(ids), [], job.echo and top is not None
             rest = llama2.rewind(cache, [] if scored else self.held[cache], ids)
             cached_tokens, self.held[cache] = cached_tokens + len(ids) - len(rest), ids
-            prompt = "" if job.chat else self.tokenizer.decode(ids)
-            shown = Shown(self.tokenizer, top is not None, job.echo or not prompt)
             if scored:
                 scores, rest = prompt_scores(self.model, ids, top, cache), ids[-1:]
-            if job.echo:
-                yield Piece(index, prompt, shown.take(scores if scored else []))
+            prompt = "" if job.chat else self.tokenizer.decode(ids)
             options = {**job.options, "first": not prompt, "cache": cache}
             stream = llama2.stream_text(self.model, self.tokenizer, rest, **options)
-            report, begun, sent = stream.report, not job.chat, len(prompt) * job.echo
-            try:
-                for text in stream:
-                    text = text if begun else text.lstrip()
-                    begun, sent = begun or text != "", sent + len(text)
-                    if text:
-                        yield Piece(index, text, shown.take(report.scores[0], sent))
-            finally:
-                self.held[cache] = [*ids, *report.new_ids[0]]
-            reason = report.stop_reasons[0]
-            end = sent if reason.startswith("stop text") else math.inf
+            stream.report.scores = [scores]  # those of new tokens follow
+            logprobs = Logprobs(self.tokenizer, scores, job.echo or not prompt)
+            text, size = "", 0
+            for part in itertools.chain([prompt] * job.echo, stream):
+                part = part.lstrip() if job.chat and not size else part
+                text, size = text + part, size + len(part)
+                if job.stream and text:
+                    job.send([job.choice(index, text, logprobs.take(size))])
+                    text = ""
+            self.held[cache] = ids + stream.report.new_ids[0]
+            new_tokens += stream.report.new_tokens
+            reason = stream.report.stop_reasons[0]
+            table = logprobs.take(size if reason.startswith("stop text") else math.inf)
             finish = "stop" if reason.startswith("stop") else "length"
-            yield Piece(index, "", shown.take(report.scores[0], end), finish)
-            new_tokens += report.new_tokens
-        prompt_tokens = sum(map(len, job.prompts))
-        job.usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
-        job.usage["total_tokens"] = prompt_tokens + new_tokens
-        job.usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+            choices.append(job.choice(index, text, table, finish))
+            if job.stream:
+                job.send([choices.pop()])
+        if not job.stream or job.include_usage:
+            prompt_tokens = sum(map(len, job.prompts))
+            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
+            usage["total_tokens"] = prompt_tokens + new_tokens
+            job.send(choices, {**usage, "prompt_tokens_details": {"cached_tokens": cached_tokens}})
 
 
 def prompt_scores(
@@ -355,192 +300,92 @@ def prompt_scores(
     return [llama2.Score(ids[0], None, []), *map(llama2.Score, ids[1:], logprobs, best)]
 
 
-class Shown:
-    """`logprobs` of a choice, if wanted: its tokens as texts that join to its text."""
+class Logprobs:
+    """Scores as OpenAI's table, its tokens as texts that join to that of the choice."""
 
-    def __init__(self, tokenizer: llama2.Tokenizer, wanted: bool, first: bool) -> None:
-        self.tokenizer, self.wanted, self.offset = tokenizer, wanted, 0
-        self.decoder = llama2.StreamDecoder(tokenizer, first)
+    def __init__(self, tokenizer: llama2.Tokenizer, scores: list[llama2.Score], first: bool):
+        self.decoder, self.names = llama2.StreamDecoder(tokenizer, first), tokenizer.pieces
+        self.scores, self.offset = scores, 0
 
-    def name(self, token_id: int) -> str:
-        """A token that was likely, too."""
-        if token_id >= self.tokenizer.vocab_size:
-            return f"[{token_id}]"
-        data, token_type = self.tokenizer.piece(token_id)
-        if token_type == llama2.BYTE:
-            return f"bytes:\\x{data[0]:02x}"
-        return data.decode() or self.tokenizer.sp.id_to_piece(token_id)
-
-    def take(self, scores: list[llama2.Score], end: float = math.inf) -> Body | None:
-        """Move the tokens that begin before character `end` from the scores to the columns."""
-        if not self.wanted:
-            return None
-        columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        while scores and self.offset < end:
-            token_id, logprob, best = scores.pop(0)
-            text = self.decoder.decode(token_id)
-            top = [(text if i == token_id else self.name(i), p) for i, p in best]
-            top.append((text, logprob))  # in any case; of the same name twice, the likelier stays
-            row = text, logprob, None if logprob is None else dict(reversed(top)), self.offset
-            for column, value in zip(columns.values(), row):
+    def take(self, end: float) -> Body:
+        """Move the tokens that begin before character `end` from the scores to a table."""
+        table: Body = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        while self.scores and self.offset < end:
+            token_id, logprob, best = self.scores.pop(0)
+            text, best = self.decoder.decode(token_id), [*best, (token_id, logprob)]
+            top = {self.names[i].replace("\u2581", " "): p for i, p in best if i < len(self.names)}
+            row = text, logprob, None if logprob is None else top, self.offset
+            for column, value in zip(table.values(), row):
                 column.append(value)
             self.offset += len(text)
-        return columns
+        return table
 
 
 # --------------------------------------------------------------------------------------------------
 # HTTP
 
 
-def reply(job: Job, model: str, pieces: list[Piece], **more: Any) -> Body:
-    """The object that a client gets, whole or as a chunk of a stream."""
-    choices = [dict(vars(piece)) for piece in pieces]
-    for choice in choices if job.chat else []:
-        role = {} if job.stream else {"role": "assistant"}
-        choice["delta" if job.stream else "message"] = {**role, "content": choice.pop("text")}
-    kind = ("chat.completion" + ".chunk" * job.stream) if job.chat else "text_completion"
-    about = {"id": f"cmpl-{job.id}", "object": kind, "created": job.created, "model": model}
-    return {**about, "choices": choices, **more}
+async def events(job: Job) -> AsyncIterator[bytes]:
+    """The replies to a job as server-sent events."""
+    while reply := await job.replies.get():
+        yield b"data: " + reply.body + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
-async def events(job: Job, model: str) -> AsyncIterator[str]:
-    """A reply as server-sent events."""
-    usage = {"usage": None} if job.include_usage else {}
-
-    def event(data: Body) -> str:
-        return f"data: {json.dumps(data)}\n\n"
-
-    try:
-        if job.chat:
-            first = reply(job, model, [Piece(0)], **usage)
-            first["choices"][0]["delta"]["role"] = "assistant"
-            yield event(first)
-        async for piece in job.pieces():
-            yield event(reply(job, model, [piece], **usage))
-        if job.include_usage:
-            yield event(reply(job, model, [], usage=job.usage))
-    except Refusal as refusal:
-        yield event(refusal.body)
-    yield "data: [DONE]\n\n"
-
-
-async def collect(job: Job) -> list[Piece]:
-    """The choices of a reply, each of one piece."""
-    choices: dict[int, Piece] = {}
-    async for piece in job.pieces():
-        choice = choices.setdefault(piece.index, piece)
-        if choice is not piece:
-            choice.text += piece.text
-            choice.finish_reason = piece.finish_reason
-            for name, column in (choice.logprobs or {}).items():
-                column += piece.logprobs[name]
-    return list(choices.values())
-
-
-async def read(request: Request) -> bytes:
-    """The body of a request, unless it is too large or too slow."""
-    too_large = Refusal(413, f"the body is too large; accepted are {MAX_BODY} bytes")
-    if int(request.headers.get("content-length", 0)) > MAX_BODY:
-        raise too_large
-
-    async def parts() -> bytes:
-        data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > MAX_BODY:
-                raise too_large
-        return bytes(data)
-
-    try:
-        return await asyncio.wait_for(parts(), BODY_SECONDS)
-    except (asyncio.TimeoutError, ClientDisconnect):  # noqa: UP041 (of Python 3.10)
-        raise Refusal(408, f"the body did not arrive in {BODY_SECONDS} s") from None
-
-
-def make_app(engine: Engine, api_key: bytes | None) -> Callable[..., Awaitable[None]]:
+def make_app(engine: Engine, api_key: bytes | None) -> Any:
     """The ASGI application."""
-    started = int(time.time())
-
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def models(request: Request) -> Response:
-        model = {"id": engine.name, "object": "model", "created": started, "owned_by": "llama2.py"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def compute(request: Request, function: Callable[[Body], Any]) -> Any:
-        """What a function makes of the body, beside the event loop."""
-        data = await read(request)
-        return await asyncio.to_thread(lambda: function(parse(data)))
 
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await compute(request, engine.tokenize))
+        body = await read(request)
+        text, bos = body.get("content"), get(body, "add_special", bool, False)
+        need(isinstance(text, str), "content", "a text")
+        bos = bos and engine.tokenizer.add_bos
+        ids = await asyncio.to_thread(engine.tokenizer.encode, text, bos)
+        return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def detokenize(request: Request) -> Response:
-        return JSONResponse(await compute(request, engine.detokenize))
+        ids, count = (await read(request)).get("tokens"), engine.tokenizer.vocab_size
+        fits = is_ids(ids) and all(0 <= token_id < count for token_id in ids)
+        need(fits, "tokens", f"a list of token ids below {count}")
+        return JSONResponse({"content": await asyncio.to_thread(engine.tokenizer.decode, ids)})
 
     async def complete(request: Request) -> Response:
         chat = request.url.path == "/v1/chat/completions"
-        job = await compute(request, lambda body: engine.make_job(body, chat))
+        job = await asyncio.to_thread(Job, engine, await read(request), chat)
         engine.submit(job)
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
-            engine.stop(job, Refusal(408, "the client has gone"))
+            job.scope.cancel()
 
         job.watcher = asyncio.create_task(watch())  # a task that nobody holds may vanish
         if job.stream:
-            return StreamingResponse(events(job, engine.name), media_type="text/event-stream")
-        choices = await collect(job)
-        return JSONResponse(reply(job, engine.name, choices, usage=job.usage))
+            return StreamingResponse(events(job), media_type="text/event-stream")
+        return await job.replies.get() or Response()  # an empty one if nobody waits for it
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):  # no such path, or not this method
-            error = Refusal(error.status_code, error.detail)
-        elif not isinstance(error, Refusal):
-            error = Refusal(500, f"the server failed: {type(error).__name__}")
-        return error.response
-
+    model = {"id": engine.name, "object": "model", "created": int(time.time())}
+    models = {"object": "list", "data": [{**model, "owned_by": "llama2.py"}]}
     routes = [
-        Route("/health", health),
-        Route("/v1/models", models),
+        Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
+        Route("/v1/models", JSONResponse(models), methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/chat/completions", complete, methods=["POST"]),
     ]
-    handlers = dict.fromkeys((Refusal, HTTPException, Exception), refuse)
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    handlers = {HTTPException: refuse, Exception: refuse}
+    app = Starlette(routes=routes, exception_handlers=handlers, max_body_size=MAX_BODY)
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
         right = hmac.compare_digest(given, b"Bearer " + (api_key or b""))
-        wrong = Refusal(401, "the API key is missing or wrong", code="invalid_api_key").response
+        wrong = refuse(
+            None, Refusal(401, "the API key is missing or wrong", None, "invalid_api_key")
+        )
         await (app if right or scope["path"] == "/health" else wrong)(scope, receive, send)
 
     return app if api_key is None else guarded
-
-
-class Server(uvicorn.Server):
-    """Says when it listens; on SIGTERM it ends all jobs and returns."""
-
-    def __init__(self, engine: Engine, api_key: bytes | None) -> None:
-        silent = {"log_config": None, "log_level": "critical", "access_log": False}
-        options = {"http": "h11", "ws": "none", "lifespan": "off", **silent}
-        options["timeout_graceful_shutdown"] = CLOSING_SECONDS
-        super().__init__(uvicorn.Config(make_app(engine, api_key), **options))
-        self.engine = engine
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        host, port = sockets[0].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        self.should_exit = True
-        self.engine.close()
 
 
 def main() -> int:
@@ -558,13 +403,21 @@ def main() -> int:
         if args.api_key == "":
             parser.error("--api-key is empty")
         engine = Engine(args.model, args.context, args.chat_format)
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listener = socket.create_server((args.host, args.port), family=family, backlog=1024)
+        listener = socket.create_server((args.host, args.port), backlog=1024)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         print(f"server.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    Server(engine, None if args.api_key is None else os.fsencode(args.api_key)).run([listener])
+    app = make_app(engine, None if args.api_key is None else os.fsencode(args.api_key))
+    silent = {"log_config": None, "log_level": "critical", "access_log": False}
+    options = {"http": "h11", "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
+    server = uvicorn.Server(uvicorn.Config(app, **options, **silent))
+    engine.closing = lambda: server.should_exit
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        port = listener.getsockname()[1]
+        print(f"listening on http://{args.host}:{port}", file=sys.stderr, flush=True)
+        server.run([listener])
     return 0
 
 
