@@ -141,13 +141,12 @@ class Job:
             raise Refusal(400, f"{name}: {error}", name) from None
         longest = max(map(len, self.prompts))
         if longest + min(limit, 1) > engine.context:  # a new token needs a place
-            found = (
-                f"{name} of {longest} tokens; the context holds {engine.context} with the answer"
-            )
+            found = f"{name} of {longest} tokens; the context holds {engine.context} in all"
             raise Refusal(400, found, name, "context_length_exceeded")
         kind = ("chat.completion" + ".chunk" * self.stream) if chat else "text_completion"
         self.about = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "model": engine.name}
         self.about["created"] = int(time.time())
+        self.replies: asyncio.Queue = asyncio.Queue()  # and None at their end
 
     def choice(self, index: int, text: str, logprobs: Body, finish: str | None = None) -> Body:
         """A choice of a reply, or a piece of one."""
@@ -190,8 +189,8 @@ class Engine:
         shape = checkpoint.config, 1, self.context, cache_dtype, device
         self.held: dict[llama2.Cache, list[int]]  # the ids in each cache, that used last the last
         self.held = {llama2.Cache(*shape): [] for _ in range(count)}
-        self.turn, self.tasks = anyio.CapacityLimiter(1), set()
-        self.closing = lambda: False
+        self.turn = anyio.CapacityLimiter(1)  # the queue: first come, first served
+        self.closing = lambda: False  # whether the server is about to end
 
     def encode(self, prompt: Any) -> list[list[int]]:
         """The ids of one prompt or of several."""
@@ -220,21 +219,11 @@ class Engine:
         options["stop"] += tags
         return llama2.encode_chat(self.tokenizer, messages, chat_format)
 
-    def submit(self, job: Job) -> None:
-        """Put a job at the end of the queue, if there is room."""
-        if len(self.tasks) > MAX_WAITING:
-            raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
-        job.replies, job.scope = asyncio.Queue(), anyio.CancelScope()
-        job.loop = asyncio.get_running_loop()
-        task = asyncio.create_task(self.run(job))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
     async def run(self, job: Job) -> None:
-        """Wait for the turn of a job and do it in a thread, unless its scope is cancelled."""
+        """Wait for the turn of a job and do it in a thread."""
+        job.loop = asyncio.get_running_loop()
         try:
-            with job.scope:
-                await anyio.to_thread.run_sync(self.complete, job, limiter=self.turn)
+            await anyio.to_thread.run_sync(self.complete, job, limiter=self.turn)
         except Exception as error:  # noqa: BLE001 (memory that ran out, weights that are NaN)
             job.replies.put_nowait(refuse(None, error))
         job.replies.put_nowait(None)
@@ -349,20 +338,28 @@ def make_app(engine: Engine, api_key: bytes | None) -> Any:
         need(fits, "tokens", f"a list of token ids below {count}")
         return JSONResponse({"content": await asyncio.to_thread(engine.tokenizer.decode, ids)})
 
-    async def complete(request: Request) -> Response:
+    async def complete(request: Request) -> Any:
         chat = request.url.path == "/v1/chat/completions"
         job = await asyncio.to_thread(Job, engine, await read(request), chat)
-        engine.submit(job)
+        if engine.turn.statistics().tasks_waiting >= MAX_WAITING:
+            raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
 
-        async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            job.scope.cancel()
+        async def reply(scope: Any, receive: Any, send: Any) -> None:
+            async with anyio.create_task_group() as group:
 
-        job.watcher = asyncio.create_task(watch())  # a task that nobody holds may vanish
-        if job.stream:
-            return StreamingResponse(events(job), media_type="text/event-stream")
-        return await job.replies.get() or Response()  # an empty one if nobody waits for it
+                async def watch() -> None:
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    group.cancel_scope.cancel()
+
+                group.start_soon(watch)
+                group.start_soon(engine.run, job)
+                stream = StreamingResponse(events(job), media_type="text/event-stream")
+                response = stream if job.stream else await job.replies.get()
+                await response(scope, receive, send)
+                group.cancel_scope.cancel()  # for nobody else is watched
+
+        return reply
 
     model = {"id": engine.name, "object": "model", "created": int(time.time())}
     models = {"object": "list", "data": [{**model, "owned_by": "llama2.py"}]}
@@ -395,23 +392,20 @@ def main() -> int:
     add("--model", metavar="PATH", type=Path, default=llama2.DEFAULT_MODEL)
     add("--host", default="127.0.0.1", help="default: %(default)s, for this machine alone")
     add("--port", type=int, default=8080, help="default: %(default)s; 0 finds a free one")
-    add("--api-key", metavar="KEY", help="needed for all but /health")
+    add("--api-key", metavar="KEY", type=os.fsencode, help="needed for all but /health")
     add("--context", metavar="N", type=int, help="tokens of a prompt and its answer at most")
     add("--chat-format", choices=llama2.CHAT_FORMAT_NAMES, help="default: the model's own")
     try:
         args = parser.parse_args()
-        if args.api_key == "":
-            parser.error("--api-key is empty")
         engine = Engine(args.model, args.context, args.chat_format)
         listener = socket.create_server((args.host, args.port), backlog=1024)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         print(f"server.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    app = make_app(engine, None if args.api_key is None else os.fsencode(args.api_key))
     silent = {"log_config": None, "log_level": "critical", "access_log": False}
     options = {"http": "h11", "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
-    server = uvicorn.Server(uvicorn.Config(app, **options, **silent))
+    server = uvicorn.Server(uvicorn.Config(make_app(engine, args.api_key), **options, **silent))
     engine.closing = lambda: server.should_exit
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)
