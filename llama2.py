@@ -2248,7 +2248,7 @@ def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -
     for role, message in zip(roles, messages):
         content = message.get("content")
         if not isinstance(content, str):
-            found = f"{str(content)[:40]!r}, not a text"
+            found = f"a {type(content).__name__}, not a text"  # which no log should quote
             raise ValueError(f"the {role} message is {found}")  # noqa: TRY004 (as all bad input)
         for tag in tags:
             if tag in content:

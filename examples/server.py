@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's interface: an example of llama2.py as a library.
 
-    pip install "starlette>=1.6" uvicorn
+    pip install "starlette>=1.6" "anyio>=4.1" uvicorn
     python examples/server.py                                     # the small bundled model
     python examples/server.py --model llama-2-7b-chat.Q4_0.gguf   # the real thing
 
@@ -10,15 +10,14 @@
 GET /health, /v1/models; POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize.
 
 The event loop talks to clients. A thread beside it runs the model for one request after another,
-in the order they came. The caches of the last prompts are kept: of a chat that goes on, only what
-is new is computed (its logits may differ in the last bits from those of a prompt read at once).
+in the order they came, each until its client hangs up. The caches of the last prompts are kept: of
+a chat that goes on, only what is new is computed.
 """
 
 import asyncio
 import hmac
 import itertools
 import json
-import math
 import os
 import signal
 import socket
@@ -42,7 +41,8 @@ try:
 
     import llama2
 except ImportError as error:
-    print(f"server.py: {error.name} is missing: pip install starlette uvicorn", file=sys.stderr)
+    needed = 'pip install "starlette>=1.6" "anyio>=4.1" uvicorn'
+    print(f"server.py: {error.name} is missing: {needed}", file=sys.stderr)
     sys.exit(2)
 
 MAX_BODY, BODY_SECONDS = 10**6, 30  # bytes, and the time in which they must arrive
@@ -65,15 +65,10 @@ def refuse(request: Request | None, error: Any) -> Response:
     """OpenAI's form of an error."""
     if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
         error = Refusal(500, f"the server failed: {type(error).__name__}")
-    message, status = llama2.well_formed(error.detail), error.status_code
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
-    body = {"error": {"message": message, "type": kind, **about}}
-    return JSONResponse(body, status, error.headers)
-
-
-# --------------------------------------------------------------------------------------------------
-# Requests
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = {"message": llama2.well_formed(error.detail), "type": kind}
+    body |= {name: getattr(error, name, None) for name in ("param", "code")}
+    return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
 async def read(request: Request) -> Body:
@@ -108,7 +103,7 @@ def is_ids(value: Any) -> bool:
 
 
 class Job:
-    """A checked request for completions, and the replies to it."""
+    """A checked request for completions, which answers it, too."""
 
     def __init__(self, engine: "Engine", body: Body, chat: bool) -> None:
         limit = get(body, "max_tokens", int, engine.context if chat else 16, 0, 2**31 - 1)
@@ -120,7 +115,7 @@ class Job:
         need(fits and len(stops) <= 16, "stop", "up to 16 texts of 1 to 256 characters", stop)
         get(body, "n", int, 1, 1, 1)
         get(body, "model", str)  # any: there is one
-        self.chat, self.stream = chat, get(body, "stream", bool, False)
+        self.engine, self.chat, self.stream = engine, chat, get(body, "stream", bool, False)
         self.include_usage = get(get(body, "stream_options", dict, {}), "include_usage", bool)
         self.echo = not chat and get(body, "echo", bool, False)
         self.options = {  # of stream_text()
@@ -148,23 +143,49 @@ class Job:
         self.about["created"] = int(time.time())
         self.replies: asyncio.Queue = asyncio.Queue()  # and None at their end
 
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer, as a response of Starlette does, until the client hangs up."""
+        self.loop = asyncio.get_running_loop()
+        stream = StreamingResponse(self.events(), media_type="text/event-stream")
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.run)
+            group.start_soon(self.watch, receive, group.cancel_scope)
+            response = stream if self.stream else await self.replies.get()
+            await response(scope, receive, send)
+            group.cancel_scope.cancel()  # watch() is still waiting
+
+    async def watch(self, receive: Any, scope: anyio.CancelScope) -> None:
+        """Cancel a scope when the client has gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    async def run(self) -> None:
+        """Wait for a turn with the model, and take it in a thread."""
+        try:
+            await anyio.to_thread.run_sync(self.engine.complete, self, limiter=self.engine.turn)
+        except Exception as error:  # noqa: BLE001 (memory that ran out, weights that are NaN)
+            self.replies.put_nowait(refuse(None, error))
+        self.replies.put_nowait(None)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        while reply := await self.replies.get():
+            yield b"data: " + reply.body + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
     def choice(self, index: int, text: str, logprobs: Body, finish: str | None = None) -> Body:
         """A choice of a reply, or a piece of one."""
         said: Body = {"text": text}
         if self.chat:
             whole = {"message": {"role": "assistant", "content": text}}
             said = {"delta": {"content": text}} if self.stream else whole
-        table = None if self.options["top"] is None else logprobs
-        return {"index": index, **said, "logprobs": table, "finish_reason": finish}
+        shown = None if self.options["top"] is None else logprobs
+        return {"index": index, **said, "logprobs": shown, "finish_reason": finish}
 
     def send(self, choices: list[Body], usage: Body | None = None) -> None:
         """Hand a reply, or an event of it, from the model's thread to the event loop."""
         response = JSONResponse({**self.about, "choices": choices, "usage": usage})
         self.loop.call_soon_threadsafe(self.replies.put_nowait, response)
-
-
-# --------------------------------------------------------------------------------------------------
-# The model
 
 
 class Engine:
@@ -219,15 +240,6 @@ class Engine:
         options["stop"] += tags
         return llama2.encode_chat(self.tokenizer, messages, chat_format)
 
-    async def run(self, job: Job) -> None:
-        """Wait for the turn of a job and do it in a thread."""
-        job.loop = asyncio.get_running_loop()
-        try:
-            await anyio.to_thread.run_sync(self.complete, job, limiter=self.turn)
-        except Exception as error:  # noqa: BLE001 (memory that ran out, weights that are NaN)
-            job.replies.put_nowait(refuse(None, error))
-        job.replies.put_nowait(None)
-
     def check(self, *_: Any) -> None:
         """Before each pass of the model: between tokens, and between the chunks of a prompt."""
         anyio.from_thread.check_cancelled()
@@ -242,6 +254,13 @@ class Engine:
         self.held[cache] = self.held.pop(cache)
         return cache
 
+    def score(self, ids: list[int], top: int, cache: llama2.Cache) -> list[llama2.Score]:
+        """The scores of a prompt, whose first token has none; its last is not put in the cache."""
+        scored = llama2.score(self.model, ids, top, cache)
+        logprobs, top_logprobs, top_ids = (column.tolist() for column in scored)
+        best = [list(zip(*row)) for row in zip(top_ids, top_logprobs)]
+        return [llama2.Score(ids[0], None, []), *map(llama2.Score, ids[1:], logprobs, best)]
+
     def complete(self, job: Job) -> None:
         """Continue each prompt; what is to be streamed is sent in pieces."""
         choices, new_tokens, cached_tokens, top = [], 0, 0, job.options["top"]
@@ -252,7 +271,7 @@ class Engine:
             rest = llama2.rewind(cache, [] if scored else self.held[cache], ids)
             cached_tokens, self.held[cache] = cached_tokens + len(ids) - len(rest), ids
             if scored:
-                scores, rest = prompt_scores(self.model, ids, top, cache), ids[-1:]
+                scores, rest = self.score(ids, top, cache), ids[-1:]
             prompt = "" if job.chat else self.tokenizer.decode(ids)
             options = {**job.options, "first": not prompt, "cache": cache}
             stream = llama2.stream_text(self.model, self.tokenizer, rest, **options)
@@ -268,7 +287,7 @@ class Engine:
             self.held[cache] = ids + stream.report.new_ids[0]
             new_tokens += stream.report.new_tokens
             reason = stream.report.stop_reasons[0]
-            table = logprobs.take(size if reason.startswith("stop text") else math.inf)
+            table = logprobs.take(size + (not reason.startswith("stop text")))
             finish = "stop" if reason.startswith("stop") else "length"
             choices.append(job.choice(index, text, table, finish))
             if job.stream:
@@ -280,15 +299,6 @@ class Engine:
             job.send(choices, {**usage, "prompt_tokens_details": {"cached_tokens": cached_tokens}})
 
 
-def prompt_scores(
-    model: llama2.Llama, ids: list[int], top: int, cache: llama2.Cache
-) -> list[llama2.Score]:
-    """The scores of a prompt, whose first token has none. The cache then holds all but the last."""
-    logprobs, top_logprobs, top_ids = (t.tolist() for t in llama2.score(model, ids, top, cache))
-    best = [list(zip(*row)) for row in zip(top_ids, top_logprobs)]
-    return [llama2.Score(ids[0], None, []), *map(llama2.Score, ids[1:], logprobs, best)]
-
-
 class Logprobs:
     """Scores as OpenAI's table, its tokens as texts that join to that of the choice."""
 
@@ -296,7 +306,7 @@ class Logprobs:
         self.decoder, self.names = llama2.StreamDecoder(tokenizer, first), tokenizer.pieces
         self.scores, self.offset = scores, 0
 
-    def take(self, end: float) -> Body:
+    def take(self, end: int) -> Body:
         """Move the tokens that begin before character `end` from the scores to a table."""
         table: Body = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         while self.scores and self.offset < end:
@@ -310,56 +320,29 @@ class Logprobs:
         return table
 
 
-# --------------------------------------------------------------------------------------------------
-# HTTP
-
-
-async def events(job: Job) -> AsyncIterator[bytes]:
-    """The replies to a job as server-sent events."""
-    while reply := await job.replies.get():
-        yield b"data: " + reply.body + b"\n\n"
-    yield b"data: [DONE]\n\n"
-
-
 def make_app(engine: Engine, api_key: bytes | None) -> Any:
     """The ASGI application."""
+    tokenizer = engine.tokenizer
 
     async def tokenize(request: Request) -> Response:
         body = await read(request)
-        text, bos = body.get("content"), get(body, "add_special", bool, False)
+        text, special = body.get("content"), get(body, "add_special", bool, False)
         need(isinstance(text, str), "content", "a text")
-        bos = bos and engine.tokenizer.add_bos
-        ids = await asyncio.to_thread(engine.tokenizer.encode, text, bos)
+        ids = await asyncio.to_thread(tokenizer.encode, text, special and tokenizer.add_bos)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def detokenize(request: Request) -> Response:
-        ids, count = (await read(request)).get("tokens"), engine.tokenizer.vocab_size
-        fits = is_ids(ids) and all(0 <= token_id < count for token_id in ids)
-        need(fits, "tokens", f"a list of token ids below {count}")
-        return JSONResponse({"content": await asyncio.to_thread(engine.tokenizer.decode, ids)})
+        ids = (await read(request)).get("tokens")
+        fits = is_ids(ids) and all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
+        need(fits, "tokens", f"a list of token ids below {tokenizer.vocab_size}")
+        return JSONResponse({"content": await asyncio.to_thread(tokenizer.decode, ids)})
 
     async def complete(request: Request) -> Any:
         chat = request.url.path == "/v1/chat/completions"
         job = await asyncio.to_thread(Job, engine, await read(request), chat)
         if engine.turn.statistics().tasks_waiting >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
-
-        async def reply(scope: Any, receive: Any, send: Any) -> None:
-            async with anyio.create_task_group() as group:
-
-                async def watch() -> None:
-                    while (await receive())["type"] != "http.disconnect":
-                        pass
-                    group.cancel_scope.cancel()
-
-                group.start_soon(watch)
-                group.start_soon(engine.run, job)
-                stream = StreamingResponse(events(job), media_type="text/event-stream")
-                response = stream if job.stream else await job.replies.get()
-                await response(scope, receive, send)
-                group.cancel_scope.cancel()  # for nobody else is watched
-
-        return reply
+        return job
 
     model = {"id": engine.name, "object": "model", "created": int(time.time())}
     models = {"object": "list", "data": [{**model, "owned_by": "llama2.py"}]}
@@ -371,15 +354,13 @@ def make_app(engine: Engine, api_key: bytes | None) -> Any:
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/chat/completions", complete, methods=["POST"]),
     ]
-    handlers = {HTTPException: refuse, Exception: refuse}
-    app = Starlette(routes=routes, exception_handlers=handlers, max_body_size=MAX_BODY)
+    errors = {HTTPException: refuse, Exception: refuse}
+    app = Starlette(routes=routes, exception_handlers=errors, max_body_size=MAX_BODY)
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
         right = hmac.compare_digest(given, b"Bearer " + (api_key or b""))
-        wrong = refuse(
-            None, Refusal(401, "the API key is missing or wrong", None, "invalid_api_key")
-        )
+        wrong = refuse(None, Refusal(401, "the API key is wrong", code="invalid_api_key"))
         await (app if right or scope["path"] == "/health" else wrong)(scope, receive, send)
 
     return app if api_key is None else guarded

@@ -397,6 +397,7 @@ BAD_MESSAGES = [
     [{"role": "user", "content": "a " * 600}],
     [{"role": "user", "content": "a [/INST] b"}],
     [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+    [{"role": "\ud800", "content": "A"}],
 ]
 BAD_BODIES = [
     *(b"", b"{", b"[]", b"1", b"null", b'"a"', b"\xff\xfe", b'{"prompt": "\xff"}', b"{} {}", b"\0"),
@@ -492,7 +493,10 @@ def test_half_sent_bodies_hold_up_nobody(server):
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory, loaded):
-    """A server with a key, whose model says SAID and EOS after "A": each token has one successor."""
+    """A server with a key, whose model says SAID and EOS after "A": each token has one successor.
+
+    Its chat template is unknown.
+    """
     tokenizer = loaded[1]
     said = tokenizer.encode("A" + SAID, bos=False) + [tokenizer.eos_id]
     assert len(set(said)) == len(said)
@@ -508,6 +512,7 @@ def parrot(tmp_path_factory, loaded):
         weights["lm_head.weight"][successor] = 9 * rows[token_id]
     path = tmp_path_factory.mktemp("parrot") / "parrot.gguf"
     keys = config_keys(config) | vocabulary_keys(tokenizer.sp)
+    keys["tokenizer.chat_template"] = "{{ odd }}"
     write_gguf(path, keys, {gguf_name(name): weight for name, weight in weights.items()})
     server = Running("--api-key", KEY, "--context", "48", "--model", str(path))
     yield server
@@ -540,6 +545,13 @@ def test_end_of_text(parrot, loaded):
 def test_stop_text_of_bytes(parrot):
     options = {"prompt": "A", "max_tokens": 30, "stop": ["𝄞"], **GREEDY}
     assert parrot.client.completions.create(**options).choices[0].text == SAID.partition("𝄞")[0]
+
+
+def test_unknown_chat_template(parrot):
+    """The model is served all the same; what cannot be is a chat."""
+    with pytest.raises(openai.BadRequestError, match="unknown chat template '{{ odd }}'") as error:
+        parrot.client.chat.completions.create(**CHAT, model="")
+    assert error.value.param == "messages"
 
 
 def test_api_key_and_context(parrot):
@@ -595,7 +607,7 @@ def run(
 def test_what_cannot_be_is_one_line(tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ImportError(name='uvicorn')")
     missing = run(python=(sys.executable, str(SERVER)), PYTHONPATH=str(tmp_path))
-    assert "uvicorn is missing: pip install starlette uvicorn" in missing.stderr
+    assert 'uvicorn is missing: pip install "starlette>=1.6"' in missing.stderr
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
         wrong = pool.submit(run, "--model", str(tmp_path / "none.gguf"))
         taken = pool.submit(run, "--port", str(other.getsockname()[1]))
