@@ -83,8 +83,8 @@ async def read(request: Request) -> Body:
 def need(fits: bool, name: str, accepted: str, found: Any = None) -> None:
     """Refuse a field unless it fits. What was found is told where it is no part of a prompt."""
     if not fits:
-        told = "" if found is None else f" is {json.dumps(found)[:40]};"
-        raise Refusal(400, f"{name}{told} accepts {accepted}", name)
+        told = ":" if found is None else f" is {json.dumps(found)[:40]};"
+        raise Refusal(400, f"{name}{told} accepted is {accepted}", name)
 
 
 def get(body: Body, name: str, kind: type, default: Any = None, low: int = 0, high: int = 0) -> Any:
@@ -388,11 +388,15 @@ def main() -> int:
     options = {"http": "h11", "ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
     server = uvicorn.Server(uvicorn.Config(make_app(engine, args.api_key), **options, **silent))
     engine.closing = lambda: server.should_exit
+
+    async def serve() -> None:
+        line = f"listening on http://{args.host}:{listener.getsockname()[1]}"
+        asyncio.get_running_loop().call_soon(llama2.note, line)  # once it minds signals
+        await server.serve([listener])
+
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        port = listener.getsockname()[1]
-        print(f"listening on http://{args.host}:{port}", file=sys.stderr, flush=True)
-        server.run([listener])
+        asyncio.run(serve())
     return 0
 
 
