@@ -145,14 +145,20 @@ class Job:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer, as a response of Starlette does, until the client hangs up."""
+        if self.engine.jobs > MAX_WAITING:
+            raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
+        self.engine.jobs += 1
         self.loop = asyncio.get_running_loop()
         stream = StreamingResponse(self.events(), media_type="text/event-stream")
-        async with anyio.create_task_group() as group:
-            group.start_soon(self.run)
-            group.start_soon(self.watch, receive, group.cancel_scope)
-            response = stream if self.stream else await self.replies.get()
-            await response(scope, receive, send)
-            group.cancel_scope.cancel()  # watch() is still waiting
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.run)
+                group.start_soon(self.watch, receive, group.cancel_scope)
+                response = stream if self.stream else await self.replies.get()
+                await response(scope, receive, send)
+                group.cancel_scope.cancel()  # watch() is still waiting
+        finally:
+            self.engine.jobs -= 1
 
     async def watch(self, receive: Any, scope: anyio.CancelScope) -> None:
         """Cancel a scope when the client has gone."""
@@ -210,7 +216,8 @@ class Engine:
         shape = checkpoint.config, 1, self.context, cache_dtype, device
         self.held: dict[llama2.Cache, list[int]]  # the ids in each cache, that used last the last
         self.held = {llama2.Cache(*shape): [] for _ in range(count)}
-        self.turn = anyio.CapacityLimiter(1)  # the queue: first come, first served
+        self.turn = anyio.CapacityLimiter(1)  # first come, first served
+        self.jobs = 0  # that wait, and the one that runs
         self.closing = lambda: False  # whether the server is about to end
 
     def encode(self, prompt: Any) -> list[list[int]]:
@@ -339,10 +346,7 @@ def make_app(engine: Engine, api_key: bytes | None) -> Any:
 
     async def complete(request: Request) -> Any:
         chat = request.url.path == "/v1/chat/completions"
-        job = await asyncio.to_thread(Job, engine, await read(request), chat)
-        if engine.turn.statistics().tasks_waiting >= MAX_WAITING:
-            raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
-        return job
+        return await asyncio.to_thread(Job, engine, await read(request), chat)
 
     model = {"id": engine.name, "object": "model", "created": int(time.time())}
     models = {"object": "list", "data": [{**model, "owned_by": "llama2.py"}]}

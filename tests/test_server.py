@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -338,6 +339,21 @@ def test_full_queue(server):
         server.client.completions.create(prompt="A", model="")
     assert error.value.status_code == 503
     assert int(error.value.response.headers["retry-after"]) > 0
+    for connection in held:
+        connection.close()
+    assert server.idle()
+
+
+def test_the_queue_is_bounded_for_those_who_come_at_once(server):
+    body = json.dumps(LONG).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    held = [server.connect() for _ in range(100)]
+    for connection in held:
+        connection.sendall(head + body)
+    time.sleep(0.5)
+    answered, _, _ = select.select(held, [], [], 0)
+    refused = [connection.recv(64).startswith(b"HTTP/1.1 503 ") for connection in answered]
+    assert sum(refused) >= 30  # of the 35 that have no place, as answers may end meanwhile
     for connection in held:
         connection.close()
     assert server.idle()
