@@ -150,15 +150,12 @@ class Job:
         self.engine.jobs += 1
         self.loop = asyncio.get_running_loop()
         stream = StreamingResponse(self.events(), media_type="text/event-stream")
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self.run)
-                group.start_soon(self.watch, receive, group.cancel_scope)
-                response = stream if self.stream else await self.replies.get()
-                await response(scope, receive, send)
-                group.cancel_scope.cancel()  # watch() is still waiting
-        finally:
-            self.engine.jobs -= 1
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.run)
+            group.start_soon(self.watch, receive, group.cancel_scope)
+            response = stream if self.stream else await self.replies.get()
+            await response(scope, receive, send)
+            group.cancel_scope.cancel()  # watch() is still waiting
 
     async def watch(self, receive: Any, scope: anyio.CancelScope) -> None:
         """Cancel a scope when the client has gone."""
@@ -172,6 +169,8 @@ class Job:
             await anyio.to_thread.run_sync(self.engine.complete, self, limiter=self.engine.turn)
         except Exception as error:  # noqa: BLE001 (memory that ran out, weights that are NaN)
             self.replies.put_nowait(refuse(None, error))
+        finally:
+            self.engine.jobs -= 1  # though a slow client may still read
         self.replies.put_nowait(None)
 
     async def events(self) -> AsyncIterator[bytes]:
