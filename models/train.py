@@ -1,8 +1,8 @@
-"""Train a small Llama 2 on one UTF-8 text file and write it as GGUF, for llama2.py and llama.cpp.
+"""Train a small Llama 2 on UTF-8 text files and write it as GGUF, for llama2.py and llama.cpp.
 
-    python models/train.py tales.txt --out models/fairytales.gguf
+    python models/train.py tales.txt more_tales.txt --out models/fairytales.gguf
 
-The text is a row of documents with a blank line between them. The model is the very `llama2.Llama`
+A text is a row of documents with a blank line between them. The model is the very `llama2.Llama`
 that runs the file afterwards; nothing in it knows about training. Needs torch, sentencepiece, gguf
 and tqdm. A stopped run goes on from its last checkpoint when the same command is given again.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import io
+import itertools
 import math
 import re
 import sys
@@ -34,34 +35,38 @@ import llama2
 # Data
 
 
-def read_documents(path: Path, run: int = 20) -> tuple[list[str], list[str]]:
-    """(training, held out): about every tenth document is held out, if it has no twin in the file.
+def read_documents(paths: list[Path], run: int = 20) -> tuple[list[str], list[list[str]]]:
+    """(training, held out of each file): every tenth document is held out, if it has no twin.
 
     Collections repeat themselves: the same tale by two editors would make the held-out loss a test of
-    memory. A twin is a document that shares a run of 20 words with another.
+    memory. A twin is a document that shares a run of 20 words with another, in whichever file. The
+    count starts anew with each file, so that one more file leaves the others' held-out tales alone.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-    documents = [part.strip("\n") for part in re.split(r"\n{2,}", text) if part.strip()]
-    if len(documents) < 10:
-        raise ValueError(
-            f"{path} holds {len(documents)} documents; needed are 10 or more, with a blank line between"
-        )
-    owner: dict[int, int] = {}  # run of words -> the first document that has it
+    files = []
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+        files.append([part.strip("\n") for part in re.split(r"\n{2,}", text) if part.strip()])
+        if len(files[-1]) < 10:
+            found = f"{path} holds {len(files[-1])} documents"
+            raise ValueError(f"{found}; needed are 10 or more, with a blank line between")
+    owner: dict[int, str] = {}  # run of words -> the first document that has it
     twins = set()
-    for index, document in enumerate(documents):
+    for document in itertools.chain(*files):
         words = document.split()
         for i in range(len(words) - run + 1):
-            first = owner.setdefault(hash(tuple(words[i : i + run])), index)
-            if first != index:
-                twins |= {first, index}
-    held_out = [i for i in range(len(documents)) if i % 10 == 9 and i not in twins]
-    if not held_out:
-        raise ValueError(f"{path}: every tenth document repeats another one, none can be held out")
-    train = [documents[i] for i in range(len(documents)) if i not in held_out]
-    return train, [documents[i] for i in held_out]
+            first = owner.setdefault(hash(tuple(words[i : i + run])), document)
+            if first is not document:
+                twins |= {first, document}
+    train, held_out = [], []
+    for path, documents in zip(paths, files, strict=True):
+        held_out.append([document for document in documents[9::10] if document not in twins])
+        if not held_out[-1]:
+            raise ValueError(f"{path}: every tenth document repeats another, none can be held out")
+        train += [document for document in documents if document not in held_out[-1]]
+    return train, held_out
 
 
 def train_tokenizer(documents: list[str], size: int) -> bytes:
@@ -181,8 +186,8 @@ def train(args: argparse.Namespace) -> None:
     if not args.out.parent.is_dir():
         raise ValueError(f"--out: there is no folder {args.out.parent}")
     torch.manual_seed(args.seed)
-    train_texts, held_texts = read_documents(args.text)
-    held_bytes = sum(len(text.encode()) for text in held_texts)
+    train_texts, held_texts = read_documents(args.texts)
+    held_bytes = [sum(len(text.encode()) for text in texts) for texts in held_texts]
     checkpoint_path = args.out.with_suffix(".ckpt")
     state = None
     if checkpoint_path.exists():
@@ -190,7 +195,7 @@ def train(args: argparse.Namespace) -> None:
     proto = state["tokenizer"] if state else train_tokenizer(train_texts, args.vocab)
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
     stream = torch.cat([encode(tokenizer, text) for text in train_texts])
-    held_out = [encode(tokenizer, text) for text in held_texts]
+    held_out = [[encode(tokenizer, text) for text in texts] for texts in held_texts]
     train_bytes = sum(len(text.encode()) for text in train_texts)
 
     model = new_model(args).to(args.device)
@@ -216,15 +221,15 @@ def train(args: argparse.Namespace) -> None:
     T, B = args.context, args.batch
     per_epoch = (len(stream) - 1 - T) // T // B
     if per_epoch < 1:
-        raise ValueError(f"{args.text}: {len(stream)} tokens are no batch of {B} x {T}")
+        raise ValueError(f"{len(stream)} tokens are no batch of {B} x {T}")
     steps = math.ceil(args.epochs * per_epoch)
     every = args.eval_every or per_epoch
-    held_tokens = sum(len(ids) - 1 for ids in held_out)
+    held_tokens = sum(len(ids) - 1 for ids in itertools.chain(*held_out))
     print(f"{len(train_texts)} documents to train on: {train_bytes} bytes, {len(stream)} tokens")
-    print(f"{len(held_texts)} documents held out: {held_bytes} bytes, {held_tokens} tokens")
+    for path, texts, size in zip(args.texts, held_texts, held_bytes, strict=True):
+        print(f"{len(texts)} documents of {path.name} held out: {size} bytes")
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {steps} steps of {B} x {T}")
 
-    bits = 1 / math.log(2) / held_bytes
     running = None
     data = batches(stream, T, B, args.seed, step)
     bar = tqdm(total=steps * B * T, initial=step * B * T, unit="tok", unit_scale=True)
@@ -251,11 +256,14 @@ def train(args: argparse.Namespace) -> None:
         bar.set_postfix_str(f"loss {running:.3f}, held out {best / held_tokens:.3f}")
 
         if step % every == 0 or step == steps:
-            nats = evaluate(average, held_out, T)
+            each = [evaluate(average, documents, T) for documents in held_out]
+            bits = [n / math.log(2) / size for n, size in zip(each, held_bytes, strict=True)]
+            nats = sum(each)
             seconds += time.monotonic() - start
             bar.write(
                 f"epoch {step / per_epoch:.2f}, {seconds:.0f} s: training loss {running:.3f},"
-                f" held out {nats / held_tokens:.3f}, {nats * bits:.4f} bits/byte"
+                f" held out {nats / held_tokens:.3f},"
+                f" {', '.join(f'{figure:.4f}' for figure in bits)} bits/byte"
             )
             if nats < best:
                 best = nats
@@ -276,29 +284,30 @@ def train(args: argparse.Namespace) -> None:
             checkpoint_path.with_suffix(".tmp").replace(checkpoint_path)
             start = time.monotonic()
     bar.close()
-    print(f"{args.out}: {args.out.stat().st_size} bytes, held out {best * bits:.4f} bits/byte")
+    print(f"{args.out}: {args.out.stat().st_size} bytes, held out {best / held_tokens:.4f}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("text", type=Path, help="UTF-8 text: documents with a blank line between them")
+    help = "UTF-8: documents with a blank line between them"
+    add("texts", metavar="TEXT", type=Path, nargs="+", help=help)
     add("--out", type=Path, default=Path("model.gguf"), help="checkpoint beside it as .ckpt")
     add("--type", choices=llama2.SAVE_TYPES, default="Q8_0", help="of the matrices")
-    add("--vocab", type=int, default=2048, help="pieces of the vocabulary")
-    add("--hidden", type=int, default=256)
-    add("--mlp", type=int, default=704, help="width inside the MLP")
+    add("--vocab", type=int, default=4096, help="pieces of the vocabulary")
+    add("--hidden", type=int, default=384)
+    add("--mlp", type=int, default=896, help="width inside the MLP")
     add("--layers", type=int, default=4)
-    add("--heads", type=int, default=8)
+    add("--heads", type=int, default=12)
     add("--kv-heads", type=int, default=4)
     add("--untied", action="store_true", help="an output matrix of its own")
     add("--context", type=int, default=512)
     add("--batch", type=int, default=4, help="windows of one context per step")
-    add("--epochs", type=float, default=12)
+    add("--epochs", type=float, default=13)
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--warmup", type=int, default=100, help="steps")
-    add("--weight-decay", type=float, default=0.1)
-    add("--dropout", type=float, default=0.1)
+    add("--weight-decay", type=float, default=0.3)
+    add("--dropout", type=float, default=0.2)
     add("--ema", type=float, default=0.99, help="decay of the averaged weights that are kept")
     add("--eval-every", type=int, help="steps (default: an epoch)")
     add("--device", default="cpu", choices=("cpu", "cuda", "mps"))

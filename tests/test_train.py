@@ -75,3 +75,21 @@ def test_too_little_text(run):
     """One line that says so, and status 2."""
     status, _, err, _ = run("--context", 10**4)
     assert status == 2 and "are no batch of 4 x 10000" in err and err.count("\n") == 1
+
+
+def test_another_file_leaves_the_split_alone(train, tmp_path):
+    """Each file's own tenth documents are held out; one with a twin in the other file is not."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    texts = [
+        [f"{path.name} " + " ".join(f"{path.name}{i}.{j}" for j in range(30)) for i in range(30)]
+        for path in paths
+    ]
+    texts[1][19] = texts[1][3]
+    texts[1][5] += " " + texts[0][29]
+    for path, documents in zip(paths, texts, strict=True):
+        path.write_text("\n\n".join(documents), "utf-8")
+    _, (alone,) = train.read_documents(paths[:1])
+    assert alone == [texts[0][i] for i in (9, 19, 29)]
+    training, (first, second) = train.read_documents(paths)
+    assert first == alone[:2] and second == [texts[1][9], texts[1][29]]
+    assert sorted(training + first + second) == sorted(texts[0] + texts[1])
