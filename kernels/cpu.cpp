@@ -208,7 +208,13 @@ INLINE void store_bfloat16(void *p, f32 v) {
 
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_ = false> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_ };  // weights, bytes, weights
-  enum { GROUPS = BLOCK / GROUP, MINIMUM = MINIMUM_, DENSE = 0 };
+  enum { GROUPS = BLOCK / GROUP, MINIMUM = MINIMUM_, DENSE = 0, SPAN = 32 };
+};
+// K types: a group's scale and minimum are integers of 8 bits times one float16 of the block, found
+// at bytes D and DMIN. Value x scale x 14 bits, summed over SPAN weights, stay within 32 bits.
+template <int SIZE_, int GROUP_, int D_, int DMIN_ = -1, int SPAN_ = 64>
+struct KBlock : Block<256, SIZE_, GROUP_, (DMIN_ >= 0)> {
+  enum { D = D_, DMIN = DMIN_, SPAN = SPAN_ };
 };
 template <int SIZE_> struct Dense : Block<32, SIZE_, 32> {
   enum { DENSE = 1 };
@@ -239,26 +245,24 @@ INLINE i8x32 fifth(Bytes p) {
   for (int i = 0; i < 32; i++) v[i] = p[i / 8] >> i % 8 << 4 & 16;
   return load<i8x32>(v);
 }
-// 8 bytes -> float32, times a factor
-template <class Byte> INLINE void widen8(const void *p, float factor, float *to) {
+// 8 signed bytes -> float32, times a factor
+INLINE void widen8(const uint64_t &bytes, float factor, float *to) {
   typedef int32_t i32x8 VECTOR(32);
 #if defined(AVX512) || defined(AVX2)  // which GCC does byte by byte
-  const __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
-  i32x8 v = (i32x8)(std::is_signed<Byte>::value ? _mm256_cvtepi8_epi32(bytes)
-                                                : _mm256_cvtepu8_epi32(bytes));
+  i32x8 v = (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
 #else
-  typedef Byte bytes VECTOR(8);
-  i32x8 v = __builtin_convertvector(load<bytes>(p), i32x8);
+  typedef int8_t i8x8 VECTOR(8);
+  i32x8 v = __builtin_convertvector(load<i8x8>(&bytes), i32x8);
 #endif
   store(to, __builtin_convertvector(v, f32x8) * factor);
 }
+constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
 // 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
-INLINE void scales_k4(Bytes b, float *s, float *m) {
-  const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, LOW6 = 0x3f3f3f3f;
-  const uint32_t v[3] = {load<uint32_t>(b + 4), load<uint32_t>(b + 8), load<uint32_t>(b + 12)};
-  const uint32_t scales[2] = {v[0] & LOW6, (v[2] & LOW4) | (v[0] >> 6 & LOW2) << 4};
-  const uint32_t minima[2] = {v[1] & LOW6, (v[2] >> 4 & LOW4) | (v[1] >> 6 & LOW2) << 4};
-  widen8<uint8_t>(scales, half(b), s), widen8<uint8_t>(minima, half(b + 2), m);
+INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
+  const uint64_t v = load<uint64_t>(b + 4), last = load<uint32_t>(b + 12), top = v >> 6 & each(3);
+  const uint64_t low = last & each(15), high = last >> 4 & each(15), LOW32 = 0xffffffff;
+  *s = (v & each(63) & LOW32) | (low | (top & LOW32) << 4) << 32;
+  *m = (v & each(63)) >> 32 | (high | top >> 32 << 4) << 32;
 }
 
 struct F32 : Dense<128> {
@@ -292,47 +296,61 @@ struct Q8_0 : Block<32, 34, 32> {
   INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
   INLINE i8x32 values(Bytes b, int) { return load<i8x32>(b + 2); }
 };
-struct Q2_K : Block<256, 84, 16, true> {
-  INLINE void scales(Bytes b, float *s, float *m) {
-    const float d = half(b + 80), low = half(b + 82);
-    for (int i = 0; i < 16; i++) s[i] = d * (float)(b[i] & 15), m[i] = low * (float)(b[i] >> 4);
+struct Q2_K : KBlock<84, 16, 80, 82> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
+    for (int i = 0; i < 2; i++) {
+      const uint64_t v = load<uint64_t>(b + 8 * i);
+      s[i] = v & each(15), m[i] = v >> 4 & each(15);
+    }
   }
   INLINE i8x32 values(Bytes b, int i) { return bits(b + 16 + i / 4 * 32, i % 4 * 2, 3); }
 };
-struct Q3_K : Block<256, 110, 16> {
-  INLINE void scales(Bytes b, float *s, float *) {
-    const uint32_t LOW2 = 0x03030303, LOW4 = 0x0f0f0f0f, top = load<uint32_t>(b + 104);
-    uint32_t v[4];
-    for (int i = 0; i < 4; i++)
-      v[i] = (load<uint32_t>(b + 96 + i % 2 * 4) >> i / 2 * 4 & LOW4) | (top >> 2 * i & LOW2) << 4;
-    i8x16 signed_scales = load<i8x16>(v) - 32;
-    widen8<int8_t>(&signed_scales, half(b + 108), s);
-    widen8<int8_t>((Bytes)&signed_scales + 8, half(b + 108), s + 8);
+struct Q3_K : KBlock<110, 16, 108> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
+    const uint64_t low = load<uint64_t>(b + 96), top = load<uint32_t>(b + 104);
+    for (int i = 0; i < 2; i++) {
+      uint64_t high = (top >> 4 * i & 0x03030303) | (top >> (4 * i + 2) & 0x03030303) << 32;
+      uint64_t v = ((low >> 4 * i & each(15)) | high << 4) ^ each(32), sign = v & each(32);
+      s[i] = v | sign << 1 | sign << 2;  // less 32
+    }
   }
   INLINE i8x32 values(Bytes b, int i) {
     return (bits(b + 32 + i / 4 * 32, i % 4 * 2, 3) | bits(b, i, 1, 2)) - 4;
   }
 };
-struct Q4_K : Block<256, 144, 32, true> {
-  INLINE void scales(Bytes b, float *s, float *m) { scales_k4(b, s, m); }
+struct Q4_K : KBlock<144, 32, 0, 2> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
   INLINE i8x32 values(Bytes b, int i) { return bits(b + 16 + i / 2 * 32, i % 2 * 4, 15); }
 };
-struct Q5_K : Block<256, 176, 32, true> {
-  INLINE void scales(Bytes b, float *s, float *m) { scales_k4(b, s, m); }
+struct Q5_K : KBlock<176, 32, 0, 2> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
   INLINE i8x32 values(Bytes b, int i) {
     return bits(b + 48 + i / 2 * 32, i % 2 * 4, 15) | bits(b + 16, i, 1, 4);
   }
 };
-struct Q6_K : Block<256, 210, 16> {
-  INLINE void scales(Bytes b, float *s, float *) {
-    widen8<int8_t>(b + 192, half(b + 208), s), widen8<int8_t>(b + 200, half(b + 208), s + 8);
-  }
+struct Q6_K : KBlock<210, 16, 208, -1, 32> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
   INLINE i8x32 values(Bytes b, int i) {
     i8x32 low = bits(b + i / 4 * 64 + i % 2 * 32, i / 2 % 2 * 4, 15);
     return (low | bits(b + 128 + i / 4 * 32, i % 4 * 2, 3, 4)) - 32;
   }
 };
 
+// Scales and minima of a block's groups
+template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
+  if constexpr (T::BLOCK == 256) {
+    uint64_t scale[2], minimum[2];
+    T::integers(b, scale, minimum);
+    for (int i = 0; i < T::GROUPS / 8; i++) {
+      widen8(scale[i], half(b + T::D), s + 8 * i);
+      if constexpr (T::MINIMUM) widen8(minimum[i], half(b + T::DMIN), m + 8 * i);
+    }
+  } else T::scales(b, s, m);
+}
+// A block into L2
+template <class T> INLINE void prefetch(Bytes w) {
+  for (int i = 0; i < T::SIZE; i += 64) __builtin_prefetch(w + i, 0, 2);
+}
 // The i-th 32 weights of a block, not yet scaled, as vectors
 template <class T, class V, int COUNT> INLINE void values32(Bytes b, int i, V (&v)[COUNT]) {
   for (int p = 0; p < COUNT; p++)
@@ -358,6 +376,7 @@ struct Rows {
   bool fast;
   Array<int16_t> q;
   Array<float> scales[2], sums[2];
+  int64_t span() const { return count > 16 && K % 64 == 0 ? 64 : 32; }
   Rows(const float *x, int64_t count, int64_t K, bool fast) : x(x), count(count), K(K), fast(fast) {
     if (fast) q = array<int16_t>(count * K);
     for (int i = 0; i < 2; i++) {
@@ -371,31 +390,35 @@ struct Rows {
 };
 
 // One row of x (K) -> its integers, scales and sums
-static void quantize_row(Rows &to, int64_t row) {
-  for (int64_t k = row * to.K; k < (row + 1) * to.K; k += 32) {
-    f32 v[32 / VL], top = {}, halves[2] = {};
-    for (int i = 0; i < 32 / VL; i++) {
+template <int SPAN> static void quantize_row(Rows &to, int64_t row) {
+  const float most = to.count > 16 ? 16383 : 32767;
+  for (int64_t k = row * to.K; k < (row + 1) * to.K; k += SPAN) {
+    f32 v[SPAN / VL], top = {}, sums[SPAN / 16] = {};
+    for (int i = 0; i < SPAN / VL; i++) {
       v[i] = load<f32>(to.x + k + VL * i);
-      top = max(v[i] < 0 ? -v[i] : v[i], top), halves[i * VL / 16] += v[i];
+      top = max(v[i] < 0 ? -v[i] : v[i], top), sums[i * VL / 16] += v[i];
     }
     float scale = 1;
     if (to.fast) {
       float limit = top[0];
+      f32 all = {};
       for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
-      scale = limit / 32767 + 0 * sum(halves[0] + halves[1]);  // NaN if an x is
-      float inverse = limit > 1e-30f ? 32767 / limit : 0;
-      halves[0] = halves[1] = f32{};
-      for (int i = 0; i < 32 / VL; i++) {
+      for (f32 &part : sums) all += part, part = f32{};
+      scale = limit / most + 0 * sum(all);  // NaN if an x is
+      float inverse = limit > 1e-30f ? most / limit : 0;
+      for (int i = 0; i < SPAN / VL; i++) {
         v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer
-        halves[i * VL / 16] += v[i];
+        sums[i * VL / 16] += v[i];
         store(&to.q[k + VL * i],
               __builtin_convertvector(__builtin_convertvector(v[i], i32), i16_half));
       }
     }
-    float first = sum(halves[0]) * scale, second = sum(halves[1]) * scale;
-    to.scales[0][k / 16] = to.scales[0][k / 16 + 1] = to.scales[1][k / 32] = scale;
-    to.sums[0][k / 16] = first, to.sums[0][k / 16 + 1] = second;
-    to.sums[1][k / 32] = first + second;
+    for (int64_t i = 0, at = k / 16; i < SPAN / 16; i += 2, at += 2) {
+      float first = sum(sums[i]) * scale, second = sum(sums[i + 1]) * scale;
+      to.scales[0][at] = to.scales[0][at + 1] = to.scales[1][at / 2] = scale;
+      to.sums[0][at] = first, to.sums[0][at + 1] = second;
+      to.sums[1][at / 2] = first + second;
+    }
   }
 }
 
@@ -413,9 +436,9 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   f32 total[R][2] = {};
   alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS], low[R][T::GROUPS] = {};
   for (int64_t k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
-    // Into L2, beyond what hardware does at the end of a page: F16 9.5 -> 15.2 G weights/s
-    for (int j = 0; j < T::SIZE; j += 64) __builtin_prefetch(w + 6144 + j, 0, 2);
-    T::scales(w, s, m);
+    prefetch<T>(w +
+                6144);  // beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
+    read_scales<T>(w, s, m);
     for (int r = 0; r < R; r++) {
       int64_t group = (rows[r] * K + k) / T::GROUP;
       const float *x_scales = &x.scales[WIDE][group], *x_sums = &x.sums[WIDE][group];
@@ -468,47 +491,68 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
 
 // ---- The table of formats -----------------------------------------------------------------------
 
-// `count` weights (whole blocks) -> float32; or int16 with a scale and a minimum for each group
-template <class T, class X>
-static void unpack(Bytes w, int64_t count, void *y, float *scales, float *minima) {
+// `count` weights (whole blocks) -> float32
+template <class T> static void unpack(Bytes w, int64_t count, void *y, float *, float *) {
   for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
+    prefetch<T>(w + count / T::BLOCK * T::SIZE);  // of the next columns, when these are multiplied
     float s[T::GROUPS], m[T::GROUPS] = {};
-    T::scales(w, s, m);
-    if (is_int16<X>) {
-      memcpy(scales + k / T::GROUP, s, sizeof s);
-      memcpy(minima + k / T::GROUP, m, sizeof m);
-    }
+    read_scales<T>(w, s, m);
     UNROLL
     for (int i = 0; i < T::BLOCK / 32; i++) {
-      constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;
-      X v[COUNT];
+      f32 v[32 / VL];
       values32<T>(w, i, v);
-      if constexpr (is_float<X>)
-        for (int p = 0; p < COUNT; p++) {
-          const int group = (32 * i + VL * p) / T::GROUP;
-          v[p] = T::MINIMUM ? v[p] * s[group] - m[group] : v[p] * s[group];
-        }
-      store((uint8_t *)y + (k + 32 * i) * (is_float<X> ? 4 : 2), v);
+      for (int p = 0; p < 32 / VL; p++) {
+        const int group = (32 * i + VL * p) / T::GROUP;
+        v[p] = T::MINIMUM ? v[p] * s[group] - m[group] : v[p] * s[group];
+      }
+      store((float *)y + k + 32 * i, v);
+    }
+  }
+}
+// The same as int16, with a scale for each SPAN and, negated, the minima
+template <class T>
+static void unpack_int16(Bytes w, int64_t count, void *y, float *scale, float *minima) {
+  typedef int16_t i16x16 VECTOR(32);
+  for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
+    prefetch<T>(w + count / T::BLOCK * T::SIZE);
+    alignas(16) int8_t integers[16];
+    float s[T::GROUPS], m[T::GROUPS];
+    read_scales<T>(w, s, m);
+    if constexpr (T::BLOCK == 256) {
+      uint64_t minimum[2];
+      T::integers(w, (uint64_t *)integers, minimum);
+      for (int i = 0; i < 256 / T::SPAN; i++) scale[k / T::SPAN + i] = half(w + T::D);
+    } else scale[k / 32] = s[0];
+    for (int i = 0; T::MINIMUM && i < T::GROUPS; i++) minima[k / T::GROUP + i] = -m[i];
+    UNROLL
+    for (int i = 0; i < T::BLOCK / 32; i++) {
+      i16 v[16 / VL];
+      i16x16 halves[2];
+      values32<T>(w, i, v);
+      memcpy(halves, v, sizeof v);
+      for (int j = 0; T::BLOCK == 256 && j < 2; j++)
+        halves[j] *= (int16_t)integers[(32 * i + 16 * j) / T::GROUP];
+      store((int16_t *)y + k + 32 * i, halves);
     }
   }
 }
 typedef void (*Unpack)(Bytes w, int64_t count, void *y, float *scales, float *minima);
 typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride);
 struct Format {
-  int64_t type, block, size, group;
+  int64_t type, block, size, span;
   bool minimum;
   int64_t rows[2];              // exact and fast: how many rows of x are multiplied at a time
   Dot dot[2][2];                // and the functions for one row and for up to that many
   Unpack unpack, unpack_int16;  // the latter null: float32 if fast, too
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type, T::BLOCK,       T::SIZE, T::GROUP, T::MINIMUM, {2, T::DENSE ? 2 : 4},
-              {},   unpack<T, f32>, nullptr};
+  Format f = {type, T::BLOCK,  T::SIZE, T::SPAN, T::MINIMUM, {2, T::DENSE ? 2 : 4},
+              {},   unpack<T>, nullptr};
   f.dot[0][0] = f.dot[1][0] = dot<T, f32, 1>;
   f.dot[0][1] = f.dot[1][1] = dot<T, f32, 2>;
   if constexpr (!T::DENSE) {
     f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 4>;
-    if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack<T, i16>;
+    if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
   }
   return f;
 }
@@ -535,7 +579,7 @@ struct Matrix {
 static void gemv(const Matrix *matrices, int count, Rows &x) {
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += matrices[i].N;
-  for (int64_t r = 0; r < x.count; r++) quantize_row(x, r);
+  for (int64_t r = 0; r < x.count; r++) quantize_row<32>(x, r);
 #pragma omp parallel for schedule(guided, 16) if (total * x.K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
@@ -592,7 +636,7 @@ template <class X> struct Panels {
     for (int64_t p = 0; p < count; p++)
       for (int64_t i = p * MR; i < (p + 1) * MR; i++) {
         const int64_t row = i < rows ? i : rows - 1;  // the last one fills its panel
-        if (is_int16<X>) quantize_row(x, row);
+        if (is_int16<X>) (x.span() == 64 ? quantize_row<64> : quantize_row<32>)(x, row);
         for (int64_t k = 0; k < K; k += 32) {
           const int64_t at = row * K + k, to = (p * K + k) * MR;
           uint32_t line[32];
@@ -613,30 +657,47 @@ template <class X> struct Panels {
 // NR rows of a strip of W: words and, for int16, scales and minima of their groups
 template <class X> struct Strip {
   alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
-  float scales[STRIP][KC / 16] = {}, minima[STRIP][KC / 16] = {};
+  float scales[STRIP][KC / 32] = {}, minima[STRIP][KC / 32] = {};
 };
 
 // total (NR, MR) += rows n to n + NR of w . `count` columns of a panel, from column k on
 template <class X>
 INLINE void tile(float (*total)[MR], const Strip<X> &w, int n, const Panels<X> &x, int64_t panel,
                  int64_t k, int64_t count, const Format *f) {
-  const int64_t GROUP = is_int16<X> ? f->group : count;
-  for (int64_t g = 0; g < count / GROUP; g++) {
-    const int64_t column = panel * x.K + k + g * GROUP;
+  const int64_t first = panel * x.K + k;
+  if constexpr (!is_int16<X>) {
     Sum<X> sums[NR][V] = {};
-    microkernel<X>(sums, &w.words[n][g * GROUP / PER_WORD<X>], KC / PER_WORD<X>, 1,
-                   &x.words[column * MR / PER_WORD<X>], GROUP / PER_WORD<X>);
+    microkernel<X>(sums, w.words[n], KC / PER_WORD<X>, 1, &x.words[first * MR / PER_WORD<X>],
+                   count / PER_WORD<X>);
+    for (int j = 0; j < NR; j++)
+      for (int i = 0; i < V; i++)
+        store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
+    return;
+  }
+  const int64_t span = f->span;
+  for (int64_t g = 0, at = first; g < count / span; g++, at += span) {
+    i32 sums[NR][V] = {};
+    microkernel<i16>(sums, &w.words[n][g * span / 2], KC / 2, 1, &x.words[at * MR / 2], span / 2);
+    f32 scales[V];  // loaded once: a store to total might change them
+    for (int i = 0; i < V; i++) scales[i] = load<f32>(&x.scales[at / 32 * MR + i * VL]);
+    UNROLL
+    for (int j = 0; j < NR; j++) {
+      f32 scale = splat(w.scales[n + j][g]);
+      for (int i = 0; i < V; i++) {
+        f32 old = load<f32>(&total[j][i * VL]);
+        store(&total[j][i * VL], madd(old, to_f32(sums[j][i]) * scale, scales[i]));
+      }
+    }
+  }
+  if (f->minimum) {
+    f32 sums[NR][V];
     UNROLL
     for (int j = 0; j < NR; j++)
-      for (int i = 0; i < V; i++) {
-        f32 old = load<f32>(&total[j][i * VL]), more = to_f32(sums[j][i]);
-        if constexpr (is_int16<X>) {
-          const int64_t at = column / 32 * MR + i * VL;
-          old += more * w.scales[n + j][g] * load<f32>(&x.scales[at]);
-          if (f->minimum) old -= load<f32>(&x.sums[at]) * w.minima[n + j][g];
-        } else old += more;
-        store(&total[j][i * VL], old);
-      }
+      for (int i = 0; i < V; i++) sums[j][i] = load<f32>(&total[j][i * VL]);
+    microkernel<f32>(sums, w.minima[n], KC / 32, 1, &x.sums[first / 32 * MR], count / 32);
+    UNROLL
+    for (int j = 0; j < NR; j++)
+      for (int i = 0; i < V; i++) store(&total[j][i * VL], sums[j][i]);
   }
 }
 
