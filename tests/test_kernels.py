@@ -115,6 +115,22 @@ def test_precision(kind, amx):
             assert not layer(torch.zeros(rows, 512)).any()
 
 
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("fill", [0, 128, 255])
+@pytest.mark.parametrize("kind", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
+@torch.no_grad()
+def test_sums_of_the_largest_integers(kind, fill):
+    """All weights and scales at an end of their range, all of x alike: no sum leaves 32 bits."""
+    block, size, _ = llama2.GGML_TYPES[kind]
+    blocks = torch.full((8, 512 // block, size), fill, dtype=torch.uint8)
+    for at in SCALES[kind]:
+        blocks[:, :, at : at + 2] = torch.tensor([0, 60])  # 1.0 in float16
+    reference = llama2.QuantizedLinear(blocks.flatten(1), kind)
+    for rows in (1, 4, 40):
+        for x in (torch.full((rows, 512), 3.0), torch.full((rows, 512), -1e-3)):
+            assert_close(llama2.NativeLinear(reference, exact=False)(x), reference(x), 1e-4)
+
+
 @pytest.mark.parametrize("kind", llama2.GGML_TYPES)
 @torch.no_grad()
 def test_few_rows_are_rounded_if_allowed(kind, native):
