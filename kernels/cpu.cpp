@@ -58,7 +58,6 @@ typedef float f32 VECTOR(4 * VL);
 typedef int32_t i32 VECTOR(4 * VL);
 typedef uint32_t u32 VECTOR(4 * VL);
 typedef int16_t i16 VECTOR(4 * VL);
-typedef uint16_t bf16 VECTOR(4 * VL);  // bfloat16
 typedef int16_t i16_half VECTOR(2 * VL);
 typedef uint16_t u16_half VECTOR(2 * VL);
 typedef int8_t i8_half VECTOR(2 * VL);
@@ -94,7 +93,7 @@ INLINE float sum(f32 v) {
 }
 
 // total + a * b, fused for certain where it can be: bits must not depend on the compiler's choice;
-// integers (and bfloat16): 2i-th and 2i+1-th product are added to the i-th total
+// integers: 2i-th and 2i+1-th product are added to the i-th total
 INLINE f32 madd(f32 total, f32 a, f32 b) {
 #ifdef MM
   return (f32)MM(fmadd_ps)((Mf)a, (Mf)b, (Mf)total);
@@ -131,11 +130,6 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
   return total + low(a) * low(b) + high(a) * high(b);
 #endif
 }
-#if defined(AVX512) && defined(__AVX512BF16__)
-INLINE f32 madd(f32 total, bf16 a, bf16 b) {
-  return (f32)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
-}
-#endif
 
 // 32 bytes -> the i-th vector of them as int16 or float32
 template <class V> INLINE V widen(i8x32 v, int i) {
@@ -509,7 +503,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
 // ---- The table of formats -----------------------------------------------------------------------
 
 // `count` weights (whole blocks) -> float32
-template <class T> static void unpack(Bytes w, int64_t count, void *y, float *, float *) {
+template <class T> static void unpack(Bytes w, int64_t count, float *y) {
   for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
     prefetch<T>(w + count / T::BLOCK * T::SIZE);  // of the next columns, when these are multiplied
     float s[T::GROUPS], m[T::GROUPS] = {};
@@ -522,13 +516,13 @@ template <class T> static void unpack(Bytes w, int64_t count, void *y, float *, 
         const int group = (32 * i + VL * p) / T::GROUP;
         v[p] = T::MINIMUM ? v[p] * s[group] - m[group] : v[p] * s[group];
       }
-      store((float *)y + k + 32 * i, v);
+      store(y + k + 32 * i, v);
     }
   }
 }
 // The same as int16, with a scale for each SPAN and, negated, the minima
 template <class T>
-static void unpack_int16(Bytes w, int64_t count, void *y, float *scale, float *minima) {
+static void unpack_int16(Bytes w, int64_t count, int16_t *y, float *scale, float *minima) {
   typedef int16_t i16x16 VECTOR(32);
   for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
     prefetch<T>(w + count / T::BLOCK * T::SIZE);
@@ -549,18 +543,20 @@ static void unpack_int16(Bytes w, int64_t count, void *y, float *scale, float *m
       memcpy(halves, v, sizeof v);
       for (int j = 0; T::BLOCK == 256 && j < 2; j++)
         halves[j] *= (int16_t)integers[(32 * i + 16 * j) / T::GROUP];
-      store((int16_t *)y + k + 32 * i, halves);
+      store(y + k + 32 * i, halves);
     }
   }
 }
-typedef void (*Unpack)(Bytes w, int64_t count, void *y, float *scales, float *minima);
+typedef void (*Unpack)(Bytes w, int64_t count, float *y);
+typedef void (*UnpackInt16)(Bytes w, int64_t count, int16_t *y, float *scales, float *minima);
 typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride);
 struct Format {
   int64_t type, block, size, span;
   bool minimum;
-  int64_t rows[2];              // exact and fast: how many rows of x are multiplied at a time
-  Dot dot[2][2];                // and the functions for one row and for up to that many
-  Unpack unpack, unpack_int16;  // the latter null: float32 if fast, too
+  int64_t rows[2];  // exact and fast: how many rows of x are multiplied at a time
+  Dot dot[2][2];    // and the functions for one row and for up to that many
+  Unpack unpack;
+  UnpackInt16 unpack_int16;  // null: float32 if fast, too
 };
 template <class T> static constexpr Format format(int64_t type) {
   Format f = {type, T::BLOCK,  T::SIZE, T::SPAN, T::MINIMUM, {2, T::DENSE ? 2 : 4},
@@ -569,7 +565,9 @@ template <class T> static constexpr Format format(int64_t type) {
   f.dot[0][1] = f.dot[1][1] = dot<T, f32, 2>;
   if constexpr (!T::DENSE) {
     f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 4>;
+#ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
+#endif
   }
   return f;
 }
@@ -611,18 +609,11 @@ static void gemv(const Matrix *matrices, int count, Rows &x) {
 
 // ---- gemm, as in Goto and BLIS ------------------------------------------------------------------
 // x is packed in panels of MR rows; strips of W are unpacked, KC columns at a time; the microkernel
-// multiplies NR of their rows by a panel. Both consist of words of 32 bits: one float32, two int16
-// or two bfloat16. Integers are scaled, group by group, when they are added to the total.
+// multiplies NR of their rows by a panel. Both consist of words of 32 bits: one float32 or two
+// int16. Integers are scaled, span by span, when they are added to the total.
 
 constexpr int V = 2, MR = V * VL, KC = 256, STRIP = 24, PANELS = 16;
 template <class X> constexpr int PER_WORD = is_float<X> ? 1 : 2;
-#if defined(AVX512) && defined(__AVX512BF16__)
-typedef bf16 Fast;
-#elif defined(AVX512) || defined(AVX2)
-typedef i16 Fast;  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
-#else
-typedef f32 Fast;
-#endif
 
 // sums (NR, MR) += w (NR, count) . x (count, MR), in words; w has strides `down` and `right`
 template <class X>
@@ -657,10 +648,7 @@ template <class X> struct Panels {
         for (int64_t k = 0; k < K; k += 32) {
           const int64_t at = row * K + k, to = (p * K + k) * MR;
           uint32_t line[32];
-          if constexpr (is_float<X> || is_int16<X>) memcpy(line, x.data<X>(at), 128 / PER_WORD<X>);
-          else
-            for (int j = 0; j < 32; j += VL)
-              store_bfloat16((uint16_t *)line + j, load<f32>(x.x + at + j));
+          memcpy(line, x.data<X>(at), 128 / PER_WORD<X>);
           for (int j = 0; j < 32 / PER_WORD<X>; j++)
             words[to / PER_WORD<X> + j * MR + i % MR] = line[j];
           if (!is_int16<X>) continue;
@@ -733,16 +721,10 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
         const int64_t count = K - k < KC ? K - k : KC;
         for (int i = 0; i < high; i++) {
           Bytes blocks = m.w + ((n + i) * K + k) / f->block * f->size;
-          void *to = strip.words[i];
-          if constexpr (is_int16<X>)
-            f->unpack_int16(blocks, count, to, strip.scales[i], strip.minima[i]);
-          else if (is_float<X>) f->unpack(blocks, count, to, nullptr, nullptr);
-          else {
-            float line[KC];
-            f->unpack(blocks, count, line, nullptr, nullptr);
-            for (int j = 0; j < count; j += VL)
-              store_bfloat16((uint16_t *)to + j, load<f32>(line + j));
-          }
+          if constexpr (is_float<X>) f->unpack(blocks, count, (float *)strip.words[i]);
+          else
+            f->unpack_int16(blocks, count, (int16_t *)strip.words[i], strip.scales[i],
+                            strip.minima[i]);
         }
         for (int64_t p = 0; p < panels; p++)
           for (int i = 0; i < high; i += NR)
@@ -760,9 +742,9 @@ static void multiply(const Matrix *matrices, int count, const float *x, int64_t 
   Rows vectors(x, rows, K, fast);
   if (rows <= 16) return gemv(matrices, count, vectors);
   std::optional<Panels<f32>> exact_panels;
-  std::optional<Panels<Fast>> fast_panels;
+  std::optional<Panels<i16>> fast_panels;
   for (const Matrix *m = matrices; m < matrices + count; m++) {
-    if (fast && !is_float<Fast> && (m->format->unpack_int16 || !is_int16<Fast>)) {
+    if (fast && m->format->unpack_int16) {
       if (!fast_panels) fast_panels.emplace(vectors);
       gemm(*m, *fast_panels);
     } else {
@@ -1023,7 +1005,7 @@ int32_t dequantize(int32_t type, int32_t bfloat16, const uint8_t *blocks, void *
   for (int64_t k = 0; k < count; k += KC) {
     const int64_t size = count - k < KC ? count - k : KC;
     float line[KC], *to = bfloat16 ? line : (float *)y + k;
-    f->unpack(blocks + k / f->block * f->size, size, to, nullptr, nullptr);
+    f->unpack(blocks + k / f->block * f->size, size, to);
     for (int64_t i = 0; bfloat16 && i < size; i += VL)
       store_bfloat16((uint16_t *)y + k + i, load<f32>(line + i));
   }
