@@ -234,7 +234,7 @@ def test_models(server):
 def test_evaluation_harness(server, loaded, max_tokens):
     """The request of lm-evaluation-harness' local-completions, read as its parse_logprobs does."""
     model, tokenizer = loaded
-    ids = [tokenizer.encode(text) for text in (STORY, "The king said: come in")]
+    ids = [tokenizer.encode(text) for text in (STORY, "Once upon a time a fox: come in")]
     body = {"model": "m", "prompt": ids, "temperature": 0, "max_tokens": max_tokens}
     status, reply = server.post(
         "/v1/completions", {**body, "logprobs": 1, "seed": 1234, "echo": True}
