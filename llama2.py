@@ -486,9 +486,9 @@ class Llama(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 9. Weights
 #
-# Quantised weights come in blocks of 32 or 256 of a row: integers q of 2 to 8 bits, and for every
-# 16 or 32 of them a scale s and, in some types, a minimum m. A weight is s * q - m. All of it is
-# bit for bit equal to the gguf package.
+# Each row of a quantised matrix is stored in blocks of 32 or 256 weights: integers q of 2 to 8 bits,
+# and for every 16 or 32 of them a scale s and, in some types, a minimum m. A weight is s * q - m.
+# The results are bit for bit those of the gguf package.
 
 # Dense (unblocked) types, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -541,24 +541,21 @@ def q6_k(b: Tensor) -> Unpacked:
     return subtract(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
 
 
-def fifth_bit(b: Tensor, width: int) -> Tensor:
-    """The fifth bit of each weight, where it is stored apart."""
-    return unpack_bits(b, width, 1) << 4
-
-
 def q5_0(b: Tensor) -> Unpacked:
     """Q5_0: the fifth bits are stored apart."""
-    return subtract(unpack_bits(b[:, 6:], 16, 4) | fifth_bit(b[:, 2:6], 1), 16), half(b, 0)
+    q = unpack_bits(b[:, 6:], 16, 4) | unpack_bits(b[:, 2:6], 1, 1) << 4
+    return subtract(q, 16), half(b, 0)
 
 
 def q5_1(b: Tensor) -> Unpacked:
     """Q5_1: the same with a minimum instead of a zero point."""
-    return unpack_bits(b[:, 8:], 16, 4) | fifth_bit(b[:, 4:8], 1), half(b, 0), -half(b, 2)
+    q = unpack_bits(b[:, 8:], 16, 4) | unpack_bits(b[:, 4:8], 1, 1) << 4
+    return q, half(b, 0), -half(b, 2)
 
 
 def q5_k(b: Tensor) -> Unpacked:
     """Q5_K: Q4_K with a fifth bit."""
-    return unpack_bits(b[:, 48:], 32, 4) | fifth_bit(b[:, 16:48], 32), *scales_k4(b)
+    return unpack_bits(b[:, 48:], 32, 4) | unpack_bits(b[:, 16:48], 32, 1) << 4, *scales_k4(b)
 
 
 GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Unpacked | tuple[Tensor]]]] = {
@@ -602,9 +599,9 @@ CHUNK = 2**20  # weights dequantised at a time: they stay in the processor's cac
 
 
 class QuantizedLinear(nn.Module):
-    """y = x W^T; W stays as the file's blocks, uint8 (out, bytes per row), most often mapped.
+    """y = x W^T. W stays in the file's blocks, uint8 (out, bytes per row), usually memory-mapped.
 
-    The reference for everything faster. Raises ValueError for blocks of another shape or dtype.
+    Part III has faster versions of it. Raises ValueError for blocks of another shape or dtype.
     """
 
     blocks: Tensor
@@ -613,10 +610,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         block, block_bytes, _ = GGML_TYPES[ggml_type]
         if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block_bytes:
-            found = f"{tuple(blocks.shape)} {blocks.dtype}"
-            raise ValueError(
-                f"blocks are {found}; {ggml_type} needs (rows, n * {block_bytes}) uint8"
-            )
+            found = f"not {tuple(blocks.shape)} {blocks.dtype}"
+            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {block_bytes}), {found}")
         self.ggml_type = ggml_type
         self.register_buffer("blocks", blocks)
         self.in_features = blocks.shape[1] // block_bytes * block
@@ -635,7 +630,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """Rows of W, dequantised when looked up; W is the file's blocks as in QuantizedLinear."""
+    """Rows of W, dequantised when they are looked up. W is stored as in QuantizedLinear."""
 
     blocks: Tensor
 
@@ -653,8 +648,8 @@ class QuantizedEmbedding(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 10. Checkpoints
 
-# The one name table, and the reader's dictionary. Every name ends in ".weight". The axis is the one
-# along which Meta's shards and our ranks divide a matrix: 0 by its outputs, 1 by its inputs.
+# The names of all tensors, less ".weight", in each format. The axis is the one along which Meta's
+# shards and our ranks divide a matrix: 0 for its outputs, 1 for its inputs.
 NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axis
     ("embed_tokens", "token_embd", "tok_embeddings", 1),
     ("layers.{}.input_layernorm", "blk.{}.attn_norm", "layers.{}.attention_norm", None),
@@ -670,9 +665,8 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
     ("lm_head", "output", "output", 0),
 )
 
-
-# The one table of settings. What a file need not tell is Config's default, except that without a
-# number of key/value heads there are as many as query heads.
+# The names of all settings. Those that a file may leave out have Config's defaults, except that the
+# number of key/value heads is then that of the query heads.
 SETTINGS = (  # Config and Hugging Face, GGUF, Meta, whether it is needed
     ("hidden_size", "llama.embedding_length", "dim", True),
     ("intermediate_size", "llama.feed_forward_length", "", True),
@@ -696,15 +690,12 @@ def last_name(name: str) -> str:
 
 @dataclass
 class Weight:
-    """One tensor of a checkpoint where it lies: in mapped files, read by read() or dense().
-
-    Its shards are uint8 (rows, bytes per row), joined along `axis`: Meta's checkpoints have several.
-    """
+    """One tensor of a checkpoint, still in its memory-mapped files: read() or dense() reads it."""
 
     ggml_type: str
     shape: tuple[int, ...]  # in torch's order, (out, in)
-    shards: list[Tensor]
-    axis: int = 0
+    shards: list[Tensor]  # uint8 (rows, bytes per row); only Meta's checkpoints have several
+    axis: int = 0  # along which they are joined
     hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
     source: mmap.mmap | None = None  # the file that the one shard is mapped from, at its offset
 
@@ -849,8 +840,11 @@ def map_file(path: Path) -> mmap.mmap:
 def map_weight(
     source: mmap.mmap, name: str, ggml_type: str, shape: tuple[int, ...], start: int
 ) -> Weight:
-    """The tensor that lies in a mapped file from byte `start`. ValueError beyond the file's end."""
+    """A tensor that lies at byte `start` of a mapped file. Raises ValueError if it cannot."""
     weight = Weight(ggml_type, shape, [], source=source)
+    sizes_fit = all(type(n) is int and 0 < n < 2**31 for n in shape)
+    if not 1 <= len(shape) <= 4 or not sizes_fit or shape[-1] % weight.block[0]:
+        raise ValueError(f"{name} of type {ggml_type} has the sizes {list(shape)}")
     end = start + weight.nbytes
     if end > len(source):
         raise ValueError(f"{name} ends at byte {end}, the file at {len(source)}: cut off?")
@@ -925,8 +919,7 @@ class GGUF:
             raise ValueError(f"version {self.version:#x}; 2 and 3, little-endian, are read")
         tensor_count, key_count = self.unpack("QQ", "header")
         if max(tensor_count, key_count) > MAX_ENTRIES:
-            found = f"{tensor_count} tensors and {key_count} keys"
-            raise ValueError(f"{found}; accepted are up to {MAX_ENTRIES} of each")
+            raise ValueError(f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}")
         for i in range(key_count):
             key = self.string(f"key {i} of {key_count}")
             if key in self.metadata:
@@ -950,8 +943,7 @@ class GGUF:
         """Go on by `size` bytes; where they begin. ValueError beyond the file or MAX_METADATA."""
         start, self.offset = self.offset, self.offset + size
         if self.offset > min(len(self.bytes), MAX_METADATA):
-            whole = f"the end of the file or of {MAX_METADATA} bytes of metadata"
-            raise ValueError(f"{item} needs {size} bytes more, beyond {whole}")
+            raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
         return start
 
     def unpack(self, letters: str, item: str) -> tuple:
@@ -996,9 +988,6 @@ class GGUF:
         types = {ggml_type.value: ggml_type for ggml_type in gguf.GGMLQuantizationType}
         if number not in types:
             raise ValueError(f"{name} has the unknown type {number}")
-        block = gguf.GGML_QUANT_SIZES[types[number]][0]
-        if dims[0] % block or not all(0 < n < 2**31 for n in dims):
-            raise ValueError(f"{name} of type {types[number].name} has the sizes {dims}")
         return offset, name, types[number].name, tuple(dims[::-1])
 
     def get(self, key: str, expected: type, default: Any = None) -> Any:
@@ -1015,8 +1004,7 @@ def gguf_tensors(file: GGUF) -> dict[str, Weight]:
     if parts > 1:
         stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
         if file.get("split.no", int, 0) or not is_first:
-            name = f"NAME-00001-of-{parts:05}.gguf"
-            raise ValueError(f"one of {parts} parts; give {name}")
+            raise ValueError(f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
         for i in range(2, parts + 1):
             part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
@@ -1058,8 +1046,7 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
         stop_token_ids=gguf_stop_ids(file),
     )
     sizes = ("rope.dimension_count", "attention.key_length", "attention.value_length")
-    head_sizes: dict[str, tuple] = {f"llama.{size}": (config.head_dim, None) for size in sizes}
-    require(file.path, file.metadata, head_sizes)
+    require(file.path, file.metadata, {f"llama.{key}": (config.head_dim, None) for key in sizes})
     return config
 
 
@@ -1071,15 +1058,13 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         try:
             dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
         except NotImplementedError:
-            found = f"{name} is of type {weight.ggml_type}"
-            raise ValueError(f"{found}, which is no weight") from None
+            raise ValueError(f"{name} is of the type {weight.ggml_type}: not a weight") from None
     divisors = tensors.pop("rope_freqs.weight", None)
     config = gguf_config(file, tensors)
     weights = rename(tensors, 1, config)
     if divisors is not None:
-        shape, needed = list(divisors.shape), [config.head_dim // 2]
-        if shape != needed:
-            raise ValueError(f"rope_freqs.weight is {shape}; needed is {needed}")
+        if divisors.shape != (config.head_dim // 2,):
+            raise ValueError(f"rope_freqs.weight is {list(divisors.shape)}; needed is head_dim / 2")
         factors = divisors.dense(torch.float32).tolist()
         config = replace(config, rope_freq_factors=tuple(factors))
     parts = file.get("split.count", int, 1)
@@ -1093,7 +1078,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def matrix_shape(tensors: dict[str, Weight], name: str) -> tuple[int, ...]:
-    """Rows and columns of a matrix that a configuration is read from. Raises ValueError."""
+    """Rows and columns of a matrix. Raises ValueError if it is missing."""
     weight = tensors.get(name + ".weight")
     if weight is None or len(weight.shape) != 2:
         raise ValueError(f"the matrix {name}.weight is missing")
@@ -1123,14 +1108,13 @@ def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str,
         if odd
     ]
     if problems:
-        raise ValueError(f"{'; '.join(problems)}")
+        raise ValueError("; ".join(problems))
     with torch.device("meta"):  # all layers are like the first
         first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
     for ours, their in names.items():
         found, parameter = tensors[their].shape, first[re.sub(r"\.\d+\.", ".0.", ours)]
         if found != parameter.shape:
-            needed = list(parameter.shape)
-            raise ValueError(f"{their} is {list(found)}; needed is {needed}")
+            raise ValueError(f"{their} is {list(found)}; needed is {list(parameter.shape)}")
     return {ours: tensors[their] for ours, their in names.items()}
 
 
@@ -1156,21 +1140,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Weight]:
-    """What a .safetensors file or one of torch.save holds, mapped. Nothing in it is executed.
-
-    Raises ValueError on damaged files and on anything but matrices and vectors.
-    """
+    """The tensors of a .safetensors file or one of torch.save; nothing is executed. ValueError."""
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     with naming(path, "damaged, or not a file of tensors alone: "):
         return read(map_file(path))
-
-
-def check_tensor(name: str, ggml_type: Any, shape: Sequence[Any]) -> None:
-    """Raises ValueError unless it is a matrix or a vector of a type that we read."""
-    fits = len(shape) in (1, 2) and all(type(n) is int and 0 < n < 2**31 for n in shape)
-    if not fits or ggml_type not in DENSE:
-        found, accepted = f"{ggml_type} {list(shape)}", ", ".join(DENSE)
-        raise ValueError(f"{name} is {found}; accepted are matrices and vectors of {accepted}")
 
 
 def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
@@ -1186,7 +1159,8 @@ def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
     end = base
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         ggml_type, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        check_tensor(name, ggml_type, shape)
+        if ggml_type not in DENSE:
+            raise ValueError(f"{name} is of type {ggml_type}; accepted are {', '.join(DENSE)}")
         weights[name] = map_weight(source, name, ggml_type, tuple(shape), end)
         needed = [end - base, end - base + weights[name].nbytes]
         if [start, stop] != needed:
@@ -1328,9 +1302,8 @@ def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
         """torch._utils._rebuild_tensor_v2"""
         counts = [offset, *shape, *stride]
         plain = type(base) is Storage and all(type(n) is int and n >= 0 for n in counts)
-        if not plain or stride != (*shape[1:], 1) or any(more):
+        if not plain or stride != (*shape[1:], 1) or len(shape) > 2 or any(more):
             raise ValueError("a tensor that is not contiguous, or not as it lies in the file")
-        check_tensor("a tensor", base.ggml_type, shape)
         if offset + math.prod(shape) > base.numel:
             raise ValueError(f"a tensor {list(shape)} that is not within its storage")
         at = base.start + offset * DENSE[base.ggml_type].itemsize
@@ -1408,8 +1381,8 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     weights = rename(tensors, 2, config)
     file = find_tokenizer(path, path.resolve().parent)
     tokenizer = partial(Tokenizer.from_file, file, vocab_size)
-    # No file tells the context: 4096 is Llama 2's, Code Llama's is 16384.
     form = f"Meta's directory, {len(files)} .pth"
+    # No file states the context: 4096 is Llama 2's, Code Llama's is 16384.
     return Checkpoint(form, config, weights, tokenizer, context_limit="")
 
 
@@ -1422,8 +1395,7 @@ def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
             value = settings.get(key)
             found += value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(i) is int and 0 <= i < vocab_size for i in found):
-                accepted = f"accepted are ids below {vocab_size}"
-                raise ValueError(f"{file}: {key} is {str(value)[:40]}; {accepted}")
+                raise ValueError(f"{file}: {key} is {str(value)[:40]} of {vocab_size} ids")
     bos, (eos, *others) = ids["bos_token_id"] or [1], dict.fromkeys(ids["eos_token_id"] or [2])
     return {"bos_token_id": bos[0], "eos_token_id": eos, "stop_token_ids": tuple(others)}
 
@@ -1453,11 +1425,7 @@ HF_ACCEPTED: dict[str, tuple] = {
 
 
 def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
-    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files.
-
-    Mistral is Llama with a window: a token sees so many others before it, itself included. Within
-    the window that is Llama's attention; beyond it is not supported.
-    """
+    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files."""
     file = path / "config.json"
     settings = read_json(file)
     get = partial(lookup, file, settings)
@@ -1466,6 +1434,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     settings |= {"rope_type": rope.get("type")} | rope
     require(file, settings, HF_ACCEPTED)
     factor = get("factor", float, 1.0) if settings["rope_type"] == "linear" else 1.0
+    # Mistral's sliding window: within it, attention is Llama's; beyond it is not supported.
     context = window = get("max_position_embeddings", int)
     if settings.get("model_type") == "mistral":
         window = min(context, get("sliding_window", int, context))
@@ -1549,8 +1518,8 @@ def build_model(
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
-    Quantised weights keep their blocks. Dense ones are converted to `dtype`, except that those of
-    16 bits stay as they are beside float32 activations: half the memory, the same numbers.
+    Quantised weights keep their blocks. Dense ones are converted to `dtype`, but 16-bit matrices
+    stay as they are beside float32 activations: half the memory, the same numbers.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
@@ -1565,13 +1534,11 @@ def build_model(
         else:
             blocks = weight.read().to(device)
             model.set_submodule(name, QuantizedLinear(blocks, weight.ggml_type))
-    if checkpoint.config.tie_word_embeddings:
-        embedding = model.embed_tokens
-        if isinstance(embedding, QuantizedEmbedding):
-            head = QuantizedLinear(embedding.blocks, embedding.ggml_type)
-            model.set_submodule("lm_head", head)
-        else:
-            model.lm_head.weight = embedding.weight
+    embedding = model.embed_tokens
+    if checkpoint.config.tie_word_embeddings and isinstance(embedding, QuantizedEmbedding):
+        model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
+    elif checkpoint.config.tie_word_embeddings:
+        model.lm_head.weight = embedding.weight
     return model.eval()
 
 
@@ -1632,10 +1599,7 @@ def memory_plan(
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a process can have on a device, caches that others give back included.
-
-    Infinity where the system does not tell, as on Windows.
-    """
+    """Bytes that a process can allocate on a device; infinity where that is unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if not Path("/proc/meminfo").exists():  # not Linux: all there is
@@ -1689,8 +1653,7 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     settings = {key: value for key, value in settings.items() if value not in ("", [], -1)}
     for key, value in settings.items():
         if not fits(value):
-            found = f"{key} is {str(value)[:40]}"
-            raise ValueError(f"{found}, which has no place in 32 bits of a GGUF file")
+            raise ValueError(f"{key} is {str(value)[:40]}, which a GGUF file cannot hold")
     return settings
 
 
@@ -1739,17 +1702,15 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> Non
 def save_gguf(
     checkpoint: Checkpoint, path: str | Path, ggml_type: str | None = None, progress: bool = False
 ) -> None:
-    """Write any checkpoint as one GGUF file, tensor by tensor. Without `ggml_type` the types stay.
+    """Write any checkpoint as one GGUF file; without `ggml_type` the types stay as they are.
 
-    The file appears under its name once it is complete and on the disk. Raises ValueError for other
-    types, and before anything is converted for what a GGUF file cannot hold.
+    The file appears once it is complete. ValueError for what a GGUF file cannot hold.
     """
     import gguf
     import numpy
 
     if ggml_type is not None and ggml_type not in SAVE_TYPES:
-        accepted = ", ".join(SAVE_TYPES)
-        raise ValueError(f"cannot write the type {ggml_type}; accepted are {accepted}")
+        raise ValueError(f"cannot write the type {ggml_type}; accepted are {', '.join(SAVE_TYPES)}")
     types, value_types = gguf.GGMLQuantizationType, gguf.GGUFValueType
     config, names = checkpoint.config, name_map(1, checkpoint.config)
     weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
