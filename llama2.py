@@ -71,7 +71,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 if __name__ == "__main__":
     # Ctrl-C while torch is imported, which takes seconds: no traceback.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Threads that wait soon sleep: where others are busy, spinning ones keep the last from its core.
+    # Let waiting threads sleep soon: on a busy machine, spinning ones take cores from working ones.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "2000"
 
@@ -187,8 +187,8 @@ def rope_tables(
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos, sin: ([B,] T, D/2).
 
-    This is the order of Meta's weights. Hugging Face pairs i with i + D/2 and stores the
-    rows of q_proj and k_proj in another order to match: rotated here, those would write gibberish.
+    This is the order of Meta's weights. Hugging Face pairs i with i + D/2, and orders the rows of
+    q_proj and k_proj to match: used as they are, those would give gibberish here.
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for all heads
@@ -425,8 +425,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The whole model. state_dict() has Hugging Face's keys less the leading "model.".
 
-    The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb): a Hugging Face state
-    dict must come through load(), which permutes them; load_state_dict() takes it and is wrong.
+    The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb). Use load() for Hugging
+    Face's: it permutes them. load_state_dict() would accept them as they are, and be wrong.
     """
 
     def __init__(self, config: Config) -> None:
@@ -486,9 +486,9 @@ class Llama(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 9. Weights
 #
-# Quantised weights come in blocks of 32 or 256 of a row: integers q of 2 to 8 bits, and for every
-# 16 or 32 of them a scale s and, in some types, a minimum m. A weight is s * q - m. All of it is
-# bit for bit equal to the gguf package.
+# Rows of quantised matrices are stored in blocks of 32 or 256 weights: integers q of 2 to 8 bits,
+# and for every 16 or 32 of them a scale s and, in some types, a minimum m. A weight is s * q - m.
+# The results are bit for bit those of the gguf package.
 
 # Dense (unblocked) types, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -541,24 +541,21 @@ def q6_k(b: Tensor) -> Unpacked:
     return subtract(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
 
 
-def fifth_bit(b: Tensor, width: int) -> Tensor:
-    """The fifth bit of each weight, where it is stored apart."""
-    return unpack_bits(b, width, 1) << 4
-
-
 def q5_0(b: Tensor) -> Unpacked:
     """Q5_0: the fifth bits are stored apart."""
-    return subtract(unpack_bits(b[:, 6:], 16, 4) | fifth_bit(b[:, 2:6], 1), 16), half(b, 0)
+    q = unpack_bits(b[:, 6:], 16, 4) | unpack_bits(b[:, 2:6], 1, 1) << 4
+    return subtract(q, 16), half(b, 0)
 
 
 def q5_1(b: Tensor) -> Unpacked:
     """Q5_1: the same with a minimum instead of a zero point."""
-    return unpack_bits(b[:, 8:], 16, 4) | fifth_bit(b[:, 4:8], 1), half(b, 0), -half(b, 2)
+    q = unpack_bits(b[:, 8:], 16, 4) | unpack_bits(b[:, 4:8], 1, 1) << 4
+    return q, half(b, 0), -half(b, 2)
 
 
 def q5_k(b: Tensor) -> Unpacked:
     """Q5_K: Q4_K with a fifth bit."""
-    return unpack_bits(b[:, 48:], 32, 4) | fifth_bit(b[:, 16:48], 32), *scales_k4(b)
+    return unpack_bits(b[:, 48:], 32, 4) | unpack_bits(b[:, 16:48], 32, 1) << 4, *scales_k4(b)
 
 
 GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Unpacked | tuple[Tensor]]]] = {
@@ -602,10 +599,7 @@ CHUNK = 2**20  # weights dequantised at a time: they stay in the processor's cac
 
 
 class QuantizedLinear(nn.Module):
-    """y = x W^T; W stays as the file's blocks, uint8 (out, bytes per row), most often mapped.
-
-    The reference for everything faster. Raises ValueError for blocks of another shape or dtype.
-    """
+    """y = x W^T. W stays in the file's blocks, uint8 (out, bytes per row). Raises ValueError."""
 
     blocks: Tensor
 
@@ -613,10 +607,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         block, block_bytes, _ = GGML_TYPES[ggml_type]
         if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block_bytes:
-            found = f"{tuple(blocks.shape)} {blocks.dtype}"
-            raise ValueError(
-                f"blocks are {found}; {ggml_type} needs (rows, n * {block_bytes}) uint8"
-            )
+            found = f"not {tuple(blocks.shape)} {blocks.dtype}"
+            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {block_bytes}), {found}")
         self.ggml_type = ggml_type
         self.register_buffer("blocks", blocks)
         self.in_features = blocks.shape[1] // block_bytes * block
@@ -635,7 +627,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """Rows of W, dequantised when looked up; W is the file's blocks as in QuantizedLinear."""
+    """Rows of W, dequantised when they are looked up. W is stored as in QuantizedLinear."""
 
     blocks: Tensor
 
@@ -653,8 +645,8 @@ class QuantizedEmbedding(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 10. Checkpoints
 
-# The one name table, and the reader's dictionary. Every name ends in ".weight". The axis is the one
-# along which Meta's shards and our ranks divide a matrix: 0 by its outputs, 1 by its inputs.
+# The names of all tensors, less ".weight", in each format. The axis is the one along which Meta's
+# shards and our ranks divide a matrix: 0 for its outputs, 1 for its inputs.
 NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axis
     ("embed_tokens", "token_embd", "tok_embeddings", 1),
     ("layers.{}.input_layernorm", "blk.{}.attn_norm", "layers.{}.attention_norm", None),
@@ -670,9 +662,8 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
     ("lm_head", "output", "output", 0),
 )
 
-
-# The one table of settings. What a file need not tell is Config's default, except that without a
-# number of key/value heads there are as many as query heads.
+# The names of all settings. Those that a file may leave out have Config's defaults, except that the
+# number of key/value heads is then that of the query heads.
 SETTINGS = (  # Config and Hugging Face, GGUF, Meta, whether it is needed
     ("hidden_size", "llama.embedding_length", "dim", True),
     ("intermediate_size", "llama.feed_forward_length", "", True),
@@ -696,15 +687,12 @@ def last_name(name: str) -> str:
 
 @dataclass
 class Weight:
-    """One tensor of a checkpoint where it lies: in mapped files, read by read() or dense().
-
-    Its shards are uint8 (rows, bytes per row), joined along `axis`: Meta's checkpoints have several.
-    """
+    """One tensor of a checkpoint, still in its memory-mapped files: read() or dense() reads it."""
 
     ggml_type: str
     shape: tuple[int, ...]  # in torch's order, (out, in)
-    shards: list[Tensor]
-    axis: int = 0
+    shards: list[Tensor]  # uint8 (rows, bytes per row); only Meta's checkpoints have several
+    axis: int = 0  # along which they are joined
     hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
     source: mmap.mmap | None = None  # the file that the one shard is mapped from, at its offset
 
@@ -753,7 +741,7 @@ class Weight:
             return rows.view(dtype).view(self.shape).to(device)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         flat = out.view(len(rows), -1)
-        step = max(1, 2**20 // flat.shape[1])  # temporaries that stay in the processor's cache
+        step = max(1, CHUNK // flat.shape[1])
         for i in range(0, len(rows), step):
             flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
         self.release()
@@ -790,8 +778,8 @@ class Checkpoint:
         return replace(self, config=config)
 
 
-# What a file may ask of memory and time before its weights are read. A Llama of 126 layers (405B)
-# has 1137 tensors and 160 KB of JSON or pickle; the largest vocabularies have 0.8 million values.
+# Limits of what is read besides weights. A Llama of 126 layers (405B) has 1137 tensors and 160 KB
+# of JSON or pickle; the largest vocabularies have 0.8 million values.
 MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
 MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
 MAX_METADATA = 2**24  # bytes of a GGUF before its tensors
@@ -812,7 +800,7 @@ DAMAGED += (RecursionError, NotImplementedError, struct.error, zipfile.BadZipFil
 
 @contextmanager
 def naming(path: Path, problem: str = "") -> Iterator[None]:
-    """What goes wrong becomes a ValueError that names the file and repeats no pages of it."""
+    """Turns errors into a ValueError that names the file, in 400 printable characters at most."""
     try:
         yield
     except DAMAGED as error:
@@ -821,14 +809,14 @@ def naming(path: Path, problem: str = "") -> Iterator[None]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading. What is not a regular one is not even opened: it may block."""
+    """Open a file for reading, if it is a regular one: opening a pipe may block."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path}: not a regular file")
     return path.open("rb")
 
 
 def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
-    """The bytes of a file that is neither empty nor longer than `limit`; else ValueError."""
+    """The content of a file. Raises ValueError if it is empty or longer than `limit`."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if not 0 < len(content) <= limit:
@@ -838,7 +826,7 @@ def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """A file mapped into memory, private and writable. Raises ValueError if that is not possible."""
+    """A file mapped into memory, private and writable. ValueError if that is not possible."""
     with open_file(path) as file:
         try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -846,11 +834,12 @@ def map_file(path: Path) -> mmap.mmap:
             raise ValueError(f"{path}: damaged: cannot be mapped: {error}") from None
 
 
-def map_weight(
-    source: mmap.mmap, name: str, ggml_type: str, shape: tuple[int, ...], start: int
-) -> Weight:
-    """The tensor that lies in a mapped file from byte `start`. ValueError beyond the file's end."""
+def map_weight(source: mmap.mmap, name: str, ggml_type: str, shape: tuple, start: int) -> Weight:
+    """A tensor that lies at byte `start` of a mapped file. Raises ValueError if it cannot."""
     weight = Weight(ggml_type, shape, [], source=source)
+    sizes_fit = all(type(n) is int and 0 < n < 2**31 for n in shape)
+    if not 1 <= len(shape) <= 4 or not sizes_fit or shape[-1] % weight.block[0]:
+        raise ValueError(f"{name} of type {ggml_type} has the sizes {list(shape)}")
     end = start + weight.nbytes
     if end > len(source):
         raise ValueError(f"{name} ends at byte {end}, the file at {len(source)}: cut off?")
@@ -859,9 +848,7 @@ def map_weight(
     return weight
 
 
-def lookup(
-    path: Path, settings: dict[str, Any], key: str, expected: type, default: Any = None
-) -> Any:
+def lookup(path: Path, settings: Mapping, key: str, expected: type, default: Any = None) -> Any:
     """The value of `key`, of the `expected` type; needed if it has no default. ValueError."""
     value = settings.get(key)
     value = default if value is None else value
@@ -886,15 +873,14 @@ def require(path: Path, settings: dict[str, Any], accepted: dict[str, tuple]) ->
 
 
 def read_config(column: int, get: Callable, **known: Any) -> Config:
-    """What is not `known` is read by the keys in a column of SETTINGS. Raises ValueError."""
-    values = dict(known)
+    """The `known` settings, and the others read by a column of SETTINGS. Raises ValueError."""
     for row in SETTINGS:
         field, key, default = row[0], row[column], getattr(Config, row[0])
         if field == "num_key_value_heads":
-            default = values["num_attention_heads"]
+            default = known["num_attention_heads"]
         if key and field not in known:
-            values[field] = get(key, type(default), None if row[3] else default)
-    return Config(**values)
+            known[field] = get(key, type(default), None if row[3] else default)
+    return Config(**known)
 
 
 GGUF_SCALARS = {i: letter for i, letter in enumerate("BbHhIif?--Qqd") if letter != "-"}  # to struct
@@ -902,11 +888,7 @@ GGUF_STRING, GGUF_ARRAY = 8, 9
 
 
 class GGUF:
-    """A GGUF file's metadata and tensors (ggml's gguf.md); all is checked before anything is used.
-
-    gguf.GGUFReader gives the same but takes seconds for a vocabulary of 32000. Tensors are views of
-    the mapped file. Raises FileNotFoundError, and ValueError that names the file and the item.
-    """
+    """A GGUF file's metadata and tensors (ggml's gguf.md). gguf.GGUFReader would take seconds."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
@@ -925,8 +907,7 @@ class GGUF:
             raise ValueError(f"version {self.version:#x}; 2 and 3, little-endian, are read")
         tensor_count, key_count = self.unpack("QQ", "header")
         if max(tensor_count, key_count) > MAX_ENTRIES:
-            found = f"{tensor_count} tensors and {key_count} keys"
-            raise ValueError(f"{found}; accepted are up to {MAX_ENTRIES} of each")
+            raise ValueError(f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}")
         for i in range(key_count):
             key = self.string(f"key {i} of {key_count}")
             if key in self.metadata:
@@ -950,8 +931,7 @@ class GGUF:
         """Go on by `size` bytes; where they begin. ValueError beyond the file or MAX_METADATA."""
         start, self.offset = self.offset, self.offset + size
         if self.offset > min(len(self.bytes), MAX_METADATA):
-            whole = f"the end of the file or of {MAX_METADATA} bytes of metadata"
-            raise ValueError(f"{item} needs {size} bytes more, beyond {whole}")
+            raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
         return start
 
     def unpack(self, letters: str, item: str) -> tuple:
@@ -996,9 +976,6 @@ class GGUF:
         types = {ggml_type.value: ggml_type for ggml_type in gguf.GGMLQuantizationType}
         if number not in types:
             raise ValueError(f"{name} has the unknown type {number}")
-        block = gguf.GGML_QUANT_SIZES[types[number]][0]
-        if dims[0] % block or not all(0 < n < 2**31 for n in dims):
-            raise ValueError(f"{name} of type {types[number].name} has the sizes {dims}")
         return offset, name, types[number].name, tuple(dims[::-1])
 
     def get(self, key: str, expected: type, default: Any = None) -> Any:
@@ -1010,13 +987,12 @@ class GGUF:
 
 
 def gguf_tensors(file: GGUF) -> dict[str, Weight]:
-    """The tensors of a GGUF file, of all parts if it is the first of a split one; else ValueError."""
+    """The tensors of a GGUF file, with all other parts of a split one. Raises ValueError."""
     tensors, parts = dict(file.tensors), file.get("split.count", int, 1)
     if parts > 1:
         stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
         if file.get("split.no", int, 0) or not is_first:
-            name = f"NAME-00001-of-{parts:05}.gguf"
-            raise ValueError(f"one of {parts} parts; give {name}")
+            raise ValueError(f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
         for i in range(2, parts + 1):
             part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
@@ -1034,7 +1010,7 @@ def gguf_stop_ids(file: GGUF) -> tuple[int, ...]:
 
 
 def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
-    """The configuration that a GGUF file's keys and the shapes of its tensors tell; or ValueError."""
+    """The configuration, from a GGUF file's keys and the shapes of its tensors, or ValueError."""
     get, scaling = file.get, "llama.rope.scaling."
     accepted: dict[str, tuple] = {
         "general.architecture": ("llama",),
@@ -1058,8 +1034,7 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
         stop_token_ids=gguf_stop_ids(file),
     )
     sizes = ("rope.dimension_count", "attention.key_length", "attention.value_length")
-    head_sizes: dict[str, tuple] = {f"llama.{size}": (config.head_dim, None) for size in sizes}
-    require(file.path, file.metadata, head_sizes)
+    require(file.path, file.metadata, {f"llama.{key}": (config.head_dim, None) for key in sizes})
     return config
 
 
@@ -1071,15 +1046,13 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         try:
             dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
         except NotImplementedError:
-            found = f"{name} is of type {weight.ggml_type}"
-            raise ValueError(f"{found}, which is no weight") from None
+            raise ValueError(f"{name} is of the type {weight.ggml_type}: not a weight") from None
     divisors = tensors.pop("rope_freqs.weight", None)
     config = gguf_config(file, tensors)
     weights = rename(tensors, 1, config)
     if divisors is not None:
-        shape, needed = list(divisors.shape), [config.head_dim // 2]
-        if shape != needed:
-            raise ValueError(f"rope_freqs.weight is {shape}; needed is {needed}")
+        if divisors.shape != (config.head_dim // 2,):
+            raise ValueError(f"rope_freqs.weight is {list(divisors.shape)}; needed is head_dim / 2")
         factors = divisors.dense(torch.float32).tolist()
         config = replace(config, rope_freq_factors=tuple(factors))
     parts = file.get("split.count", int, 1)
@@ -1093,7 +1066,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def matrix_shape(tensors: dict[str, Weight], name: str) -> tuple[int, ...]:
-    """Rows and columns of a matrix that a configuration is read from. Raises ValueError."""
+    """Rows and columns of a matrix. Raises ValueError if it is missing."""
     weight = tensors.get(name + ".weight")
     if weight is None or len(weight.shape) != 2:
         raise ValueError(f"the matrix {name}.weight is missing")
@@ -1123,14 +1096,13 @@ def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str,
         if odd
     ]
     if problems:
-        raise ValueError(f"{'; '.join(problems)}")
+        raise ValueError("; ".join(problems))
     with torch.device("meta"):  # all layers are like the first
         first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
     for ours, their in names.items():
         found, parameter = tensors[their].shape, first[re.sub(r"\.\d+\.", ".0.", ours)]
         if found != parameter.shape:
-            needed = list(parameter.shape)
-            raise ValueError(f"{their} is {list(found)}; needed is {needed}")
+            raise ValueError(f"{their} is {list(found)}; needed is {list(parameter.shape)}")
     return {ours: tensors[their] for ours, their in names.items()}
 
 
@@ -1156,21 +1128,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Weight]:
-    """What a .safetensors file or one of torch.save holds, mapped. Nothing in it is executed.
-
-    Raises ValueError on damaged files and on anything but matrices and vectors.
-    """
+    """The tensors of a .safetensors file or one of torch.save; nothing is executed. ValueError."""
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     with naming(path, "damaged, or not a file of tensors alone: "):
         return read(map_file(path))
-
-
-def check_tensor(name: str, ggml_type: Any, shape: Sequence[Any]) -> None:
-    """Raises ValueError unless it is a matrix or a vector of a type that we read."""
-    fits = len(shape) in (1, 2) and all(type(n) is int and 0 < n < 2**31 for n in shape)
-    if not fits or ggml_type not in DENSE:
-        found, accepted = f"{ggml_type} {list(shape)}", ", ".join(DENSE)
-        raise ValueError(f"{name} is {found}; accepted are matrices and vectors of {accepted}")
 
 
 def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
@@ -1186,7 +1147,8 @@ def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
     end = base
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         ggml_type, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        check_tensor(name, ggml_type, shape)
+        if ggml_type not in DENSE:
+            raise ValueError(f"{name} is of type {ggml_type}; accepted are {', '.join(DENSE)}")
         weights[name] = map_weight(source, name, ggml_type, tuple(shape), end)
         needed = [end - base, end - base + weights[name].nbytes]
         if [start, stop] != needed:
@@ -1198,10 +1160,7 @@ def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
 
 
 def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Start and size of each file in a zip as torch.save writes it: nothing compressed, no comment.
-
-    Stricter than the format, so that there is but one way to read it. Raises ValueError.
-    """
+    """Start and size of each file in a zip of torch.save, read strictly. Raises ValueError."""
     end = len(source) - 22
     magic, size, at, comment = struct.unpack_from("<4s8xIIH", source, end)
     if source[end - 20 : end - 16] == b"PK\6\7":  # above 4 GB: a longer record, its locator
@@ -1244,9 +1203,8 @@ PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUP
 def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
     """A pickle of dicts and tuples of text, numbers, storages, and what `known` functions make.
 
-    Not by Python's unpickler: only the opcodes of a state dict are understood, nothing else is
-    called. Keys are text, and no value is hashed, compared or shown before its type is known: a
-    tuple may hold itself 2**60 times. Raises ValueError, TypeError, LookupError.
+    It knows only the opcodes of a state dict, and calls nothing else. No value is hashed, compared
+    or shown before its type is known: a tuple may hold itself 2**60 times. Raises DAMAGED errors.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -1312,15 +1270,13 @@ def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
     if source[start : start + min(size, 9)] not in (b"", b"little"):
         raise ValueError("its numbers are big-endian")
 
-    def storage(
-        kind: str, ggml_type: str, key: str, device: Any, numel: int, *view: Any
-    ) -> Storage:
-        if not all(type(text) is str for text in (kind, ggml_type, key)) or any(view):
+    def storage(kind: str, dtype: str, key: str, device: Any, numel: int, *view: Any) -> Storage:
+        if not all(type(text) is str for text in (kind, dtype, key)) or any(view):
             raise ValueError("a storage that is a view of another, or none")
         start, size = files[f"{folder}data/{key}"]
-        if type(numel) is not int or size != numel * DENSE[ggml_type].itemsize:
-            raise ValueError(f"a storage of {size} bytes that should be others")
-        return Storage(ggml_type, start, numel)
+        if type(numel) is not int or size != numel * DENSE[dtype].itemsize:
+            raise ValueError(f"a storage of {size} bytes, not of what its tensors need")
+        return Storage(dtype, start, numel)
 
     def tensor(
         base: Storage, offset: int, shape: tuple, stride: tuple, grad: Any, hooks: Any, *more: Any
@@ -1328,9 +1284,8 @@ def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
         """torch._utils._rebuild_tensor_v2"""
         counts = [offset, *shape, *stride]
         plain = type(base) is Storage and all(type(n) is int and n >= 0 for n in counts)
-        if not plain or stride != (*shape[1:], 1) or any(more):
+        if not plain or stride != (*shape[1:], 1) or len(shape) > 2 or any(more):
             raise ValueError("a tensor that is not contiguous, or not as it lies in the file")
-        check_tensor("a tensor", base.ggml_type, shape)
         if offset + math.prod(shape) > base.numel:
             raise ValueError(f"a tensor {list(shape)} that is not within its storage")
         at = base.start + offset * DENSE[base.ggml_type].itemsize
@@ -1408,8 +1363,8 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     weights = rename(tensors, 2, config)
     file = find_tokenizer(path, path.resolve().parent)
     tokenizer = partial(Tokenizer.from_file, file, vocab_size)
-    # No file tells the context: 4096 is Llama 2's, Code Llama's is 16384.
     form = f"Meta's directory, {len(files)} .pth"
+    # No file states the context: 4096 is Llama 2's, Code Llama's is 16384.
     return Checkpoint(form, config, weights, tokenizer, context_limit="")
 
 
@@ -1422,23 +1377,9 @@ def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
             value = settings.get(key)
             found += value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(i) is int and 0 <= i < vocab_size for i in found):
-                accepted = f"accepted are ids below {vocab_size}"
-                raise ValueError(f"{file}: {key} is {str(value)[:40]}; {accepted}")
+                raise ValueError(f"{file}: {key} is {str(value)[:40]} of {vocab_size} ids")
     bos, (eos, *others) = ids["bos_token_id"] or [1], dict.fromkeys(ids["eos_token_id"] or [2])
     return {"bos_token_id": bos[0], "eos_token_id": eos, "stop_token_ids": tuple(others)}
-
-
-def hf_tensors(files: list[Path]) -> dict[str, Weight]:
-    """The tensors of all files, by the names of this file. Raises ValueError."""
-    tensors: dict[str, Weight] = {}
-    for part in files:
-        for name, weight in read_tensors(part).items():
-            ours = name.removeprefix("model.")
-            if ours in tensors:
-                raise ValueError(f"{part}: {name} stands in another file, too")
-            if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
-                tensors[ours] = weight
-    return tensors
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -1453,11 +1394,7 @@ HF_ACCEPTED: dict[str, tuple] = {
 
 
 def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
-    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files.
-
-    Mistral is Llama with a window: a token sees so many others before it, itself included. Within
-    the window that is Llama's attention; beyond it is not supported.
-    """
+    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files."""
     file = path / "config.json"
     settings = read_json(file)
     get = partial(lookup, file, settings)
@@ -1466,6 +1403,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     settings |= {"rope_type": rope.get("type")} | rope
     require(file, settings, HF_ACCEPTED)
     factor = get("factor", float, 1.0) if settings["rope_type"] == "linear" else 1.0
+    # Mistral's sliding window: within it, attention is Llama's; beyond it is not supported.
     context = window = get("max_position_embeddings", int)
     if settings.get("model_type") == "mistral":
         window = min(context, get("sliding_window", int, context))
@@ -1476,7 +1414,14 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     if index.exists():  # without one, all files that are there
         names = lookup(index, read_json(index), "weight_map", dict).values()
         files = sorted({path / Path(str(name)).name for name in names})
-    tensors = hf_tensors(files)
+    tensors: dict[str, Weight] = {}
+    for part in files:
+        for name, weight in read_tensors(part).items():
+            ours = name.removeprefix("model.")
+            if ours in tensors:
+                raise ValueError(f"{part}: {name} stands in another file, too")
+            if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
+                tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
     config = read_config(
         0,
@@ -1549,8 +1494,8 @@ def build_model(
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
-    Quantised weights keep their blocks. Dense ones are converted to `dtype`, except that those of
-    16 bits stay as they are beside float32 activations: half the memory, the same numbers.
+    Quantised weights keep their blocks. Dense ones are converted to `dtype`, but 16-bit matrices
+    stay as they are beside float32 activations: half the memory, the same numbers.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
@@ -1565,13 +1510,11 @@ def build_model(
         else:
             blocks = weight.read().to(device)
             model.set_submodule(name, QuantizedLinear(blocks, weight.ggml_type))
-    if checkpoint.config.tie_word_embeddings:
-        embedding = model.embed_tokens
-        if isinstance(embedding, QuantizedEmbedding):
-            head = QuantizedLinear(embedding.blocks, embedding.ggml_type)
-            model.set_submodule("lm_head", head)
-        else:
-            model.lm_head.weight = embedding.weight
+    embedding = model.embed_tokens
+    if checkpoint.config.tie_word_embeddings and isinstance(embedding, QuantizedEmbedding):
+        model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
+    elif checkpoint.config.tie_word_embeddings:
+        model.lm_head.weight = embedding.weight
     return model.eval()
 
 
@@ -1587,10 +1530,10 @@ def load(
     accelerated: bool | None = None,
     exact: bool = True,
 ) -> tuple[Llama, Tokenizer]:
-    """A .gguf file, a Meta or Hugging Face directory, or what was opened -> model and tokenizer.
+    """A .gguf file, a Meta or Hugging Face directory, or a Checkpoint -> model and tokenizer.
 
-    `accelerated`: by part III, see accelerate(); default: if the model is large. `exact`: False
-    allows it to round activations to 16 bits. ValueError or FileNotFoundError says what is wrong.
+    `accelerated`: use accelerate() of part III (default: if the model is large), which may round
+    activations to 16 bits unless `exact`. ValueError or FileNotFoundError says what is wrong.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     tokenizer = checkpoint.tokenizer()
@@ -1602,7 +1545,7 @@ def load(
 
 
 def part_3(name: str) -> Callable | None:
-    """A function of part III, or None in a copy of this file that goes without that part."""
+    """A function of part III, or None in a copy of this file without that part."""
     return globals().get(name)
 
 
@@ -1632,10 +1575,7 @@ def memory_plan(
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a process can have on a device, caches that others give back included.
-
-    Infinity where the system does not tell, as on Windows.
-    """
+    """Bytes that a process can allocate on a device; infinity where that is unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if not Path("/proc/meminfo").exists():  # not Linux: all there is
@@ -1689,8 +1629,7 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     settings = {key: value for key, value in settings.items() if value not in ("", [], -1)}
     for key, value in settings.items():
         if not fits(value):
-            found = f"{key} is {str(value)[:40]}"
-            raise ValueError(f"{found}, which has no place in 32 bits of a GGUF file")
+            raise ValueError(f"{key} is {str(value)[:40]}, which a GGUF file cannot hold")
     return settings
 
 
@@ -1718,7 +1657,7 @@ ODD_TEXT += " \u2581\u2581a \u4e16 \U0001f469\u200d\U0001f680 <s><unk> ABC abc 4
 
 
 def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
-    """Raises ValueError unless a file that is being saved tells the same settings and encodes alike."""
+    """Raises ValueError unless the settings and the tokenizer of a saved file are the same."""
     saved = open_checkpoint(path)
     for item in fields(Config):
         ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
@@ -1726,8 +1665,7 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> Non
         if ours != theirs and not near:
             raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
     rebuilt = saved.tokenizer()
-    pieces = rebuilt.sp.id_to_piece([*range(rebuilt.vocab_size)])
-    pieces = [piece.replace("\u2581", " ") for piece in pieces]
+    pieces = [piece.replace("\u2581", " ") for piece in rebuilt.pieces]
     joined = ["".join(pieces[i::997]) for i in range(997)]
     for text in ("", ODD_TEXT, *ODD_TEXT.split(" "), *joined, *pieces):
         ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
@@ -1739,17 +1677,15 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> Non
 def save_gguf(
     checkpoint: Checkpoint, path: str | Path, ggml_type: str | None = None, progress: bool = False
 ) -> None:
-    """Write any checkpoint as one GGUF file, tensor by tensor. Without `ggml_type` the types stay.
+    """Write any checkpoint as one GGUF file; without `ggml_type` the types stay as they are.
 
-    The file appears under its name once it is complete and on the disk. Raises ValueError for other
-    types, and before anything is converted for what a GGUF file cannot hold.
+    The file appears once it is complete. ValueError for what a GGUF file cannot hold.
     """
     import gguf
     import numpy
 
     if ggml_type is not None and ggml_type not in SAVE_TYPES:
-        accepted = ", ".join(SAVE_TYPES)
-        raise ValueError(f"cannot write the type {ggml_type}; accepted are {accepted}")
+        raise ValueError(f"cannot write the type {ggml_type}; accepted are {', '.join(SAVE_TYPES)}")
     types, value_types = gguf.GGMLQuantizationType, gguf.GGUFValueType
     config, names = checkpoint.config, name_map(1, checkpoint.config)
     weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
@@ -1796,10 +1732,9 @@ def save_gguf(
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 
-# SentencePiece's model is a protobuf message (sentencepiece_model.proto), read and written here by
-# hand: sentencepiece's own class for it needs the package protobuf, which it does not install.
-# A message that is appended to another is merged into it: the pieces follow those that are there,
-# and a setting replaces the one before.
+# A SentencePiece model is a protobuf message (sentencepiece_model.proto). It is read and written by
+# hand, because sentencepiece does not install the package protobuf, which its own class needs.
+# Appending one message to another merges them: pieces are added, settings replaced.
 
 
 def varint(number: int) -> bytes:
@@ -1819,7 +1754,7 @@ def bytes_field(field: int, content: bytes) -> bytes:
 
 
 def piece_field(text: str, score: float, token_type: int) -> bytes:
-    """A piece of the vocabulary. GGUF files have plain spaces in user-defined ones."""
+    """A piece of the vocabulary. In GGUF files, user-defined ones have plain spaces."""
     if token_type == USER_DEFINED:
         text = text.replace(" ", "\u2581")
     score_field = b"\x15" + struct.pack("<f", score)
@@ -1852,7 +1787,7 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     bos = gguf.get("tokenizer.ggml.bos_token_id", int, 1)
     eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
     n = len(pieces)
-    for name, values, fits in (  # what SentencePiece would trust blindly
+    for name, values, fits in (  # SentencePiece does not check these
         ("tokens", pieces, lambda piece: isinstance(piece, str)),
         ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
         ("token_type", types, lambda t: isinstance(t, int) and NORMAL <= t <= BYTE),
@@ -1862,13 +1797,13 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
             found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
             raise ValueError(f"{gguf.path}: tokenizer.ggml.{name} has {found}")
     ends = (eos, *gguf_stop_ids(gguf))
-    if not all(0 <= i < n for i in (unk, bos, *ends)):
-        found = ", ".join(map(str, (unk, bos, *ends)))
-        raise ValueError(f"{gguf.path}: the unknown, BOS and EOS ids are {found} of {n} tokens")
-    types[bos] = types[eos] = CONTROL  # the ids decide: converters have left them NORMAL, and
-    types[unk] = UNKNOWN  # this one CONTROL, which SentencePiece refuses
+    for i in (unk, bos, *ends):
+        if not 0 <= i < n:
+            raise ValueError(f"{gguf.path}: the unknown, BOS or EOS id is {i} of {n} tokens")
+    types[bos] = types[eos] = CONTROL  # some converters left them NORMAL, and the unknown token
+    types[unk] = UNKNOWN  # CONTROL, which SentencePiece refuses
     for i in ends:
-        if types[i] == USER_DEFINED:  # which text would become
+        if types[i] == USER_DEFINED:  # text that says the same would become this token
             types[i] = CONTROL
 
     trainer = integer_field(3, 2) + integer_field(4, n)  # model_type BPE, vocab_size
@@ -1904,8 +1839,7 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     decoder = lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
     for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
         if not re.fullmatch("[0-9]{1,9}", str(key)):
-            found = f"{content(token)[:40]!r} has the id {str(key)[:40]!r}"
-            raise ValueError(f"{path}: the added token {found}")
+            raise ValueError(f"{path}: {content(token)[:40]!r} has the id {str(key)[:40]!r}")
         texts[int(key)] = content(token)
     special = [t for t in decoder.values() if isinstance(t, dict) and t.get("special")]
     roles = [f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -1916,10 +1850,7 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
 
 
 class Tokenizer:
-    """SentencePiece, from a tokenizer.model or from a GGUF's own vocabulary.
-
-    Text never becomes BOS, EOS or another control id, whatever it says: a typed `<s>` is text.
-    """
+    """SentencePiece, from a tokenizer.model or a GGUF file. Text never becomes a control token."""
 
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
@@ -1947,10 +1878,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, file: Path, config: Config) -> Tokenizer:
-        """tokenizer.model of a Hugging Face directory, and the tokens that its other files add.
-
-        Special tokens and those that end a text become control tokens, others user-defined.
-        """
+        """tokenizer.model of a Hugging Face directory, and the tokens that its other files add."""
         plain = cls.from_file(file, config.vocab_size)
         pieces = plain.pieces
         texts, special = read_added_tokens(file.parent)
@@ -1959,8 +1887,7 @@ class Tokenizer:
                 texts[max([len(pieces) - 1, *texts]) + 1] = text
         for i, text in texts.items():
             if i < len(pieces) and pieces[i] != text.replace(" ", "\u2581"):
-                found = f"{pieces[i]!r} there, {text[:40]!r} in the files beside it"
-                raise ValueError(f"{file}: token {i} is {found}")
+                raise ValueError(f"{file}: token {i} is {pieces[i]!r}, elsewhere {text[:40]!r}")
         # Llama 2's own directory names a padding token that its model has no row for: left out.
         texts = {i: t for i, t in texts.items() if len(pieces) <= i < config.vocab_size}
         ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
@@ -1977,15 +1904,11 @@ class Tokenizer:
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
         add_bos = gguf.get("tokenizer.ggml.add_bos_token", bool, True)
         tokenizer = cls(sentencepiece_model(gguf), gguf.path, add_bos)
-        keys = [key for key in gguf.metadata if key.startswith("tokenizer.")]
-        tokenizer.metadata = {key: gguf.metadata[key] for key in keys}
+        tokenizer.metadata = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
         return tokenizer
 
     def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
-        """Text -> ids; no space is put in front of a text that follows others (`first=False`).
-
-        Raises ValueError when BOS is asked for and the vocabulary has none.
-        """
+        """Text -> ids, with a space in front if it comes `first`. ValueError if there is no BOS."""
         if bos and self.bos_id < 0:
             raise ValueError("the vocabulary has no BOS token; pass bos=False")
         processor = self.sp if first else self.sp_inside
@@ -2028,10 +1951,7 @@ class Tokenizer:
         return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
 
     def vocabulary(self, count: int) -> dict[str, Any]:
-        """By the keys of GGUF, filled up to `count` pieces with unused ones.
-
-        Raises ValueError for what SentencePiece can and a GGUF file of this type cannot.
-        """
+        """GGUF's keys for it, with unused pieces up to `count`. ValueError if it has no place."""
         if self.metadata:
             return self.metadata
         model = dict(read_fields(self.sp.serialized_model_proto()))
@@ -2069,11 +1989,7 @@ codecs.register_error(
 
 
 class StreamDecoder:
-    """Ids -> text one by one: a character of several byte tokens comes out once it is whole.
-
-    SentencePiece puts a space before a text; it is taken off the first piece again unless the text
-    continues another (`first=False`). What it yields joins to Tokenizer.decode of all ids.
-    """
+    """Ids -> text, one by one. `first`: the space that encode() puts in front is taken off."""
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
         self.tokenizer, self.strip = tokenizer, first and tokenizer.strips_space
@@ -2103,25 +2019,38 @@ class StreamDecoder:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a family of models was taught to converse, as data.
+    """How a family of models was trained to converse: {} is a message, <s> is BOS, </s> is EOS.
 
-    In its texts {} stands for a message, <s> and </s> for BOS and EOS. Tags go in as ids where the
-    vocabulary has tokens of that text, else as text.
+    Tags are encoded as tokens of their own where the vocabulary has them, else as text.
     """
 
     name: str
-    template_has: tuple[str, ...]  # the texts that tell its chat template from others
+    template_has: tuple[str, ...]  # texts by which its chat template is recognised
     user: str
     assistant: str
     system: str
     tags: tuple[str, ...]  # where a role begins or ends: they end an answer, as EOS does
     start: str = ""
-    cue: str = ""  # behind the last question: the model goes on from there
+    cue: str = ""  # after the last question: the model continues from there
     template_lacks: tuple[str, ...] = ()
     system_in: str = ""  # "first" or "last": the question that it is part of; else it stands alone
-    strips: tuple[str, ...] = ()  # the roles whose messages lose white space at their ends
-    needs_tokens: bool = False  # for vocabularies that have a token for each tag
+    strips: tuple[str, ...] = ()  # the roles whose messages are stripped of white space
+    needs_tokens: bool = False  # only for vocabularies that have a token for each tag
 
+
+MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
+    "mistral",
+    ("[INST]",),
+    template_lacks=("[SYSTEM_PROMPT]",),
+    start="<s>",
+    user="[INST] {}[/INST]",
+    assistant=" {}</s>",
+    system="{}\n\n",
+    tags=("[INST]", "[/INST]"),
+    system_in="last",
+    strips=("assistant",),
+    needs_tokens=True,
+)
 
 CHAT_FORMATS = (
     ChatFormat(  # Meta's generation.py; a question and its answer are strung between BOS and EOS
@@ -2134,29 +2063,9 @@ CHAT_FORMATS = (
         system_in="first",
         strips=("user", "assistant"),
     ),
-    ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
-        "mistral",
-        ("[INST]",),
-        template_lacks=("[SYSTEM_PROMPT]",),
-        start="<s>",
-        user="[INST] {}[/INST]",
-        assistant=" {}</s>",
-        system="{}\n\n",
-        tags=("[INST]", "[/INST]"),
-        system_in="last",
-        strips=("assistant",),
-        needs_tokens=True,
-    ),
-    ChatFormat(  # version 1: v0.1 and v0.2. Their first templates had no space before [INST], which
-        "mistral",  # mistral-common always had, as have the templates of today
-        ("[INST]",),
-        template_lacks=("[SYSTEM_PROMPT]",),
-        start="<s>",
-        user=" [INST] {} [/INST]",
-        assistant=" {}</s>",
-        system="{}\n\n",
-        tags=("[INST]", "[/INST]"),
-        system_in="first",
+    MISTRAL,
+    replace(  # version 1: v0.1 and v0.2, whose first templates had no space before [INST]
+        MISTRAL, user=" [INST] {} [/INST]", system_in="first", strips=(), needs_tokens=False
     ),
     ChatFormat(  # Zephyr 7B, TinyLlama Chat
         "zephyr",
@@ -2168,8 +2077,8 @@ CHAT_FORMATS = (
         cue="<|assistant|>\n",
         tags=("<|user|>", "<|assistant|>", "<|system|>"),
     ),
-    ChatFormat(  # Vicuna 1.1 and 1.5. As in the published templates and in llama.cpp; FastChat, which
-        "vicuna",  # trained it, has a space where these have a newline, and none behind </s>
+    ChatFormat(  # Vicuna 1.1 and 1.5, as in the published templates and llama.cpp; FastChat, which
+        "vicuna",  # trained it, has a space where these have a newline, and none after </s>
         ("USER: ", "ASSISTANT: "),
         template_lacks=("SYSTEM: ",),
         start="<s>",
@@ -2194,10 +2103,7 @@ CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
 
 
 def recognise_chat_format(template: str) -> str:
-    """The name of the format that a model's chat template describes; llama-2 if there is none.
-
-    The template is a program; it is never executed, only searched. ValueError if it is unknown.
-    """
+    """The format of a chat template, which is never executed. ValueError if it is unknown."""
     if not template.strip():
         return "llama-2"
     for row in CHAT_FORMATS:
@@ -2209,7 +2115,7 @@ def recognise_chat_format(template: str) -> str:
 
 
 def describe_chat_format(template: str) -> str:
-    """For people: the format's name, and where it comes from; or why there is none."""
+    """The format's name as --info prints it, or why there is none."""
     try:
         name = recognise_chat_format(template)
     except ValueError as error:
@@ -2230,17 +2136,14 @@ def find_chat_format(name: str, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[
 def chat_stops(
     tokenizer: Tokenizer, chat_format: str = "llama-2"
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The ids and the texts that end an answer: EOS, and where a model begins to speak for others.
-
-    No message may hold these texts either: what a user types would be read as a tag.
-    """
+    """The ids and texts that end an answer: EOS and all tags. No message may hold these texts."""
     row, ids = find_chat_format(chat_format, tokenizer)
     control = [tag for tag, token_id in ids.items() if tokenizer.sp.is_control(token_id)]
     return (tokenizer.eos_id, *ids.values()), tuple(tag for tag in row.tags if tag not in control)
 
 
 def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -> None:
-    """Raises ValueError on another order of roles, on no text, and on tags in a message."""
+    """Raises ValueError for roles out of order, contents that are no text, tags in a message."""
     roles = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
@@ -2248,9 +2151,9 @@ def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -
         raise ValueError(f"accepted is: system (or not), {order}; found: {found}")
     for role, message in zip(roles, messages):
         content = message.get("content")
-        if not isinstance(content, str):
-            found = f"a {type(content).__name__}, not a text"  # which no log should quote
-            raise ValueError(f"the {role} message is {found}")  # noqa: TRY004 (as all bad input)
+        if not isinstance(content, str):  # which is not quoted: it does not belong in a log
+            kind = type(content).__name__
+            raise ValueError(f"the {role} message is a {kind}, not a text")  # noqa: TRY004
         for tag in tags:
             if tag in content:
                 raise ValueError(f"the {role} message contains the reserved tag {tag}")
@@ -2259,13 +2162,11 @@ def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], chat_format: str = "llama-2"
 ) -> list[int]:
-    """Messages {"role", "content"} -> ids, as the models of that format were trained.
+    """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
-    The ids are those of transformers with the published template and `"legacy": false`: they decode
-    to the template's text. llama.cpp and `"legacy": true` put a space behind each control token,
-    which no template asks for; Meta's own code does behind BOS, so llama-2 has it in its row.
-    Raises ValueError on another order of roles (system?, user, assistant, ..., user) and on
-    reserved tags in a message, which would let it speak for others.
+    (llama.cpp and `"legacy": true` add a space after each control token, which no template has.)
+    Raises ValueError for roles out of order (system?, user, assistant, ..., user) and for tags in a
+    message, which would let it speak for others.
     """
     row, tag_ids = find_chat_format(chat_format, tokenizer)
     check_messages(messages, chat_stops(tokenizer, chat_format)[1])
@@ -2323,9 +2224,8 @@ def sample(
 ) -> Tensor:
     """logits (..., V) -> ids (...), -1 where the logits are not finite. Temperature 0 is greedy.
 
-    In this order: temperature, the top_k likeliest (0: all), the fewest that reach top_p together
-    (Holtzman et al. 2019, arXiv:1904.09751), those at least min_p times as likely as the likeliest
-    (Nguyen et al. 2024, arXiv:2407.01082). Raises ValueError for parameters out of range.
+    Applied in this order: temperature, top_k (0: all), top_p (Holtzman et al. 2019,
+    arXiv:1904.09751), min_p (Nguyen et al. 2024, arXiv:2407.01082). ValueError if out of range.
     """
     if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
         found = f"temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}"
@@ -2338,12 +2238,12 @@ def sample(
     probs, ids = (logits / max(temperature, 1e-6)).softmax(-1).sort(-1, descending=True)  # (..., V)
     if top_k:
         probs, ids = probs[..., :top_k], ids[..., :top_k]
-    before = probs.cumsum(-1) - probs  # what stands before each one; 0 for the first, which stays
+    before = probs.cumsum(-1) - probs  # the sum of those before it; 0 for the first, which stays
     drop = (before >= top_p * probs.sum(-1, keepdim=True)) & (before > 0) & (top_p < 1)
     drop |= probs < min_p * probs[..., :1]
     probs = probs.masked_fill(drop, 0.0).cumsum(-1)
-    # The inverse of the cumulative distribution at one random number per row. That one comes from
-    # the CPU, so that a seed means the same on every device.
+    # The inverse of the cumulative distribution at one random number per row, drawn on the CPU, so
+    # that a seed gives the same on every device.
     u = torch.rand(logits.shape[:-1], generator=generator).to(probs.device)[..., None]
     place = torch.searchsorted(probs, u * probs[..., -1:], right=True)
     place = place.clamp(max=(~drop).sum(-1, keepdim=True) - 1)  # u near 1 and rounding
@@ -2440,10 +2340,7 @@ def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
 
 
 def generate(model: Llama, ids: Sequence[int], **options: Any) -> Stream[int]:
-    """Continue a prompt: yields new ids one by one, without the one that stops it.
-
-    Options and errors are those of generate_batch(): max_new_tokens, temperature, seed, ...
-    """
+    """Continue a prompt: yields new ids, without a stop id. Options are generate_batch()'s."""
     batch = generate_batch(model, [ids], **options)
     return Stream((row for (row,) in batch if row is not None), batch.report)
 
@@ -2465,11 +2362,10 @@ def generate_batch(
 ) -> Stream[list[int | None]]:
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
-    Row i draws from seed + i (None: from entropy), as it would alone. `stop_ids` end a row (default:
-    the model's EOS ids). `vocab_size`: only ids below it are drawn. `top`: the report keeps scores,
-    with that many likeliest ids of each place. `cache`: the prompts continue what is stored there.
-    `step`: what runs the model, such as a CompiledStep of that cache. Raises ValueError for options
-    out of range, empty prompts, ids out of range, too long prompts.
+    Row i draws with the seed `seed` + i (None: a random one). `stop_ids` end a row (default: EOS).
+    Only ids below `vocab_size` are drawn. `top`: the report keeps scores, and those of so many
+    likeliest ids. `cache`: the prompts continue what it holds. `step`: runs the model, such as a
+    CompiledStep of that cache. Raises ValueError for options and prompts out of range.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -2540,10 +2436,7 @@ def stream_text(
     stop: Sequence[str] = (),
     **options: Any,
 ) -> Stream[str]:
-    """generate() as pieces of text, up to the first of the texts in `stop`, which is not shown.
-
-    `first`: the text begins here and does not continue a prompt that was shown before it.
-    """
+    """generate() as text, piece by piece, until one of `stop` comes. `first`: see StreamDecoder."""
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
     decoder, report = StreamDecoder(tokenizer, first), tokens.report
 
@@ -2566,15 +2459,11 @@ def stream_text(
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many ids two lists begin with in common."""
-    pairs = zip(a, b)  # up to the end of the shorter one
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def rewind(cache: Cache, stored: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Truncate a cache that holds `stored` to what it shares with `ids`; return the rest of ids.
-
-    At least one id is left, for the logits. A conversation that goes on computes only what is new.
-    """
+    """Truncate a cache that holds `stored` to what `ids` shares; return the rest, one or more."""
     shared = min(common_prefix(stored, ids), len(ids) - 1, cache.pos)
     cache.truncate(shared)
     return list(ids[shared:])
@@ -2584,11 +2473,10 @@ def rewind(cache: Cache, stored: Sequence[int], ids: Sequence[int]) -> list[int]
 def score(
     model: Llama, ids: Sequence[int], top: int = 0, cache: Cache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of each token given those before it, float32 (T - 1,), for T ids.
+    """T ids -> the log-probability of each given those before it, float32 (T - 1,).
 
-    Beside them the `top` likeliest of each place: log-probabilities and ids, (T - 1, top). The
-    logits of a few positions at a time are in memory. `cache`: the ids continue what is stored
-    there; all but the last are added, from which generate() goes on. ValueErrors are generate()'s.
+    Also the `top` likeliest of each place, log-probabilities and ids (T - 1, top). `cache`: the ids
+    continue what it holds; all but the last are added. Raises generate()'s ValueErrors.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -2618,13 +2506,12 @@ def score(
 
 
 def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
-    """Replace what multiplies quantised weights by something faster; returns the model.
+    """Replace the products with quantised weights by faster ones; returns the model.
 
-    On a CPU by kernels/cpu.cpp, compiled once per machine, whole layers at a time. `exact`:
-    activations stay float32 (1e-6 relative per layer); else they are rounded to 16-bit integers with
-    a scale per group (3e-5, many rows 5e-5), with AMX many rows to bfloat16 (4e-3). Where there is no
-    compiler, or with compile=False, by torch's own products with integers if not exact (4e-3); a
-    warning says what is missing. On CUDA by compiled dequantisation.
+    On a CPU: kernels/cpu.cpp, compiled once per machine. `exact` keeps activations in float32 (1e-6
+    relative per layer); else they become 16-bit integers with a scale per group (5e-5), with AMX
+    and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 products,
+    unless `exact` (4e-3); a warning says what is missing. On CUDA: compiled dequantisation.
     """
     device = model.norm.weight.device.type
     if device == "cuda":
@@ -2729,11 +2616,7 @@ def is_ours(path: Path) -> bool:
 
 
 def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels:
-    """The compiled source, from the folder if it is there. Raises OSError.
-
-    A library's name holds two hashes: of the source with the compiler's predefined macros (its
-    version, the processor's instruction sets), and of the library, which a power cut may damage.
-    """
+    """Load the library from the folder, or compile it. Raises OSError."""
     start = time.perf_counter()
     for target in ("-march=native", "-mcpu=native"):  # some compilers know only one of them
         try:
@@ -2742,6 +2625,8 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels
         except OSError:
             if target == "-mcpu=native":
                 raise
+    # The name holds hashes of what it depends on (macros tell the compiler's version and the
+    # processor's instruction sets), and of the library, which a power cut may damage.
     key = hashlib.sha256(source + macros + " ".join(compiler).encode()).hexdigest()[:16]
     for path in folder.glob(f"cpu-{key}-*.so"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -2775,7 +2660,7 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
-    """What a compiler writes to stdout; it does not outlive us. Raises OSError if it fails."""
+    """What a compiler writes to stdout. It is killed if we are. Raises OSError if it fails."""
     own_group = os.name == "posix"  # the compiler proper is a child of the driver
     with subprocess.Popen(
         command,
@@ -2796,7 +2681,7 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
 
 
 class Unfit(Exception):
-    """Something that the kernels cannot take. The reference can, or says what is wrong with it."""
+    """The kernels cannot do this; plain torch can, or says what is wrong."""
 
 
 def need(fits: bool) -> None:
@@ -2806,14 +2691,14 @@ def need(fits: bool) -> None:
 
 
 def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Where t lies, for C++. Unfit unless it is CPU memory of this dtype and shape without gaps."""
+    """Where t lies, for C++. Unfit unless it is contiguous CPU memory of this dtype and shape."""
     need(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided)
     need(t.dtype == dtype and t.shape == shape and t.is_contiguous() and not t.is_neg())
     return t.data_ptr()
 
 
 def child(module: Any, name: str, expected: type[nn.Module]) -> Any:
-    """A part of a module. Unfit unless calling it does what its class says: no hooks, no changes."""
+    """A part of a module. Unfit unless it is of this very class, unchanged and without hooks."""
     part = module._modules.get(name)  # as in NativeLinear.pack()
     need(type(part) is expected and "forward" not in part.__dict__)
     need(not (part._forward_hooks or part._forward_pre_hooks))
@@ -2821,7 +2706,7 @@ def child(module: Any, name: str, expected: type[nn.Module]) -> Any:
 
 
 def usable_kernels(x: Tensor) -> Kernels:
-    """The kernels, if there are any and they may take x. Else raises Unfit."""
+    """The kernels. Unfit where there are none, and where gradients or torch.compile need torch."""
     need(kernels().library is not None and not torch.compiler.is_compiling())
     need(not (x.requires_grad and torch.is_grad_enabled()))
     return kernels()
@@ -2836,10 +2721,7 @@ def check_status(status: int) -> None:
 
 
 class NativeLinear(QuantizedLinear):
-    """QuantizedLinear by kernels/cpu.cpp, which is looked up when called: models can be copied.
-
-    What the kernels cannot do is left to the reference: gradients, other devices, odd layouts.
-    """
+    """QuantizedLinear by kernels/cpu.cpp; gradients, other devices, odd layouts by plain torch."""
 
     def __init__(self, linear: QuantizedLinear, exact: bool) -> None:
         import gguf
@@ -2891,11 +2773,10 @@ class NativeLinear(QuantizedLinear):
 
 
 class NativeLayers(nn.Module):
-    """All layers of a model in one call of the kernels; stands in model.layers and holds the blocks.
+    """All layers in one call of the kernels: Python between them would take 2 to 4 ms a token.
 
-    Between calls for each layer Python would take 2 to 4 ms a token, its own memory having left the
-    processor's caches. It falls back to the blocks for what the kernels cannot do: padding, hooks,
-    16-bit activations, replaced modules, odd layouts, a cache that is not a plain Cache.
+    What the kernels cannot do is left to the blocks: padding, hooks, 16-bit activations, replaced
+    modules, odd layouts, a cache that is not a plain Cache.
     """
 
     def __init__(self, blocks: nn.ModuleList, exact: bool) -> None:
@@ -2915,7 +2796,7 @@ class NativeLayers(nn.Module):
             return x
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
-        """The same by the kernels. Raises Unfit before anything is computed."""
+        """forward() by the kernels. Raises Unfit before anything is computed."""
         native = usable_kernels(x)
         need(type(cache) is Cache and cache.padding is None and x.dim() == 3)
         need(not torch.nn.modules.module._has_any_global_hook())
@@ -2941,7 +2822,7 @@ class NativeLayers(nn.Module):
         return y
 
     def pack(self, i: int, C: int, D: int, G: int) -> bytes:
-        """struct Layer of kernels/cpu.cpp. Raises Unfit if a block is not as accelerate() left it."""
+        """struct Layer of kernels/cpu.cpp. Unfit if a block is not as accelerate() left it."""
         block = child(self.blocks, str(i), Block)
         norms = [child(block, f"{name}_layernorm", RMSNorm) for name in ("input", "post_attention")]
         attention, mlp = child(block, "self_attn", CausalSelfAttention), child(block, "mlp", MLP)
@@ -2961,10 +2842,10 @@ class NativeLayers(nn.Module):
 
 
 class PackedLinear(QuantizedLinear):
-    """QuantizedLinear for a CPU without compiled kernels: up to FEW_ROWS rows by torch's own ones.
+    """QuantizedLinear for a CPU without compiled kernels: torch's products with 4-bit integers.
 
-    Torch multiplies 16-bit matrices and integers of 4 bits; those of more bits become two such
-    digits, multiplied by x and 16 x. Activations and scales are rounded to 16 bits (4e-3 relative).
+    Integers of more bits become two such digits, multiplied by x and 16 x. Activations and scales
+    are rounded to 16 bits (4e-3 relative). More than FEW_ROWS rows are multiplied in bfloat16.
     """
 
     packed: Tensor
@@ -2973,6 +2854,8 @@ class PackedLinear(QuantizedLinear):
     def __init__(self, linear: QuantizedLinear) -> None:
         super().__init__(linear.blocks, linear.ggml_type)
         self.group, self.one_digit = 0, self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
+        can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.11
+        self.has_bfloat16 = any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
         can_pack = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
         fits = free_memory(self.blocks.device) >= 4 * self.blocks.nbytes  # the repacked copy
         if self.ggml_type not in DENSE and can_pack and self.out_features % 16 == 0 and fits:
@@ -2996,10 +2879,8 @@ class PackedLinear(QuantizedLinear):
         self.group = width if self.one_digit else 2 * width
         digits = digits.reshape(len(blocks), -1).int()
         s, zero = (part.reshape(len(blocks), -1).T for part in (s, zero))
-        return (
-            torch._convert_weight_to_int4pack_for_cpu(digits, 1),
-            torch.stack((s, zero), -1).bfloat16(),
-        )
+        packed = torch._convert_weight_to_int4pack_for_cpu(digits, 1)
+        return packed, torch.stack((s, zero), -1).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
@@ -3007,7 +2888,7 @@ class PackedLinear(QuantizedLinear):
         if x.shape[-1:] != (K,) or (x.requires_grad and torch.is_grad_enabled()):
             return super().forward(x)
         if x.numel() > FEW_ROWS * K:
-            return super().forward(x.bfloat16() if has_bfloat16() else x).to(x.dtype)
+            return super().forward(x.bfloat16() if self.has_bfloat16 else x).to(x.dtype)
         if self.ggml_type in ("F16", "BF16"):
             w = self.blocks.view(DENSE[self.ggml_type])
             return F.linear(x.to(w.dtype), w).to(x.dtype)
@@ -3021,13 +2902,6 @@ class PackedLinear(QuantizedLinear):
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
-@functools.cache
-def has_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16; torch before 2.11 cannot tell."""
-    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
 # --------------------------------------------------------------------------------------------------
 # 16. Compiled steps
 
@@ -3039,7 +2913,7 @@ def compiled_dequantize() -> Callable[[Tensor, str], Tensor]:
 
 
 class CompiledLinear(QuantizedLinear):
-    """QuantizedLinear for a GPU; in a compiled step few rows never unpack W to memory."""
+    """QuantizedLinear for a GPU. In a compiled step, few rows are multiplied as W is unpacked."""
 
     def __init__(self, linear: QuantizedLinear) -> None:
         super().__init__(linear.blocks, linear.ggml_type)
@@ -3054,15 +2928,11 @@ class CompiledLinear(QuantizedLinear):
 
 
 class StaticCache(Cache):
-    """A Cache as a step of one token sees it: the position is a tensor, so that no shape changes.
-
-    The same compiled code, on CUDA the same graph, then serves every position: it attends to the
-    first `window` slots and masks those that are still empty.
-    """
+    """A Cache for compiled steps of one token: no shape changes, for its position is a tensor."""
 
     def __init__(self, cache: Cache, window: int) -> None:
         vars(self).update(vars(cache))  # the same tensors
-        self.window = window
+        self.window = window  # attention is over so many slots, less those that are still empty
         self.slot = torch.zeros(1, dtype=torch.int64, device=cache.k.device)  # the position
 
     def rope(self, T: int) -> tuple[Tensor, Tensor]:
@@ -3090,10 +2960,9 @@ class StaticCache(Cache):
 
 
 class CompiledStep:
-    """model(tokens, cache) with its one-token steps compiled; longer passes run as they are.
+    """model(tokens, cache) with its one-token steps compiled, on CUDA captured as a graph.
 
-    On CUDA the compiled step is captured as a graph: no launches, no Python, no wait per token.
-    There is one per window, which doubles as the cache fills: empty slots are hardly read.
+    There is one per window, which doubles as the cache fills, so that few empty slots are read.
     """
 
     def __init__(self, model: Llama, cache: Cache, **options: Any) -> None:
@@ -3105,8 +2974,7 @@ class CompiledStep:
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
         """As model(tokens, cache). Raises ValueError for any cache but the one it was made for."""
         if cache is not self.cache or tokens.shape[0] != cache.batch_size:
-            rows = f"{cache.batch_size} rows; it got {tokens.shape[0]} rows or another cache"
-            raise ValueError(f"the compiled step was made for one cache of {rows}")
+            raise ValueError(f"the compiled step is for one cache of {len(self.tokens)} rows")
         if tokens.shape[1] > 1:
             return self.model(tokens, cache)
         end = cache.slots(1).stop
@@ -3121,7 +2989,7 @@ class CompiledStep:
         return logits
 
     def capture(self, window: int) -> tuple[StaticCache, Callable[[], Tensor]]:
-        """Compile the step for one window. What it stores meanwhile is written again later."""
+        """Compile the step for one window. What it stores in the cache is overwritten later."""
         static = StaticCache(self.cache, window)
         static.slot.fill_(self.cache.pos)
         forward = torch.compile(self.model, **self.options)
@@ -3165,17 +3033,14 @@ class Ranks:
         return values
 
     def close(self) -> None:
-        """Leave: its threads may abort a process that ends before them."""
+        """Leave the group: threads of it that still run may abort a process that ends."""
         distributed.destroy_process_group()
 
 
 def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     """What one of `count` devices holds: a part of every matrix (Megatron-LM, arXiv:1909.08053, 3).
 
-    Of attention it is key/value heads with their query heads, of the MLP some of its width: rows of
-    the first matrices, the same columns of the last. (Not torch's DTensor, which divides tensors of
-    numbers, not of blocks, and reads them whole first.) Raises ValueError for more ranks than the
-    heads or the blocks allow.
+    DTensor cannot: it divides numbers, not blocks. ValueError for more ranks than heads or blocks.
     """
     config, weights = checkpoint.config, dict(checkpoint.weights)
     kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
@@ -3199,26 +3064,22 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
             unit = block
         start, stop = (size // unit * r // count * unit for r in (rank, rank + 1))
         if start == stop or start % block or stop % block:
-            found = f"{size} cannot be divided by {count} ranks into units of {unit}"
-            raise ValueError(f"{name}, {weight.ggml_type} in blocks of {block}: {found}")
+            problem = f"{size} cannot be divided by {count} ranks into units of {unit}"
+            raise ValueError(f"{name} ({weight.ggml_type}): {problem}")
         weights[name] = weight.part(axis, start, stop)
     config = replace(config, num_key_value_heads=kv_heads // count, tie_word_embeddings=False)
     return replace(checkpoint, config=config, weights=weights)
 
 
 def connect_ranks(model: Llama, ranks: Ranks) -> None:
-    """Join a model of rank_part() with those of the other ranks: the same logits on each.
-
-    The products of o_proj and down_proj are added up. Those of embed_tokens and lm_head stand side
-    by side: each rank puts its own into zeros, so that adding them up is exact.
-    """
+    """Join a model of rank_part() with those of the other ranks: all give the same logits."""
 
     def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
         distributed.all_reduce(y)
         return y
 
-    def join(start: int, size: int, module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        whole = y.new_zeros(*y.shape[:-1], size)
+    def concatenate(start: int, size: int, module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        whole = y.new_zeros(*y.shape[:-1], size)  # adding zeros is exact
         whole[..., start : start + y.shape[-1]] = y
         return add(module, args, whole)
 
@@ -3229,7 +3090,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
     for module, x in ((model.embed_tokens, token), (model.lm_head, model.norm.weight[None])):
         widths = ranks.gather(module(x).shape[-1])
         start = sum(widths[: ranks.rank])
-        module.register_forward_hook(partial(join, start, sum(widths)))
+        module.register_forward_hook(partial(concatenate, start, sum(widths)))
 
 
 # ==================================================================================================
@@ -3248,14 +3109,14 @@ AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16
 
 
 def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
-    """What read() returns; of several processes, which have one standard input, on rank 0."""
+    """What read() returns, with several processes what it returns on rank 0."""
     if ranks is None:
         return read()
     return ranks.gather(read() if ranks.rank == 0 else None)[0]
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong command line is one line on stderr and exit status 2."""
+    """Errors are raised, not printed with the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -3324,13 +3185,13 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
 
 
 def note(text: str) -> None:
-    """A line on stderr; nothing if that cannot be written."""
+    """Print a line to stderr, if it can be written to."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def fail(message: object) -> int:
-    """One line on stderr; 2, the exit status for what the user or a file got wrong."""
+    """Print an error as one line; returns 2, the exit status for wrong input."""
     note("llama2.py: error: " + printable(str(message) or type(message).__name__))
     return 2
 
@@ -3343,8 +3204,7 @@ def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
         dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
         name = next(device for device in there if device != "mps" or dense)
     if name not in there:
-        accepted = ", ".join(there)
-        raise ValueError(f"--device {name} is not available; accepted here: {accepted}")
+        raise ValueError(f"--device {name} is not available; accepted are {', '.join(there)}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "cuda" and rank >= torch.cuda.device_count():
         raise ValueError(f"rank {rank} has no GPU: there are {torch.cuda.device_count()}")
@@ -3354,10 +3214,7 @@ def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
 def choose_dtypes(
     name: str, device: torch.device, checkpoint: Checkpoint
 ) -> tuple[torch.dtype, torch.dtype, bool]:
-    """The dtypes of activations and cache, and whether the products are to be exact.
-
-    auto: a large model on a CPU rounds activations to 16 bits, and keeps a cache of 16 bits.
-    """
+    """The dtypes of activations and cache; exact or, for large models with "auto", 16 bits."""
     dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
     exact = name != "auto" or not is_large(checkpoint)
     return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
@@ -3382,12 +3239,9 @@ def check_memory(plan: dict[str, int], context: int, device: torch.device, free:
 
 
 def tune_process() -> None:
-    """Keep freed memory: getting its pages anew from the system costs 10 % of a prompt's time.
-
-    And spare the collector what stays: going through torch's objects is 2 % of generation.
-    """
-    gc.freeze()
-    with suppress(AttributeError, OSError, TypeError):  # mallopt is glibc's
+    """Save the time that garbage collection and memory from the system cost."""
+    gc.freeze()  # not to go through all of torch's objects: 2 % of generation
+    with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed memory: 10 % of a prompt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
         mallopt(-1, 2**28)  # M_TRIM_THRESHOLD
@@ -3455,7 +3309,7 @@ def read_question(ranks: Ranks | None) -> str | None:
 
 
 def show(stream: Stream[str], strip: bool = False) -> str:
-    """Write a text as it comes, without space at its start if `strip`; Ctrl-C ends it early."""
+    """Write a text as it comes, without leading white space if `strip`; Ctrl-C ends it early."""
     shown = ""
     try:
         for text in stream:
@@ -3476,19 +3330,14 @@ def chat(
     args: argparse.Namespace,
     ranks: Ranks | None,
 ) -> Report | None:
-    """A conversation that keeps its cache: of each turn only what is new is computed.
-
-    The ids are always the encoding of the whole conversation; the cache is cut back to the part of
-    them that it holds. A full context drops the oldest turns and keeps the system message. Returns
-    the report of the last answer.
-    """
+    """A conversation, which loses its oldest turns when the context is full; the last report."""
     cache, report, config = options["cache"], None, model.config
     stop_ids, tags = chat_stops(tokenizer, chat_format)
     options |= {"stop": (*args.stop, *tags)}
     options |= {"stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids}}
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
-    stored: list[int] = []  # the ids that the cache holds
+    stored: list[int] = []  # the ids that the cache holds: only what follows them is computed
     room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)  # less an answer
     first = [args.prompt] if args.prompt is not None else []
     for question in itertools.chain(first, iter(partial(read_question, ranks), None)):
@@ -3641,7 +3490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """End as SIGTERM and SIGHUP ask, but let files and compilers be cleaned up."""
+    """Exit by an exception, so that unfinished files and compilers are cleaned up."""
     sys.exit(128 + number)
 
 

@@ -229,7 +229,7 @@ HOSTILE_PICKLES = {
     "transposed": (state(tensor(shape=b"K\2K\2\x86K\1K\2\x86")), "not contiguous"),
     "three dimensions": (state(tensor(shape=b"K\1K\2K\2\x87K\4K\2K\1\x87")), "."),
     "no dimension": (state(tensor(shape=b"))")), "."),
-    "no numbers": (state(tensor(shape=b"K\0K\2\x86K\2K\1\x86")), "is F32"),
+    "no numbers": (state(tensor(shape=b"K\0K\2\x86K\2K\1\x86")), "has the sizes"),
     "negative": (state(tensor(rest=b"\x89" + HOOKS + b"}" + text("neg") + b"\x88s")), "contiguous"),
     "storage of another size": (state(tensor(STORAGE.replace(b"K\4tQ", b"K\5tQ"))), "storage"),
     "another storage": (state(tensor(STORAGE.replace(text("0"), text("1")))), "."),
