@@ -1989,7 +1989,10 @@ codecs.register_error(
 
 
 class StreamDecoder:
-    """Ids -> text, one by one. `first`: the space that encode() puts in front is taken off."""
+    """Ids -> text, one by one; a character of several byte tokens comes out once it is whole.
+
+    `first`: the space that encode() puts in front of a text is taken off.
+    """
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
         self.tokenizer, self.strip = tokenizer, first and tokenizer.strips_space
@@ -2053,7 +2056,7 @@ MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B In
 )
 
 CHAT_FORMATS = (
-    ChatFormat(  # Meta's generation.py; a question and its answer are strung between BOS and EOS
+    ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
         "llama-2",
         ("[INST]", "<<SYS>>"),
         user="<s> [INST] {} [/INST]",
@@ -3040,7 +3043,8 @@ class Ranks:
 def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     """What one of `count` devices holds: a part of every matrix (Megatron-LM, arXiv:1909.08053, 3).
 
-    DTensor cannot: it divides numbers, not blocks. ValueError for more ranks than heads or blocks.
+    Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
+    same columns of the last. ValueError for more ranks than heads or blocks.
     """
     config, weights = checkpoint.config, dict(checkpoint.weights)
     kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
