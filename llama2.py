@@ -1377,7 +1377,7 @@ def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
             value = settings.get(key)
             found += value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(i) is int and 0 <= i < vocab_size for i in found):
-                raise ValueError(f"{file}: {key} is {str(value)[:40]} of {vocab_size} ids")
+                raise ValueError(f"{file}: {key} is {str(value)[:40]}, not ids below {vocab_size}")
     bos, (eos, *others) = ids["bos_token_id"] or [1], dict.fromkeys(ids["eos_token_id"] or [2])
     return {"bos_token_id": bos[0], "eos_token_id": eos, "stop_token_ids": tuple(others)}
 
