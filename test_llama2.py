@@ -2352,10 +2352,10 @@ def test_bundled_model_on_a_new_tale(bundled):
 
 def test_bundled_model_writes_its_golden_text(bundled):
     """Greedy, by the kernels and by torch alone: the prompt is one without near-ties."""
-    prompt = "In the middle of the forest"
+    prompt = "The princess opened the door and"
     golden = (
-        ", there was a great many years old, and the other two children were sitting in the middle"
-        " of the tree, and the children were sitting in the middle of the tree"
+        ' said, "I have not done it, but I will not do it." Then the prince went to the prince, and'
+        ' said, "I will go and see if I'
     )
     model, tokenizer = bundled
     fast, _ = llama2.load(llama2.DEFAULT_MODEL, accelerated=True)
