@@ -2977,7 +2977,8 @@ class CompiledStep:
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
         """As model(tokens, cache). Raises ValueError for any cache but the one it was made for."""
         if cache is not self.cache or tokens.shape[0] != cache.batch_size:
-            raise ValueError(f"the compiled step is for one cache of {len(self.tokens)} rows")
+            found = f"not for {len(tokens)} rows or another cache"
+            raise ValueError(f"the compiled step is for its cache of {len(self.tokens)}, {found}")
         if tokens.shape[1] > 1:
             return self.model(tokens, cache)
         end = cache.slots(1).stop
