@@ -538,12 +538,17 @@ static void unpack_int16(Bytes w, int64_t count, int16_t *y, float *scale, float
     UNROLL
     for (int i = 0; i < T::BLOCK / 32; i++) {
       i16 v[16 / VL];
-      i16x16 halves[2];
       values32<T>(w, i, v);
-      memcpy(halves, v, sizeof v);
-      for (int j = 0; T::BLOCK == 256 && j < 2; j++)
-        halves[j] *= (int16_t)integers[(32 * i + 16 * j) / T::GROUP];
-      store(y + k + 32 * i, halves);
+      if constexpr (T::BLOCK == 256 && T::GROUP % (2 * VL) == 0) {
+        for (int p = 0; p < 16 / VL; p++)
+          v[p] *= (int16_t)integers[(32 * i + 2 * VL * p) / T::GROUP];
+      } else if constexpr (T::BLOCK == 256) {
+        i16x16 halves[2];
+        memcpy(halves, v, sizeof v);
+        for (int j = 0; j < 2; j++) halves[j] *= (int16_t)integers[(32 * i + 16 * j) / T::GROUP];
+        memcpy(v, halves, sizeof v);
+      }
+      store(y + k + 32 * i, v);
     }
   }
 }
