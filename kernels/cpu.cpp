@@ -447,8 +447,8 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   f32 total[R][2] = {};
   alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS], low[R][T::GROUPS] = {};
   for (int64_t k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
-    prefetch<T>(w +
-                6144);  // beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
+    // Beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
+    prefetch<T>(w + 6144);
     read_scales<T>(w, s, m);
     for (int r = 0; r < R; r++) {
       int64_t group = (rows[r] * K + k) / T::GROUP;
@@ -529,7 +529,7 @@ static void unpack_int16(Bytes w, int64_t count, int16_t *y, float *scale, float
     alignas(16) int8_t integers[16];
     float s[T::GROUPS], m[T::GROUPS];
     read_scales<T>(w, s, m);
-    if constexpr (T::BLOCK == 256) {
+    if constexpr (T::BLOCK == 256) {  // s is then left to the compiler to drop
       uint64_t minimum[2];
       T::integers(w, (uint64_t *)integers, minimum);
       for (int i = 0; i < 256 / T::SPAN; i++) scale[k / T::SPAN + i] = half(w + T::D);
@@ -571,7 +571,7 @@ template <class T> static constexpr Format format(int64_t type) {
   if constexpr (!T::DENSE) {
     f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
-    if (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
+    if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
   }
   return f;

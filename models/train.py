@@ -284,7 +284,8 @@ def train(args: argparse.Namespace) -> None:
             checkpoint_path.with_suffix(".tmp").replace(checkpoint_path)
             start = time.monotonic()
     bar.close()
-    print(f"{args.out}: {args.out.stat().st_size} bytes, held out {best / held_tokens:.4f}")
+    size, nats = args.out.stat().st_size, best / held_tokens
+    print(f"{args.out}: {size} bytes, held out {nats:.4f} nats per token")
 
 
 def main() -> int:
