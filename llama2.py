@@ -2437,19 +2437,27 @@ def stream_text(
     ids: Sequence[int],
     first: bool = True,
     stop: Sequence[str] = (),
+    strip: bool = False,
     **options: Any,
 ) -> Stream[str]:
-    """generate() as text, piece by piece, until one of `stop` comes. `first`: see StreamDecoder."""
+    """generate() as text, piece by piece, until one of `stop` comes. `first`: see StreamDecoder.
+
+    `strip`: without the white space that it begins with.
+    """
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
     decoder, report = StreamDecoder(tokenizer, first), tokens.report
 
     def pieces() -> Iterator[str]:
+        nonlocal strip
         held = ""
         for token_id in itertools.chain(tokens, [None]):
             new = decoder.flush() if token_id is None else decoder.decode(token_id)
             text, held, found = split_at_stop(held + new, stop)
             if found:
                 report.stop_reasons[0] = f"stop text {found!r}"
+            if strip:
+                text = text.lstrip()
+                strip = not text
             if text:
                 yield text
             if found:
@@ -2460,16 +2468,47 @@ def stream_text(
     return Stream(pieces(), report)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids two lists begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+class Session:
+    """A model that keeps its last prompts in caches: of one that goes on, it reads what is new."""
 
+    def __init__(self, model: Llama, tokenizer: Tokenizer, caches: Sequence[Cache]) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        # The prompt in each cache and what was generated; the cache that was used last is the last.
+        self.held: dict[Cache, tuple[Sequence[int], list[int]]]
+        self.held = {cache: ([], []) for cache in caches}
 
-def rewind(cache: Cache, stored: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Truncate a cache that holds `stored` to what `ids` shares; return the rest, one or more."""
-    shared = min(common_prefix(stored, ids), len(ids) - 1, cache.pos)
-    cache.truncate(shared)
-    return list(ids[shared:])
+    def take(self, ids: Sequence[int]) -> Cache:
+        """The cache that holds the most of a prompt, if that is half of it, else the oldest.
+
+        It is truncated to what it shares with the prompt, less one id: there must be one to read.
+        """
+        shared = {}
+        for cache, held in self.held.items():
+            pairs = enumerate(zip(itertools.chain(*held), ids))
+            same = next((i for i, (a, b) in pairs if a != b), sum(map(len, held)))
+            shared[cache] = min(same, cache.pos, max(len(ids) - 1, 0))
+        best = max(shared, key=shared.__getitem__)
+        cache = best if 2 * shared[best] >= len(ids) else next(iter(shared))
+        cache.truncate(shared[cache])
+        self.held[cache] = self.held.pop(cache)
+        return cache
+
+    def stream_text(self, ids: Sequence[int], **options: Any) -> Stream[str]:
+        """As stream_text() of the whole prompt; the report counts the ids that had to be read."""
+        cache = self.take(ids)
+        rest = ids[cache.pos :]
+        stream = stream_text(self.model, self.tokenizer, rest, cache=cache, **options)
+        self.held[cache] = ids, stream.report.new_ids[0]
+        return stream
+
+    def score(self, ids: Sequence[int], top: int = 0) -> list[Score]:
+        """score() of each id but the first; a prompt of these ids then goes on from there."""
+        cache = self.take([])
+        self.held[cache] = ids, []
+        scored = score(self.model, ids, top, cache)
+        logprobs, top_logprobs, top_ids = (column.tolist() for column in scored)
+        best = [list(zip(*row)) for row in zip(top_ids, top_logprobs)]
+        return [Score(*row) for row in zip(ids[1:], logprobs, best)]
 
 
 @torch.no_grad()
@@ -2512,7 +2551,7 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
     """Replace the products with quantised weights by faster ones; returns the model.
 
     On a CPU: kernels/cpu.cpp, compiled once per machine. `exact` keeps activations in float32 (1e-6
-    relative per layer); else they become 16-bit integers with a scale per group (5e-5), with AMX
+    relative per layer); else they become 16-bit integers with a scale per group (6e-5), with AMX
     and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 products,
     unless `exact` (4e-3); a warning says what is missing. On CUDA: compiled dequantisation.
     """
@@ -3313,12 +3352,11 @@ def read_question(ranks: Ranks | None) -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def show(stream: Stream[str], strip: bool = False) -> str:
-    """Write a text as it comes, without leading white space if `strip`; Ctrl-C ends it early."""
+def show(stream: Stream[str]) -> str:
+    """Write a text as it comes, and return it; Ctrl-C ends it early."""
     shown = ""
     try:
         for text in stream:
-            text = text.lstrip() if strip and not shown else text
             shown += text
             write(text)
     except KeyboardInterrupt:
@@ -3336,13 +3374,13 @@ def chat(
     ranks: Ranks | None,
 ) -> Report | None:
     """A conversation, which loses its oldest turns when the context is full; the last report."""
-    cache, report, config = options["cache"], None, model.config
+    cache, report, config = options.pop("cache"), None, model.config
+    session = Session(model, tokenizer, [cache])
     stop_ids, tags = chat_stops(tokenizer, chat_format)
-    options |= {"stop": (*args.stop, *tags)}
+    options |= {"stop": (*args.stop, *tags), "strip": True}
     options |= {"stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids}}
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
-    stored: list[int] = []  # the ids that the cache holds: only what follows them is computed
     room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)  # less an answer
     first = [args.prompt] if args.prompt is not None else []
     for question in itertools.chain(first, iter(partial(read_question, ranks), None)):
@@ -3361,13 +3399,12 @@ def chat(
         dropped = (len(messages) + 1 - len(turns)) // 2
         if dropped and not args.quiet:
             note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
-        stream = stream_text(model, tokenizer, rewind(cache, stored, ids), **options)
+        stream = session.stream_text(ids, **options)
         report = stream.report
-        answer = show(stream, strip=True)
+        answer = show(stream)
         if report.stop_reasons == ["context full"] and not args.quiet:
             note("context full: the answer ends here")
         messages = [*turns, {"role": "assistant", "content": answer}]
-        stored = [*ids, *report.new_ids[0]][: cache.pos]
     return report
 
 

@@ -6,10 +6,11 @@
 //   run_layers   what Block.forward does, for several layers in one call
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 32
-// numbers (3e-5 relative; for gemm to 14 bits and the sign, for each 64: 5e-5), since integers
-// multiply faster. Dense weights are float32 in both.
+// numbers, for gemm each 128 (3e-5 relative; gemm of Q6_K 6e-5), since integers multiply faster.
+// Dense weights are float32 in both.
 // GNU vector types compile to what the CPU has (AVX-512, AVX2, NEON, ...); intrinsics stand where
 // compilers do not find the one instruction.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -205,13 +206,13 @@ INLINE void store_bfloat16(void *p, f32 v) {
 
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_ = false> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_ };  // weights, bytes, weights
-  enum { GROUPS = BLOCK / GROUP, MINIMUM = MINIMUM_, DENSE = 0, SPAN = 32 };
+  enum { GROUPS = BLOCK / GROUP, MINIMUM = MINIMUM_, DENSE = 0, SPAN = 32, MAX = 128 };
 };
 // K types: a group's scale and minimum are integers of 8 bits times one float16 of the block, found
-// at bytes D and DMIN. Value x scale x 14 bits, summed over SPAN weights, stay within 32 bits.
-template <int SIZE_, int GROUP_, int D_, int DMIN_ = -1, int SPAN_ = 64>
+// at bytes D and DMIN; no value times its scale is more than MAX.
+template <int MAX_, int SIZE_, int GROUP_, int D_, int DMIN_ = -1>
 struct KBlock : Block<256, SIZE_, GROUP_, (DMIN_ >= 0)> {
-  enum { D = D_, DMIN = DMIN_, SPAN = SPAN_ };
+  enum { D = D_, DMIN = DMIN_, SPAN = 128, MAX = MAX_, HIGH_BITS = 0 };
 };
 template <int SIZE_> struct Dense : Block<32, SIZE_, 32> {
   enum { DENSE = 1 };
@@ -220,6 +221,13 @@ template <int SIZE_> struct Dense : Block<32, SIZE_, 32> {
 
 // Bits `mask` << from of bytes, one for each lane of I, moved to bit `to`
 template <class I> INLINE I bits(Bytes p, int from, int mask, int to = 0) {
+#ifdef AVX2
+  if constexpr (std::is_same<I, i8x32>::value) {
+    __m256i v = load<__m256i>(p);
+    v = from > to ? _mm256_srli_epi16(v, from - to) : _mm256_slli_epi16(v, to - from);
+    return (i8x32)v & (int8_t)(mask << to);
+  }
+#endif
 #ifdef MM
   I v;
   if constexpr (is_int16<I>) v = (I)MM(cvtepu8_epi16)(load<Mhalf>(p));
@@ -301,7 +309,7 @@ struct Q8_0 : Block<32, 34, 32> {
   INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
   INLINE i8x32 values(Bytes b, int) { return load<i8x32>(b + 2); }
 };
-struct Q2_K : KBlock<84, 16, 80, 82> {
+struct Q2_K : KBlock<3 * 15, 84, 16, 80, 82> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
     for (int i = 0; i < 2; i++) {
       const uint64_t v = load<uint64_t>(b + 8 * i);
@@ -312,7 +320,8 @@ struct Q2_K : KBlock<84, 16, 80, 82> {
     return bits<I>(b + 16 + i / 4 * 32 + p, i % 4 * 2, 3);
   }
 };
-struct Q3_K : KBlock<110, 16, 108> {
+struct Q3_K : KBlock<4 * 32, 110, 16, 108> {
+  enum { HIGH_BITS = 1 };  // stored apart
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
     const uint64_t low = load<uint64_t>(b + 96), top = load<uint32_t>(b + 104);
     for (int i = 0; i < 2; i++) {
@@ -325,19 +334,21 @@ struct Q3_K : KBlock<110, 16, 108> {
     return (bits<I>(b + 32 + i / 4 * 32 + p, i % 4 * 2, 3) | bits<I>(b + p, i, 1, 2)) - 4;
   }
 };
-struct Q4_K : KBlock<144, 32, 0, 2> {
+struct Q4_K : KBlock<15 * 63, 144, 32, 0, 2> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
   template <class I> INLINE I values(Bytes b, int i, int p) {
     return bits<I>(b + 16 + i / 2 * 32 + p, i % 2 * 4, 15);
   }
 };
-struct Q5_K : KBlock<176, 32, 0, 2> {
+struct Q5_K : KBlock<31 * 63, 176, 32, 0, 2> {
+  enum { HIGH_BITS = 1 };  // stored apart
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
   template <class I> INLINE I values(Bytes b, int i, int p) {
     return bits<I>(b + 48 + i / 2 * 32 + p, i % 2 * 4, 15) | bits<I>(b + 16 + p, i, 1, 4);
   }
 };
-struct Q6_K : KBlock<210, 16, 208, -1, 32> {
+struct Q6_K : KBlock<32 * 128, 210, 16, 208> {
+  enum { HIGH_BITS = 1 };  // stored apart
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
   template <class I> INLINE I values(Bytes b, int i, int p) {
     I low = bits<I>(b + i / 4 * 64 + i % 2 * 32 + p, i / 2 % 2 * 4, 15);
@@ -365,6 +376,9 @@ template <class T, class V, int COUNT> INLINE void values32(Bytes b, int i, V (&
   for (int p = 0; p < COUNT; p++)
     if constexpr (T::DENSE) v[p] = T::values(b, p);
     else if constexpr (T::BLOCK == 32) v[p] = widen<V>(T::values(b, i), p);
+#ifdef AVX2  // two sets of bits are joined as bytes: 1.05 to 1.09 times as fast
+    else if constexpr (T::HIGH_BITS) v[p] = widen<V>(T::template values<i8x32>(b, i, 0), p);
+#endif
     else if constexpr (is_int16<V>) v[p] = T::template values<i16>(b, i, 2 * VL * p);
     else v[p] = to_f32(T::template values<i32>(b, i, VL * p));
 }
@@ -387,7 +401,6 @@ struct Rows {
   bool fast;
   Array<int16_t> q;
   Array<float> scales[2], sums[2];
-  int64_t span() const { return count > 16 && K % 64 == 0 ? 64 : 32; }
   Rows(const float *x, int64_t count, int64_t K, bool fast) : x(x), count(count), K(K), fast(fast) {
     if (fast) q = array<int16_t>(count * K);
     for (int i = 0; i < 2; i++) {
@@ -400,23 +413,24 @@ struct Rows {
   }
 };
 
-// One row of x (K) -> its integers, scales and sums
-template <int SPAN> static void quantize_row(Rows &to, int64_t row) {
-  const float most = to.count > 16 ? 16383 : 32767;
+// One row of x (K) -> its integers, scales and sums. The integers are as large as int16 allows, and
+// small enough that a sum of SPAN of them times `most` stays within int32.
+template <int SPAN> static void quantize_row(Rows &to, int64_t row, int most) {
   for (int64_t k = row * to.K; k < (row + 1) * to.K; k += SPAN) {
-    f32 v[SPAN / VL], top = {}, sums[SPAN / 16] = {};
+    f32 v[SPAN / VL], top = {}, sizes = {}, sums[SPAN / 16] = {};
     for (int i = 0; i < SPAN / VL; i++) {
       v[i] = load<f32>(to.x + k + VL * i);
-      top = max(v[i] < 0 ? -v[i] : v[i], top), sums[i * VL / 16] += v[i];
+      f32 size = v[i] < 0 ? -v[i] : v[i];
+      top = max(size, top), sizes += size;
+      if (!to.fast) sums[i * VL / 16] += v[i];
     }
     float scale = 1;
     if (to.fast) {
-      float limit = top[0];
-      f32 all = {};
+      float limit = top[0], all = sum(sizes);  // NaN if an x is
       for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
-      for (f32 &part : sums) all += part, part = f32{};
-      scale = limit / most + 0 * sum(all);  // NaN if an x is
-      float inverse = limit > 1e-30f ? most / limit : 0;
+      const float least = all / (0x7fff0000 / most - SPAN / 2);
+      scale = limit / 32767 > least ? limit / 32767 : least;
+      const float inverse = limit > 1e-30f ? 1 / scale : 0;
       for (int i = 0; i < SPAN / VL; i++) {
         v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer
         sums[i * VL / 16] += v[i];
@@ -438,32 +452,36 @@ template <int SPAN> static void quantize_row(Rows &to, int64_t row) {
 template <class T, class X, int R>
 static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;  // vectors of 32 weights
-  int64_t rows[R];
-  for (int r = 0; r < R; r++) rows[r] = row + r < x.count ? row + r : x.count - 1;
-  const int64_t K = x.K;
-  Bytes at[R];
-  for (int r = 0; r < R; r++) at[r] = (Bytes)x.data<X>(rows[r] * K);
   constexpr int PARTS = T::GROUP == 16 && COUNT > 1 ? 2 : 1, WIDE = T::GROUP == 32;
+  constexpr int EIGHTS = (T::GROUPS + 7) / 8;
+  const int64_t blocks = x.K / T::BLOCK;
+  Bytes at[R];
+  const float *x_scales[R], *x_sums[R];
+  for (int r = 0; r < R; r++) {
+    const int64_t from = (row + r < x.count ? row + r : x.count - 1) * x.K;
+    at[r] = (Bytes)x.data<X>(from);
+    x_scales[r] = &x.scales[WIDE][from / T::GROUP], x_sums[r] = &x.sums[WIDE][from / T::GROUP];
+  }
   f32 total[R][2] = {};
-  alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS], low[R][T::GROUPS] = {};
-  for (int64_t k = 0; k < K; k += T::BLOCK, w += T::SIZE) {
+  f32x8 low[R][EIGHTS] = {};
+  alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS];
+  for (int64_t b = 0; b < blocks; b++, w += T::SIZE) {
     // Beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
     prefetch<T>(w + 6144);
     read_scales<T>(w, s, m);
+    UNROLL
     for (int r = 0; r < R; r++) {
-      int64_t group = (rows[r] * K + k) / T::GROUP;
-      const float *x_scales = &x.scales[WIDE][group], *x_sums = &x.sums[WIDE][group];
+      const float *some = x_scales[r] + b * T::GROUPS, *sums = x_sums[r] + b * T::GROUPS;
       if constexpr (T::GROUPS == 1) {
-        scales[r][0] = is_float<X> ? s[0] : s[0] * x_scales[0];
-        if (T::MINIMUM) low[r][0] = madd(low[r][0], m[0], x_sums[0]);
-      } else  // as vectors by hand: Q4_K 23 -> 37 G weights/s
-        for (int g = 0; g < T::GROUPS; g += 8) {
-          f32x8 v = load<f32x8>(s + g);
-          store(scales[r] + g, is_float<X> ? v : v * load<f32x8>(x_scales + g));
-          if (T::MINIMUM) {
-            v = madd8(load<f32x8>(low[r] + g), load<f32x8>(m + g), load<f32x8>(x_sums + g));
-            store(low[r] + g, v);
-          }
+        scales[r][0] = is_float<X> ? s[0] : s[0] * some[0];
+        if (T::MINIMUM) low[r][0][0] = madd(low[r][0][0], m[0], sums[0]);
+      } else
+        UNROLL  // as vectors by hand: Q4_K 23 -> 37 G weights/s
+            for (int g = 0; g < EIGHTS; g++) {
+          f32x8 v = load<f32x8>(s + 8 * g);
+          store(scales[r] + 8 * g, is_float<X> ? v : v * load<f32x8>(some + 8 * g));
+          if (T::MINIMUM)
+            low[r][g] = madd8(low[r][g], load<f32x8>(m + 8 * g), load<f32x8>(sums + 8 * g));
         }
     }
     // Reload scales from L1: broadcast loads are free, shuffles are not
@@ -473,7 +491,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       X v[COUNT];
       values32<T>(w, i, v);
       for (int r = 0; r < R; r++) {
-        Bytes from = at[r] + (k + 32 * i) * (is_float<X> ? 4 : 2);
+        Bytes from = at[r] + (b * T::BLOCK + 32 * i) * (is_float<X> ? 4 : 2);
         for (int part = 0; part < PARTS; part++) {
           Sum<X> products = {};
           for (int p = part * COUNT / PARTS; p < (part + 1) * COUNT / PARTS; p++)
@@ -495,7 +513,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   }
   for (int r = 0; r < R && row + r < x.count; r++) {
     float below = 0;
-    for (int g = 0; T::MINIMUM && g < T::GROUPS; g++) below += low[r][g];
+    for (int g = 0; T::MINIMUM && g < T::GROUPS; g++) below += low[r][g / 8][g % 8];
     y[r * stride] = sum(total[r][0] + total[r][1]) - below;
   }
 }
@@ -557,6 +575,7 @@ typedef void (*UnpackInt16)(Bytes w, int64_t count, int16_t *y, float *scales, f
 typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride);
 struct Format {
   int64_t type, block, size, span;
+  int max;
   bool minimum;
   int64_t rows[2];  // exact and fast: how many rows of x are multiplied at a time
   Dot dot[2][2];    // and the functions for one row and for up to that many
@@ -564,7 +583,7 @@ struct Format {
   UnpackInt16 unpack_int16;  // null: float32 if fast, too
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type, T::BLOCK,  T::SIZE, T::SPAN, T::MINIMUM, {2, T::DENSE ? 2 : 4},
+  Format f = {type, T::BLOCK,  T::SIZE, T::SPAN, T::MAX, T::MINIMUM, {2, T::DENSE ? 2 : 4},
               {},   unpack<T>, nullptr};
   f.dot[0][0] = f.dot[1][0] = dot<T, f32, 1>;
   f.dot[0][1] = f.dot[1][1] = dot<T, f32, 2>;
@@ -599,7 +618,7 @@ struct Matrix {
 static void gemv(const Matrix *matrices, int count, Rows &x) {
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += matrices[i].N;
-  for (int64_t r = 0; r < x.count; r++) quantize_row<32>(x, r);
+  for (int64_t r = 0; r < x.count; r++) quantize_row<32>(x, r, 128);
 #pragma omp parallel for schedule(guided, 16) if (total * x.K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
@@ -641,7 +660,7 @@ template <class X> struct Panels {
   int64_t rows, K, count;
   Array<uint32_t> words;
   Array<float> scales, sums;
-  explicit Panels(Rows &x) : rows(x.count), K(x.K), count((x.count + MR - 1) / MR) {
+  Panels(Rows &x, int max) : rows(x.count), K(x.K), count((x.count + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
     if (is_int16<X>) scales = array<float>(count * MR * K / 32);
     if (is_int16<X>) sums = array<float>(count * MR * K / 32);
@@ -649,7 +668,7 @@ template <class X> struct Panels {
     for (int64_t p = 0; p < count; p++)
       for (int64_t i = p * MR; i < (p + 1) * MR; i++) {
         const int64_t row = i < rows ? i : rows - 1;  // the last one fills its panel
-        if (is_int16<X>) (x.span() == 64 ? quantize_row<64> : quantize_row<32>)(x, row);
+        if (is_int16<X>) (K % 128 ? quantize_row<32> : quantize_row<128>)(x, row, max);
         for (int64_t k = 0; k < K; k += 32) {
           const int64_t at = row * K + k, to = (p * K + k) * MR;
           uint32_t line[32];
@@ -748,12 +767,14 @@ static void multiply(const Matrix *matrices, int count, const float *x, int64_t 
   if (rows <= 16) return gemv(matrices, count, vectors);
   std::optional<Panels<f32>> exact_panels;
   std::optional<Panels<i16>> fast_panels;
+  int max = 0;
+  for (int i = 0; i < count; i++) max = std::max(max, matrices[i].format->max);
   for (const Matrix *m = matrices; m < matrices + count; m++) {
     if (fast && m->format->unpack_int16) {
-      if (!fast_panels) fast_panels.emplace(vectors);
+      if (!fast_panels) fast_panels.emplace(vectors, max);
       gemm(*m, *fast_panels);
     } else {
-      if (!exact_panels) exact_panels.emplace(vectors);
+      if (!exact_panels) exact_panels.emplace(vectors, max);
       gemm(*m, *exact_panels);
     }
   }

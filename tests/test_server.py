@@ -268,9 +268,10 @@ def test_logprobs_of_new_tokens(server, loaded):
     ids = tokenizer.encode(STORY + choice.text)
     expected, _, _ = llama2.score(model, ids)
     assert table.token_logprobs == pytest.approx(expected[-12:].tolist(), abs=1e-4)
-    chunks = [*server.client.completions.create(**options, stream=True)]
-    streamed = [p for chunk in chunks for p in chunk.choices[0].logprobs.token_logprobs]
-    assert streamed == pytest.approx(table.token_logprobs, abs=1e-4)
+    *_, last = server.client.completions.create(**options, stream=True)
+    streamed = last.choices[0].logprobs
+    assert streamed.token_logprobs == pytest.approx(table.token_logprobs, abs=1e-4)
+    assert streamed.tokens == table.tokens
 
 
 def test_logprobs_end_before_a_stop_text(server):
