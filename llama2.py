@@ -2682,7 +2682,7 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
         new = Path(build, "cpu.so")
         Path(build, "cpu.cpp").write_bytes(source)
-        command = [*compiler, "-O3", target, "-std=c++17", "-shared", "cpu.cpp", "-o", new.name]
+        command = [*compiler, "-O2", target, "-std=c++17", "-shared", "cpu.cpp", "-o", new.name]
         command += ["-fPIC"] * (sys.platform != "win32")
         apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
         for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):

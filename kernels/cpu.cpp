@@ -116,6 +116,7 @@ INLINE float madd(float total, float a, float b) {
   return total + a * b;
 #endif
 }
+INLINE f32 multiply(f32 a, f32 b) { return a * b; }
 INLINE i32 madd(i32 total, i16 a, i16 b) {
 #if defined(AVX512) && defined(__AVX512VNNI__)
   return (i32)_mm512_dpwssd_epi32((Mi)total, (Mi)a, (Mi)b);
@@ -132,18 +133,28 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
 #endif
 }
 
-// 32 bytes -> the i-th vector of them as int16 or float32
-template <class V> INLINE V widen(i8x32 v, int i) {
-  constexpr int COUNT = is_float<V> ? VL : 2 * VL;
-#ifdef MM
-  __m128i part =
-      i * COUNT < 16 ? _mm256_castsi256_si128((__m256i)v) : _mm256_extracti128_si256((__m256i)v, 1);
-  if (COUNT == 8 && i % 2) part = _mm_unpackhi_epi64(part, part);
-  if constexpr (is_float<V>) return to_f32((i32)MM(cvtepi8_epi32)(part));
-  else return (V)MM(cvtepi8_epi16)(load<Mhalf>(COUNT == 32 ? (void *)&v : (void *)&part));
+INLINE i32 multiply(i16 a, i16 b) {
+#ifdef MM  // GCC does not see that adding to zero is this
+  return (i32)MM(madd_epi16)((Mi)a, (Mi)b);
 #else
-  typedef typename std::conditional<is_float<V>, i8_quarter, i8_half>::type Part;
-  return __builtin_convertvector(load<Part>((Bytes)&v + i * COUNT), V);
+  return madd(i32{}, a, b);
+#endif
+}
+
+// As many bytes as I has lanes -> int16 or int32
+template <class I, bool SIGNED> INLINE I widen(const void *p) {
+#ifdef MM
+  if constexpr (is_int16<I>) {
+    const Mhalf v = load<Mhalf>(p);
+    return (I)(SIGNED ? MM(cvtepi8_epi16)(v) : MM(cvtepu8_epi16)(v));
+  } else {
+    const __m128i v = VL == 16 ? load<__m128i>(p) : _mm_loadl_epi64((__m128i *)p);
+    return (I)(SIGNED ? MM(cvtepi8_epi32)(v) : MM(cvtepu8_epi32)(v));
+  }
+#else
+  typedef typename std::conditional<SIGNED, int8_t, uint8_t>::type Byte;
+  typedef Byte Part VECTOR(is_int16<I> ? 2 * VL : VL);
+  return __builtin_convertvector(load<Part>(p), I);
 #endif
 }
 
@@ -206,13 +217,20 @@ INLINE void store_bfloat16(void *p, f32 v) {
 
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_ = false> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_ };  // weights, bytes, weights
-  enum { GROUPS = BLOCK / GROUP, MINIMUM = MINIMUM_, DENSE = 0, SPAN = 32, MAX = 128 };
+  enum {
+    GROUPS = BLOCK / GROUP,
+    MINIMUM = MINIMUM_,
+    DENSE = 0,
+    SPAN = 32,
+    MAX = 128,
+    HIGH_BITS = 0
+  };
 };
 // K types: a group's scale and minimum are integers of 8 bits times one float16 of the block, found
 // at bytes D and DMIN; no value times its scale is more than MAX.
 template <int MAX_, int SIZE_, int GROUP_, int D_, int DMIN_ = -1>
 struct KBlock : Block<256, SIZE_, GROUP_, (DMIN_ >= 0)> {
-  enum { D = D_, DMIN = DMIN_, SPAN = 128, MAX = MAX_, HIGH_BITS = 0 };
+  enum { D = D_, DMIN = DMIN_, SPAN = 128, MAX = MAX_ };
 };
 template <int SIZE_> struct Dense : Block<32, SIZE_, 32> {
   enum { DENSE = 1 };
@@ -228,35 +246,33 @@ template <class I> INLINE I bits(Bytes p, int from, int mask, int to = 0) {
     return (i8x32)v & (int8_t)(mask << to);
   }
 #endif
-#ifdef MM
-  I v;
-  if constexpr (is_int16<I>) v = (I)MM(cvtepu8_epi16)(load<Mhalf>(p));
-  else v = (I)MM(cvtepu8_epi32)(VL == 16 ? load<__m128i>(p) : _mm_loadl_epi64((__m128i *)p));
-#else
-  typedef typename std::conditional<is_int16<I>, u8_half, u8_quarter>::type Part;
-  I v = __builtin_convertvector(load<Part>(p), I);
-#endif
+  I v = widen<I, false>(p);
   v = from > to ? v >> (from - to) : v << (to - from);
   auto kept = v[0];
   kept = mask << to;
   return to == 0 && 255 >> from <= mask ? v : v & kept;
 }
-// 16 bytes: the low nibbles are values 0 to 15, the high ones 16 to 31
-INLINE i8x32 nibbles(Bytes p) {
-#ifdef __AVX2__
-  __m256i v = _mm256_broadcastsi128_si256(load<__m128i>(p));
-  return (i8x32)_mm256_srlv_epi64(v, _mm256_setr_epi64x(0, 0, 4, 4)) & 15;
-#else
-  uint8_t v[32];
-  for (int i = 0; i < 16; i++) v[i] = p[i] & 15, v[i + 16] = p[i] >> 4;
-  return load<i8x32>(v);
+// Of 32 values, those from `at` on: 16 bytes hold values 0 to 15 in their low nibbles, the others
+// in the high ones
+template <class I> INLINE I nibbles(Bytes p, int at) {
+#ifdef AVX512
+  if constexpr (is_int16<I>) {
+    Mi v = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load<__m128i>(p)));
+    return (I)_mm512_mask_srli_epi16(v, 0xffff0000, v, 4) & 15;
+  }
 #endif
+  return bits<I>(p + at % 16, at / 16 * 4, 15);
 }
 // 32 bits, the fifth of each value
-INLINE i8x32 fifth(Bytes p) {
-  int8_t v[32];
-  for (int i = 0; i < 32; i++) v[i] = p[i / 8] >> i % 8 << 4 & 16;
-  return load<i8x32>(v);
+template <class I> INLINE I fifth(Bytes p, int at) {
+#ifdef AVX512
+  if constexpr (is_int16<I>) return (I)_mm512_maskz_set1_epi16(load<uint32_t>(p), 16);
+#endif
+  auto word = I{}[0];
+  word = (decltype(word))(load<uint32_t>(p) >> at);
+  I lanes = {};
+  for (int i = 0; i < (int)(sizeof lanes / sizeof word); i++) lanes[i] = (decltype(word))(1 << i);
+  return (((I{} + word) & lanes) != 0) & 16;
 }
 // 8 signed bytes -> float32, times a factor
 INLINE void widen8(const uint64_t &bytes, float factor, float *to) {
@@ -291,23 +307,27 @@ struct BF16 : Dense<64> {
 };
 struct Q4_0 : Block<32, 18, 32> {
   INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
-  INLINE i8x32 values(Bytes b, int) { return nibbles(b + 2) - 8; }
+  template <class I> INLINE I values(Bytes b, int, int p) { return nibbles<I>(b + 2, p) - 8; }
 };
 struct Q4_1 : Block<32, 20, 32, true> {
   INLINE void scales(Bytes b, float *s, float *m) { *s = half(b), *m = -half(b + 2); }
-  INLINE i8x32 values(Bytes b, int) { return nibbles(b + 4); }
+  template <class I> INLINE I values(Bytes b, int, int p) { return nibbles<I>(b + 4, p); }
 };
 struct Q5_0 : Block<32, 22, 32> {
   INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
-  INLINE i8x32 values(Bytes b, int) { return (nibbles(b + 6) | fifth(b + 2)) - 16; }
+  template <class I> INLINE I values(Bytes b, int, int p) {
+    return (nibbles<I>(b + 6, p) | fifth<I>(b + 2, p)) - 16;
+  }
 };
 struct Q5_1 : Block<32, 24, 32, true> {
   INLINE void scales(Bytes b, float *s, float *m) { *s = half(b), *m = -half(b + 2); }
-  INLINE i8x32 values(Bytes b, int) { return nibbles(b + 8) | fifth(b + 4); }
+  template <class I> INLINE I values(Bytes b, int, int p) {
+    return nibbles<I>(b + 8, p) | fifth<I>(b + 4, p);
+  }
 };
 struct Q8_0 : Block<32, 34, 32> {
   INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
-  INLINE i8x32 values(Bytes b, int) { return load<i8x32>(b + 2); }
+  template <class I> INLINE I values(Bytes b, int, int p) { return widen<I, true>(b + 2 + p); }
 };
 struct Q2_K : KBlock<3 * 15, 84, 16, 80, 82> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
@@ -356,8 +376,8 @@ struct Q6_K : KBlock<32 * 128, 210, 16, 208> {
   }
 };
 
-// Scales and minima of a block's groups
-template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
+// Scales and minima of a block's groups, or of `count` blocks of 32
+template <class T> INLINE void read_scales(Bytes b, int count, float *s, float *m) {
   if constexpr (T::BLOCK == 256) {
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
@@ -365,22 +385,29 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
       widen8(scale[i], half(b + T::D), s + 8 * i);
       if constexpr (T::MINIMUM) widen8(minimum[i], half(b + T::DMIN), m + 8 * i);
     }
-  } else T::scales(b, s, m);
+  } else {
+    UNROLL
+    for (int i = 0; i < count; i++) T::scales(b + i * T::SIZE, s + i, m + i);
+  }
 }
-// A block into L2
-template <class T> INLINE void prefetch(Bytes w) {
-  for (int i = 0; i < T::SIZE; i += 64) __builtin_prefetch(w + i, 0, 2);
+// Some bytes into L2
+INLINE void prefetch(Bytes p, int count) {
+  for (int i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
-// The i-th 32 weights of a block, not yet scaled, as vectors
+// The i-th 32 weights from b on, not yet scaled, as vectors
 template <class T, class V, int COUNT> INLINE void values32(Bytes b, int i, V (&v)[COUNT]) {
+  if (T::BLOCK == 32) b += i * T::SIZE;
   for (int p = 0; p < COUNT; p++)
     if constexpr (T::DENSE) v[p] = T::values(b, p);
-    else if constexpr (T::BLOCK == 32) v[p] = widen<V>(T::values(b, i), p);
+    else if constexpr (is_float<V>) v[p] = to_f32(T::template values<i32>(b, i, VL * p));
 #ifdef AVX2  // two sets of bits are joined as bytes: 1.05 to 1.09 times as fast
-    else if constexpr (T::HIGH_BITS) v[p] = widen<V>(T::template values<i8x32>(b, i, 0), p);
+    else if constexpr (T::HIGH_BITS) {
+      i8x32 bytes = T::template values<i8x32>(b, i, 0);
+      v[p] = widen<V, true>((Bytes)&bytes + 16 * p);
+    }
 #endif
-    else if constexpr (is_int16<V>) v[p] = T::template values<i16>(b, i, 2 * VL * p);
-    else v[p] = to_f32(T::template values<i32>(b, i, VL * p));
+    else
+      v[p] = T::template values<V>(b, i, 2 * VL * p);
 }
 
 // ---- gemv: up to 16 rows of x; the bits of a row do not depend on how many there are ------------
@@ -404,7 +431,7 @@ struct Rows {
   Rows(const float *x, int64_t count, int64_t K, bool fast) : x(x), count(count), K(K), fast(fast) {
     if (fast) q = array<int16_t>(count * K);
     for (int i = 0; i < 2; i++) {
-      scales[i] = array<float>(count * K / (16 << i));
+      scales[i] = array<float>(count * K / (16 << i) + 8);
       sums[i] = array<float>(count * K / (16 << i));
     }
   }
@@ -447,14 +474,12 @@ template <int SPAN> static void quantize_row(Rows &to, int64_t row, int most) {
   }
 }
 
-// One row of W (K) times R rows of x (or as many as there are) from `row` on -> y[0], y[stride],
-// ...
+// One row of W (K) times R rows of x, or as many as there are, from `row` on -> y[0], y[stride] ...
 template <class T, class X, int R>
 static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;  // vectors of 32 weights
   constexpr int PARTS = T::GROUP == 16 && COUNT > 1 ? 2 : 1, WIDE = T::GROUP == 32;
-  constexpr int EIGHTS = (T::GROUPS + 7) / 8;
-  const int64_t blocks = x.K / T::BLOCK;
+  constexpr int GROUPS = 256 / T::GROUP, SIZE = 256 / T::BLOCK * T::SIZE;  // of 256 weights
   Bytes at[R];
   const float *x_scales[R], *x_sums[R];
   for (int r = 0; r < R; r++) {
@@ -463,38 +488,33 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
     x_scales[r] = &x.scales[WIDE][from / T::GROUP], x_sums[r] = &x.sums[WIDE][from / T::GROUP];
   }
   f32 total[R][2] = {};
-  f32x8 low[R][EIGHTS] = {};
-  alignas(64) float s[T::GROUPS], m[T::GROUPS], scales[R][T::GROUPS];
-  for (int64_t b = 0; b < blocks; b++, w += T::SIZE) {
-    // Beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
-    prefetch<T>(w + 6144);
-    read_scales<T>(w, s, m);
+  f32x8 low[R][GROUPS / 8] = {};
+  alignas(64) float s[GROUPS] = {}, m[GROUPS] = {}, scales[R][GROUPS];
+  auto add = [&](int64_t k, int count) __attribute__((always_inline)) {  // count: of 32 weights
+    read_scales<T>(w, count, s, m);
     UNROLL
-    for (int r = 0; r < R; r++) {
-      const float *some = x_scales[r] + b * T::GROUPS, *sums = x_sums[r] + b * T::GROUPS;
-      if constexpr (T::GROUPS == 1) {
-        scales[r][0] = is_float<X> ? s[0] : s[0] * some[0];
-        if (T::MINIMUM) low[r][0][0] = madd(low[r][0][0], m[0], sums[0]);
-      } else
-        UNROLL  // as vectors by hand: Q4_K 23 -> 37 G weights/s
-            for (int g = 0; g < EIGHTS; g++) {
-          f32x8 v = load<f32x8>(s + 8 * g);
-          store(scales[r] + 8 * g, is_float<X> ? v : v * load<f32x8>(some + 8 * g));
-          if (T::MINIMUM)
-            low[r][g] = madd8(low[r][g], load<f32x8>(m + 8 * g), load<f32x8>(sums + 8 * g));
-        }
+    for (int r = 0; r < R; r++) UNROLL
+    for (int g = 0; g < GROUPS; g += 8) {  // as vectors by hand: Q4_K 23 -> 37 G weights/s
+      const float *x_scale = x_scales[r] + k / T::GROUP + g, *x_sum = x_sums[r] + k / T::GROUP + g;
+      f32x8 v = load<f32x8>(s + g);
+      store(scales[r] + g, is_float<X> ? v : v * load<f32x8>(x_scale));
+      if (!T::MINIMUM) continue;
+      if (count == 8) low[r][g / 8] = madd8(low[r][g / 8], load<f32x8>(m + g), load<f32x8>(x_sum));
+      else
+        for (int i = 0; i < count; i++) low[r][0][i] = madd(low[r][0][i], m[i], x_sum[i]);
     }
     // Reload scales from L1: broadcast loads are free, shuffles are not
-    if (T::BLOCK == 256) asm volatile("" : : "r"(scales) : "memory");
+    asm volatile("" : : "r"(scales) : "memory");
     UNROLL
-    for (int i = 0; i < T::BLOCK / 32; i++) {
+    for (int i = 0; i < count; i++) {
       X v[COUNT];
       values32<T>(w, i, v);
       for (int r = 0; r < R; r++) {
-        Bytes from = at[r] + (b * T::BLOCK + 32 * i) * (is_float<X> ? 4 : 2);
+        Bytes from = at[r] + (k + 32 * i) * (is_float<X> ? 4 : 2);
         for (int part = 0; part < PARTS; part++) {
-          Sum<X> products = {};
-          for (int p = part * COUNT / PARTS; p < (part + 1) * COUNT / PARTS; p++)
+          int p = part * COUNT / PARTS;
+          Sum<X> products = multiply(v[p], load<X>(from + p * sizeof(X)));
+          for (p++; p < (part + 1) * COUNT / PARTS; p++)
             products = madd(products, v[p], load<X>(from + p * sizeof(X)));
           f32 scale;
 #ifdef AVX512
@@ -510,10 +530,18 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
         }
       }
     }
+  };
+  int64_t k = 0;
+  for (; k + 256 <= x.K; k += 256, w += SIZE) {
+    prefetch(w + 6144,
+             SIZE);  // beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
+    add(k, 8);
   }
+  if (T::BLOCK == 32)
+    for (; k < x.K; k += 32, w += T::SIZE) add(k, 1);
   for (int r = 0; r < R && row + r < x.count; r++) {
     float below = 0;
-    for (int g = 0; T::MINIMUM && g < T::GROUPS; g++) below += low[r][g / 8][g % 8];
+    for (int g = 0; T::MINIMUM && g < GROUPS; g++) below += low[r][g / 8][g % 8];
     y[r * stride] = sum(total[r][0] + total[r][1]) - below;
   }
 }
@@ -523,9 +551,10 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
 // `count` weights (whole blocks) -> float32
 template <class T> static void unpack(Bytes w, int64_t count, float *y) {
   for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
-    prefetch<T>(w + count / T::BLOCK * T::SIZE);  // of the next columns, when these are multiplied
+    prefetch(w + count / T::BLOCK * T::SIZE,
+             T::SIZE);  // of the next columns, when these are multiplied
     float s[T::GROUPS], m[T::GROUPS] = {};
-    read_scales<T>(w, s, m);
+    read_scales<T>(w, 1, s, m);
     UNROLL
     for (int i = 0; i < T::BLOCK / 32; i++) {
       f32 v[32 / VL];
@@ -543,10 +572,10 @@ template <class T>
 static void unpack_int16(Bytes w, int64_t count, int16_t *y, float *scale, float *minima) {
   typedef int16_t i16x16 VECTOR(32);
   for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
-    prefetch<T>(w + count / T::BLOCK * T::SIZE);
+    prefetch(w + count / T::BLOCK * T::SIZE, T::SIZE);
     alignas(16) int8_t integers[16];
     float s[T::GROUPS], m[T::GROUPS];
-    read_scales<T>(w, s, m);
+    read_scales<T>(w, 1, s, m);
     if constexpr (T::BLOCK == 256) {  // s is then left to the compiler to drop
       uint64_t minimum[2];
       T::integers(w, (uint64_t *)integers, minimum);
@@ -577,18 +606,15 @@ struct Format {
   int64_t type, block, size, span;
   int max;
   bool minimum;
-  int64_t rows[2];  // exact and fast: how many rows of x are multiplied at a time
-  Dot dot[2][2];    // and the functions for one row and for up to that many
   Unpack unpack;
+  Dot exact, fast, fast4;    // for one row of x or, the last, up to four; null: exact if fast, too
   UnpackInt16 unpack_int16;  // null: float32 if fast, too
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type, T::BLOCK,  T::SIZE, T::SPAN, T::MAX, T::MINIMUM, {2, T::DENSE ? 2 : 4},
-              {},   unpack<T>, nullptr};
-  f.dot[0][0] = f.dot[1][0] = dot<T, f32, 1>;
-  f.dot[0][1] = f.dot[1][1] = dot<T, f32, 2>;
+  Format f = {type,      T::BLOCK,       T::SIZE, T::SPAN, T::MAX, T::MINIMUM,
+              unpack<T>, dot<T, f32, 1>, nullptr, nullptr, nullptr};
   if constexpr (!T::DENSE) {
-    f.dot[1][0] = dot<T, i16, 1>, f.dot[1][1] = dot<T, i16, 4>;
+    f.fast = dot<T, i16, 1>, f.fast4 = dot<T, i16, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -624,10 +650,11 @@ static void gemv(const Matrix *matrices, int count, Rows &x) {
     const Matrix *m = matrices;
     int64_t n = i;
     while (n >= m->N) n -= m++->N;
-    auto *dot = m->format->dot[x.fast];
-    Bytes w = m->w + n * (x.K / m->format->block * m->format->size);
-    for (int64_t r = 0; r < x.count; r += m->format->rows[x.fast])
-      dot[x.count - r > 1](w, x, r, m->y + r * m->N + n, m->N);
+    const Format *f = m->format;
+    const bool fast = x.fast && f->fast;
+    Bytes w = m->w + n * (x.K / f->block * f->size);
+    for (int64_t r = 0; r < x.count; r += fast ? 4 : 1)
+      (!fast ? f->exact : x.count - r > 1 ? f->fast4 : f->fast)(w, x, r, m->y + r * m->N + n, m->N);
   }
 }
 
