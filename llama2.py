@@ -2739,12 +2739,37 @@ def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return t.data_ptr()
 
 
-def child(module: Any, name: str, expected: type[nn.Module]) -> Any:
-    """A part of a module. Unfit unless it is of this very class, unchanged and without hooks."""
-    part = module._modules.get(name)  # as in NativeLinear.pack()
-    need(type(part) is expected and "forward" not in part.__dict__)
-    need(not (part._forward_hooks or part._forward_pre_hooks))
-    return part
+class Watch:
+    """What was found in modules, and whether it is still so: 20 times as fast as to look again."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[dict, str, Any]] = []
+        self.hooks: list[dict] = []
+        self.tensors: list[tuple[Tensor, int]] = []
+
+    def get(self, where: dict, key: str) -> Any:
+        """The value of a key, None if there is none."""
+        self.items.append((where, key, where.get(key)))
+        return where.get(key)
+
+    def child(self, module: Any, name: str, expected: type[nn.Module]) -> Any:
+        """A part of a module. Unfit unless it is of this very class, unchanged, without hooks."""
+        part = self.get(module._modules, name)
+        need(type(part) is expected and self.get(part.__dict__, "forward") is None)
+        self.hooks += part._forward_hooks, part._forward_pre_hooks
+        return part
+
+    def tensor(self, where: Any, name: str) -> Any:
+        """A tensor among parameters or buffers, which must stay where it lies."""
+        found = self.get(where, name)
+        need(isinstance(found, Tensor) and found.is_cpu)
+        self.tensors.append((found, found.data_ptr()))
+        return found
+
+    def holds(self) -> bool:
+        """Whether nothing has changed, and there are no hooks."""
+        same = all(where.get(key) is value for where, key, value in self.items)
+        return same and not any(self.hooks) and all(t.data_ptr() == at for t, at in self.tensors)
 
 
 def usable_kernels(x: Tensor) -> Kernels:
@@ -2825,6 +2850,10 @@ class NativeLayers(nn.Module):
         super().__init__()
         self.blocks: nn.ModuleList = blocks
         self.exact = exact
+        self.packed: tuple[Any, Watch, list[bytes]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "packed": None}  # a copy lies elsewhere
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
@@ -2852,7 +2881,12 @@ class NativeLayers(nn.Module):
             address(t, torch.float16 if half else torch.float32, (L, B, G, room, D))
             for t in (cache.k, cache.v)
         ]
-        packed = [self.pack(i, C, D, G) for i in range(L)]
+        if self.packed is None or self.packed[0] != (L, C, D, G) or not self.packed[1].holds():
+            watch = Watch()
+            found = [self.pack(watch, i, C, D, G) for i in range(L)]
+            need(watch.holds())
+            self.packed = (L, C, D, G), watch, found
+        packed = self.packed[2]
         y = x.clone()
         step = 1 if many else L  # a prompt takes seconds: Ctrl-C is heard between calls
         run_layers: Any = native.library.run_layers  # type: ignore[union-attr]
@@ -2863,24 +2897,31 @@ class NativeLayers(nn.Module):
             check_status(run_layers(layers, step, not self.exact, *pointers, *sizes))
         return y
 
-    def pack(self, i: int, C: int, D: int, G: int) -> bytes:
+    def pack(self, watch: Watch, i: int, C: int, D: int, G: int) -> bytes:
         """struct Layer of kernels/cpu.cpp. Unfit if a block is not as accelerate() left it."""
-        block = child(self.blocks, str(i), Block)
-        norms = [child(block, f"{name}_layernorm", RMSNorm) for name in ("input", "post_attention")]
-        attention, mlp = child(block, "self_attn", CausalSelfAttention), child(block, "mlp", MLP)
-        need((attention.layer, attention.head_dim) == (i, D) and norms[0].eps == norms[1].eps)
-        linears = [child(attention, f"{name}_proj", NativeLinear) for name in "qkvo"]
-        linears += [child(mlp, f"{name}_proj", NativeLinear) for name in ("gate", "up", "down")]
+        block = watch.child(self.blocks, str(i), Block)
+        norms = [
+            watch.child(block, f"{name}_layernorm", RMSNorm) for name in ("input", "post_attention")
+        ]
+        attention = watch.child(block, "self_attn", CausalSelfAttention)
+        mlp = watch.child(block, "mlp", MLP)
+        need([watch.get(vars(attention), name) for name in ("layer", "head_dim")] == [i, D])
+        eps, other = (watch.get(vars(norm), "eps") for norm in norms)
+        need(eps == other)
+        linears = [watch.child(attention, f"{name}_proj", NativeLinear) for name in "qkvo"]
+        linears += [watch.child(mlp, f"{n}_proj", NativeLinear) for n in ("gate", "up", "down")]
         wide, inner = linears[0].out_features, linears[4].out_features
         shapes = [(wide, C), (G * D, C), (G * D, C), (C, wide), (inner, C), (inner, C), (C, inner)]
         numbers: list[int] = []
         for linear, shape in zip(linears, shapes, strict=True):
+            watch.tensor(linear._buffers, "blocks")
             numbers += linear.pack()
-            need(tuple(numbers[-2:]) == shape and linear.exact == self.exact)
+            need(watch.get(vars(linear), "exact") == self.exact)
+            need(numbers[-3:] == [watch.get(vars(linear), "type_id"), *shape])
         need(wide % (G * D) == 0)
-        scales: Any = [norm._parameters.get("weight") for norm in norms]
+        scales = [watch.tensor(norm._parameters, "weight") for norm in norms]
         numbers += [address(scale, torch.float32, (C,)) for scale in scales]
-        return struct.pack("30qdq", *numbers, norms[0].eps, D)
+        return struct.pack("30qdq", *numbers, eps, D)
 
 
 class PackedLinear(QuantizedLinear):

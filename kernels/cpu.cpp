@@ -213,24 +213,19 @@ INLINE void store_bfloat16(void *p, f32 v) {
 #endif
 }
 
-// ---- Formats: weight = scale * value - minimum, scale and minimum shared by a group -------------
+// ---- Formats: weight = scale * (value - ZERO) - minimum; a group shares scale and minimum
+// --------
 
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_ = false> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_ };  // weights, bytes, weights
-  enum {
-    GROUPS = BLOCK / GROUP,
-    MINIMUM = MINIMUM_,
-    DENSE = 0,
-    SPAN = 32,
-    MAX = 128,
-    HIGH_BITS = 0
-  };
+  enum { GROUPS = BLOCK / GROUP, MINIMUM = MINIMUM_, SPAN = BLOCK == 256 ? 128 : 32 };
+  enum { DENSE = 0, MAX = 128, HIGH_BITS = 0, ZERO = 0 };
 };
 // K types: a group's scale and minimum are integers of 8 bits times one float16 of the block, found
 // at bytes D and DMIN; no value times its scale is more than MAX.
 template <int MAX_, int SIZE_, int GROUP_, int D_, int DMIN_ = -1>
 struct KBlock : Block<256, SIZE_, GROUP_, (DMIN_ >= 0)> {
-  enum { D = D_, DMIN = DMIN_, SPAN = 128, MAX = MAX_ };
+  enum { D = D_, DMIN = DMIN_, MAX = MAX_ };
 };
 template <int SIZE_> struct Dense : Block<32, SIZE_, 32> {
   enum { DENSE = 1 };
@@ -306,17 +301,19 @@ struct BF16 : Dense<64> {
   }
 };
 struct Q4_0 : Block<32, 18, 32> {
+  enum { ZERO = 8 };
   INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
-  template <class I> INLINE I values(Bytes b, int, int p) { return nibbles<I>(b + 2, p) - 8; }
+  template <class I> INLINE I values(Bytes b, int, int p) { return nibbles<I>(b + 2, p); }
 };
 struct Q4_1 : Block<32, 20, 32, true> {
   INLINE void scales(Bytes b, float *s, float *m) { *s = half(b), *m = -half(b + 2); }
   template <class I> INLINE I values(Bytes b, int, int p) { return nibbles<I>(b + 4, p); }
 };
 struct Q5_0 : Block<32, 22, 32> {
+  enum { ZERO = 16 };
   INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
   template <class I> INLINE I values(Bytes b, int, int p) {
-    return (nibbles<I>(b + 6, p) | fifth<I>(b + 2, p)) - 16;
+    return nibbles<I>(b + 6, p) | fifth<I>(b + 2, p);
   }
 };
 struct Q5_1 : Block<32, 24, 32, true> {
@@ -341,7 +338,7 @@ struct Q2_K : KBlock<3 * 15, 84, 16, 80, 82> {
   }
 };
 struct Q3_K : KBlock<4 * 32, 110, 16, 108> {
-  enum { HIGH_BITS = 1 };  // stored apart
+  enum { HIGH_BITS = 1, ZERO = 4 };  // stored apart
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
     const uint64_t low = load<uint64_t>(b + 96), top = load<uint32_t>(b + 104);
     for (int i = 0; i < 2; i++) {
@@ -351,7 +348,7 @@ struct Q3_K : KBlock<4 * 32, 110, 16, 108> {
     }
   }
   template <class I> INLINE I values(Bytes b, int i, int p) {
-    return (bits<I>(b + 32 + i / 4 * 32 + p, i % 4 * 2, 3) | bits<I>(b + p, i, 1, 2)) - 4;
+    return bits<I>(b + 32 + i / 4 * 32 + p, i % 4 * 2, 3) | bits<I>(b + p, i, 1, 2);
   }
 };
 struct Q4_K : KBlock<15 * 63, 144, 32, 0, 2> {
@@ -368,11 +365,11 @@ struct Q5_K : KBlock<31 * 63, 176, 32, 0, 2> {
   }
 };
 struct Q6_K : KBlock<32 * 128, 210, 16, 208> {
-  enum { HIGH_BITS = 1 };  // stored apart
+  enum { HIGH_BITS = 1, ZERO = 32 };  // stored apart
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
   template <class I> INLINE I values(Bytes b, int i, int p) {
     I low = bits<I>(b + i / 4 * 64 + i % 2 * 32 + p, i / 2 % 2 * 4, 15);
-    return (low | bits<I>(b + 128 + i / 4 * 32 + p, i % 4 * 2, 3, 4)) - 32;
+    return low | bits<I>(b + 128 + i / 4 * 32 + p, i % 4 * 2, 3, 4);
   }
 };
 
@@ -394,16 +391,17 @@ template <class T> INLINE void read_scales(Bytes b, int count, float *s, float *
 INLINE void prefetch(Bytes p, int count) {
   for (int i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
-// The i-th 32 weights from b on, not yet scaled, as vectors
+// The i-th 32 weights from b on, not yet scaled, as vectors; integers not yet less ZERO
 template <class T, class V, int COUNT> INLINE void values32(Bytes b, int i, V (&v)[COUNT]) {
   if (T::BLOCK == 32) b += i * T::SIZE;
   for (int p = 0; p < COUNT; p++)
     if constexpr (T::DENSE) v[p] = T::values(b, p);
-    else if constexpr (is_float<V>) v[p] = to_f32(T::template values<i32>(b, i, VL * p));
+    else if constexpr (is_float<V>)
+      v[p] = to_f32(T::template values<i32>(b, i, VL * p)) - (float)T::ZERO;
 #ifdef AVX2  // two sets of bits are joined as bytes: 1.05 to 1.09 times as fast
     else if constexpr (T::HIGH_BITS) {
       i8x32 bytes = T::template values<i8x32>(b, i, 0);
-      v[p] = widen<V, true>((Bytes)&bytes + 16 * p);
+      v[p] = widen<V, false>((Bytes)&bytes + 16 * p);
     }
 #endif
     else
@@ -498,10 +496,13 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       const float *x_scale = x_scales[r] + k / T::GROUP + g, *x_sum = x_sums[r] + k / T::GROUP + g;
       f32x8 v = load<f32x8>(s + g);
       store(scales[r] + g, is_float<X> ? v : v * load<f32x8>(x_scale));
-      if (!T::MINIMUM) continue;
-      if (count == 8) low[r][g / 8] = madd8(low[r][g / 8], load<f32x8>(m + g), load<f32x8>(x_sum));
+      // Minima or zero points times sums of x are taken off at the end
+      if (T::MINIMUM) v = load<f32x8>(m + g);
+      else if (T::ZERO != 0 && !is_float<X>) v *= (float)T::ZERO;
+      else continue;
+      if (count == 8) low[r][g / 8] = madd8(low[r][g / 8], v, load<f32x8>(x_sum));
       else
-        for (int i = 0; i < count; i++) low[r][0][i] = madd(low[r][0][i], m[i], x_sum[i]);
+        for (int i = 0; i < count; i++) low[r][0][i] = madd(low[r][0][i], v[i], x_sum[i]);
     }
     // Reload scales from L1: broadcast loads are free, shuffles are not
     asm volatile("" : : "r"(scales) : "memory");
@@ -541,7 +542,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
     for (; k < x.K; k += 32, w += T::SIZE) add(k, 1);
   for (int r = 0; r < R && row + r < x.count; r++) {
     float below = 0;
-    for (int g = 0; T::MINIMUM && g < GROUPS; g++) below += low[r][g / 8][g % 8];
+    for (int g = 0; g < GROUPS; g++) below += low[r][g / 8][g % 8];
     y[r * stride] = sum(total[r][0] + total[r][1]) - below;
   }
 }
@@ -586,6 +587,7 @@ static void unpack_int16(Bytes w, int64_t count, int16_t *y, float *scale, float
     for (int i = 0; i < T::BLOCK / 32; i++) {
       i16 v[16 / VL];
       values32<T>(w, i, v);
+      for (i16 &part : v) part -= (int16_t)T::ZERO;
       if constexpr (T::BLOCK == 256 && T::GROUP % (2 * VL) == 0) {
         for (int p = 0; p < 16 / VL; p++)
           v[p] *= (int16_t)integers[(32 * i + 2 * VL * p) / T::GROUP];

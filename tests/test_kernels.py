@@ -316,6 +316,9 @@ def test_native_layers_leave_the_rest_to_the_blocks(tmp_path, vocabulary, native
     del block.mlp.forward
     block.post_attention_layernorm.weight = torch.nn.Parameter(torch.full((256,), 3.0))
     check(x, cache, fell_back=False)
+    down = block.mlp.down_proj.blocks
+    down.data = down.flip(0).contiguous()  # moved, and not what was packed
+    check(x, cache, fell_back=False)
     last = blocks.pop(-1)  # the cache is of two layers
     check(x, cache)
     blocks.append(last)
