@@ -283,10 +283,19 @@ INLINE void widen8(const uint64_t &bytes, float factor, float *to) {
 constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
 // 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
 INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
+#ifdef __AVX2__
+  const __m128i v = load<__m128i>(b), six = _mm_set1_epi8(63), top = _mm_set1_epi8(48);
+  __m128i low = _mm_shuffle_epi32(v, 0xa5), last = _mm_shuffle_epi32(v, 0xff);  // 1122, 3333
+  low = _mm_srlv_epi32(low, _mm_setr_epi32(0, 2, 0, 2)) & _mm_unpacklo_epi32(six, top);
+  last = _mm_srlv_epi32(last, _mm_setr_epi32(32, 0, 32, 4)) & _mm_set1_epi8(15);
+  low |= last;
+  memcpy(s, &low, 8), memcpy(m, (Bytes)&low + 8, 8);
+#else
   const uint64_t v = load<uint64_t>(b + 4), last = load<uint32_t>(b + 12), top = v >> 6 & each(3);
   const uint64_t low = last & each(15), high = last >> 4 & each(15), LOW32 = 0xffffffff;
   *s = (v & each(63) & LOW32) | (low | (top & LOW32) << 4) << 32;
   *m = (v & each(63)) >> 32 | (high | top >> 32 << 4) << 32;
+#endif
 }
 
 struct F32 : Dense<128> {
@@ -378,8 +387,9 @@ template <class T> INLINE void read_scales(Bytes b, int count, float *s, float *
   if constexpr (T::BLOCK == 256) {
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
+    if (T::GROUPS == VL) store(s, to_f32(widen<i32, true>(scale)) * half(b + T::D));
     for (int i = 0; i < T::GROUPS / 8; i++) {
-      widen8(scale[i], half(b + T::D), s + 8 * i);
+      if (T::GROUPS != VL) widen8(scale[i], half(b + T::D), s + 8 * i);
       if constexpr (T::MINIMUM) widen8(minimum[i], half(b + T::DMIN), m + 8 * i);
     }
   } else {
@@ -504,6 +514,11 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       else
         for (int i = 0; i < count; i++) low[r][0][i] = madd(low[r][0][i], v[i], x_sum[i]);
     }
+#ifdef AVX512
+    f32 pairs[R] = {};  // a scale for each half of the vector
+    if constexpr (T::GROUP == 16 && PARTS == 1)
+      for (int r = 0; r < R; r++) pairs[r] = load<f32>(s) * load<f32>(x_scales[r] + k / T::GROUP);
+#endif
     // Reload scales from L1: broadcast loads are free, shuffles are not
     asm volatile("" : : "r"(scales) : "memory");
     UNROLL
@@ -519,10 +534,10 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
             products = madd(products, v[p], load<X>(from + p * sizeof(X)));
           f32 scale;
 #ifdef AVX512
-          if constexpr (T::GROUP == 16 && PARTS == 1) {  // a scale for each half of the vector
+          if constexpr (T::GROUP == 16 && PARTS == 1) {
             __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
             lanes = _mm512_add_epi32(lanes, _mm512_set1_epi32(2 * i));
-            scale = (f32)_mm512_permutexvar_ps(lanes, load<__m512>(scales[r]));
+            scale = (f32)_mm512_permutexvar_ps(lanes, (__m512)pairs[r]);
           } else
 #endif
             scale = splat(scales[r][PARTS * i + part]);
