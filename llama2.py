@@ -2552,8 +2552,8 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
     """Replace the products with quantised weights by faster ones; returns the model.
 
     On a CPU: kernels/cpu.cpp, compiled once per machine. `exact` keeps activations in float32 (1e-6
-    relative per layer); else they become 16-bit integers with a scale per group (6e-5), beside
-    16-bit weights, with AMX and many rows, bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 products,
+    relative per layer); else they become 16-bit integers with a scale per group (6e-5), with AMX
+    and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 products,
     unless `exact` (4e-3); a warning says what is missing. On CUDA: compiled dequantisation.
     """
     device = model.norm.weight.device.type
@@ -2594,7 +2594,7 @@ class Kernels:
     library: ctypes.CDLL | None = None
     problem: str = ""
     compile_seconds: float = 0.0  # 0 if it was compiled before
-    amx: bool = False  # torch's product of bfloat16 is faster for many rows and 16-bit weights
+    amx: bool = False  # torch's product of bfloat16 is faster for many rows
 
 
 @functools.cache
@@ -2817,8 +2817,8 @@ class NativeLinear(QuantizedLinear):
         except Unfit:
             return super().forward(x)
         rows = x.numel() // K
-        if native.amx and not self.exact and rows > FEW_ROWS and self.ggml_type in DENSE:
-            return self.by_amx(x32.view(rows, K)).view(*x.shape[:-1], N).to(x.dtype)
+        if native.amx and not self.exact and rows > FEW_ROWS:
+            return self.by_amx(x32.view(rows, K)).to(x.dtype).view(*x.shape[:-1], N)
         y = torch.empty(*x.shape[:-1], N)
         linear: Any = native.library.linear  # type: ignore[union-attr]
         check_status(linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K))
@@ -2837,7 +2837,7 @@ class NativeLinear(QuantizedLinear):
             pointers = blocks.data_ptr(), w.data_ptr()
             check_status(dequantize(self.type_id, True, *pointers, w.numel()))
             torch.mm(w, x.T, out=y[start : start + rows])
-        return y.T.contiguous()
+        return y.T
 
 
 class NativeLayers(nn.Module):
@@ -2851,8 +2851,6 @@ class NativeLayers(nn.Module):
         super().__init__()
         self.blocks: nn.ModuleList = blocks
         self.exact = exact
-        linears = (m for m in blocks.modules() if isinstance(m, QuantizedLinear))
-        self.dense = any(linear.ggml_type in DENSE for linear in linears)
         self.packed: tuple[Any, Watch, list[bytes]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -2876,7 +2874,7 @@ class NativeLayers(nn.Module):
         need(not torch.nn.modules.module._has_any_global_hook())
         (B, T, C), (L, _, G, room, D) = x.shape, cache.k.shape
         many, half = B * T > FEW_ROWS, cache.k.dtype == torch.float16
-        need(not (many and native.amx and self.dense and not self.exact))
+        need(not (many and native.amx and not self.exact))
         need(L == len(self.blocks) and D % 16 == 0 and 0 <= cache.pos <= room - T)
         address(x, torch.float32, x.shape)
         tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]

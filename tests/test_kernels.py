@@ -96,7 +96,7 @@ def test_every_type_gives_the_logits_of_dequantised_weights(tmp_path, vocabulary
 @pytest.mark.parametrize("kind", llama2.GGML_TYPES)
 @torch.no_grad()
 def test_precision(kind, amx):
-    """Exact: float32. Fast: 16-bit integers; dense weights with AMX and many rows: bfloat16."""
+    """Exact: float32. Fast: 16-bit integers, with AMX and many rows bfloat16."""
     blocks, weight = wide_blocks(kind, rows=53)
     reference = llama2.QuantizedLinear(blocks, kind)
     exact, fast = (llama2.NativeLinear(reference, exact) for exact in (True, False))
@@ -105,8 +105,7 @@ def test_precision(kind, amx):
         x = torch.randn(rows, 512) * torch.logspace(-3, 3, 512)  # large and small side by side
         wanted = F.linear(x, weight)
         assert_close(exact(x), wanted, 1e-5)
-        rounded = amx and rows > llama2.FEW_ROWS and kind in llama2.DENSE
-        assert_close(fast(x), wanted, 1e-2 if rounded else 1e-4)
+        assert_close(fast(x), wanted, 1e-2 if amx and rows > llama2.FEW_ROWS else 1e-4)
     assert exact(torch.randn(2, 12, 512)).shape == (2, 12, 53)
     for rows in (2, 40):
         x = torch.randn(rows, 512)
@@ -116,12 +115,12 @@ def test_precision(kind, amx):
             assert not layer(torch.zeros(rows, 512)).any()
 
 
-@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("fill", [0, 128, 255])
 @pytest.mark.parametrize("kind", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
 @torch.no_grad()
-def test_sums_of_the_largest_integers(kind, fill):
+def test_sums_of_the_largest_integers(kind, fill, native, monkeypatch):
     """All weights and scales at an end of their range, all of x alike: no sum leaves 32 bits."""
+    monkeypatch.setattr(llama2, "kernels", lambda: dataclasses.replace(native, amx=False))
     block, size, _ = llama2.GGML_TYPES[kind]
     blocks = torch.full((8, 512 // block, size), fill, dtype=torch.uint8)
     for at in SCALES[kind]:
@@ -260,18 +259,17 @@ def test_native_layers_do_what_the_blocks_do(
     assert layers(x, *cache.rope(20), cache.mask(20), cache)[0, 11:].isnan().all()
 
 
-@pytest.mark.parametrize("kinds", [KINDS, ["F16"]], ids=["quantised", "F16"])
 @torch.no_grad()
-def test_native_layers_that_round(tmp_path, vocabulary, amx, kinds):
+def test_native_layers_that_round(tmp_path, vocabulary, amx):
     """Prompts, too: near what the blocks give in float32."""
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", kinds)
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", KINDS)
     plain, fast = pair(path, exact=False)
     for T in (1, 9, 40, 130):
         ours, theirs = (llama2.Cache(WIDE, 1, 200) for _ in range(2))
         x = torch.randn(1, T, 256)
         rest = *theirs.rope(T), theirs.mask(T)
         wanted = by_blocks(plain.layers, x, *rest, theirs)
-        tolerance = 0.04 if amx and kinds != KINDS and T > llama2.FEW_ROWS else 1e-3
+        tolerance = 0.02 if amx and T > llama2.FEW_ROWS else 1e-3
         assert_close(fast.layers[0](x, *rest, ours), wanted, tolerance)
         assert_close(ours.v, theirs.v, tolerance)
 
