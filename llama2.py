@@ -2741,7 +2741,7 @@ def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 class Watch:
-    """What was found in modules, and whether it is still so: 20 times as fast as to look again."""
+    """What was found in modules, and whether it is still so: 15 times as fast as to look again."""
 
     def __init__(self) -> None:
         self.items: list[tuple[dict, str, Any]] = []
