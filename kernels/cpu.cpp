@@ -61,10 +61,6 @@ typedef uint32_t u32 VECTOR(4 * VL);
 typedef int16_t i16 VECTOR(4 * VL);
 typedef int16_t i16_half VECTOR(2 * VL);
 typedef uint16_t u16_half VECTOR(2 * VL);
-typedef int8_t i8_half VECTOR(2 * VL);
-typedef int8_t i8_quarter VECTOR(VL);
-typedef uint8_t u8_half VECTOR(2 * VL);
-typedef uint8_t u8_quarter VECTOR(VL);
 typedef float f32x8 VECTOR(32);  // scales of a block of 256
 typedef int8_t i8x16 VECTOR(16);
 typedef int8_t i8x32 VECTOR(32);  // 32 weights, the unit in which formats are unpacked
@@ -213,8 +209,7 @@ INLINE void store_bfloat16(void *p, f32 v) {
 #endif
 }
 
-// ---- Formats: weight = scale * (value - ZERO) - minimum; a group shares scale and minimum
-// --------
+// ---- Formats: weight = scale * (value - ZERO) - minimum, each shared by a group -----------------
 
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_ = false> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_ };  // weights, bytes, weights
@@ -285,7 +280,7 @@ constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
 INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
 #ifdef __AVX2__
   const __m128i v = load<__m128i>(b), six = _mm_set1_epi8(63), top = _mm_set1_epi8(48);
-  __m128i low = _mm_shuffle_epi32(v, 0xa5), last = _mm_shuffle_epi32(v, 0xff);  // 1122, 3333
+  __m128i low = _mm_shuffle_epi32(v, 0xa5), last = _mm_shuffle_epi32(v, 0xff);  // words 1122, 3333
   low = _mm_srlv_epi32(low, _mm_setr_epi32(0, 2, 0, 2)) & _mm_unpacklo_epi32(six, top);
   last = _mm_srlv_epi32(last, _mm_setr_epi32(32, 0, 32, 4)) & _mm_set1_epi8(15);
   low |= last;
@@ -549,8 +544,8 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   };
   int64_t k = 0;
   for (; k + 256 <= x.K; k += 256, w += SIZE) {
-    prefetch(w + 6144,
-             SIZE);  // beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
+    // Beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
+    prefetch(w + 6144, SIZE);
     add(k, 8);
   }
   if (T::BLOCK == 32)
@@ -567,8 +562,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
 // `count` weights (whole blocks) -> float32
 template <class T> static void unpack(Bytes w, int64_t count, float *y) {
   for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
-    prefetch(w + count / T::BLOCK * T::SIZE,
-             T::SIZE);  // of the next columns, when these are multiplied
+    prefetch(w + count / T::BLOCK * T::SIZE, T::SIZE);  // the next columns, while these are used
     float s[T::GROUPS], m[T::GROUPS] = {};
     read_scales<T>(w, 1, s, m);
     UNROLL
