@@ -18,6 +18,7 @@
 #include <new>
 #include <optional>
 #include <type_traits>
+#include <utility>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -29,9 +30,11 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 12")
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own headers (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 // ---- Vectors ------------------------------------------------------------------------------------
 
@@ -53,18 +56,25 @@ typedef __m128i Mhalf;
 #else
 constexpr int VL = 4, NR = 6;
 #endif
+#if defined(AVX512) && defined(__AVX512VNNI__)
+#define VNNI(name) _mm512_##name##_epi32
+#elif defined(AVX2) && defined(__AVXVNNI__)
+#define VNNI(name) _mm256_##name##_avx_epi32
+#endif
 #define VECTOR(bytes) __attribute__((vector_size(bytes)))
 typedef const uint8_t *Bytes;
 typedef float f32 VECTOR(4 * VL);
 typedef int32_t i32 VECTOR(4 * VL);
 typedef uint32_t u32 VECTOR(4 * VL);
 typedef int16_t i16 VECTOR(4 * VL);
+typedef uint16_t u16 VECTOR(4 * VL);
+typedef uint8_t u8 VECTOR(4 * VL);
 typedef int16_t i16_half VECTOR(2 * VL);
 typedef uint16_t u16_half VECTOR(2 * VL);
-typedef float f32x8 VECTOR(32);  // scales of a block of 256
-typedef int8_t i8x16 VECTOR(16);
-typedef int8_t i8x32 VECTOR(32);  // 32 weights, the unit in which formats are unpacked
-template <class V> constexpr bool is_float = std::is_same<V, f32>::value;
+typedef float f32x4 VECTOR(16);
+typedef float f32x8 VECTOR(32);
+typedef int32_t i32x8 VECTOR(32);
+constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
 template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
 template <class X>
 using Sum = typename std::conditional<is_int16<X>, i32, f32>::type;  // of products
@@ -77,47 +87,30 @@ template <class V> INLINE V load(const void *p) {
 template <class V> INLINE void store(void *p, const V &v) { memcpy(p, &v, sizeof v); }
 template <class V> INLINE V splat(const void *p) { return (V)(load<uint32_t>(p) - u32{}); }
 INLINE f32 splat(float f) { return f - f32{}; }
-INLINE f32 to_f32(f32 v) { return v; }
 INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
 INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
-INLINE float sum(f32 v) {
-  float lanes[VL];
-  store(lanes, v);
-  UNROLL
-  for (int n = VL / 2; n; n /= 2) UNROLL
-  for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
-  return lanes[0];
+INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
+INLINE float sum(const f32x8 &v) { return sum(load<f32x4>(&v) + load<f32x4>((Bytes)&v + 16)); }
+#ifdef AVX512
+INLINE float sum(const f32 &v) { return sum(load<f32x8>(&v) + load<f32x8>((Bytes)&v + 32)); }
+#endif
+// f(0), f(1) ... f(N - 1), where vectors are wide with constants
+template <class F, int... I> INLINE void call(F f, std::integer_sequence<int, I...>) {
+  (f(I), ...);
+}
+template <int N, class F> INLINE void unrolled(F f) {
+#ifdef MM
+  call(f, std::make_integer_sequence<int, N>());
+#else
+  for (int i = 0; i < N; i++) f(i);
+#endif
 }
 
-// total + a * b, fused for certain where it can be: bits must not depend on the compiler's choice;
-// integers: 2i-th and 2i+1-th product are added to the i-th total
-INLINE f32 madd(f32 total, f32 a, f32 b) {
-#ifdef MM
-  return (f32)MM(fmadd_ps)((Mf)a, (Mf)b, (Mf)total);
-#else
-  return total + a * b;
-#endif
-}
-INLINE f32x8 madd8(f32x8 total, f32x8 a, f32x8 b) {
-#if defined(AVX512) || defined(AVX2)
-  return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
-#else
-  return total + a * b;
-#endif
-}
-INLINE float madd(float total, float a, float b) {
-#if defined(__FMA__) || defined(__aarch64__)
-  return __builtin_fmaf(a, b, total);
-#else
-  return total + a * b;
-#endif
-}
-INLINE f32 multiply(f32 a, f32 b) { return a * b; }
+INLINE f32 madd(f32 total, f32 a, f32 b) { return total + a * b; }  // fused: -ffp-contract=fast
+// The 2i-th and the 2i+1-th product are added to the i-th total
 INLINE i32 madd(i32 total, i16 a, i16 b) {
-#if defined(AVX512) && defined(__AVX512VNNI__)
-  return (i32)_mm512_dpwssd_epi32((Mi)total, (Mi)a, (Mi)b);
-#elif defined(AVX2) && defined(__AVXVNNI__)
-  return (i32)_mm256_dpwssd_avx_epi32((Mi)total, (Mi)a, (Mi)b);
+#if defined(VNNI)
+  return (i32)VNNI(dpwssd)((Mi)total, (Mi)a, (Mi)b);
 #elif defined(MM)
   return total + (i32)MM(madd_epi16)((Mi)a, (Mi)b);
 #else  // other pairs: a number and the one half a vector away
@@ -129,28 +122,24 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
 #endif
 }
 
-INLINE i32 multiply(i16 a, i16 b) {
-#ifdef MM  // GCC does not see that adding to zero is this
-  return (i32)MM(madd_epi16)((Mi)a, (Mi)b);
+// VL bytes -> int32
+INLINE i32 widen(const void *p) {
+#if defined(AVX512)
+  return (i32)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#elif defined(AVX2)
+  return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
-  return madd(i32{}, a, b);
+  typedef uint8_t Part VECTOR(VL);
+  return __builtin_convertvector(load<Part>(p), i32);
 #endif
 }
-
-// As many bytes as I has lanes -> int16 or int32
-template <class I, bool SIGNED> INLINE I widen(const void *p) {
-#ifdef MM
-  if constexpr (is_int16<I>) {
-    const Mhalf v = load<Mhalf>(p);
-    return (I)(SIGNED ? MM(cvtepi8_epi16)(v) : MM(cvtepu8_epi16)(v));
-  } else {
-    const __m128i v = VL == 16 ? load<__m128i>(p) : _mm_loadl_epi64((__m128i *)p);
-    return (I)(SIGNED ? MM(cvtepi8_epi32)(v) : MM(cvtepu8_epi32)(v));
-  }
+// 8 signed bytes -> int32
+INLINE i32x8 widen8(const uint64_t &bytes) {
+#ifdef MM  // which GCC does byte by byte
+  return (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
 #else
-  typedef typename std::conditional<SIGNED, int8_t, uint8_t>::type Byte;
-  typedef Byte Part VECTOR(is_int16<I> ? 2 * VL : VL);
-  return __builtin_convertvector(load<Part>(p), I);
+  typedef int8_t i8x8 VECTOR(8);
+  return __builtin_convertvector(load<i8x8>(&bytes), i32x8);
 #endif
 }
 
@@ -161,11 +150,11 @@ struct float16 {
 static const struct HalfTable {
   float f[65536];
   HalfTable() {
-    for (int i = 0; i < 65536; i++) {
-      int exponent = i >> 10 & 31, fraction = i & 1023;
-      float size = exponent == 0    ? std::ldexp((float)fraction, -24)
-                   : exponent == 31 ? (fraction ? NAN : INFINITY)
-                                    : std::ldexp((float)(1024 + fraction), exponent - 25);
+    for (uint32_t i = 0; i < 65536; i++) {
+      const uint32_t bits = (i & 0x7fff) << 13;  // of a float32 whose exponent is 112 too low
+      const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f
+                         : bits << 9     ? NAN
+                                         : INFINITY;
       f[i] = i & 0x8000 ? -size : size;
     }
   }
@@ -211,71 +200,83 @@ INLINE void store_bfloat16(void *p, f32 v) {
 
 // ---- Formats: weight = scale * (value - ZERO) - minimum, each shared by a group -----------------
 
-template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_ = false> struct Block {
-  enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_ };  // weights, bytes, weights
-  enum { GROUPS = BLOCK / GROUP, MINIMUM = MINIMUM_, SPAN = BLOCK == 256 ? 128 : 32 };
-  enum { DENSE = 0, MAX = 128, HIGH_BITS = 0, ZERO = 0 };
+// BLOCK weights in SIZE bytes, in groups of GROUP. SPAN: columns of int16 that share a scale
+template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
+  enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_, GROUPS = 256 / GROUP_ };
+  enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
+};
+// A float16 scale and perhaps another float16, a minimum less than zero, begin the block
+template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
+struct Block32 : Block<32, SIZE_, 32, MINIMUM_> {
+  enum { DENSE = ZERO_ < 0, ZERO = ZERO_, MAX = 128 };
 };
 // K types: a group's scale and minimum are integers of 8 bits times one float16 of the block, found
 // at bytes D and DMIN; no value times its scale is more than MAX.
-template <int MAX_, int SIZE_, int GROUP_, int D_, int DMIN_ = -1>
-struct KBlock : Block<256, SIZE_, GROUP_, (DMIN_ >= 0)> {
-  enum { D = D_, DMIN = DMIN_, MAX = MAX_ };
+template <int SIZE_, int ZERO_, int MAX_, int GROUP_, int D_, int DMIN_ = D_>
+struct Block256 : Block<256, SIZE_, GROUP_, D_ != DMIN_> {
+  enum { DENSE = 0, ZERO = ZERO_, MAX = MAX_, D = D_, DMIN = DMIN_ };
 };
-template <int SIZE_> struct Dense : Block<32, SIZE_, 32> {
-  enum { DENSE = 1 };
-  INLINE void scales(Bytes, float *s, float *) { *s = 1; }
-};
+template <int SIZE_> using Dense = Block32<SIZE_, -1>;
 
-// Bits `mask` << from of bytes, one for each lane of I, moved to bit `to`
-template <class I> INLINE I bits(Bytes p, int from, int mask, int to = 0) {
-#ifdef AVX2
-  if constexpr (std::is_same<I, i8x32>::value) {
-    __m256i v = load<__m256i>(p);
-    v = from > to ? _mm256_srli_epi16(v, from - to) : _mm256_slli_epi16(v, to - from);
-    return (i8x32)v & (int8_t)(mask << to);
-  }
-#endif
-  I v = widen<I, false>(p);
-  v = from > to ? v >> (from - to) : v << (to - from);
-  auto kept = v[0];
-  kept = mask << to;
-  return to == 0 && 255 >> from <= mask ? v : v & kept;
+// Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
+struct Piece {
+  int at, bit;
+};
+#ifdef MM
+INLINE __m256i load_pieces(Bytes b, int first, int second) {
+  if (first == second) return _mm256_broadcastsi128_si256(load<__m128i>(b + first));
+  return load<__m256i>(b + first);  // the second follows
 }
-// Of 32 values, those from `at` on: 16 bytes hold values 0 to 15 in their low nibbles, the others
-// in the high ones
-template <class I> INLINE I nibbles(Bytes p, int at) {
+#endif
+// Bits `mask` of the i-th W weights, moved to bit `to` of a byte each; piece(j): of the j-th 16.
+// All but the bytes is constant where vectors are wide.
+template <class F> INLINE u8 bits(Bytes b, int i, F piece, int mask, int to = 0) {
+  const int j = W / 16 * i, first = piece(j).at;
+#ifdef MM
+  const __m256i v = load_pieces(b, first, piece(j + 1).at);
 #ifdef AVX512
-  if constexpr (is_int16<I>) {
-    Mi v = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load<__m128i>(p)));
-    return (I)_mm512_mask_srli_epi16(v, 0xffff0000, v, 4) & 15;
-  }
-#endif
-  return bits<I>(p + at % 16, at / 16 * 4, 15);
-}
-// 32 bits, the fifth of each value
-template <class I> INLINE I fifth(Bytes p, int at) {
-#ifdef AVX512
-  if constexpr (is_int16<I>) return (I)_mm512_maskz_set1_epi16(load<uint32_t>(p), 16);
-#endif
-  auto word = I{}[0];
-  word = (decltype(word))(load<uint32_t>(p) >> at);
-  I lanes = {};
-  for (int i = 0; i < (int)(sizeof lanes / sizeof word); i++) lanes[i] = (decltype(word))(1 << i);
-  return (((I{} + word) & lanes) != 0) & 16;
-}
-// 8 signed bytes -> float32, times a factor
-INLINE void widen8(const uint64_t &bytes, float factor, float *to) {
-  typedef int32_t i32x8 VECTOR(32);
-#if defined(AVX512) || defined(AVX2)  // which GCC does byte by byte
-  i32x8 v = (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+  const int third = piece(j + 2).at, last = piece(j + 3).at;
+  Mi all;
+  if (third == first + 32 && last == first + 48) all = load<Mi>(b + first);
+  else if (third == first) all = _mm512_broadcast_i64x4(v);
+  else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
 #else
-  typedef int8_t i8x8 VECTOR(8);
-  i32x8 v = __builtin_convertvector(load<i8x8>(&bytes), i32x8);
+  const Mi all = v;
 #endif
-  store(to, __builtin_convertvector(v, f32x8) * factor);
+  u32 right = {}, left = {};
+  for (int lane = 0; lane < VL; lane++) {
+    const int shift = piece(j + lane / 4).bit - to;
+    right[lane] = shift > 0 ? shift : 0, left[lane] = shift < 0 ? -shift : 0;
+  }
+  const u32 moved = (u32)all >> right << left;
+#else
+  const int shift = piece(j).bit - to;
+  const u32 all = load<u32>(b + first), moved = shift > 0 ? all >> shift : all << -shift;
+#endif
+  return (u8)moved & (uint8_t)(mask << to);
+}
+// Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
+template <int SIZE> INLINE u8 nibbles(Bytes b, int i) {
+  return bits(b, i, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
 }
 constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
+// Of blocks that hold the fifth bit of 32 weights in 32 bits
+template <int SIZE> INLINE u8 fifth(Bytes b, int i) {
+#if defined(AVX512)
+  const uint64_t high = load<uint32_t>(b + (2 * i + 1) * SIZE);
+  return (u8)_mm512_maskz_set1_epi8(load<uint32_t>(b + 2 * i * SIZE) | high << 32, 16);
+#else
+  uint64_t v[W / 8];
+#if defined(AVX2)
+  for (int j = 0; j < W / 8; j++) v[j] = each(j);
+  store(v, _mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(b + i * SIZE)), load<Mi>(v)));
+#else
+  for (int j = 0; j < W / 8; j++) v[j] = each(b[i / 2 * SIZE + i % 2 * 2 + j]);
+#endif
+  for (uint64_t &bytes : v) bytes &= 0x8040201008040201;
+  return (u8)(load<u8>(v) != 0) & 16;
+#endif
+}
 // 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
 INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
 #ifdef __AVX2__
@@ -294,55 +295,45 @@ INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
 }
 
 struct F32 : Dense<128> {
-  INLINE f32 values(Bytes b, int i) { return load<f32>(b + 4 * VL * i); }
+  INLINE f32 load(Bytes b, int i) { return ::load<f32>(b + 4 * i); }
 };
 struct F16 : Dense<64> {
-  INLINE f32 values(Bytes b, int i) { return load_f32((const float16 *)b + VL * i); }
+  INLINE f32 load(Bytes b, int i) { return load_f32((const float16 *)b + i); }
 };
 struct BF16 : Dense<64> {
-  INLINE f32 values(Bytes b, int i) {
-    return (f32)(__builtin_convertvector(load<u16_half>(b + 2 * VL * i), u32) << 16);
+  INLINE f32 load(Bytes b, int i) {
+    return (f32)(__builtin_convertvector(::load<u16_half>(b + 2 * i), u32) << 16);
   }
 };
-struct Q4_0 : Block<32, 18, 32> {
-  enum { ZERO = 8 };
-  INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
-  template <class I> INLINE I values(Bytes b, int, int p) { return nibbles<I>(b + 2, p); }
+struct Q4_0 : Block32<18, 8> {
+  INLINE u8 values(Bytes b, int i) { return nibbles<18>(b + 2, i); }
 };
-struct Q4_1 : Block<32, 20, 32, true> {
-  INLINE void scales(Bytes b, float *s, float *m) { *s = half(b), *m = -half(b + 2); }
-  template <class I> INLINE I values(Bytes b, int, int p) { return nibbles<I>(b + 4, p); }
+struct Q4_1 : Block32<20, 0, true> {
+  INLINE u8 values(Bytes b, int i) { return nibbles<20>(b + 4, i); }
 };
-struct Q5_0 : Block<32, 22, 32> {
-  enum { ZERO = 16 };
-  INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
-  template <class I> INLINE I values(Bytes b, int, int p) {
-    return nibbles<I>(b + 6, p) | fifth<I>(b + 2, p);
+struct Q5_0 : Block32<22, 16> {
+  INLINE u8 values(Bytes b, int i) { return nibbles<22>(b + 6, i) | fifth<22>(b + 2, i); }
+};
+struct Q5_1 : Block32<24, 0, true> {
+  INLINE u8 values(Bytes b, int i) { return nibbles<24>(b + 8, i) | fifth<24>(b + 4, i); }
+};
+struct Q8_0 : Block32<34, 128> {
+  INLINE u8 values(Bytes b, int i) {
+    return bits(b, i, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
   }
 };
-struct Q5_1 : Block<32, 24, 32, true> {
-  INLINE void scales(Bytes b, float *s, float *m) { *s = half(b), *m = -half(b + 2); }
-  template <class I> INLINE I values(Bytes b, int, int p) {
-    return nibbles<I>(b + 8, p) | fifth<I>(b + 4, p);
-  }
-};
-struct Q8_0 : Block<32, 34, 32> {
-  INLINE void scales(Bytes b, float *s, float *) { *s = half(b); }
-  template <class I> INLINE I values(Bytes b, int, int p) { return widen<I, true>(b + 2 + p); }
-};
-struct Q2_K : KBlock<3 * 15, 84, 16, 80, 82> {
+struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, 82> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
     for (int i = 0; i < 2; i++) {
       const uint64_t v = load<uint64_t>(b + 8 * i);
       s[i] = v & each(15), m[i] = v >> 4 & each(15);
     }
   }
-  template <class I> INLINE I values(Bytes b, int i, int p) {
-    return bits<I>(b + 16 + i / 4 * 32 + p, i % 4 * 2, 3);
+  INLINE u8 values(Bytes b, int i) {
+    return bits(b + 16, i, [](int j) { return Piece{j / 8 * 32 + j % 2 * 16, j / 2 % 4 * 2}; }, 3);
   }
 };
-struct Q3_K : KBlock<4 * 32, 110, 16, 108> {
-  enum { HIGH_BITS = 1, ZERO = 4 };  // stored apart
+struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
     const uint64_t low = load<uint64_t>(b + 96), top = load<uint32_t>(b + 104);
     for (int i = 0; i < 2; i++) {
@@ -351,69 +342,131 @@ struct Q3_K : KBlock<4 * 32, 110, 16, 108> {
       s[i] = v | sign << 1 | sign << 2;  // less 32
     }
   }
-  template <class I> INLINE I values(Bytes b, int i, int p) {
-    return bits<I>(b + 32 + i / 4 * 32 + p, i % 4 * 2, 3) | bits<I>(b + p, i, 1, 2);
+  INLINE u8 values(Bytes b, int i) {
+    return Q2_K::values(b + 16, i) |
+           bits(b, i, [](int j) { return Piece{j % 2 * 16, j / 2}; }, 1, 2);
   }
 };
-struct Q4_K : KBlock<15 * 63, 144, 32, 0, 2> {
+struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, 2> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  template <class I> INLINE I values(Bytes b, int i, int p) {
-    return bits<I>(b + 16 + i / 2 * 32 + p, i % 2 * 4, 15);
+  INLINE u8 values(Bytes b, int i) {
+    return bits(b + 16, i, [](int j) { return Piece{j / 4 * 32 + j % 2 * 16, j / 2 % 2 * 4}; }, 15);
   }
 };
-struct Q5_K : KBlock<31 * 63, 176, 32, 0, 2> {
-  enum { HIGH_BITS = 1 };  // stored apart
+struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, 2> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  template <class I> INLINE I values(Bytes b, int i, int p) {
-    return bits<I>(b + 48 + i / 2 * 32 + p, i % 2 * 4, 15) | bits<I>(b + 16 + p, i, 1, 4);
+  INLINE u8 values(Bytes b, int i) {
+    return Q4_K::values(b + 32, i) |
+           bits(b + 16, i, [](int j) { return Piece{j % 2 * 16, j / 2}; }, 1, 4);
   }
 };
-struct Q6_K : KBlock<32 * 128, 210, 16, 208> {
-  enum { HIGH_BITS = 1, ZERO = 32 };  // stored apart
+struct Q6_K : Block256<210, 32, 32 * 128, 16, 208> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
-  template <class I> INLINE I values(Bytes b, int i, int p) {
-    I low = bits<I>(b + i / 4 * 64 + i % 2 * 32 + p, i / 2 % 2 * 4, 15);
-    return low | bits<I>(b + 128 + i / 4 * 32 + p, i % 4 * 2, 3, 4);
+  INLINE u8 values(Bytes b, int i) {
+    return bits(
+               b, i, [](int j) { return Piece{j / 8 * 64 + j % 4 * 16, j / 4 % 2 * 4}; }, 15) |
+           bits(
+               b + 128, i, [](int j) { return Piece{j / 8 * 32 + j % 2 * 16, j / 2 % 4 * 2}; }, 3,
+               4);
   }
 };
 
-// Scales and minima of a block's groups, or of `count` blocks of 32
-template <class T> INLINE void read_scales(Bytes b, int count, float *s, float *m) {
+// Scales and minima of 256 weights
+template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
   if constexpr (T::BLOCK == 256) {
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
-    if (T::GROUPS == VL) store(s, to_f32(widen<i32, true>(scale)) * half(b + T::D));
     for (int i = 0; i < T::GROUPS / 8; i++) {
-      if (T::GROUPS != VL) widen8(scale[i], half(b + T::D), s + 8 * i);
-      if constexpr (T::MINIMUM) widen8(minimum[i], half(b + T::DMIN), m + 8 * i);
+      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * half(b + T::D));
+      if constexpr (T::MINIMUM)
+        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * half(b + T::DMIN));
     }
   } else {
     UNROLL
-    for (int i = 0; i < count; i++) T::scales(b + i * T::SIZE, s + i, m + i);
+    for (int i = 0; i < 8; i++, b += T::SIZE) {
+      s[i] = half(b);
+      if (T::MINIMUM) m[i] = -half(b + 2);
+    }
   }
 }
-// Some bytes into L2
-INLINE void prefetch(Bytes p, int count) {
-  for (int i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-// The i-th 32 weights from b on, not yet scaled, as vectors; integers not yet less ZERO
-template <class T, class V, int COUNT> INLINE void values32(Bytes b, int i, V (&v)[COUNT]) {
-  if (T::BLOCK == 32) b += i * T::SIZE;
-  for (int p = 0; p < COUNT; p++)
-    if constexpr (T::DENSE) v[p] = T::values(b, p);
-    else if constexpr (is_float<V>)
-      v[p] = to_f32(T::template values<i32>(b, i, VL * p)) - (float)T::ZERO;
-#ifdef AVX2  // two sets of bits are joined as bytes: 1.05 to 1.09 times as fast
-    else if constexpr (T::HIGH_BITS) {
-      i8x32 bytes = T::template values<i8x32>(b, i, 0);
-      v[p] = widen<V, false>((Bytes)&bytes + 16 * p);
-    }
+// W / GROUP numbers, each in the lanes of its group
+template <int GROUP> INLINE f32 spread(const void *p) {
+  if (W <= GROUP) return splat<f32>(p);
+#ifdef MM
+  // No more bytes than needed: a load that is wider than the store before it must wait
+  const __m128i some = W == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
+  i32 lane = {};
+  for (int i = 0; i < VL; i++) lane[i] = 4 * i / GROUP;
+#ifdef AVX512
+  return (f32)_mm512_permutexvar_epi32((Mi)lane, _mm512_castsi128_si512(some));
+#else
+  return (f32)_mm256_permutevar8x32_epi32(_mm256_castsi128_si256(some), (Mi)lane);
 #endif
-    else
-      v[p] = T::template values<V>(b, i, 2 * VL * p);
+#endif
+}
+// Some bytes into L2. AHEAD is beyond what hardware fetches at a page's end: F16 9.5 -> 15.2 G
+// weights/s
+constexpr int AHEAD = 6144;
+INLINE void prefetch(Bytes p, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+// What stands at w if it is whole; else `there` bytes of it and zeros, copied to `padded`
+INLINE Bytes pad(Bytes w, int64_t there, int64_t whole, uint8_t *padded) {
+  if (there >= whole) return w;
+  memset(padded + there, 0, whole - there);
+  memcpy(padded, w, there);
+  return padded;
 }
 
-// ---- gemv: up to 16 rows of x; the bits of a row do not depend on how many there are ------------
+// ---- The table of formats -----------------------------------------------------------------------
+
+// 256 weights -> float32
+template <class T> static void unpack(Bytes w, float *y) {
+  if constexpr (T::DENSE) {
+    for (int i = 0; i < 256; i += VL) store(y + i, T::load(w, i));
+  } else {
+    float s[T::GROUPS], m[T::GROUPS];
+    read_scales<T>(w, s, m);
+    unrolled<256 / W>([&](int i) INLINE_LAMBDA {
+      const u8 v = T::values(w, i);
+      for (int p = 0; p < W; p += VL) {
+        const int group = (W * i + p) / T::GROUP;
+        f32 scaled = (to_f32(widen((Bytes)&v + p)) - (float)T::ZERO) * s[group];
+        store(y + W * i + p, T::MINIMUM ? scaled - m[group] : scaled);
+      }
+    });
+  }
+}
+// The same as int16, even ones of 32 first, with a scale for each SPAN and, negated, the minima
+template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
+  alignas(32) uint32_t factors[20];  // twice an int16
+  if constexpr (T::BLOCK == 256) {
+    uint64_t integers[2], minimum[2];
+    T::integers(w, integers, minimum);
+    for (int i = 0; i < T::GROUPS / 8; i++) {
+      i32x8 v = widen8(integers[i]);
+      store(factors + 8 * i, v << 16 | (v & 0xffff));
+    }
+    for (int i = 0; i < 256 / T::SPAN; i++) scale[i] = half(w + T::D);
+    if constexpr (T::MINIMUM)
+      store(minima, __builtin_convertvector(widen8(*minimum), f32x8) * -half(w + T::DMIN));
+  } else {
+    read_scales<T>(w, scale, minima);
+    for (int i = 0; T::MINIMUM && i < 8; i++) minima[i] = -minima[i];
+  }
+  unrolled<256 / W>([&](int i) INLINE_LAMBDA {
+    const u8 v = T::values(w, i);
+    i16 even = (i16)((u16)v & 255) - (int16_t)T::ZERO, odd = (i16)((u16)v >> 8) - (int16_t)T::ZERO;
+    if constexpr (T::BLOCK == 256) {
+      const i16 factor = (i16)spread<T::GROUP>(factors + W * i / T::GROUP);
+      even *= factor, odd *= factor;
+    }
+    for (int j = 0; j < W / 32; j++) {
+      memcpy(y + W * i + 32 * j, (Bytes)&even + 32 * j, 32);
+      memcpy(y + W * i + 32 * j + 16, (Bytes)&odd + 32 * j, 32);
+    }
+  });
+}
 
 struct Free {
   void operator()(void *p) const { operator delete[](p, std::align_val_t(64)); }
@@ -423,50 +476,45 @@ template <class X> static Array<X> array(int64_t n) {  // 64-byte aligned, unini
   return Array<X>(new (std::align_val_t(64)) X[n]);
 }
 
-// Rows of x, as float32 or, if fast, as integers q with scales; sums of x, for minima. Scales and
-// sums are kept per 16 numbers [0] and per 32 [1], for formats have groups of either.
+// Rows of x as integers q with scales, and sums of x, for minima. Scales and sums are kept per 16
+// numbers [0] and per 32 [1], for formats have groups of either. Rows end with zeros, up to `room`.
 struct Rows {
   const float *x;
-  int64_t count, K;
-  bool fast;
-  Array<int16_t> q;
-  Array<float> scales[2], sums[2];
-  Rows(const float *x, int64_t count, int64_t K, bool fast) : x(x), count(count), K(K), fast(fast) {
-    if (fast) q = array<int16_t>(count * K);
-    for (int i = 0; i < 2; i++) {
-      scales[i] = array<float>(count * K / (16 << i) + 8);
-      sums[i] = array<float>(count * K / (16 << i));
-    }
-  }
-  template <class X> const void *data(int64_t at) const {
-    return is_float<X> ? (const void *)(x + at) : (const void *)(q.get() + at);
+  int64_t count, K, room;
+  Array<float> memory;
+  int16_t *q;
+  float *scales[2], *sums[2];
+  Rows(const float *x, int64_t count, int64_t K)
+      : x(x), count(count), K(K), room((K + 255) / 256 * 256) {
+    const int64_t n = count * room / 32;
+    memory = array<float>(22 * n);
+    q = (int16_t *)memory.get();
+    scales[0] = &memory[16 * n], sums[0] = scales[0] + 2 * n;
+    scales[1] = sums[0] + 2 * n, sums[1] = scales[1] + n;
   }
 };
 
-// One row of x (K) -> its integers, scales and sums. The integers are as large as int16 allows, and
-// small enough that a sum of SPAN of them times `most` stays within int32.
-template <int SPAN> static void quantize_row(Rows &to, int64_t row, int most) {
-  for (int64_t k = row * to.K; k < (row + 1) * to.K; k += SPAN) {
+// The r-th row of x -> its integers, scales and sums. The integers are as large as int16 allows,
+// and small enough that a sum of SPAN of them times `most` stays within int32.
+template <int SPAN> static void quantize_row(Rows &to, int64_t r, int most) {
+  int64_t k = r * to.room;
+  for (const float *x = to.x + r * to.K, *end = x + to.K; x < end; x += SPAN, k += SPAN) {
     f32 v[SPAN / VL], top = {}, sizes = {}, sums[SPAN / 16] = {};
     for (int i = 0; i < SPAN / VL; i++) {
-      v[i] = load<f32>(to.x + k + VL * i);
+      v[i] = load<f32>(x + VL * i);
       f32 size = v[i] < 0 ? -v[i] : v[i];
       top = max(size, top), sizes += size;
-      if (!to.fast) sums[i * VL / 16] += v[i];
     }
-    float scale = 1;
-    if (to.fast) {
-      float limit = top[0], all = sum(sizes);  // NaN if an x is
-      for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
-      const float least = all / (0x7fff0000 / most - SPAN / 2);
-      scale = limit / 32767 > least ? limit / 32767 : least;
-      const float inverse = limit > 1e-30f ? 1 / scale : 0;
-      for (int i = 0; i < SPAN / VL; i++) {
-        v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer
-        sums[i * VL / 16] += v[i];
-        store(&to.q[k + VL * i],
-              __builtin_convertvector(__builtin_convertvector(v[i], i32), i16_half));
-      }
+    float limit = top[0], all = sum(sizes);  // NaN if an x is
+    for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
+    const float least = all / (0x7fff0000 / most - SPAN / 2);
+    const float scale = limit / 32639 > least ? limit / 32639 : least;  // 127.5 * 256
+    const float inverse = limit > 1e-30f ? 1 / scale : 0;
+    for (int i = 0; i < SPAN / VL; i++) {
+      v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer
+      sums[i * VL / 16] += v[i];
+      store(&to.q[k + VL * i],
+            __builtin_convertvector(__builtin_convertvector(v[i], i32), i16_half));
     }
     for (int64_t i = 0, at = k / 16; i < SPAN / 16; i += 2, at += 2) {
       float first = sum(sums[i]) * scale, second = sum(sums[i + 1]) * scale;
@@ -475,157 +523,137 @@ template <int SPAN> static void quantize_row(Rows &to, int64_t row, int most) {
       to.sums[1][at / 2] = first + second;
     }
   }
+  for (; k < (r + 1) * to.room; k += 32) {
+    memset(&to.q[k], 0, 64);
+    for (int i = 0; i < 2; i++)
+      for (int64_t at = k / (16 << i); at < (k + 32) / (16 << i); at++)
+        to.scales[i][at] = to.sums[i][at] = 0;
+  }
+}
+// Each UNIT of n numbers q, in place: the even ones, then the odd ones
+template <int UNIT> static void split(int16_t *q, int64_t n) {
+  for (int16_t *end = q + n; q < end; q += UNIT) {
+    u32 words[UNIT / 2 / VL];
+    memcpy(words, q, sizeof words);
+    for (int i = 0; i < UNIT / 2 / VL; i++) {
+      store(q + VL * i, __builtin_convertvector(words[i], u16_half));
+      store(q + VL * i + UNIT / 2, __builtin_convertvector(words[i] >> 16, u16_half));
+    }
+  }
+}
+// Each W of n numbers q, in place, as multiply() wants them
+static void split_for_gemv(int16_t *q, int64_t n) {
+#ifdef VNNI  // high bytes, then low bytes: q = 256 high + low, both signed
+  typedef int8_t i8_half VECTOR(2 * VL);
+  for (int16_t *end = q + n; q < end; q += W) {
+    i16 v[2];
+    memcpy(v, q, sizeof v);
+    for (int i = 0; i < 2; i++) {
+      store((int8_t *)q + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
+      store((int8_t *)q + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
+    }
+  }
+#else
+  split<W>(q, n);
+#endif
+}
+// W weights times W numbers of x; each lane is the sum of 4 products of neighbours
+INLINE i32 multiply(u8 w, Bytes x) {
+#ifdef VNNI
+  const i32 high = (i32)VNNI(dpbusd)(Mi{}, (Mi)w, load<Mi>(x));
+  return (i32)VNNI(dpbusd)((Mi)(high << 8), (Mi)w, load<Mi>(x + W));
+#else
+  const i32 even = madd(i32{}, (i16)((u16)w & 255), load<i16>(x));
+  return madd(even, (i16)((u16)w >> 8), load<i16>(x + W));
+#endif
 }
 
 // One row of W (K) times R rows of x, or as many as there are, from `row` on -> y[0], y[stride] ...
-template <class T, class X, int R>
+template <class T, int R>
 static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
-  constexpr int COUNT = (is_float<X> ? 32 : 16) / VL;  // vectors of 32 weights
-  constexpr int PARTS = T::GROUP == 16 && COUNT > 1 ? 2 : 1, WIDE = T::GROUP == 32;
-  constexpr int GROUPS = 256 / T::GROUP, SIZE = 256 / T::BLOCK * T::SIZE;  // of 256 weights
-  Bytes at[R];
+  constexpr int GROUPS = T::GROUPS, WIDE = T::GROUP == 32;
+  Bytes q[R];
   const float *x_scales[R], *x_sums[R];
   for (int r = 0; r < R; r++) {
-    const int64_t from = (row + r < x.count ? row + r : x.count - 1) * x.K;
-    at[r] = (Bytes)x.data<X>(from);
-    x_scales[r] = &x.scales[WIDE][from / T::GROUP], x_sums[r] = &x.sums[WIDE][from / T::GROUP];
+    const int64_t at = (row + r < x.count ? row + r : x.count - 1) * x.room;
+    q[r] = (Bytes)(x.q + at);
+    x_scales[r] = &x.scales[WIDE][at / T::GROUP], x_sums[r] = &x.sums[WIDE][at / T::GROUP];
   }
-  f32 total[R][2] = {};
+  f32 total[R] = {};
   f32x8 low[R][GROUPS / 8] = {};
-  alignas(64) float s[GROUPS] = {}, m[GROUPS] = {}, scales[R][GROUPS];
-  auto add = [&](int64_t k, int count) __attribute__((always_inline)) {  // count: of 32 weights
-    read_scales<T>(w, count, s, m);
+  for (int64_t k = 0; k < x.K; k += 256, w += T::SIZE256) {
+    uint8_t padded[T::SIZE256];
+    const Bytes b = pad(w, (x.K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
+    prefetch(w + AHEAD, T::SIZE256);
+    alignas(64) float s[GROUPS], m[GROUPS], scales[R][GROUPS + 4];
+    read_scales<T>(b, s, m);
     UNROLL
     for (int r = 0; r < R; r++) UNROLL
-    for (int g = 0; g < GROUPS; g += 8) {  // as vectors by hand: Q4_K 23 -> 37 G weights/s
-      const float *x_scale = x_scales[r] + k / T::GROUP + g, *x_sum = x_sums[r] + k / T::GROUP + g;
+    for (int g = 0; g < GROUPS; g += 8) {
       f32x8 v = load<f32x8>(s + g);
-      store(scales[r] + g, is_float<X> ? v : v * load<f32x8>(x_scale));
+      store(scales[r] + g, v * load<f32x8>(x_scales[r] + k / T::GROUP + g));
       // Minima or zero points times sums of x are taken off at the end
-      if (T::MINIMUM) v = load<f32x8>(m + g);
-      else if (T::ZERO != 0 && !is_float<X>) v *= (float)T::ZERO;
-      else continue;
-      if (count == 8) low[r][g / 8] = madd8(low[r][g / 8], v, load<f32x8>(x_sum));
-      else
-        for (int i = 0; i < count; i++) low[r][0][i] = madd(low[r][0][i], v[i], x_sum[i]);
+      v = T::MINIMUM ? load<f32x8>(m + g) : v * (float)T::ZERO;
+      low[r][g / 8] += v * load<f32x8>(x_sums[r] + k / T::GROUP + g);
     }
-#ifdef AVX512
-    f32 pairs[R] = {};  // a scale for each half of the vector
-    if constexpr (T::GROUP == 16 && PARTS == 1)
-      for (int r = 0; r < R; r++) pairs[r] = load<f32>(s) * load<f32>(x_scales[r] + k / T::GROUP);
-#endif
     // Reload scales from L1: broadcast loads are free, shuffles are not
     asm volatile("" : : "r"(scales) : "memory");
-    UNROLL
-    for (int i = 0; i < count; i++) {
-      X v[COUNT];
-      values32<T>(w, i, v);
+    unrolled<256 / W>([&](int i) INLINE_LAMBDA {
+      const u8 v = T::values(b, i);
+      UNROLL
       for (int r = 0; r < R; r++) {
-        Bytes from = at[r] + (k + 32 * i) * (is_float<X> ? 4 : 2);
-        for (int part = 0; part < PARTS; part++) {
-          int p = part * COUNT / PARTS;
-          Sum<X> products = multiply(v[p], load<X>(from + p * sizeof(X)));
-          for (p++; p < (part + 1) * COUNT / PARTS; p++)
-            products = madd(products, v[p], load<X>(from + p * sizeof(X)));
-          f32 scale;
-#ifdef AVX512
-          if constexpr (T::GROUP == 16 && PARTS == 1) {
-            __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-            lanes = _mm512_add_epi32(lanes, _mm512_set1_epi32(2 * i));
-            scale = (f32)_mm512_permutexvar_ps(lanes, (__m512)pairs[r]);
-          } else
-#endif
-            scale = splat(scales[r][PARTS * i + part]);
-          f32 &to = total[r][(i + part) % 2];
-          to = madd(to, to_f32(products), scale);
-        }
+        const f32 products = to_f32(multiply(v, q[r] + 2 * (k + W * i)));
+        const f32 scale = spread<T::GROUP>(scales[r] + W * i / T::GROUP);
+        total[r] += products * scale;
       }
-    }
-  };
-  int64_t k = 0;
-  for (; k + 256 <= x.K; k += 256, w += SIZE) {
-    // Beyond what hardware does at a page's end: F16 9.5 -> 15.2 G weights/s
-    prefetch(w + 6144, SIZE);
-    add(k, 8);
+    });
   }
-  if (T::BLOCK == 32)
-    for (; k < x.K; k += 32, w += T::SIZE) add(k, 1);
   for (int r = 0; r < R && row + r < x.count; r++) {
-    float below = 0;
-    for (int g = 0; g < GROUPS; g++) below += low[r][g / 8][g % 8];
-    y[r * stride] = sum(total[r][0] + total[r][1]) - below;
+    for (int g = 1; g < GROUPS / 8; g++) low[r][0] += low[r][g];
+    y[r * stride] = sum(total[r]) - sum(low[r][0]);
   }
 }
 
-// ---- The table of formats -----------------------------------------------------------------------
+// One row of W (K) times one of x, in float32
+template <class T> static float dot_exact(Bytes w, const float *x, int64_t K) {
+  f32 total[32 / VL] = {};
+  for (int64_t k = 0; k < K; k += 256, w += T::SIZE256) {
+    uint8_t padded[T::SIZE256];
+    const Bytes b = pad(w, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
+    prefetch(w + AHEAD, T::SIZE256);
+    alignas(64) float line[256];
+    if (!T::DENSE) unpack<T>(b, line);
+    for (int i = 0; i < 256 && i < K - k; i += 32) UNROLL
+    for (int j = 0; j < 32; j += VL) {
+      f32 v;
+      if constexpr (T::DENSE) v = T::load(b, i + j);
+      else v = load<f32>(line + i + j);
+      total[j / VL] += v * load<f32>(x + k + i + j);
+    }
+  }
+  UNROLL
+  for (int j = 1; j < 32 / VL; j++) total[0] += total[j];
+  return sum(total[0]);
+}
 
-// `count` weights (whole blocks) -> float32
-template <class T> static void unpack(Bytes w, int64_t count, float *y) {
-  for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
-    prefetch(w + count / T::BLOCK * T::SIZE, T::SIZE);  // the next columns, while these are used
-    float s[T::GROUPS], m[T::GROUPS] = {};
-    read_scales<T>(w, 1, s, m);
-    UNROLL
-    for (int i = 0; i < T::BLOCK / 32; i++) {
-      f32 v[32 / VL];
-      values32<T>(w, i, v);
-      for (int p = 0; p < 32 / VL; p++) {
-        const int group = (32 * i + VL * p) / T::GROUP;
-        v[p] = T::MINIMUM ? v[p] * s[group] - m[group] : v[p] * s[group];
-      }
-      store(y + k + 32 * i, v);
-    }
-  }
-}
-// The same as int16, with a scale for each SPAN and, negated, the minima
-template <class T>
-static void unpack_int16(Bytes w, int64_t count, int16_t *y, float *scale, float *minima) {
-  typedef int16_t i16x16 VECTOR(32);
-  for (int64_t k = 0; k < count; k += T::BLOCK, w += T::SIZE) {
-    prefetch(w + count / T::BLOCK * T::SIZE, T::SIZE);
-    alignas(16) int8_t integers[16];
-    float s[T::GROUPS], m[T::GROUPS];
-    read_scales<T>(w, 1, s, m);
-    if constexpr (T::BLOCK == 256) {  // s is then left to the compiler to drop
-      uint64_t minimum[2];
-      T::integers(w, (uint64_t *)integers, minimum);
-      for (int i = 0; i < 256 / T::SPAN; i++) scale[k / T::SPAN + i] = half(w + T::D);
-    } else scale[k / 32] = s[0];
-    for (int i = 0; T::MINIMUM && i < T::GROUPS; i++) minima[k / T::GROUP + i] = -m[i];
-    UNROLL
-    for (int i = 0; i < T::BLOCK / 32; i++) {
-      i16 v[16 / VL];
-      values32<T>(w, i, v);
-      for (i16 &part : v) part -= (int16_t)T::ZERO;
-      if constexpr (T::BLOCK == 256 && T::GROUP % (2 * VL) == 0) {
-        for (int p = 0; p < 16 / VL; p++)
-          v[p] *= (int16_t)integers[(32 * i + 2 * VL * p) / T::GROUP];
-      } else if constexpr (T::BLOCK == 256) {
-        i16x16 halves[2];
-        memcpy(halves, v, sizeof v);
-        for (int j = 0; j < 2; j++) halves[j] *= (int16_t)integers[(32 * i + 16 * j) / T::GROUP];
-        memcpy(v, halves, sizeof v);
-      }
-      store(y + k + 32 * i, v);
-    }
-  }
-}
-typedef void (*Unpack)(Bytes w, int64_t count, float *y);
-typedef void (*UnpackInt16)(Bytes w, int64_t count, int16_t *y, float *scales, float *minima);
+typedef float (*DotExact)(Bytes w, const float *x, int64_t K);
+typedef void (*Unpack)(Bytes w, float *y);
+typedef void (*UnpackInt16)(Bytes w, int16_t *y, float *scales, float *minima);
 typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride);
 struct Format {
-  int64_t type, block, size, span;
-  int max;
+  int64_t type, block, size, span, max;
   bool minimum;
   Unpack unpack;
-  Dot exact, fast, fast4;    // for one row of x or, the last, up to four; null: exact if fast, too
+  DotExact exact;
+  Dot fast, fast4;           // for one row of x and for up to four; null: exact if fast, too
   UnpackInt16 unpack_int16;  // null: float32 if fast, too
+  int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type,      T::BLOCK,       T::SIZE, T::SPAN, T::MAX, T::MINIMUM,
-              unpack<T>, dot<T, f32, 1>, nullptr, nullptr, nullptr};
+  Format f = {type,      T::BLOCK,     T::SIZE, T::SPAN, T::MAX, T::MINIMUM,
+              unpack<T>, dot_exact<T>, nullptr, nullptr, nullptr};
   if constexpr (!T::DENSE) {
-    f.fast = dot<T, i16, 1>, f.fast4 = dot<T, i16, 4>;
+    f.fast = dot<T, 1>, f.fast4 = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -643,6 +671,8 @@ static const Format *find_format(int64_t type, int64_t K) {  // null if there is
   return nullptr;
 }
 
+// ---- gemv: up to 16 rows of x; the bits of a row do not depend on how many there are ------------
+
 // W (N, K) of a product y (rows, N) = x (rows, K) W^T
 struct Matrix {
   const Format *format;
@@ -652,20 +682,25 @@ struct Matrix {
 };
 
 // Several matrices times the same rows of x, in one parallel loop
-static void gemv(const Matrix *matrices, int count, Rows &x) {
+static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
+                 bool fast) {
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += matrices[i].N;
-  for (int64_t r = 0; r < x.count; r++) quantize_row<32>(x, r, 128);
-#pragma omp parallel for schedule(guided, 16) if (total * x.K > 1 << 16)  // long runs of memory
+  Rows vectors(x, fast ? rows : 0, K);
+  for (int64_t r = 0; r < vectors.count; r++) quantize_row<32>(vectors, r, 1);
+  split_for_gemv(vectors.q, vectors.count * vectors.room);
+#pragma omp parallel for schedule(guided, 16) if (total * K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
     int64_t n = i;
     while (n >= m->N) n -= m++->N;
     const Format *f = m->format;
-    const bool fast = x.fast && f->fast;
-    Bytes w = m->w + n * (x.K / f->block * f->size);
-    for (int64_t r = 0; r < x.count; r += fast ? 4 : 1)
-      (!fast ? f->exact : x.count - r > 1 ? f->fast4 : f->fast)(w, x, r, m->y + r * m->N + n, m->N);
+    const Bytes w = m->w + n * f->bytes(K);
+    if (fast && f->fast)
+      for (int64_t r = 0; r < rows; r += 4)
+        (rows - r > 1 ? f->fast4 : f->fast)(w, vectors, r, m->y + r * m->N + n, m->N);
+    else
+      for (int64_t r = 0; r < rows; r++) m->y[r * m->N + n] = f->exact(w, x + r * K, K);
   }
 }
 
@@ -675,7 +710,7 @@ static void gemv(const Matrix *matrices, int count, Rows &x) {
 // int16. Integers are scaled, span by span, when they are added to the total.
 
 constexpr int V = 2, MR = V * VL, KC = 256, STRIP = 24, PANELS = 16;
-template <class X> constexpr int PER_WORD = is_float<X> ? 1 : 2;
+template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
 
 // sums (NR, MR) += w (NR, count) . x (count, MR), in words; w has strides `down` and `right`
 template <class X>
@@ -698,102 +733,107 @@ template <class X> struct Panels {
   int64_t rows, K, count;
   Array<uint32_t> words;
   Array<float> scales, sums;
-  Panels(Rows &x, int max) : rows(x.count), K(x.K), count((x.count + MR - 1) / MR) {
+  Panels(const float *x, int64_t rows, int64_t K, int max)
+      : rows(rows), K(K), count((rows + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
     if (is_int16<X>) scales = array<float>(count * MR * K / 32);
     if (is_int16<X>) sums = array<float>(count * MR * K / 32);
+    Rows vectors(x, is_int16<X> ? rows : 0, K);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++)
       for (int64_t i = p * MR; i < (p + 1) * MR; i++) {
         const int64_t row = i < rows ? i : rows - 1;  // the last one fills its panel
-        if (is_int16<X>) (K % 128 ? quantize_row<32> : quantize_row<128>)(x, row, max);
-        for (int64_t k = 0; k < K; k += 32) {
-          const int64_t at = row * K + k, to = (p * K + k) * MR;
-          uint32_t line[32];
-          memcpy(line, x.data<X>(at), 128 / PER_WORD<X>);
-          for (int j = 0; j < 32 / PER_WORD<X>; j++)
-            words[to / PER_WORD<X> + j * MR + i % MR] = line[j];
-          if (!is_int16<X>) continue;
-          scales[to / 32 + i % MR] = x.scales[1][at / 32];
-          sums[to / 32 + i % MR] = x.sums[1][at / 32];
+        const void *from = x + row * K;
+        if (is_int16<X>) {
+          int16_t *q = vectors.q + row * vectors.room;
+          (K % 128 ? quantize_row<32> : quantize_row<128>)(vectors, row, max);
+          split<32>(q, K);
+          from = q;
+        }
+        const uint32_t *line = (const uint32_t *)from;
+        for (int64_t k = 0; k < K / PER_WORD<X>; k++)
+          words[(p * K / PER_WORD<X> + k) * MR + i % MR] = line[k];
+        for (int64_t k = 0; is_int16<X> && k < K / 32; k++) {
+          scales[(p * K / 32 + k) * MR + i % MR] = vectors.scales[1][row * vectors.room / 32 + k];
+          sums[(p * K / 32 + k) * MR + i % MR] = vectors.sums[1][row * vectors.room / 32 + k];
         }
       }
   }
 };
 
-// NR rows of a strip of W: words and, for int16, scales and minima of their groups
-template <class X> struct Strip {
-  alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
-  float scales[STRIP][KC / 32] = {}, minima[STRIP][KC / 32] = {};
-};
+// total (NR, MR) += w (NR, count), of strides `down` and `right`, times x (count, MR), in float32
+INLINE void tile(float (*total)[MR], const void *w, int64_t down, int64_t right, const void *x,
+                 int64_t count) {
+  f32 sums[NR][V] = {};  // not what total is: GCC would keep half of that in memory
+  microkernel<f32>(sums, w, down, right, x, count);
+  UNROLL
+  for (int j = 0; j < NR; j++)
+    for (int i = 0; i < V; i++) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
+}
 
-// total (NR, MR) += rows n to n + NR of w . `count` columns of a panel, from column k on
-template <class X>
-INLINE void tile(float (*total)[MR], const Strip<X> &w, int n, const Panels<X> &x, int64_t panel,
-                 int64_t k, int64_t count, const Format *f) {
-  const int64_t first = panel * x.K + k;
-  if constexpr (!is_int16<X>) {
-    Sum<X> sums[NR][V] = {};
-    microkernel<X>(sums, w.words[n], KC / PER_WORD<X>, 1, &x.words[first * MR / PER_WORD<X>],
-                   count / PER_WORD<X>);
-    for (int j = 0; j < NR; j++)
-      for (int i = 0; i < V; i++)
-        store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
-    return;
-  }
-  const int64_t span = f->span;
-  for (int64_t g = 0, at = first; g < count / span; g++, at += span) {
+// The same with int16: w has a scale for each `span` columns, x (words) one for each 32
+INLINE void tile_int16(float (*total)[MR], const uint32_t (*w)[KC / 2], const float (*scales)[8],
+                       const uint32_t *x, const float *x_scales, int64_t span, int64_t spans) {
+  for (int64_t g = 0; g < spans; g++) {
     i32 sums[NR][V] = {};
-    microkernel<i16>(sums, &w.words[n][g * span / 2], KC / 2, 1, &x.words[at * MR / 2], span / 2);
-    f32 scales[V];  // loaded once: a store to total might change them
-    for (int i = 0; i < V; i++) scales[i] = load<f32>(&x.scales[at / 32 * MR + i * VL]);
+    microkernel<i16>(sums, w[0] + g * span / 2, KC / 2, 1, x + g * span / 2 * MR, span / 2);
+    f32 x_scale[V];  // loaded once: a store to total might change them
+    for (int i = 0; i < V; i++) x_scale[i] = load<f32>(x_scales + g * span / 32 * MR + i * VL);
     UNROLL
     for (int j = 0; j < NR; j++) {
-      f32 scale = splat(w.scales[n + j][g]);
+      f32 scale = splat(scales[j][g]);
       for (int i = 0; i < V; i++) {
         f32 old = load<f32>(&total[j][i * VL]);
-        store(&total[j][i * VL], madd(old, to_f32(sums[j][i]) * scale, scales[i]));
+        store(&total[j][i * VL], old + to_f32(sums[j][i]) * scale * x_scale[i]);
       }
     }
-  }
-  if (f->minimum) {
-    f32 sums[NR][V];
-    UNROLL
-    for (int j = 0; j < NR; j++)
-      for (int i = 0; i < V; i++) sums[j][i] = load<f32>(&total[j][i * VL]);
-    microkernel<f32>(sums, w.minima[n], KC / 32, 1, &x.sums[first / 32 * MR], count / 32);
-    UNROLL
-    for (int j = 0; j < NR; j++)
-      for (int i = 0; i < V; i++) store(&total[j][i * VL], sums[j][i]);
   }
 }
 
 template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
   const Format *f = m.format;
-  const int64_t K = x.K;
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t n = 0; n < m.N; n += STRIP) {
-    const int high = (int)(m.N - n < STRIP ? m.N - n : STRIP);
-    Strip<X> strip;
-    alignas(64) float total[PANELS][STRIP][MR];
-    for (int64_t first = 0; first < x.count; first += PANELS) {
-      const int64_t panels = x.count - first < PANELS ? x.count - first : PANELS;
-      memset(total, 0, sizeof total);
-      for (int64_t k = 0; k < K; k += KC) {
-        const int64_t count = K - k < KC ? K - k : KC;
-        for (int i = 0; i < high; i++) {
-          Bytes blocks = m.w + ((n + i) * K + k) / f->block * f->size;
-          if constexpr (is_float<X>) f->unpack(blocks, count, (float *)strip.words[i]);
-          else
-            f->unpack_int16(blocks, count, (int16_t *)strip.words[i], strip.scales[i],
-                            strip.minima[i]);
+  const int64_t K = x.K, size = f->bytes(256), groups = (K + 255) / 256 * 8;
+#pragma omp parallel
+  {
+    alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
+    alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {};
+    uint8_t padded[1024];
+    std::unique_ptr<float[][STRIP]> minima(new float[f->minimum ? groups : 0][STRIP]());
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < m.N; n += STRIP) {
+      const int high = (int)(m.N - n < STRIP ? m.N - n : STRIP);
+      for (int64_t first = 0; first < x.count; first += PANELS) {
+        const int64_t panels = x.count - first < PANELS ? x.count - first : PANELS;
+        memset(total, 0, sizeof total);
+        for (int64_t k = 0; k < K; k += KC) {
+          const int64_t count = K - k < KC ? K - k : KC;
+          for (int i = 0; i < high; i++) {
+            Bytes blocks = m.w + f->bytes((n + i) * K + k);
+            prefetch(blocks + size, size);  // the next columns, while these are used
+            blocks = pad(blocks, f->bytes(count), size, padded);
+            if constexpr (!is_int16<X>) f->unpack(blocks, (float *)words[i]);
+            else {
+              float m[8];
+              f->unpack_int16(blocks, (int16_t *)words[i], scales[i], m);
+              for (int j = 0; f->minimum && j < 8; j++) minima[k / 32 + j][i] = m[j];
+            }
+          }
+          for (int64_t p = 0; p < panels; p++)
+            for (int i = 0; i < high; i += NR) {
+              const int64_t at = ((first + p) * K + k) * MR;
+              const uint32_t *panel = &x.words[at / PER_WORD<X>];
+              if constexpr (!is_int16<X>) tile(total[p] + i, words[i], KC, 1, panel, count);
+              else
+                tile_int16(total[p] + i, words + i, scales + i, panel, &x.scales[at / 32], f->span,
+                           count / f->span);
+            }
         }
-        for (int64_t p = 0; p < panels; p++)
+        for (int64_t p = 0; is_int16<X> && f->minimum && p < panels; p++)
           for (int i = 0; i < high; i += NR)
-            tile<X>(total[p] + i, strip, i, x, first + p, k, count, f);
+            tile(total[p] + i, &minima[0][i], 1, STRIP, &x.sums[(first + p) * K / 32 * MR], K / 32);
+        for (int64_t r = first * MR; r < x.rows && r < (first + panels) * MR; r++)
+          for (int i = 0; i < high; i++) m.y[r * m.N + n + i] = total[r / MR - first][i][r % MR];
       }
-      for (int64_t r = first * MR; r < x.rows && r < (first + panels) * MR; r++)
-        for (int i = 0; i < high; i++) m.y[r * m.N + n + i] = total[r / MR - first][i][r % MR];
     }
   }
 }
@@ -801,18 +841,17 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
 // Each of the matrices times x (rows, K)
 static void multiply(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                      bool fast) {
-  Rows vectors(x, rows, K, fast);
-  if (rows <= 16) return gemv(matrices, count, vectors);
+  if (rows <= 16) return gemv(matrices, count, x, rows, K, fast);
   std::optional<Panels<f32>> exact_panels;
   std::optional<Panels<i16>> fast_panels;
-  int max = 0;
+  int64_t max = 0;
   for (int i = 0; i < count; i++) max = std::max(max, matrices[i].format->max);
   for (const Matrix *m = matrices; m < matrices + count; m++) {
     if (fast && m->format->unpack_int16) {
-      if (!fast_panels) fast_panels.emplace(vectors, max);
+      if (!fast_panels) fast_panels.emplace(x, rows, K, (int)max);
       gemm(*m, *fast_panels);
     } else {
-      if (!exact_panels) exact_panels.emplace(vectors, max);
+      if (!exact_panels) exact_panels.emplace(x, rows, K, 0);
       gemm(*m, *exact_panels);
     }
   }
@@ -1066,10 +1105,12 @@ int32_t dequantize(int32_t type, int32_t bfloat16, const uint8_t *blocks, void *
   const Format *f = find_format(type, count);
   if (!f) return NOT_SUPPORTED;
 #pragma omp parallel for if (count > 1 << 16)
-  for (int64_t k = 0; k < count; k += KC) {
-    const int64_t size = count - k < KC ? count - k : KC;
-    float line[KC], *to = bfloat16 ? line : (float *)y + k;
-    f->unpack(blocks + k / f->block * f->size, size, to);
+  for (int64_t k = 0; k < count; k += 256) {
+    const int64_t size = std::min(count - k, (int64_t)256);
+    uint8_t padded[1024];
+    float line[256];
+    f->unpack(pad(blocks + f->bytes(k), f->bytes(size), f->bytes(256), padded), line);
+    if (!bfloat16) memcpy((float *)y + k, line, size * sizeof(float));
     for (int64_t i = 0; bfloat16 && i < size; i += VL)
       store_bfloat16((uint16_t *)y + k + i, load<f32>(line + i));
   }
