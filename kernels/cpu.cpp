@@ -146,20 +146,15 @@ INLINE i32x8 widen8(const uint64_t &bytes) {
 struct float16 {
   uint16_t bits;
 };
-// One float16 -> float by table: 2 loads, where conversion takes 4 instructions and a broadcast
-static const struct HalfTable {
-  float f[65536];
-  HalfTable() {
-    for (uint32_t i = 0; i < 65536; i++) {
-      const uint32_t bits = (i & 0x7fff) << 13;  // of a float32 whose exponent is 112 too low
-      const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f
-                         : bits << 9     ? NAN
-                                         : INFINITY;
-      f[i] = i & 0x8000 ? -size : size;
-    }
-  }
-} half_table;
-INLINE float half(const void *p) { return half_table.f[load<uint16_t>(p)]; }
+INLINE float half(const void *p) {
+#ifdef MM
+  return _cvtsh_ss(load<uint16_t>(p));
+#else
+  const uint32_t v = load<uint16_t>(p), bits = (v & 0x7fff) << 13;  // exponent: 112 too low
+  const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f : bits << 9 ? NAN : INFINITY;
+  return v & 0x8000 ? -size : size;
+#endif
+}
 
 // VL numbers of memory, float32 or float16 -> f32, and back, rounded to nearest even
 INLINE f32 load_f32(const float *p) { return load<f32>(p); }
@@ -382,11 +377,21 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
         store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * half(b + T::DMIN));
     }
   } else {
+#ifdef MM
+    auto halves = [&](Bytes p) INLINE_LAMBDA {
+      auto at = [&](int i) INLINE_LAMBDA { return load<int16_t>(p + i * T::SIZE); };
+      return (f32x8)_mm256_cvtph_ps(
+          _mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
+    };
+    store(s, halves(b));
+    if (T::MINIMUM) store(m, -halves(b + 2));
+#else
     UNROLL
     for (int i = 0; i < 8; i++, b += T::SIZE) {
       s[i] = half(b);
       if (T::MINIMUM) m[i] = -half(b + 2);
     }
+#endif
   }
 }
 // W / GROUP numbers, each in the lanes of its group
@@ -461,10 +466,15 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
       const i16 factor = (i16)spread<T::GROUP>(factors + W * i / T::GROUP);
       even *= factor, odd *= factor;
     }
-    for (int j = 0; j < W / 32; j++) {
-      memcpy(y + W * i + 32 * j, (Bytes)&even + 32 * j, 32);
-      memcpy(y + W * i + 32 * j + 16, (Bytes)&odd + 32 * j, 32);
+#ifdef AVX512
+    for (Mi v : {(Mi)even, (Mi)odd}) {
+      store(y, _mm512_castsi512_si256(v)), store(y + 32, _mm512_extracti64x4_epi64(v, 1));
+      y += 16;
     }
+    y += 32;
+#else
+    store(y, even), store(y + 16, odd), y += 32;
+#endif
   });
 }
 
@@ -593,7 +603,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
       f32x8 v = load<f32x8>(s + g);
       store(scales[r] + g, v * load<f32x8>(x_scales[r] + k / T::GROUP + g));
       // Minima or zero points times sums of x are taken off at the end
-      v = T::MINIMUM ? load<f32x8>(m + g) : v * (float)T::ZERO;
+      if (T::MINIMUM) v = load<f32x8>(m + g);
       low[r][g / 8] += v * load<f32x8>(x_sums[r] + k / T::GROUP + g);
     }
     // Reload scales from L1: broadcast loads are free, shuffles are not
@@ -610,7 +620,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   }
   for (int r = 0; r < R && row + r < x.count; r++) {
     for (int g = 1; g < GROUPS / 8; g++) low[r][0] += low[r][g];
-    y[r * stride] = sum(total[r]) - sum(low[r][0]);
+    y[r * stride] = sum(total[r]) - sum(low[r][0]) * (T::MINIMUM ? 1 : T::ZERO);
   }
 }
 
