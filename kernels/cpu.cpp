@@ -234,6 +234,9 @@ template <class F> INLINE u8 bits(Bytes b, int i, F piece, int mask, int to = 0)
   Mi all;
   if (third == first + 32 && last == first + 48) all = load<Mi>(b + first);
   else if (third == first) all = _mm512_broadcast_i64x4(v);
+  else if (piece(j + 1).at == first)
+    all = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load<__m128i>(b + first)), 0xf0,
+                                      load<__m128i>(b + third));
   else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
 #else
   const Mi all = v;
@@ -378,10 +381,14 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
     }
   } else {
 #ifdef MM
+    // Joined as scalars: vectors have enough to do
+    auto four = [&](Bytes p) INLINE_LAMBDA {
+      uint64_t bits = load<uint16_t>(p);
+      for (int i = 1; i < 4; i++) bits |= (uint64_t)load<uint16_t>(p + i * T::SIZE) << 16 * i;
+      return (int64_t)bits;
+    };
     auto halves = [&](Bytes p) INLINE_LAMBDA {
-      auto at = [&](int i) INLINE_LAMBDA { return load<int16_t>(p + i * T::SIZE); };
-      return (f32x8)_mm256_cvtph_ps(
-          _mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
+      return (f32x8)_mm256_cvtph_ps(_mm_set_epi64x(four(p + 4 * T::SIZE), four(p)));
     };
     store(s, halves(b));
     if (T::MINIMUM) store(m, -halves(b + 2));
@@ -415,9 +422,9 @@ constexpr int AHEAD = 6144;
 INLINE void prefetch(Bytes p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
-// What stands at w if it is whole; else `there` bytes of it and zeros, copied to `padded`
-INLINE Bytes pad(Bytes w, int64_t there, int64_t whole, uint8_t *padded) {
-  if (there >= whole) return w;
+// The last blocks of a row that are fewer than 256 weights, and zeros in place of the others
+__attribute__((noinline, cold)) static Bytes pad(Bytes w, int64_t there, int64_t whole,
+                                                 uint8_t *padded) {
   memset(padded + there, 0, whole - there);
   memcpy(padded, w, there);
   return padded;
@@ -498,6 +505,7 @@ struct Rows {
       : x(x), count(count), K(K), room((K + 255) / 256 * 256) {
     const int64_t n = count * room / 32;
     memory = array<float>(22 * n);
+    if (K < room) std::fill_n(memory.get(), 22 * n, 0.f);
     q = (int16_t *)memory.get();
     scales[0] = &memory[16 * n], sums[0] = scales[0] + 2 * n;
     scales[1] = sums[0] + 2 * n, sums[1] = scales[1] + n;
@@ -532,12 +540,6 @@ template <int SPAN> static void quantize_row(Rows &to, int64_t r, int most) {
       to.sums[0][at] = first, to.sums[0][at + 1] = second;
       to.sums[1][at / 2] = first + second;
     }
-  }
-  for (; k < (r + 1) * to.room; k += 32) {
-    memset(&to.q[k], 0, 64);
-    for (int i = 0; i < 2; i++)
-      for (int64_t at = k / (16 << i); at < (k + 32) / (16 << i); at++)
-        to.scales[i][at] = to.sums[i][at] = 0;
   }
 }
 // Each UNIT of n numbers q, in place: the even ones, then the odd ones
@@ -593,7 +595,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   f32x8 low[R][GROUPS / 8] = {};
   for (int64_t k = 0; k < x.K; k += 256, w += T::SIZE256) {
     uint8_t padded[T::SIZE256];
-    const Bytes b = pad(w, (x.K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
+    const Bytes b = k + 256 <= x.K ? w : pad(w, (x.K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
     prefetch(w + AHEAD, T::SIZE256);
     alignas(64) float s[GROUPS], m[GROUPS], scales[R][GROUPS + 4];
     read_scales<T>(b, s, m);
@@ -629,7 +631,7 @@ template <class T> static float dot_exact(Bytes w, const float *x, int64_t K) {
   f32 total[32 / VL] = {};
   for (int64_t k = 0; k < K; k += 256, w += T::SIZE256) {
     uint8_t padded[T::SIZE256];
-    const Bytes b = pad(w, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
+    const Bytes b = k + 256 <= K ? w : pad(w, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
     prefetch(w + AHEAD, T::SIZE256);
     alignas(64) float line[256];
     if (!T::DENSE) unpack<T>(b, line);
@@ -820,7 +822,7 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
           for (int i = 0; i < high; i++) {
             Bytes blocks = m.w + f->bytes((n + i) * K + k);
             prefetch(blocks + size, size);  // the next columns, while these are used
-            blocks = pad(blocks, f->bytes(count), size, padded);
+            if (count < 256) blocks = pad(blocks, f->bytes(count), size, padded);
             if constexpr (!is_int16<X>) f->unpack(blocks, (float *)words[i]);
             else {
               float m[8];
@@ -1119,7 +1121,9 @@ int32_t dequantize(int32_t type, int32_t bfloat16, const uint8_t *blocks, void *
     const int64_t size = std::min(count - k, (int64_t)256);
     uint8_t padded[1024];
     float line[256];
-    f->unpack(pad(blocks + f->bytes(k), f->bytes(size), f->bytes(256), padded), line);
+    Bytes b = blocks + f->bytes(k);
+    if (size < 256) b = pad(b, f->bytes(size), f->bytes(256), padded);
+    f->unpack(b, line);
     if (!bfloat16) memcpy((float *)y + k, line, size * sizeof(float));
     for (int64_t i = 0; bfloat16 && i < size; i += VL)
       store_bfloat16((uint16_t *)y + k + i, load<f32>(line + i));
