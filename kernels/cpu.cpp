@@ -257,6 +257,12 @@ template <class F> INLINE u8 bits(Bytes b, int i, F piece, int mask, int to = 0)
 template <int SIZE> INLINE u8 nibbles(Bytes b, int i) {
   return bits(b, i, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
 }
+// Of blocks of 256 in which 32 weights have the lowest bits of 32 bytes, the next 32 those above
+template <int BITS> INLINE u8 stacked(Bytes b, int i, int to = 0) {
+  constexpr int PER = 8 / BITS;  // weights in a byte
+  auto piece = [](int j) { return Piece{j / 2 / PER * 32 + j % 2 * 16, j / 2 % PER * BITS}; };
+  return bits(b, i, piece, (1 << BITS) - 1, to);
+}
 constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
 // Of blocks that hold the fifth bit of 32 weights in 32 bits
 template <int SIZE> INLINE u8 fifth(Bytes b, int i) {
@@ -327,9 +333,7 @@ struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, 82> {
       s[i] = v & each(15), m[i] = v >> 4 & each(15);
     }
   }
-  INLINE u8 values(Bytes b, int i) {
-    return bits(b + 16, i, [](int j) { return Piece{j / 8 * 32 + j % 2 * 16, j / 2 % 4 * 2}; }, 3);
-  }
+  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 16, i); }
 };
 struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
@@ -340,32 +344,21 @@ struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
       s[i] = v | sign << 1 | sign << 2;  // less 32
     }
   }
-  INLINE u8 values(Bytes b, int i) {
-    return Q2_K::values(b + 16, i) |
-           bits(b, i, [](int j) { return Piece{j % 2 * 16, j / 2}; }, 1, 2);
-  }
+  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 32, i) | stacked<1>(b, i, 2); }
 };
 struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, 2> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  INLINE u8 values(Bytes b, int i) {
-    return bits(b + 16, i, [](int j) { return Piece{j / 4 * 32 + j % 2 * 16, j / 2 % 2 * 4}; }, 15);
-  }
+  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 16, i); }
 };
 struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, 2> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  INLINE u8 values(Bytes b, int i) {
-    return Q4_K::values(b + 32, i) |
-           bits(b + 16, i, [](int j) { return Piece{j % 2 * 16, j / 2}; }, 1, 4);
-  }
+  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 48, i) | stacked<1>(b + 16, i, 4); }
 };
 struct Q6_K : Block256<210, 32, 32 * 128, 16, 208> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
   INLINE u8 values(Bytes b, int i) {
-    return bits(
-               b, i, [](int j) { return Piece{j / 8 * 64 + j % 4 * 16, j / 4 % 2 * 4}; }, 15) |
-           bits(
-               b + 128, i, [](int j) { return Piece{j / 8 * 32 + j % 2 * 16, j / 2 % 4 * 2}; }, 3,
-               4);
+    auto low = [](int j) { return Piece{j / 8 * 64 + j % 4 * 16, j / 4 % 2 * 4}; };
+    return bits(b, i, low, 15) | stacked<2>(b + 128, i, 4);
   }
 };
 
@@ -416,8 +409,7 @@ template <int GROUP> INLINE f32 spread(const void *p) {
 #endif
 #endif
 }
-// Some bytes into L2. AHEAD is beyond what hardware fetches at a page's end: F16 9.5 -> 15.2 G
-// weights/s
+// Some bytes into L2. AHEAD: beyond what hardware fetches at a page's end (F16 1.6 times as fast)
 constexpr int AHEAD = 6144;
 INLINE void prefetch(Bytes p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
@@ -430,7 +422,7 @@ __attribute__((noinline, cold)) static Bytes pad(Bytes w, int64_t there, int64_t
   return padded;
 }
 
-// ---- The table of formats -----------------------------------------------------------------------
+// ---- 256 weights as numbers ---------------------------------------------------------------------
 
 // 256 weights -> float32
 template <class T> static void unpack(Bytes w, float *y) {
@@ -484,6 +476,8 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
 #endif
   });
 }
+
+// ---- gemv: up to 16 rows of x; the bits of a row do not depend on how many there are ------------
 
 struct Free {
   void operator()(void *p) const { operator delete[](p, std::align_val_t(64)); }
@@ -648,6 +642,8 @@ template <class T> static float dot_exact(Bytes w, const float *x, int64_t K) {
   return sum(total[0]);
 }
 
+// ---- The table of formats -----------------------------------------------------------------------
+
 typedef float (*DotExact)(Bytes w, const float *x, int64_t K);
 typedef void (*Unpack)(Bytes w, float *y);
 typedef void (*UnpackInt16)(Bytes w, int16_t *y, float *scales, float *minima);
@@ -682,8 +678,6 @@ static const Format *find_format(int64_t type, int64_t K) {  // null if there is
     if (f.type == type && K % f.block == 0) return &f;
   return nullptr;
 }
-
-// ---- gemv: up to 16 rows of x; the bits of a row do not depend on how many there are ------------
 
 // W (N, K) of a product y (rows, N) = x (rows, K) W^T
 struct Matrix {
