@@ -756,9 +756,8 @@ template <class X> struct Panels {
           split<32>(q, K);
           from = q;
         }
-        const uint32_t *line = (const uint32_t *)from;
         for (int64_t k = 0; k < K / PER_WORD<X>; k++)
-          words[(p * K / PER_WORD<X> + k) * MR + i % MR] = line[k];
+          words[(p * K / PER_WORD<X> + k) * MR + i % MR] = load<uint32_t>((Bytes)from + 4 * k);
         for (int64_t k = 0; is_int16<X> && k < K / 32; k++) {
           scales[(p * K / 32 + k) * MR + i % MR] = vectors.scales[1][row * vectors.room / 32 + k];
           sums[(p * K / 32 + k) * MR + i % MR] = vectors.sums[1][row * vectors.room / 32 + k];
