@@ -443,7 +443,7 @@ template <class T> static void unpack(Bytes w, float *y) {
 }
 // The same as int16, even ones of 32 first, with a scale for each SPAN and, negated, the minima
 template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
-  alignas(32) uint32_t factors[20];  // twice an int16
+  alignas(32) uint32_t factors[16];  // twice an int16
   if constexpr (T::BLOCK == 256) {
     uint64_t integers[2], minimum[2];
     T::integers(w, integers, minimum);
@@ -591,7 +591,7 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
     uint8_t padded[T::SIZE256];
     const Bytes b = k + 256 <= x.K ? w : pad(w, (x.K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
     prefetch(w + AHEAD, T::SIZE256);
-    alignas(64) float s[GROUPS], m[GROUPS], scales[R][GROUPS + 4];
+    alignas(64) float s[GROUPS], m[GROUPS], scales[R][GROUPS];
     read_scales<T>(b, s, m);
     UNROLL
     for (int r = 0; r < R; r++) UNROLL
@@ -798,14 +798,21 @@ INLINE void tile_int16(float (*total)[MR], const uint32_t (*w)[KC / 2], const fl
 template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256), groups = (K + 255) / 256 * 8;
+  bool failed = false;  // nothing may be thrown out of the threads
 #pragma omp parallel
   {
     alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
     alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {};
     uint8_t padded[1024];
-    std::unique_ptr<float[][STRIP]> minima(new float[f->minimum ? groups : 0][STRIP]());
+    std::unique_ptr<float[][STRIP]> minima(
+        new (std::nothrow) float[f->minimum ? groups : 0][STRIP]());
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < m.N; n += STRIP) {
+      if (!minima) {
+#pragma omp atomic write
+        failed = true;
+        continue;
+      }
       const int high = (int)(m.N - n < STRIP ? m.N - n : STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
         const int64_t panels = x.count - first < PANELS ? x.count - first : PANELS;
@@ -841,6 +848,7 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
       }
     }
   }
+  if (failed) throw std::bad_alloc();
 }
 
 // Each of the matrices times x (rows, K)
