@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +113,9 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         client(*sys.argv[1:])
     sys.path.insert(0, str(ROOT))
+    import gguf  # noqa: F401
+    import sentencepiece  # noqa: F401
+
     import llama2  # noqa: F401
 
     try:
@@ -121,7 +125,24 @@ if __name__ == "__main__":
         import uvicorn  # noqa: F401
     except ImportError:
         pass
-    paths = (ROOT / "llama2.py", ROOT / "examples" / "server.py")
-    codes = {str(path): compile(path.read_bytes(), str(path), "exec") for path in paths}
+    import torch.distributed.run
+
+    scripts = (ROOT / "llama2.py", ROOT / "examples" / "server.py", torch.distributed.run.__file__)
+    codes = {str(path): compile(Path(path).read_bytes(), path, "exec") for path in scripts}
     serve(sys.argv[1])
-    exec(codes[sys.argv[0]], {"__name__": "__main__", "__file__": sys.argv[0]})  # noqa: S102
+    script = sys.argv[0]
+    code = codes.get(script) or compile(Path(script).read_bytes(), script, "exec")
+    status = 0
+    try:
+        exec(code, {"__name__": "__main__", "__file__": script})  # noqa: S102
+    except SystemExit as end:
+        status = end.code or 0
+    # Python's own end, without the time in which it takes torch apart.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            status = 120
+    os._exit(status)

@@ -4,74 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import subprocess
-import sys
+from pathlib import Path
 
+import launch
 import pytest
 import torch
+import torch.distributed.run
 
 import llama2
-from test_llama2 import PROMPT, TOKENS, needs
+from test_llama2 import PROMPT, SCRIPT, TOKENS, needs
 
 pytestmark = [
     needs("rank_part"),
-    pytest.mark.skipif(
-        "forkserver" not in torch.multiprocessing.get_all_start_methods(),
-        reason="processes are forked from a server here",
-    ),
+    pytest.mark.skipif(os.name == "nt", reason="never tried there"),
 ]
+RANK_SCRIPT = Path(__file__).with_name("rank.py")
 RANK_FORMS = {2: ("hf_index", "q4.gguf", "tied.gguf"), 4: ("meta4", "q4.gguf")}
 
 
-def run_rank(rank, ranks, port, root, tokens, out):
-    """One process of torchrun's: what it computes and how many bytes of weights it holds."""
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.set_num_threads(1)
-    group, found = llama2.Ranks(), {}
-    assert (group.rank, group.count) == (rank, ranks)
-    assert group.gather(rank) == list(range(ranks)) and llama2.shared(lambda: rank, group) == 0
-    for form in RANK_FORMS[ranks]:
-        part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, ranks)
-        model = llama2.build_model(part)
-        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        llama2.connect_ranks(model, group)
-        prompt, options = tokens[0].tolist(), {"max_new_tokens": 6, "seed": 3}
-        texts = [list(llama2.generate(model, prompt, temperature=t, **options)) for t in (0, 1)]
-        found[form] = (model(tokens), *texts, held)
-    group.close()
-    torch.save(found, out / str(rank))
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """A server that has imported torch once and forks the processes of all ranks."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
+def run_ranks(ranks, script, *args, **streams):
+    """Run a script as torchrun does, once for each rank."""
+    torchrun = [*launch.command(torch.distributed.run.__file__), "--standalone", "--no-python"]
+    command = [*torchrun, f"--nproc-per-node={ranks}", *launch.command(script), *map(str, args)]
+    return subprocess.run(command, capture_output=True, timeout=120, check=False, **streams)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_equal_one_process(forms, processes, tmp_path, ranks):
+def test_ranks_equal_one_process(forms, tmp_path, ranks):
     root, tokens = forms[0], TOKENS[:2, :9]
     llama2.save_gguf(llama2.open_checkpoint(root / "hf"), root / "q4.gguf", "Q4_0")
     tied = llama2.open_checkpoint(root / "hf")
     del tied.weights["lm_head.weight"]
     tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
     llama2.save_gguf(tied, root / "tied.gguf", "Q8_0")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    started = [
-        processes.Process(target=run_rank, args=(rank, ranks, port, root, tokens, tmp_path))
-        for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(60)
-    assert [process.exitcode for process in started] == [0] * ranks
+    torch.save(tokens, root / "tokens")
+    done = run_ranks(ranks, RANK_SCRIPT, root, tmp_path, *RANK_FORMS[ranks])
+    assert done.returncode == 0, done.stderr.decode()
     found = [torch.load(tmp_path / str(rank)) for rank in range(ranks)]
     for form in RANK_FORMS[ranks]:
         model, _ = llama2.load(root / form)
@@ -92,11 +61,7 @@ def test_ranks_from_the_command_line(forms, capsys):
     args = ["--model", str(forms[0] / "hf_index"), "--temperature", "0", "--max-new-tokens", "12"]
     assert llama2.main([*args, "--prompt", PROMPT]) == 0
     alone = capsys.readouterr().out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, llama2.__file__, *args],
-        input=PROMPT.encode(), capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_ranks(2, SCRIPT, *args, input=PROMPT.encode())
     errors = done.stderr.decode()
     assert (done.returncode, done.stdout.decode()) == (0, alone), errors  # rank 0 alone reads, ...
     assert errors.count("generated 12 tokens") == 1  # ... and prints

@@ -1,6 +1,6 @@
 """Tests of examples/server.py as a process: by OpenAI's client, and by sockets where that is too kind.
 
-They take the bundled model, and one server for nearly all of them.
+They take the bundled model in float32, and one server for nearly all of them.
 """
 
 from __future__ import annotations
@@ -99,15 +99,23 @@ def answer(connection: socket.socket) -> tuple[int, dict]:
 
 
 @pytest.fixture(scope="module")
-def server():
-    server = Running()
+def path(tmp_path_factory):
+    """The bundled model with its weights dequantised once and not for each token."""
+    path = tmp_path_factory.mktemp("float32") / llama2.DEFAULT_MODEL.name
+    llama2.save_gguf(llama2.open_checkpoint(llama2.DEFAULT_MODEL), path, "F32")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(path):
+    server = Running("--model", str(path))
     yield server
     assert server.stop() == ""  # nothing of all that went wrong was worth a line
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return llama2.load(llama2.DEFAULT_MODEL)
+def loaded(path):
+    return llama2.load(path)
 
 
 # --------------------------------------------------------------------------------------------------

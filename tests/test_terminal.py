@@ -159,7 +159,6 @@ SHELL = {  # -> exit status, a part of stdout, lines on stderr
     "stderr full": (f"{LAUNCH} 2> /dev/full", 0, b"ab", 0),
     "all closed": (f"{ANEW} <&- >&- 2>&-", 0, b"", 0),
     "help, full": (f"{LAUNCH} --help > /dev/full", 0, b"", 0),
-    "ascii": (f"PYTHONIOENCODING=ascii {ANEW}", 0, rb"ab \xe9", 1),
     "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {ANEW}", 0, rb"ab \xe9", 1),
 }
 

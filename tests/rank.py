@@ -1,0 +1,31 @@
+"""One rank of tests/test_ranks.py: saves what it computes and how many bytes of weights it holds."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import llama2
+
+
+def main(root: Path, out: Path, forms: list[str]) -> None:
+    torch.set_num_threads(1)
+    group, found = llama2.Ranks(), {}
+    rank, ranks, tokens = group.rank, group.count, torch.load(root / "tokens")
+    assert group.gather(rank) == list(range(ranks)) and llama2.shared(lambda: rank, group) == 0
+    for form in forms:
+        part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, ranks)
+        model = llama2.build_model(part)
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        llama2.connect_ranks(model, group)
+        prompt, options = tokens[0].tolist(), {"max_new_tokens": 6, "seed": 3}
+        texts = [list(llama2.generate(model, prompt, temperature=t, **options)) for t in (0, 1)]
+        found[form] = (model(tokens), *texts, held)
+    group.close()
+    torch.save(found, out / str(rank))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
