@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import sys
 
@@ -45,3 +46,18 @@ def test_quantised_models_run(copied, tmp_path, vocabulary, capsys, monkeypatch)
     large, error = capsys.readouterr()
     needed = "kernels/cpu.cpp is missing" if whole else "part III"
     assert large == small and error.count("slow") == 1 and needed in error.replace("\\", "/")
+
+
+def test_import_is_quick(monkeypatch):
+    """`import llama2` imports torch and what comes with Python, nothing else."""
+    original, found = builtins.__import__, set()
+
+    def spy(name, env=None, *args):
+        if env and env["__name__"] == "llama2":
+            found.add(name.partition(".")[0])
+        return original(name, env, *args)
+
+    monkeypatch.delitem(sys.modules, "llama2")
+    monkeypatch.setattr(builtins, "__import__", spy)
+    importlib.import_module("llama2")
+    assert "json" in found and found - sys.stdlib_module_names == {"torch"}
