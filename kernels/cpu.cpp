@@ -816,7 +816,7 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
       const int high = (int)(m.N - n < STRIP ? m.N - n : STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
         const int64_t panels = x.count - first < PANELS ? x.count - first : PANELS;
-        memset(total, 0, sizeof total);
+        memset(total, 0, panels * sizeof *total);
         for (int64_t k = 0; k < K; k += KC) {
           const int64_t count = K - k < KC ? K - k : KC;
           for (int i = 0; i < high; i++) {
