@@ -112,10 +112,10 @@ class Config:
         for item in fields(self):
             value = getattr(self, item.name)
             count = isinstance(value, int) and 0 < value <= 2**28  # no product of two overflows
-            if item.type == "int" and not count and not item.name.endswith("_token_id"):
+            if type(item.default) is int and not count and not item.name.endswith("_token_id"):
                 raise ValueError(f"{item.name} is {value!r}; accepted is 1 to 2**28")
             number = isinstance(value, (int, float)) and 0 < value < math.inf
-            if item.type == "float" and not number:
+            if type(item.default) is float and not number:
                 raise ValueError(f"{item.name} is {value!r}; accepted is a positive number")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.hidden_size % heads or self.hidden_size // heads % 2:
@@ -504,13 +504,13 @@ def half(b: Tensor, at: int) -> Tensor:
 
 
 def unpack_bits(b: Tensor, width: int, n: int) -> Tensor:
-    """Unpack n-bit integers: the lowest n bits of `width` bytes come first, then the next n."""
+    """Unpack n-bit integers: of each `width` bytes first the lowest n bits of all, then the next."""
     b = b.contiguous().view(len(b), -1, width)
     return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
 
 
-def subtract(q: Tensor, zero_point: int) -> Tensor:
-    """uint8 -> int8 less the zero point."""
+def signed(q: Tensor, zero_point: int) -> Tensor:
+    """q - zero_point: uint8 (below 128) -> int8."""
     return q.view(torch.int8) - zero_point
 
 
@@ -531,21 +531,21 @@ def q2_k(b: Tensor) -> Unpacked:
 
 def q3_k(b: Tensor) -> Unpacked:
     """Q3_K: the third bit is stored apart; 16 scales of 6 bits."""
-    scale = subtract(unpack_bits(b[:, 96:104], 8, 4) | unpack_bits(b[:, 104:108], 4, 2) << 4, 32)
+    scale = signed(unpack_bits(b[:, 96:104], 8, 4) | unpack_bits(b[:, 104:108], 4, 2) << 4, 32)
     q = unpack_bits(b[:, 32:96], 32, 2) | unpack_bits(b[:, :32], 32, 1) << 2
-    return subtract(q, 4), half(b, 108) * scale
+    return signed(q, 4), half(b, 108) * scale
 
 
 def q6_k(b: Tensor) -> Unpacked:
     """Q6_K: the upper two bits are stored apart; 16 scales of 8 bits."""
     q = unpack_bits(b[:, :128], 64, 4) | unpack_bits(b[:, 128:192], 32, 2) << 4
-    return subtract(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
+    return signed(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
 
 
 def q5_0(b: Tensor) -> Unpacked:
     """Q5_0: the fifth bits are stored apart."""
     q = unpack_bits(b[:, 6:], 16, 4) | unpack_bits(b[:, 2:6], 1, 1) << 4
-    return subtract(q, 16), half(b, 0)
+    return signed(q, 16), half(b, 0)
 
 
 def q5_1(b: Tensor) -> Unpacked:
@@ -564,7 +564,7 @@ GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Unpacked | tuple[Tensor
     "F32": (1, 4, lambda b: (b.view(torch.float32),)),
     "F16": (1, 2, lambda b: (b.view(torch.float16),)),
     "BF16": (1, 2, lambda b: (b.view(torch.bfloat16),)),
-    "Q4_0": (32, 18, lambda b: (subtract(unpack_bits(b[:, 2:], 16, 4), 8), half(b, 0))),
+    "Q4_0": (32, 18, lambda b: (signed(unpack_bits(b[:, 2:], 16, 4), 8), half(b, 0))),
     "Q4_1": (32, 20, lambda b: (unpack_bits(b[:, 4:], 16, 4), half(b, 0), -half(b, 2))),
     "Q5_0": (32, 22, q5_0),
     "Q5_1": (32, 24, q5_1),
@@ -723,7 +723,7 @@ class Weight:
         return data
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
-        """Rows (axis 0) or columns (1) start to stop, whole heads and blocks; reads no others."""
+        """A view of rows (axis 0) or columns (1) from start to stop, which lie between blocks."""
         shape, shards, offset = list(self.shape), [], 0
         shape[axis] = stop - start
         block, size = self.block if axis == 1 else (1, 1)
@@ -738,7 +738,7 @@ class Weight:
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a dense tensor, converted a few rows at a time; mapped if it fits as is."""
         rows = self.read()
-        if DENSE.get(self.ggml_type) == dtype:
+        if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape).to(device)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         flat = out.view(len(rows), -1)
@@ -767,10 +767,10 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
-    context_limit: str = "the model's context"  # what ends it; empty where no file tells
+    context_limit: str = "the model's context"  # what limits it; empty where no file tells
 
     def allow_context(self, context: int) -> Checkpoint:
-        """The same for `context` tokens at least. ValueError beyond what the model can."""
+        """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
         most = self.config.max_position_embeddings
         if context < 1 or (context > most and self.context_limit):
             limit = self.context_limit or "or more"
@@ -850,7 +850,7 @@ def map_weight(source: mmap.mmap, name: str, ggml_type: str, shape: tuple, start
 
 
 def lookup(path: Path, settings: Mapping, key: str, expected: type, default: Any = None) -> Any:
-    """The value of `key`, of the `expected` type; needed if it has no default. ValueError."""
+    """The value of `key`. ValueError if it is not `expected`, or missing without a default."""
     value = settings.get(key)
     value = default if value is None else value
     if value is None:
@@ -874,7 +874,7 @@ def require(path: Path, settings: dict[str, Any], accepted: dict[str, tuple]) ->
 
 
 def read_config(column: int, get: Callable, **known: Any) -> Config:
-    """The `known` settings, and the others read by a column of SETTINGS. Raises ValueError."""
+    """A Config: fields as `known`, the others by get(key, ...) of the keys in SETTINGS' column."""
     for row in SETTINGS:
         field, key, default = row[0], row[column], getattr(Config, row[0])
         if field == "num_key_value_heads":
@@ -884,7 +884,7 @@ def read_config(column: int, get: Callable, **known: Any) -> Config:
     return Config(**known)
 
 
-GGUF_SCALARS = {i: letter for i, letter in enumerate("BbHhIif?--Qqd") if letter != "-"}  # to struct
+GGUF_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))  # a value's type: struct's letter
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
 
@@ -929,7 +929,7 @@ class GGUF:
             self.tensors[name], end = weight, base + offset + weight.nbytes
 
     def take(self, size: int, item: str) -> int:
-        """Go on by `size` bytes; where they begin. ValueError beyond the file or MAX_METADATA."""
+        """Advance by `size` bytes; returns where they begin. ValueError beyond the file's header."""
         start, self.offset = self.offset, self.offset + size
         if self.offset > min(len(self.bytes), MAX_METADATA):
             raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
@@ -1043,7 +1043,8 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     file = GGUF(path)
     tensors = gguf_tensors(file)
-    for name, weight in {w.ggml_type: (name, w) for name, w in tensors.items()}.values():
+    one_of_each_type = {weight.ggml_type: (name, weight) for name, weight in tensors.items()}
+    for name, weight in one_of_each_type.values():
         try:
             dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
         except NotImplementedError:
@@ -1437,14 +1438,14 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
             weight.hf_head_dim = config.head_dim
-    limits = ("context", "sliding window, beyond which attention is not supported")
+    sliding = "sliding window, beyond which attention is not supported"
     return Checkpoint(
         format=f"Hugging Face directory, {len(files)} {files[0].suffix}",
         config=config,
         weights=weights,
         tokenizer=partial(Tokenizer.from_directory, find_tokenizer(path), config),
         chat_template=read_chat_template(path),
-        context_limit=f"the model's {limits[window < context]}",
+        context_limit=f"the model's {sliding if window < context else 'context'}",
     )
 
 
@@ -1597,7 +1598,7 @@ SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
 def save_type(weight: Weight, ggml_type: str | None) -> str:
-    """The type of a weight in a file of `ggml_type`: vectors F32, rows not of whole blocks F16."""
+    """The type to write: F32 for vectors, F16 if rows are not whole blocks, else `ggml_type`."""
     if len(weight.shape) == 1:
         return "F32"
     target = replace(weight, ggml_type=ggml_type or weight.ggml_type)
@@ -1605,7 +1606,7 @@ def save_type(weight: Weight, ggml_type: str | None) -> str:
 
 
 def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The metadata that llama.cpp and GGUF() want. ValueError for what has no place in 32 bits."""
+    """The metadata to write. Raises ValueError for numbers that have no place in 32 bits."""
     import gguf
 
     def fits(value: Any, lowest: int = 0) -> bool:
@@ -1653,6 +1654,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
+# What vocabularies treat differently: spaces, NFKC forms, control and zero-width characters, tags.
 ODD_TEXT = "  two  spaces  a\tb\r\n\n \0\x7f\u200b\ufeff\u2028 \u3000\uff21 \ufb01 \u2460 e\u0301"
 ODD_TEXT += " \u2581\u2581a \u4e16 \U0001f469\u200d\U0001f680 <s><unk> ABC abc 4,567.89 "
 
@@ -1801,8 +1803,8 @@ def sentencepiece_model(gguf: GGUF) -> bytes:
     for i in (unk, bos, *ends):
         if not 0 <= i < n:
             raise ValueError(f"{gguf.path}: the unknown, BOS or EOS id is {i} of {n} tokens")
-    types[bos] = types[eos] = CONTROL  # some converters left them NORMAL, and the unknown token
-    types[unk] = UNKNOWN  # CONTROL, which SentencePiece refuses
+    # Some converters mark BOS and EOS as NORMAL, the unknown token as CONTROL: SentencePiece refuses.
+    types[bos], types[eos], types[unk] = CONTROL, CONTROL, UNKNOWN
     for i in ends:
         if types[i] == USER_DEFINED:  # text that says the same would become this token
             types[i] = CONTROL
@@ -1856,10 +1858,10 @@ class Tokenizer:
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
 
-        inside = model_proto + bytes_field(3, integer_field(3, False))  # no add_dummy_prefix
+        no_prefix = model_proto + bytes_field(3, integer_field(3, False))  # no add_dummy_prefix
         try:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
-            self.sp_inside = sentencepiece.SentencePieceProcessor(model_proto=inside)
+            self.sp_no_prefix = sentencepiece.SentencePieceProcessor(model_proto=no_prefix)
             self.pieces: list[str] = self.sp.id_to_piece([*range(self.sp.vocab_size())])
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
@@ -1909,10 +1911,10 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
-        """Text -> ids, with a space in front if it comes `first`. ValueError if there is no BOS."""
+        """Text -> ids; `first`: with a leading space, as what begins. ValueError without a BOS."""
         if bos and self.bos_id < 0:
             raise ValueError("the vocabulary has no BOS token; pass bos=False")
-        processor = self.sp if first else self.sp_inside
+        processor = self.sp if first else self.sp_no_prefix
         return [self.bos_id] * bos + processor.encode(well_formed(text))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -1949,7 +1951,7 @@ class Tokenizer:
         text = self.pieces[token_id]
         if self.sp.is_byte(token_id):
             return bytes.fromhex(text[3:5]), BYTE  # of <0xE2>
-        return text.replace("\u2581", " ").encode(), NORMAL  # or user-defined, unused
+        return text.replace("\u2581", " ").encode(), NORMAL  # as are user-defined ones here
 
     def vocabulary(self, count: int) -> dict[str, Any]:
         """GGUF's keys for it, with unused pieces up to `count`. ValueError if it has no place."""
@@ -2470,7 +2472,7 @@ def stream_text(
 
 
 class Session:
-    """A model that keeps its last prompts in caches: of one that goes on, it reads what is new."""
+    """A model with several caches: a prompt that continues an earlier one reuses its cache."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, caches: Sequence[Cache]) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -2672,13 +2674,14 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels
     # processor's instruction sets), and of the library, which a power cut may damage.
     key = hashlib.sha256(source + macros + " ".join(compiler).encode()).hexdigest()[:16]
     for path in folder.glob(f"cpu-{key}-*.so"):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         with suppress(OSError):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
             if path.stem.endswith(digest) and is_ours(path):
                 return open_library(path)
     for old in folder.glob("build-*"):  # of a run that was killed
-        if old.stat().st_mtime < time.time() - 3600:
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):
+            if old.stat().st_mtime < time.time() - 3600:
+                shutil.rmtree(old)
 
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
         new = Path(build, "cpu.so")
@@ -2717,7 +2720,8 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
         try:
             out, errors = process.communicate(timeout=300)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL) if own_group else process.kill()
+            with suppress(OSError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL) if own_group else process.kill()
             raise
     if process.returncode:
         raise OSError(f"{command[0]} failed: {errors.decode(errors='replace').strip()[:200]}")
@@ -2725,7 +2729,7 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
 
 
 class Unfit(Exception):
-    """The kernels cannot do this; plain torch can, or says what is wrong."""
+    """Raised where the kernels do not apply: the caller then uses plain torch."""
 
 
 def need(fits: bool) -> None:
@@ -2742,7 +2746,7 @@ def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 class Watch:
-    """What was found in modules, and whether it is still so: 15 times as fast as to look again."""
+    """Remembers what layers were packed from, to pack them again only when something changed."""
 
     def __init__(self) -> None:
         self.items: list[tuple[dict, str, Any]] = []
@@ -2758,6 +2762,7 @@ class Watch:
         """A part of a module. Unfit unless it is of this very class, unchanged, without hooks."""
         part = self.get(module._modules, name)
         need(type(part) is expected and self.get(part.__dict__, "forward") is None)
+        need(not (part._forward_hooks or part._forward_pre_hooks))
         self.hooks += part._forward_hooks, part._forward_pre_hooks
         return part
 
@@ -2820,7 +2825,7 @@ class NativeLinear(QuantizedLinear):
         rows = x.numel() // K
         if native.amx and not self.exact and rows > FEW_ROWS:
             return self.by_amx(x32.view(rows, K)).to(x.dtype).view(*x.shape[:-1], N)
-        y = torch.empty(*x.shape[:-1], N)
+        y = torch.empty(*x.shape[:-1], N, dtype=torch.float32, device="cpu")
         linear: Any = native.library.linear  # type: ignore[union-attr]
         check_status(linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K))
         return y.to(x.dtype)
@@ -2830,8 +2835,9 @@ class NativeLinear(QuantizedLinear):
         dequantize: Any = kernels().library.dequantize  # type: ignore[union-attr]
         K, N = self.in_features, self.out_features
         rows = max(1, 4 * CHUNK // K)  # half as many: 142 tokens/s, not 163
-        x, buffer = x.bfloat16(), torch.empty(min(rows, N), K, dtype=torch.bfloat16)
-        y = torch.empty(N, len(x), dtype=torch.bfloat16)  # transposed: each product writes one run
+        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+        x, buffer = x.bfloat16(), torch.empty(min(rows, N), K, **kind)
+        y = torch.empty(N, len(x), **kind)  # transposed: each product writes one run
         for start in range(0, N, rows):
             blocks = self.blocks[start : start + rows]
             w = buffer[: len(blocks)]
@@ -2886,7 +2892,6 @@ class NativeLayers(nn.Module):
         if self.packed is None or self.packed[0] != (L, C, D, G) or not self.packed[1].holds():
             watch = Watch()
             found = [self.pack(watch, i, C, D, G) for i in range(L)]
-            need(watch.holds())
             self.packed = (L, C, D, G), watch, found
         packed = self.packed[2]
         y = x.clone()
@@ -2939,11 +2944,11 @@ class PackedLinear(QuantizedLinear):
     def __init__(self, linear: QuantizedLinear) -> None:
         super().__init__(linear.blocks, linear.ggml_type)
         self.group, self.one_digit = 0, self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
-        can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.11
-        self.has_bfloat16 = any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-        can_pack = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
+        features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11
+        self.has_bfloat16 = any(features.get(f"{name}bf16") for name in ("avx512_", "amx_", ""))
+        has_int4 = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
         fits = free_memory(self.blocks.device) >= 4 * self.blocks.nbytes  # the repacked copy
-        if self.ggml_type not in DENSE and can_pack and self.out_features % 16 == 0 and fits:
+        if self.ggml_type not in DENSE and has_int4 and self.out_features % 16 == 0 and fits:
             pairs = [self.pack(rows) for rows in self.blocks.split(256)]
             self.register_buffer("packed", torch.cat([packed for packed, _ in pairs]))
             scales = torch.cat([scales for _, scales in pairs], 1)  # (groups, out, 2)
@@ -2953,14 +2958,14 @@ class PackedLinear(QuantizedLinear):
         """Some rows as torch's 4-bit matrix, which means (digit - 8) * scale + zero."""
         _, block_bytes, unpack = GGML_TYPES[self.ggml_type]
         unpacked: Any = unpack(blocks.reshape(-1, block_bytes))
-        q, s, *m = unpacked
+        q, s, *m = unpacked  # a weight is q s + low
         low, width = -m[0] if m else 0 * s, q.shape[1] // s.shape[1]
         if self.one_digit:
             digits, zero = (q + 8, low) if self.ggml_type == "Q4_0" else (q, low + 8 * s)
         else:
             q = q.view(len(s), -1, 1, width)
             digits = torch.cat((q & 15, (q >> 4) + 8), 2)
-            zero = (low + 8 * s) / 17  # it meets x and 16 x
+            zero = (low + 8 * s) / 17  # added for x and again for 16 x: 17 times in all
         self.group = width if self.one_digit else 2 * width
         digits = digits.reshape(len(blocks), -1).int()
         s, zero = (part.reshape(len(blocks), -1).T for part in (s, zero))
@@ -3196,7 +3201,7 @@ AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16
 
 
 def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
-    """What read() returns, with several processes what it returns on rank 0."""
+    """What read() returns; with several processes, on each of them what it returns on rank 0."""
     if ranks is None:
         return read()
     return ranks.gather(read() if ranks.rank == 0 else None)[0]
@@ -3301,7 +3306,7 @@ def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
 def choose_dtypes(
     name: str, device: torch.device, checkpoint: Checkpoint
 ) -> tuple[torch.dtype, torch.dtype, bool]:
-    """The dtypes of activations and cache; exact or, for large models with "auto", 16 bits."""
+    """The dtypes of activations and cache, and `exact`: False for large models with "auto"."""
     dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
     exact = name != "auto" or not is_large(checkpoint)
     return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
@@ -3341,7 +3346,7 @@ def weight_bytes(model: Llama) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes of memory that were in use: of the device for CUDA, else of the process."""
+    """The most bytes of memory in use: of the device for CUDA, else of the process. 0: unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -3377,10 +3382,12 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     if report.prompt_seconds:
         parts[-1] += f", {report.prompt_tokens / report.prompt_seconds:.1f} tokens/s"
     parts.append(f"generated {report.new_tokens} tokens")
-    if report.new_seconds:
-        rate = (report.new_tokens - 1) / report.new_seconds
+    if report.new_seconds:  # of all tokens but the first, with the one that stopped it
+        stopped = report.stop_reasons[0].startswith("stop token")
+        rate = (report.new_tokens - 1 + stopped) / report.new_seconds
         parts[-1] += f", {rate:.1f} tokens/s, {rate * weight_bytes(model) / 1e9:.1f} GB/s"
-    parts.append(f"peak memory {peak_memory(model.norm.weight.device) / 1e9:.2f} GB")
+    if peak := peak_memory(model.norm.weight.device):
+        parts.append(f"peak memory {peak / 1e9:.2f} GB")
     return "; ".join([*parts, f"seed {seed}", f"stopped: {', '.join(report.stop_reasons)}"])
 
 
@@ -3392,7 +3399,7 @@ def read_question(ranks: Ranks | None) -> str | None:
     if sys.stdin.isatty() and sys.stderr.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     line = shared(sys.stdin.buffer.readline, ranks).decode("utf-8", "replace")
-    return line.rstrip("\n") if line else None
+    return line.rstrip("\r\n") if line else None
 
 
 def show(stream: Stream[str]) -> str:

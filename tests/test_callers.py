@@ -6,6 +6,7 @@ raise the same error, or give the same numbers; the kernels must not see what th
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -284,6 +285,15 @@ def test_changed_models(models, name):
         assert (results[1] - unchanged).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_models_of_one_checkpoint_share_no_norms(model_path):
+    checkpoint = llama2.open_checkpoint(model_path)
+    first, _ = llama2.load(checkpoint)
+    before = first.norm.weight.clone()
+    first.norm.weight.mul_(3)
+    assert torch.equal(llama2.load(checkpoint)[0].norm.weight, before)
+
+
 def test_global_hooks_are_heard(models):
     def double(module, arguments, y):
         return 2 * y if isinstance(module, llama2.MLP) else None
@@ -296,6 +306,33 @@ def test_global_hooks_are_heard(models):
         handle.remove()
     agree(plain, native)
     assert (native - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.device("meta")], ids=str)
+def test_defaults_of_torch_reach_no_pointer(models, default):
+    """What the kernels write to is float32 on the CPU, whatever new tensors otherwise are."""
+    linear = next(m for m in models[1].modules() if isinstance(m, llama2.NativeLinear))
+    x, cache = torch.randn(3, linear.in_features), llama2.Cache(CONFIG)
+    expected = linear(x), models[1](TOKENS, llama2.Cache(CONFIG))
+    with contextlib.ExitStack() as stack:
+        if isinstance(default, torch.device):
+            stack.enter_context(default)
+        else:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(default)
+        found = linear(x), models[1](TOKENS, cache)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other) and one.device == other.device and one.dtype == other.dtype
+
+
+def test_a_hook_is_found_before_anything_is_packed(models, monkeypatch):
+    model, packed = copy.deepcopy(models[1]), []
+    blocks_of(model)[0].mlp.register_forward_hook(lambda module, x, y: None)
+    original = llama2.NativeLayers.pack
+    monkeypatch.setattr(llama2.NativeLayers, "pack", lambda *a: packed.append(a) or original(*a))
+    for _ in range(2):
+        model(TOKENS, llama2.Cache(CONFIG))
+    assert len(packed) == 2  # the first layer, once for each pass
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])

@@ -280,6 +280,20 @@ def heard(monkeypatch):
     return turns
 
 
+def test_lines_may_end_as_on_windows(cli, heard, cli_path):
+    assert cli("--chat", "--max-new-tokens", 2, stdin=b"fox\r\n")[0] == 0
+    assert llama2.Tokenizer.from_gguf(cli_path).decode(heard[0]).endswith("fox [/INST]")
+
+
+def test_rate_counts_the_token_that_stops(model):
+    """Of three steps the first belongs to the prompt: two tokens in 0.1 s."""
+    report = llama2.Report(5, [9], 9)
+    report.new_ids, report.new_seconds = [[7, 7]], 0.1
+    for reason, rate in (("stop token 2", "20.0"), ("max new tokens", "10.0")):
+        report.stop_reasons = [reason]
+        assert f"generated 2 tokens, {rate} tokens/s" in llama2.describe(report, model, 1.0, 0)
+
+
 def test_chat_that_fills_its_context(cli, cli_path, heard):
     """Says so, drops the oldest turns, keeps the system prompt; the cache holds Meta's encoding."""
     questions = [f"{letter * 20}?" for letter in "abcdefgh"]
