@@ -57,7 +57,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import unicodedata
 import warnings
 import zipfile
 from collections import Counter
@@ -791,7 +790,7 @@ MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata
 def printable(text: str) -> str:
     """Text from a file for a terminal: control, format and unassigned characters become "?"."""
     text = " ".join(text.split())
-    return "".join("?" if unicodedata.category(c).startswith("C") else c for c in text)
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 # What readers raise on damaged files: their own errors, those of struct, json and zipfile.
@@ -1475,11 +1474,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def show_progress(items: Collection, label: str, show: bool) -> Iterable:
     """The items, with a progress bar on stderr."""
-    if not show:
-        return items
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr)
+    return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr, disable=not show)
 
 
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
