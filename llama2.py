@@ -768,9 +768,11 @@ class Checkpoint:
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
     context_limit: str = "the model's context"  # what limits it; empty where no file tells
 
-    def allow_context(self, context: int) -> Checkpoint:
+    def allow_context(self, context: int | None) -> Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
         most = self.config.max_position_embeddings
+        if context is None:
+            return self
         if context < 1 or (context > most and self.context_limit):
             limit = self.context_limit or "or more"
             raise ValueError(f"--context {context}; accepted is 1 to {most}, {limit}")
@@ -1591,6 +1593,52 @@ def free_memory(device: torch.device) -> float:
     return free / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes share it
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
+
+
+def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
+    """auto: CUDA, else MPS for dense weights, else the CPU. ValueError for what is not there."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    there = ["cuda"] * cuda + ["mps"] * mps + ["cpu"]
+    if name == "auto":  # MPS would unpack quantised weights anew for every token
+        dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
+        name = next(device for device in there if device != "mps" or dense)
+    if name not in there:
+        raise ValueError(f"--device {name} is not available; accepted are {', '.join(there)}")
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "cuda" and rank >= torch.cuda.device_count():
+        raise ValueError(f"rank {rank} has no GPU: there are {torch.cuda.device_count()}")
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
+
+
+def choose_dtypes(
+    name: str, device: torch.device, checkpoint: Checkpoint
+) -> tuple[torch.dtype, torch.dtype, bool]:
+    """The dtypes of activations and cache, and `exact`: False for large models with "auto"."""
+    dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
+    exact = name != "auto" or not is_large(checkpoint)
+    return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
+
+
+def gigabytes(plan: dict[str, int]) -> str:
+    """A memory plan as text."""
+    parts = [f"{name} {size / 1e9:.3g}" for name, size in plan.items()]
+    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.3g} GB"
+
+
+def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
+    """Raises ValueError, before anything is loaded, if a model cannot fit."""
+    if sum(plan.values()) <= free:
+        return
+    room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
+    advice = "a file of fewer bits (--save with --type Q4_0 makes one) or more devices (torchrun)"
+    raise ValueError(
+        f"the model needs {gigabytes(plan)}, {free / 1e9:.1f} GB are free on {device};"
+        f" what may fit: {f'--context {room}' if room > 0 else advice}"
+    )
+
+
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
@@ -1909,6 +1957,8 @@ class Tokenizer:
 
     def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
         """Text -> ids; `first`: with a leading space, as what begins. ValueError without a BOS."""
+        if not isinstance(text, str):
+            raise ValueError(f"a {type(text).__name__} is no text")  # noqa: TRY004
         if bos and self.bos_id < 0:
             raise ValueError("the vocabulary has no BOS token; pass bos=False")
         processor = self.sp if first else self.sp_no_prefix
@@ -1916,14 +1966,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
+        if not isinstance(ids, Iterable):
+            raise ValueError(f"a {type(ids).__name__} is no list of token ids")  # noqa: TRY004
         ids = list(ids)
         for token_id in ids:
             self.check(token_id)
         return self.sp.decode(ids)
 
     def check(self, token_id: int) -> None:
-        """Raises ValueError for an id outside the vocabulary."""
-        if not 0 <= token_id < self.vocab_size:
+        """Raises ValueError for what is no id of the vocabulary."""
+        if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id}; accepted is 0 to {self.vocab_size - 1}")
 
     @functools.cached_property
@@ -2145,25 +2197,33 @@ def chat_stops(
     return (tokenizer.eos_id, *ids.values()), tuple(tag for tag in row.tags if tag not in control)
 
 
-def check_messages(messages: Sequence[Mapping[str, str]], tags: Sequence[str]) -> None:
-    """Raises ValueError for roles out of order, contents that are no text, tags in a message."""
-    roles = [message.get("role") for message in messages]
+def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tuple[str, str]]:
+    """Roles and texts. ValueError for roles out of order, contents that are no text, tags in it."""
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+        raise ValueError("accepted is a list of messages, each with role and content")
+    roles: list[Any] = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
         found, order = ", ".join(map(str, roles)) or "no message", "user, assistant, ..., user"
         raise ValueError(f"accepted is: system (or not), {order}; found: {found}")
+    checked: list[tuple[str, str]] = []
     for role, message in zip(roles, messages):
         content = message.get("content")
+        if isinstance(content, list):  # as OpenAI has it: of {"type": "text", "text"}
+            with suppress(TypeError, LookupError):
+                content = "\n".join(part["text"] for part in content)
         if not isinstance(content, str):  # which is not quoted: it does not belong in a log
             kind = type(content).__name__
             raise ValueError(f"the {role} message is a {kind}, not a text")  # noqa: TRY004
         for tag in tags:
             if tag in content:
                 raise ValueError(f"the {role} message contains the reserved tag {tag}")
+        checked.append((role, content))
+    return checked
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], chat_format: str = "llama-2"
+    tokenizer: Tokenizer, messages: Sequence[Mapping], chat_format: str = "llama-2"
 ) -> list[int]:
     """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
@@ -2172,14 +2232,13 @@ def encode_chat(
     message, which would let it speak for others.
     """
     row, tag_ids = find_chat_format(chat_format, tokenizer)
-    check_messages(messages, chat_stops(tokenizer, chat_format)[1])
+    turns = check_messages(messages, chat_stops(tokenizer, chat_format)[1])
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
 
     def literal(text: str) -> list[Any]:  # texts and ids
         return [token_ids.get(part, part) for part in any_token.split(text)]
 
-    turns = [(message["role"], message["content"]) for message in messages]
     if turns[0][0] == "system" and row.system_in:
         (_, system), *turns = turns
         at = 0 if row.system_in == "first" else -1
@@ -2258,16 +2317,18 @@ def sample(
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
+CHAT_CONTEXT = 8192  # tokens that a chat makes room for if not told: a file may claim any context
 
 Item = TypeVar("Item")
 
 
 class Score(NamedTuple):
-    """A token, its log-probability, and the likeliest ones of its place."""
+    """A token, how likely it was in its place, and the text that it completes."""
 
     token_id: int
-    logprob: float
-    top: list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
+    logprob: float | None  # None: nothing comes before it
+    top: dict[int, float] | None  # log-probabilities of the likeliest ids there, and of this one
+    text: str = ""
 
 
 class Report:
@@ -2299,8 +2360,8 @@ class Report:
             if top is not None:
                 scores = logits[i].log_softmax(-1)
                 values, places = (t.tolist() for t in scores.topk(top))
-                best = list(zip(places, values, strict=True))
-                self.scores[i].append(Score(token_id, scores[token_id].item(), best))
+                best = dict(zip([*places, token_id], [*values, scores[token_id].item()]))
+                self.scores[i].append(Score(token_id, best[token_id], best))
             if token_id in stop_ids:
                 self.stop_reasons[i] = f"stop token {token_id}"
                 continue
@@ -2437,24 +2498,36 @@ def stream_text(
     ids: Sequence[int],
     first: bool = True,
     stop: Sequence[str] = (),
-    strip: bool = False,
+    chat_format: str | None = None,
     **options: Any,
 ) -> Stream[str]:
     """generate() as text, piece by piece, until one of `stop` comes. `first`: see StreamDecoder.
 
-    `strip`: without the white space that it begins with.
+    `chat_format`: as an answer in it, which no white space begins and its tags end, too.
     """
+    strip, config = chat_format is not None, model.config
+    if chat_format is not None:
+        stop_ids, tags = chat_stops(tokenizer, chat_format)
+        options["stop_ids"] = {config.eos_token_id, *config.stop_token_ids, *stop_ids}
+        stop = (*stop, *tags)
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
     decoder, report = StreamDecoder(tokenizer, first), tokens.report
+    scores = report.scores[0]
 
     def pieces() -> Iterator[str]:
         nonlocal strip
         held = ""
         for token_id in itertools.chain(tokens, [None]):
             new = decoder.flush() if token_id is None else decoder.decode(token_id)
-            text, held, found = split_at_stop(held + new, stop)
+            if scores and token_id is not None:
+                scores[-1] = scores[-1]._replace(text=new)
+            told = held + new
+            text, held, found = split_at_stop(told, stop)
             if found:
                 report.stop_reasons[0] = f"stop text {found!r}"
+                untold = len(told) - len(text)
+                while scores and untold >= len(scores[-1].text):
+                    untold -= len(scores.pop().text)
             if strip:
                 text = text.lstrip()
                 strip = not text
@@ -2471,11 +2544,29 @@ def stream_text(
 class Session:
     """A model with several caches: a prompt that continues an earlier one reuses its cache."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, caches: Sequence[Cache]) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(
+        self, model: Llama, tokenizer: Tokenizer, caches: Sequence[Cache], chat_template: str = ""
+    ) -> None:
+        self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
+        self.context = caches[0].max_seq_len
         # The prompt in each cache and what was generated; the cache that was used last is the last.
         self.held: dict[Cache, tuple[Sequence[int], list[int]]]
         self.held = {cache: ([], []) for cache in caches}
+
+    @classmethod
+    def open(cls, path: str | Path, context: int | None, count: int, memory: float) -> Session:
+        """Load a model where and as it runs best; its caches are `count`, or what `memory` holds."""
+        checkpoint = open_checkpoint(path).allow_context(context)
+        context = context or min(checkpoint.config.max_position_embeddings, CHAT_CONTEXT)
+        device = choose_device("auto", checkpoint)
+        dtype, cache_dtype, exact = choose_dtypes("auto", device, checkpoint)
+        plan = memory_plan(checkpoint, context, dtype, device, cache_dtype)
+        count = max(1, min(count, int(memory // plan["cache"])))
+        plan["cache"] *= count
+        check_memory(plan, context, device, free_memory(device))
+        model, tokenizer = load(checkpoint, device, dtype, exact=exact)
+        caches = [Cache(model.config, 1, context, cache_dtype, device) for _ in range(count)]
+        return cls(model, tokenizer, caches, checkpoint.chat_template)
 
     def take(self, ids: Sequence[int]) -> Cache:
         """The cache that holds the most of a prompt, if that is half of it, else the oldest.
@@ -2493,32 +2584,70 @@ class Session:
         self.held[cache] = self.held.pop(cache)
         return cache
 
-    def stream_text(self, ids: Sequence[int], **options: Any) -> Stream[str]:
-        """As stream_text() of the whole prompt; the report counts the ids that had to be read."""
+    def encode(self, prompt: Any, chat: bool = False) -> list[list[int]]:
+        """The ids of a text, of ids, of several of these, or of a chat's messages.
+
+        ValueError for what the model cannot read.
+        """
+        if chat:
+            return [encode_chat(self.tokenizer, prompt, recognise_chat_format(self.chat_template))]
+        several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
+        rows = []
+        for ids in prompt if several else [prompt]:
+            if isinstance(ids, str):
+                ids = self.tokenizer.encode(ids, self.tokenizer.add_bos)
+            if not isinstance(ids, list):
+                raise ValueError("accepted is a text, a list of token ids, or a list of these")  # noqa: TRY004
+            self.tokenizer.decode(ids)
+            rows.append(check_prompt(self.model.config, ids, len(ids)))
+        return rows
+
+    def stream_text(
+        self, ids: Sequence[int], chat: bool = False, echo: bool = False, **options: Any
+    ) -> Stream[str]:
+        """As stream_text() of the whole prompt; the report counts the ids that had to be read.
+
+        `chat`: it is an answer. `echo`: the prompt's text and scores come first.
+        """
+        prompt, top, scores = self.tokenizer.decode(ids), options.get("top"), []
+        if chat:
+            options["chat_format"] = recognise_chat_format(self.chat_template)
+        if echo and top is not None:
+            scores = self.score(ids, top)
         cache = self.take(ids)
-        rest = ids[cache.pos :]
-        stream = stream_text(self.model, self.tokenizer, rest, cache=cache, **options)
+        options |= {"first": not prompt, "cache": cache}
+        stream = stream_text(self.model, self.tokenizer, ids[cache.pos :], **options)
         self.held[cache] = ids, stream.report.new_ids[0]
+        stream.report.scores[0] += scores
+        if echo:
+            stream.items = itertools.chain([prompt], stream.items)
         return stream
 
     def score(self, ids: Sequence[int], top: int = 0) -> list[Score]:
-        """score() of each id but the first; a prompt of these ids then goes on from there."""
+        """score() of each id, None of the first; a prompt of these ids then goes on from there."""
         cache = self.take([])
         self.held[cache] = ids, []
-        scored = score(self.model, ids, top, cache)
+        scored = score(self.model, ids, top, cache, self.tokenizer.vocab_size)
         logprobs, top_logprobs, top_ids = (column.tolist() for column in scored)
-        best = [list(zip(*row)) for row in zip(top_ids, top_logprobs)]
-        return [Score(*row) for row in zip(ids[1:], logprobs, best)]
+        rows = zip(top_ids, top_logprobs, ids[1:], logprobs)
+        best = [dict(zip([*places, i], [*values, p])) for places, values, i, p in rows]
+        texts = map(StreamDecoder(self.tokenizer).decode, ids)
+        return [Score(*row) for row in zip(ids, [None, *logprobs], [None, *best], texts)]
 
 
 @torch.no_grad()
 def score(
-    model: Llama, ids: Sequence[int], top: int = 0, cache: Cache | None = None
+    model: Llama,
+    ids: Sequence[int],
+    top: int = 0,
+    cache: Cache | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """T ids -> the log-probability of each given those before it, float32 (T - 1,).
 
     Also the `top` likeliest of each place, log-probabilities and ids (T - 1, top). `cache`: the ids
-    continue what it holds; all but the last are added. Raises generate()'s ValueErrors.
+    continue what it holds; all but the last are added. `vocab_size`: as if no ids were beyond it.
+    Raises generate()'s ValueErrors.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -2532,7 +2661,7 @@ def score(
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         stop = min(start + SCORE_CHUNK, len(ids) - 1)
         logits = model(tokens[:, start:stop], cache, all_positions=True)[0]  # (t, V)
-        scores = logits.log_softmax(-1)
+        scores = logits[:, :vocab_size].log_softmax(-1)
         logprobs[start:stop] = scores.gather(-1, tokens[0, start + 1 : stop + 1, None])[:, 0]
         top_logprobs[start:stop], top_ids[start:stop] = scores.topk(top)
     return logprobs, top_logprobs, top_ids
@@ -3191,10 +3320,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 # 18. Command line
 
 VERSION = "0.2.0"
-CHAT_CONTEXT = 8192  # tokens that a chat makes room for if not told: a file may claim any context
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
 def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
@@ -3279,52 +3405,10 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def fail(message: object) -> int:
+def fail(message: object, program: str = "llama2.py") -> int:
     """Print an error as one line; returns 2, the exit status for wrong input."""
-    note("llama2.py: error: " + printable(str(message) or type(message).__name__))
+    note(f"{program}: error: {printable(str(message) or type(message).__name__)}")
     return 2
-
-
-def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
-    """auto: CUDA, else MPS for dense weights, else the CPU. ValueError for what is not there."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    there = ["cuda"] * cuda + ["mps"] * mps + ["cpu"]
-    if name == "auto":  # MPS would unpack quantised weights anew for every token
-        dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
-        name = next(device for device in there if device != "mps" or dense)
-    if name not in there:
-        raise ValueError(f"--device {name} is not available; accepted are {', '.join(there)}")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if name == "cuda" and rank >= torch.cuda.device_count():
-        raise ValueError(f"rank {rank} has no GPU: there are {torch.cuda.device_count()}")
-    return torch.device(name, rank) if name == "cuda" else torch.device(name)
-
-
-def choose_dtypes(
-    name: str, device: torch.device, checkpoint: Checkpoint
-) -> tuple[torch.dtype, torch.dtype, bool]:
-    """The dtypes of activations and cache, and `exact`: False for large models with "auto"."""
-    dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
-    exact = name != "auto" or not is_large(checkpoint)
-    return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
-
-
-def gigabytes(plan: dict[str, int]) -> str:
-    """A memory plan as text."""
-    parts = [f"{name} {size / 1e9:.3g}" for name, size in plan.items()]
-    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.3g} GB"
-
-
-def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
-    """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    if sum(plan.values()) <= free:
-        return
-    room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
-    advice = "a file of fewer bits (--save with --type Q4_0 makes one) or more devices (torchrun)"
-    raise ValueError(
-        f"the model needs {gigabytes(plan)}, {free / 1e9:.1f} GB are free on {device};"
-        f" what may fit: {f'--context {room}' if room > 0 else advice}"
-    )
 
 
 def tune_process() -> None:
@@ -3423,9 +3507,7 @@ def chat(
     """A conversation, which loses its oldest turns when the context is full; the last report."""
     cache, report, config = options.pop("cache"), None, model.config
     session = Session(model, tokenizer, [cache])
-    stop_ids, tags = chat_stops(tokenizer, chat_format)
-    options |= {"stop": (*args.stop, *tags), "strip": True}
-    options |= {"stop_ids": {config.eos_token_id, *config.stop_token_ids, *stop_ids}}
+    options |= {"stop": args.stop, "chat_format": chat_format}
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
     room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)  # less an answer
@@ -3493,8 +3575,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     device = choose_device(args.device, checkpoint)
     if ranks:
         checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
-    if args.context is not None:
-        checkpoint = checkpoint.allow_context(args.context)
+    checkpoint = checkpoint.allow_context(args.context)
     config, template = checkpoint.config, checkpoint.chat_template
     context = args.context or config.max_position_embeddings
     dtype, cache_dtype, exact = choose_dtypes(args.dtype, device, checkpoint)
