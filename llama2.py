@@ -1966,7 +1966,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
-        if not isinstance(ids, Iterable):
+        if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
             raise ValueError(f"a {type(ids).__name__} is no list of token ids")  # noqa: TRY004
         ids = list(ids)
         for token_id in ids:
@@ -2631,7 +2631,9 @@ class Session:
         logprobs, top_logprobs, top_ids = (column.tolist() for column in scored)
         rows = zip(top_ids, top_logprobs, ids[1:], logprobs)
         best = [dict(zip([*places, i], [*values, p])) for places, values, i, p in rows]
-        texts = map(StreamDecoder(self.tokenizer).decode, ids)
+        decoder = StreamDecoder(self.tokenizer)
+        texts = [decoder.decode(token_id) for token_id in ids]
+        texts[-1] += decoder.flush()  # as in the prompt's text
         return [Score(*row) for row in zip(ids, [None, *logprobs], [None, *best], texts)]
 
 

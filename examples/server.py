@@ -45,7 +45,7 @@ TURN = anyio.Lock()  # with the model: first come, first served
 
 
 class Refusal(HTTPException):
-    """What a client gets instead of an answer, such as `param`: the field that is wrong."""
+    """An error for the client; `about` may hold OpenAI's `param`, the wrong field, and `code`."""
 
     def __init__(self, status: int, message: str, **about: str) -> None:
         super().__init__(status, message, {"Retry-After": "2"} if status == 503 else None)
@@ -79,13 +79,14 @@ class Job:
 
     def __init__(self, session: llama2.Session, model: str, body: dict, field: str) -> None:
         self.session, self.chat = session, field == "messages"
-        self.stream, stop = get(body, "stream", bool, False), body.get("stop")
+        self.stream = get(body, "stream", bool, False)
         self.include_usage = get(get(body, "stream_options", dict, {}), "include_usage", bool)
         limit = get(body, "max_tokens", int, session.context if self.chat else 16, 0, 2**31 - 1)
+        seed, stop = get(body, "seed", int, None, -(2**63), 2**63 - 1), body.get("stop")
         stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
         if len(stops) > 16 or not all(isinstance(s, str) and 1 <= len(s) <= 256 for s in stops):
-            found = f"stop is {json.dumps(stop)[:40]}; accepted are 16 texts of 1 to 256 characters"
-            raise Refusal(400, found, param="stop")
+            told = f"stop is {json.dumps(stop)[:40]}; needed: up to 16 texts of 1 to 256 characters"
+            raise Refusal(400, told, param="stop")
         get(body, "n", int, 1, 1, 1)
         get(body, "model", str)  # any: there is one
         self.options = {  # of stream_text()
@@ -95,7 +96,7 @@ class Job:
             "max_new_tokens": get(body, "max_completion_tokens", int, limit, 0, 2**31 - 1),
             "temperature": get(body, "temperature", float, 1, 0, 2),
             "top_p": get(body, "top_p", float, 1, 0, 1) or 1e-9,  # 0: the likeliest alone
-            "seed": get(body, "seed", int, secrets.randbits(63), -(2**63), 2**63 - 1) % 2**63,
+            "seed": seed and seed % 2**63,
             "stop": stops,
         }
         self.prompts = session.encode(body.get(field), self.chat)
@@ -103,10 +104,10 @@ class Job:
             raise ValueError(f"there are {len(self.prompts)}; accepted are up to {MAX_PROMPTS}")
         longest = max(map(len, self.prompts))
         if longest + min(self.options["max_new_tokens"], 1) > session.context:
-            found = f"{field}: {longest} tokens; the context holds {session.context} in all"
-            raise Refusal(400, found, param=field, code="context_length_exceeded")
+            told = f"{field}: {longest} tokens; the context holds {session.context} in all"
+            raise Refusal(400, told, param=field, code="context_length_exceeded")
         kind = ("chat.completion" + ".chunk" * self.stream) if self.chat else "text_completion"
-        self.about = {"id": f"cmpl-{secrets.token_hex()}", "object": kind, "model": model}
+        self.about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": kind, "model": model}
         self.about["created"] = int(time.time())
         self.replies: asyncio.Queue = asyncio.Queue()  # and None at their end
 
@@ -115,7 +116,7 @@ class Job:
         if TURN.statistics().tasks_waiting >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
 
-        async def watch() -> None:  # who has got the whole answer counts as gone, too
+        async def watch() -> None:  # who was sent the whole answer counts as gone, too
             while (await receive())["type"] != "http.disconnect":
                 pass
             group.cancel_scope.cancel()
