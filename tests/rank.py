@@ -1,5 +1,6 @@
 """One rank of tests/test_ranks.py: saves what it computes and how many bytes of weights it holds."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def main(root: Path, out: Path, forms: list[str]) -> None:
     torch.set_num_threads(1)
     group, found = llama2.Ranks(), {}
     rank, ranks, tokens = group.rank, group.count, torch.load(root / "tokens")
+    assert [rank, ranks] == [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")]
     assert group.gather(rank) == list(range(ranks)) and llama2.shared(lambda: rank, group) == 0
     for form in forms:
         part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, ranks)

@@ -423,7 +423,7 @@ def test_layers_compile_as_one_graph(kind, monkeypatch):
     for layer in [plain] * (kind == "Q4_0") + [llama2.CompiledLinear(plain)]:
         torch.compiler.reset()  # the limit on recompilations is for all tests together
         traced = torch.compile(layer, backend="eager", fullgraph=True)
-        for rows in (1, 40):
+        for rows in (1, 4, 40):
             x = torch.randn(rows, 256)
             wanted = F.linear(x, llama2.dequantize(blocks, kind))
             assert_close(traced(x), wanted, 1e-5)
