@@ -28,8 +28,10 @@
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
 #define UNROLL _Pragma("GCC unroll 12")
+#define UNROLL_4 _Pragma("GCC unroll 4")
 #pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -723,12 +725,25 @@ template <class X>
 INLINE void microkernel(Sum<X> (&sums)[NR][V], const void *w, int64_t down, int64_t right,
                         const void *x, int64_t count) {
   Bytes a = (Bytes)w, b = (Bytes)x;
+  UNROLL_4
   for (int64_t k = 0; k < count; k++, a += 4 * right, b += 4 * MR) {
     X v[V];
     for (int i = 0; i < V; i++) v[i] = load<X>(b + 4 * VL * i);
+    for (int i = 0; i < V; i++) __builtin_prefetch(b + 4 * VL * i + 2048);
     UNROLL
     for (int n = 0; n < NR; n++) {
-      X word = splat<X>(a + 4 * n * down);
+      Bytes p = a + 4 * n * down;
+#if defined(AVX512) && defined(VNNI) && !defined(__clang__)
+      if constexpr (is_int16<X>)
+        if (n % 2) {  // instructions are as scarce as loads: half of the words take one less
+          for (int i = 0; i < V; i++)
+            asm("vpdpwssd %2%{1to16%}, %1, %0"
+                : "+v"(sums[n][i])
+                : "v"(v[i]), "m"(*(const uint32_t *)p));
+          continue;
+        }
+#endif
+      X word = splat<X>(p);
       for (int i = 0; i < V; i++) sums[n][i] = madd(sums[n][i], v[i], word);
     }
   }
