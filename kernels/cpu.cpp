@@ -77,6 +77,11 @@ typedef float f32x4 VECTOR(16);
 typedef float f32x8 VECTOR(32);
 typedef int32_t i32x8 VECTOR(32);
 constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
+#if defined(AVX2) && !defined(VNNI)
+constexpr bool PAIR_NIBBLES = true;  // gemv takes two blocks of nibbles at a time
+#else
+constexpr bool PAIR_NIBBLES = false;
+#endif
 template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
 template <class X>
 using Sum = typename std::conditional<is_int16<X>, i32, f32>::type;  // of products
@@ -201,6 +206,7 @@ INLINE void store_bfloat16(void *p, f32 v) {
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_, GROUPS = 256 / GROUP_ };
   enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
+  enum { PAIRED = false };
 };
 // A float16 scale and perhaps another float16, a minimum less than zero, begin the block
 template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
@@ -312,9 +318,11 @@ struct BF16 : Dense<64> {
   }
 };
 struct Q4_0 : Block32<18, 8> {
+  enum { PAIRED = PAIR_NIBBLES };
   INLINE u8 values(Bytes b, int i) { return nibbles<18>(b + 2, i); }
 };
 struct Q4_1 : Block32<20, 0, true> {
+  enum { PAIRED = PAIR_NIBBLES };
   INLINE u8 values(Bytes b, int i) { return nibbles<20>(b + 4, i); }
 };
 struct Q5_0 : Block32<22, 16> {
@@ -396,14 +404,14 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
 #endif
   }
 }
-// W / GROUP numbers, each in the lanes of its group
-template <int GROUP> INLINE f32 spread(const void *p) {
-  if (W <= GROUP) return splat<f32>(p);
+// COUNT / GROUP numbers, each in the lanes of its group
+template <int GROUP, int COUNT = W> INLINE f32 spread(const void *p) {
+  if (COUNT <= GROUP) return splat<f32>(p);
 #ifdef MM
   // No more bytes than needed: a load that is wider than the store before it must wait
-  const __m128i some = W == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
+  const __m128i some = COUNT == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
   i32 lane = {};
-  for (int i = 0; i < VL; i++) lane[i] = 4 * i / GROUP;
+  for (int i = 0; i < VL; i++) lane[i] = COUNT / VL * i / GROUP;
 #ifdef AVX512
   return (f32)_mm512_permutexvar_epi32((Mi)lane, _mm512_castsi128_si512(some));
 #else
@@ -549,8 +557,8 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
     }
   }
 }
-// Each W of n numbers q, in place, as multiply() wants them
-static void split_for_gemv(int16_t *q, int64_t n) {
+// Each 64 of n numbers q, in place, as multiply() wants them
+template <bool PAIRED> static void split_for_gemv(int16_t *q, int64_t n) {
 #ifdef VNNI  // high bytes, then low bytes: q = 256 high + low, both signed
   typedef int8_t i8_half VECTOR(2 * VL);
   for (int16_t *end = q + n; q < end; q += W) {
@@ -563,6 +571,11 @@ static void split_for_gemv(int16_t *q, int64_t n) {
   }
 #else
   split<W>(q, n);
+  for (int16_t *end = q + n; PAIRED && q < end; q += 64) {  // eights 0 1 2 .. 7 -> 0 4 1 5 .. 7
+    f32x4 eights[2][4];
+    memcpy(eights, q, sizeof eights);
+    for (int i = 0; i < 8; i++) store(q + 8 * i, eights[i % 2][i / 2]);
+  }
 #endif
 }
 // W weights times W numbers of x; each lane is the sum of 4 products of neighbours
@@ -575,11 +588,32 @@ INLINE i32 multiply(u8 w, Bytes x) {
   return madd(even, (i16)((u16)w >> 8), load<i16>(x + W));
 #endif
 }
+#ifdef AVX2
+// Two blocks of nibbles side by side, each of the four in 16 bits times what it meets in x
+INLINE i32 multiply(__m256i nibbles, Bytes x) {
+  auto product = [&](__m256i v, int bits, int i) INLINE_LAMBDA {
+    return madd(i32{}, (i16)_mm256_and_si256(v, _mm256_set1_epi16(bits)), load<i16>(x + 32 * i));
+  };
+  const __m256i high = _mm256_srli_epi16(nibbles, 4);
+  const i32 even = product(nibbles, 0xf, 0) + product(high, 0xf, 1);
+  return even + ((product(nibbles, 0xf00, 2) + product(high, 0xf00, 3)) >> 8);
+}
+#endif
+// The i-th STEP weights as multiply() takes them
+template <class T> INLINE auto gemv_values(Bytes b, int i) {
+#ifdef AVX2
+  if constexpr (T::PAIRED) {
+    const Bytes p = b + (2 * i + 1) * T::SIZE - 16, q = p + T::SIZE;
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(q), 1);
+  } else
+#endif
+    return T::values(b, i);
+}
 
 // One row of W (K) times R rows of x, or as many as there are, from `row` on -> y[0], y[stride] ...
 template <class T, int R>
 static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
-  constexpr int GROUPS = T::GROUPS, WIDE = T::GROUP == 32;
+  constexpr int GROUPS = T::GROUPS, WIDE = T::GROUP == 32, STEP = T::PAIRED ? 64 : W;
   Bytes q[R];
   const float *x_scales[R], *x_sums[R];
   for (int r = 0; r < R; r++) {
@@ -606,12 +640,12 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
     }
     // Reload scales from L1: broadcast loads are free, shuffles are not
     asm volatile("" : : "r"(scales) : "memory");
-    unrolled<256 / W>([&](int i) INLINE_LAMBDA {
-      const u8 v = T::values(b, i);
+    unrolled<256 / STEP>([&](int i) INLINE_LAMBDA {
+      const auto v = gemv_values<T>(b, i);
       UNROLL
       for (int r = 0; r < R; r++) {
-        const f32 products = to_f32(multiply(v, q[r] + 2 * (k + W * i)));
-        const f32 scale = spread<T::GROUP>(scales[r] + W * i / T::GROUP);
+        const f32 products = to_f32(multiply(v, q[r] + 2 * (k + STEP * i)));
+        const f32 scale = spread<T::GROUP, STEP>(scales[r] + STEP * i / T::GROUP);
         total[r] += products * scale;
       }
     });
@@ -650,18 +684,22 @@ typedef float (*DotExact)(Bytes w, const float *x, int64_t K);
 typedef void (*Unpack)(Bytes w, float *y);
 typedef void (*UnpackInt16)(Bytes w, int16_t *y, float *scales, float *minima);
 typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride);
+typedef void (*Split)(int16_t *q, int64_t n);
 struct Format {
   int64_t type, block, size, span, max;
   bool minimum;
   Unpack unpack;
   DotExact exact;
+  Split split;
   Dot fast, fast4;           // for one row of x and for up to four; null: exact if fast, too
   UnpackInt16 unpack_int16;  // null: float32 if fast, too
   int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type,      T::BLOCK,     T::SIZE, T::SPAN, T::MAX, T::MINIMUM,
-              unpack<T>, dot_exact<T>, nullptr, nullptr, nullptr};
+  Format f = {type,      T::BLOCK,     T::SIZE,
+              T::SPAN,   T::MAX,       T::MINIMUM,
+              unpack<T>, dot_exact<T>, split_for_gemv<T::PAIRED>,
+              nullptr,   nullptr,      nullptr};
   if constexpr (!T::DENSE) {
     f.fast = dot<T, 1>, f.fast4 = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
@@ -689,14 +727,14 @@ struct Matrix {
   float *y;
 };
 
-// Several matrices times the same rows of x, in one parallel loop
+// Several matrices, whose formats split x alike, times the same rows of x, in one parallel loop
 static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                  bool fast) {
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += matrices[i].N;
   Rows vectors(x, fast ? rows : 0, K);
   for (int64_t r = 0; r < vectors.count; r++) quantize_row<32>(vectors, r, 1);
-  split_for_gemv(vectors.q, vectors.count * vectors.room);
+  matrices->format->split(vectors.q, vectors.count * vectors.room);
 #pragma omp parallel for schedule(guided, 16) if (total * K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
@@ -869,7 +907,12 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
 // Each of the matrices times x (rows, K)
 static void multiply(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                      bool fast) {
-  if (rows <= 16) return gemv(matrices, count, x, rows, K, fast);
+  while (rows <= 16 && count) {
+    int alike = 1;
+    while (alike < count && matrices[alike].format->split == matrices->format->split) alike++;
+    gemv(matrices, alike, x, rows, K, fast);
+    matrices += alike, count -= alike;
+  }
   std::optional<Panels<f32>> exact_panels;
   std::optional<Panels<i16>> fast_panels;
   int64_t max = 0;
