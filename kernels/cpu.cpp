@@ -162,6 +162,17 @@ INLINE float half(const void *p) {
   return v & 0x8000 ? -size : size;
 #endif
 }
+struct Two {
+  float first, second;
+};
+INLINE Two two_halves(const void *p) {  // one after the other
+#ifdef MM
+  const __m128 v = _mm_cvtph_ps(_mm_cvtsi32_si128(load<int32_t>(p)));
+  return {v[0], v[1]};
+#else
+  return {half(p), half((Bytes)p + 2)};
+#endif
+}
 
 // VL numbers of memory, float32 or float16 -> f32, and back, rounded to nearest even
 INLINE f32 load_f32(const float *p) { return load<f32>(p); }
@@ -213,11 +224,11 @@ template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
 struct Block32 : Block<32, SIZE_, 32, MINIMUM_> {
   enum { DENSE = ZERO_ < 0, ZERO = ZERO_, MAX = 128 };
 };
-// K types: a group's scale and minimum are integers of 8 bits times one float16 of the block, found
-// at bytes D and DMIN; no value times its scale is more than MAX.
-template <int SIZE_, int ZERO_, int MAX_, int GROUP_, int D_, int DMIN_ = D_>
-struct Block256 : Block<256, SIZE_, GROUP_, D_ != DMIN_> {
-  enum { DENSE = 0, ZERO = ZERO_, MAX = MAX_, D = D_, DMIN = DMIN_ };
+// K types: a group's scale and minimum are integers of 8 bits times one float16 of the block each,
+// at byte D and behind it; no value times its scale is more than MAX.
+template <int SIZE_, int ZERO_, int MAX_, int GROUP_, int D_, bool MINIMUM_ = false>
+struct Block256 : Block<256, SIZE_, GROUP_, MINIMUM_> {
+  enum { DENSE = 0, ZERO = ZERO_, MAX = MAX_, D = D_ };
 };
 template <int SIZE_> using Dense = Block32<SIZE_, -1>;
 
@@ -336,7 +347,7 @@ struct Q8_0 : Block32<34, 128> {
     return bits(b, i, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
   }
 };
-struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, 82> {
+struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, true> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
     for (int i = 0; i < 2; i++) {
       const uint64_t v = load<uint64_t>(b + 8 * i);
@@ -356,11 +367,11 @@ struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
   }
   INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 32, i) | stacked<1>(b, i, 2); }
 };
-struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, 2> {
+struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, true> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
   INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 16, i); }
 };
-struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, 2> {
+struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, true> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
   INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 48, i) | stacked<1>(b + 16, i, 4); }
 };
@@ -377,10 +388,11 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
   if constexpr (T::BLOCK == 256) {
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
+    const Two d = T::MINIMUM ? two_halves(b + T::D) : Two{half(b + T::D), 0};
     for (int i = 0; i < T::GROUPS / 8; i++) {
-      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * half(b + T::D));
+      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * d.first);
       if constexpr (T::MINIMUM)
-        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * half(b + T::DMIN));
+        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d.second);
     }
   } else {
 #ifdef MM
@@ -463,7 +475,7 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
     }
     for (int i = 0; i < 256 / T::SPAN; i++) scale[i] = half(w + T::D);
     if constexpr (T::MINIMUM)
-      store(minima, __builtin_convertvector(widen8(*minimum), f32x8) * -half(w + T::DMIN));
+      store(minima, __builtin_convertvector(widen8(*minimum), f32x8) * -half(w + T::D + 2));
   } else {
     read_scales<T>(w, scale, minima);
     for (int i = 0; T::MINIMUM && i < 8; i++) minima[i] = -minima[i];
@@ -623,9 +635,10 @@ static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
   }
   f32 total[R] = {};
   f32x8 low[R][GROUPS / 8] = {};
-  for (int64_t k = 0; k < x.K; k += 256, w += T::SIZE256) {
+  for (int64_t k = 0, K = x.K; k < K; k += 256, w += T::SIZE256) {
     uint8_t padded[T::SIZE256];
-    const Bytes b = k + 256 <= x.K ? w : pad(w, (x.K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
+    Bytes b = w;
+    if (T::BLOCK < 256 && k + 256 > K) b = pad(w, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
     prefetch(w + AHEAD, T::SIZE256);
     alignas(64) float s[GROUPS], m[GROUPS], scales[R][GROUPS];
     read_scales<T>(b, s, m);
