@@ -2735,7 +2735,7 @@ def kernels() -> Kernels:
     problems = []
     for compiler in compilers():
         try:
-            return find_or_compile(KERNELS_SOURCE.read_bytes(), compiler, kernel_folder())
+            return find_or_compile(compiler, kernel_folder())
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
     return Kernels(problem="; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
@@ -2788,9 +2788,11 @@ def is_ours(path: Path) -> bool:
     return owned and (os.name == "nt" or not status.st_mode & 0o022)
 
 
-def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels:
+def find_or_compile(compiler: list[str], folder: Path) -> Kernels:
     """Load the library from the folder, or compile it. Raises OSError."""
     start = time.perf_counter()
+    files = [KERNELS_SOURCE, *sorted(KERNELS_SOURCE.parent.glob("*.h"))]
+    sources = {file.name: file.read_bytes() for file in files}
     for target in ("-march=native", "-mcpu=native"):  # some compilers know only one of them
         try:
             macros = run_compiler([*compiler, target, "-dM", "-E", "-x", "c++", os.devnull], folder)
@@ -2800,7 +2802,7 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels
                 raise
     # The name holds hashes of what it depends on (macros tell the compiler's version and the
     # processor's instruction sets), and of the library, which a power cut may damage.
-    key = hashlib.sha256(source + macros + " ".join(compiler).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((sources, macros, compiler)).encode()).hexdigest()[:16]
     for path in folder.glob(f"cpu-{key}-*.so"):
         with suppress(OSError):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -2813,9 +2815,10 @@ def find_or_compile(source: bytes, compiler: list[str], folder: Path) -> Kernels
 
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
         new = Path(build, "cpu.so")
-        Path(build, "cpu.cpp").write_bytes(source)
+        for name, source in sources.items():
+            Path(build, name).write_bytes(source)
         command = [*compiler, "-O2", "-ffp-contract=fast", target, "-std=c++17", "-shared"]
-        command += ["cpu.cpp", "-o", new.name]
+        command += [KERNELS_SOURCE.name, "-o", new.name]
         command += ["-fPIC"] * (sys.platform != "win32")
         apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
         for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):

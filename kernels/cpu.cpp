@@ -8,506 +8,9 @@
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 32
 // numbers, for gemm each 128 (3e-5 relative; gemm of Q6_K 6e-5), since integers multiply faster.
 // Dense weights are float32 in both.
-// GNU vector types compile to what the CPU has (AVX-512, AVX2, NEON, ...); intrinsics stand where
-// compilers do not find the one instruction.
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <new>
-#include <optional>
-#include <type_traits>
-#include <utility>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-#ifndef _OPENMP
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"
-#endif
-#pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#define UNROLL_4 _Pragma("clang loop unroll_count(4)")
-#else
-#define UNROLL _Pragma("GCC unroll 12")
-#define UNROLL_4 _Pragma("GCC unroll 4")
-#pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#define INLINE static inline __attribute__((always_inline))
-#define INLINE_LAMBDA __attribute__((always_inline))
-
-// ---- Vectors ------------------------------------------------------------------------------------
-
-// VL: 32-bit lanes of a vector; NR: rows of W in a tile of gemm; MM(add_ps): the intrinsic
-#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define AVX512
-#define MM(name) _mm512_##name
-constexpr int VL = 16, NR = 12;
-typedef __m512 Mf;
-typedef __m512i Mi;
-typedef __m256i Mhalf;
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define AVX2
-#define MM(name) _mm256_##name
-constexpr int VL = 8, NR = 6;
-typedef __m256 Mf;
-typedef __m256i Mi;
-typedef __m128i Mhalf;
-#else
-constexpr int VL = 4, NR = 6;
-#endif
-#if defined(AVX512) && defined(__AVX512VNNI__)
-#define VNNI(name) _mm512_##name##_epi32
-#elif defined(AVX2) && defined(__AVXVNNI__)
-#define VNNI(name) _mm256_##name##_avx_epi32
-#endif
-#define VECTOR(bytes) __attribute__((vector_size(bytes)))
-typedef const uint8_t *Bytes;
-typedef float f32 VECTOR(4 * VL);
-typedef int32_t i32 VECTOR(4 * VL);
-typedef uint32_t u32 VECTOR(4 * VL);
-typedef int16_t i16 VECTOR(4 * VL);
-typedef uint16_t u16 VECTOR(4 * VL);
-typedef uint8_t u8 VECTOR(4 * VL);
-typedef int16_t i16_half VECTOR(2 * VL);
-typedef uint16_t u16_half VECTOR(2 * VL);
-typedef float f32x4 VECTOR(16);
-typedef float f32x8 VECTOR(32);
-typedef int32_t i32x8 VECTOR(32);
-constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
-#if defined(AVX2) && !defined(VNNI)
-constexpr bool PAIR_NIBBLES = true;  // gemv takes two blocks of nibbles at a time
-#else
-constexpr bool PAIR_NIBBLES = false;
-#endif
-template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
-template <class X>
-using Sum = typename std::conditional<is_int16<X>, i32, f32>::type;  // of products
-
-template <class V> INLINE V load(const void *p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-template <class V> INLINE void store(void *p, const V &v) { memcpy(p, &v, sizeof v); }
-template <class V> INLINE V splat(const void *p) { return (V)(load<uint32_t>(p) - u32{}); }
-INLINE f32 splat(float f) { return f - f32{}; }
-INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
-INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
-INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
-INLINE float sum(const f32x8 &v) { return sum(load<f32x4>(&v) + load<f32x4>((Bytes)&v + 16)); }
-#ifdef AVX512
-INLINE float sum(const f32 &v) { return sum(load<f32x8>(&v) + load<f32x8>((Bytes)&v + 32)); }
-#endif
-// f(0), f(1) ... f(N - 1), where vectors are wide with constants
-template <class F, int... I> INLINE void call(F f, std::integer_sequence<int, I...>) {
-  (f(I), ...);
-}
-template <int N, class F> INLINE void unrolled(F f) {
-#ifdef MM
-  call(f, std::make_integer_sequence<int, N>());
-#else
-  for (int i = 0; i < N; i++) f(i);
-#endif
-}
-
-INLINE f32 madd(f32 total, f32 a, f32 b) { return total + a * b; }  // fused: -ffp-contract=fast
-// The 2i-th and the 2i+1-th product are added to the i-th total
-INLINE i32 madd(i32 total, i16 a, i16 b) {
-#if defined(VNNI)
-  return (i32)VNNI(dpwssd)((Mi)total, (Mi)a, (Mi)b);
-#elif defined(MM)
-  return total + (i32)MM(madd_epi16)((Mi)a, (Mi)b);
-#else  // other pairs: a number and the one half a vector away
-  auto low = [](i16 v) { return __builtin_convertvector(load<i16_half>(&v), i32); };
-  auto high = [](i16 v) {
-    return __builtin_convertvector(load<i16_half>((Bytes)&v + 2 * VL), i32);
-  };
-  return total + low(a) * low(b) + high(a) * high(b);
-#endif
-}
-
-// VL bytes -> int32
-INLINE i32 widen(const void *p) {
-#if defined(AVX512)
-  return (i32)_mm512_cvtepu8_epi32(load<__m128i>(p));
-#elif defined(AVX2)
-  return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-#else
-  typedef uint8_t Part VECTOR(VL);
-  return __builtin_convertvector(load<Part>(p), i32);
-#endif
-}
-// 8 signed bytes -> int32
-INLINE i32x8 widen8(const uint64_t &bytes) {
-#ifdef MM  // which GCC does byte by byte
-  return (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
-#else
-  typedef int8_t i8x8 VECTOR(8);
-  return __builtin_convertvector(load<i8x8>(&bytes), i32x8);
-#endif
-}
-
-struct float16 {
-  uint16_t bits;
-};
-INLINE float half(const void *p) {
-#ifdef MM
-  return _cvtsh_ss(load<uint16_t>(p));
-#else
-  const uint32_t v = load<uint16_t>(p), bits = (v & 0x7fff) << 13;  // exponent: 112 too low
-  const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f : bits << 9 ? NAN : INFINITY;
-  return v & 0x8000 ? -size : size;
-#endif
-}
-struct Two {
-  float first, second;
-};
-INLINE Two two_halves(const void *p) {  // one after the other
-#ifdef MM
-  const __m128 v = _mm_cvtph_ps(_mm_cvtsi32_si128(load<int32_t>(p)));
-  return {v[0], v[1]};
-#else
-  return {half(p), half((Bytes)p + 2)};
-#endif
-}
-
-// VL numbers of memory, float32 or float16 -> f32, and back, rounded to nearest even
-INLINE f32 load_f32(const float *p) { return load<f32>(p); }
-INLINE f32 load_f32(const float16 *p) {
-#ifdef MM
-  return (f32)MM(cvtph_ps)(load<Mhalf>(p));
-#else
-  f32 v;
-  for (int i = 0; i < VL; i++) v[i] = half(p + i);
-  return v;
-#endif
-}
-INLINE void store_f32(float *p, f32 v) { store(p, v); }
-INLINE void store_f32(float16 *p, f32 v) {
-#ifdef MM
-  store(p, MM(cvtps_ph)((Mf)v, _MM_FROUND_TO_NEAREST_INT));
-#else
-  for (int i = 0; i < VL; i++) {
-    float f = v[i], shifted = std::fabs(f) + .5f;  // to where a unit is the smallest float16
-    uint32_t bits = load<uint32_t>(&f), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    bits = size > 0x7f800000    ? 0x7e00
-           : size >= 0x47800000 ? 0x7c00
-           : size < 0x38800000  ? load<uint32_t>(&shifted) - 0x3f000000
-                                : (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-    p[i].bits = (uint16_t)(sign | bits);
-  }
-#endif
-}
-INLINE void store_bfloat16(void *p, f32 v) {
-#ifdef __AVX512BF16__
-  store(p, _mm512_cvtneps_pbh((__m512)v));
-#else
-  u32 bits = (u32)v, nearest = bits + 0x7fff + (bits >> 16 & 1);
-  nearest = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : nearest;  // NaN stays NaN
-  store(p, __builtin_convertvector(nearest >> 16, u16_half));
-#endif
-}
-
-// ---- Formats: weight = scale * (value - ZERO) - minimum, each shared by a group -----------------
-
-// BLOCK weights in SIZE bytes, in groups of GROUP. SPAN: columns of int16 that share a scale
-template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
-  enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_, GROUPS = 256 / GROUP_ };
-  enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
-  enum { PAIRED = false };
-};
-// A float16 scale and perhaps another float16, a minimum less than zero, begin the block
-template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
-struct Block32 : Block<32, SIZE_, 32, MINIMUM_> {
-  enum { DENSE = ZERO_ < 0, ZERO = ZERO_, MAX = 128 };
-};
-// K types: a group's scale and minimum are integers of 8 bits times one float16 of the block each,
-// at byte D and behind it; no value times its scale is more than MAX.
-template <int SIZE_, int ZERO_, int MAX_, int GROUP_, int D_, bool MINIMUM_ = false>
-struct Block256 : Block<256, SIZE_, GROUP_, MINIMUM_> {
-  enum { DENSE = 0, ZERO = ZERO_, MAX = MAX_, D = D_ };
-};
-template <int SIZE_> using Dense = Block32<SIZE_, -1>;
-
-// Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
-struct Piece {
-  int at, bit;
-};
-#ifdef MM
-INLINE __m256i load_pieces(Bytes b, int first, int second) {
-  if (first == second) return _mm256_broadcastsi128_si256(load<__m128i>(b + first));
-  return load<__m256i>(b + first);  // the second follows
-}
-#endif
-// Bits `mask` of the i-th W weights, moved to bit `to` of a byte each; piece(j): of the j-th 16.
-// All but the bytes is constant where vectors are wide.
-template <class F> INLINE u8 bits(Bytes b, int i, F piece, int mask, int to = 0) {
-  const int j = W / 16 * i, first = piece(j).at;
-#ifdef MM
-  const __m256i v = load_pieces(b, first, piece(j + 1).at);
-#ifdef AVX512
-  const int third = piece(j + 2).at, last = piece(j + 3).at;
-  Mi all;
-  if (third == first + 32 && last == first + 48) all = load<Mi>(b + first);
-  else if (third == first) all = _mm512_broadcast_i64x4(v);
-  else if (piece(j + 1).at == first)
-    all = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load<__m128i>(b + first)), 0xf0,
-                                      load<__m128i>(b + third));
-  else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
-#else
-  const Mi all = v;
-#endif
-  u32 right = {}, left = {};
-  for (int lane = 0; lane < VL; lane++) {
-    const int shift = piece(j + lane / 4).bit - to;
-    right[lane] = shift > 0 ? shift : 0, left[lane] = shift < 0 ? -shift : 0;
-  }
-  const u32 moved = (u32)all >> right << left;
-#else
-  const int shift = piece(j).bit - to;
-  const u32 all = load<u32>(b + first), moved = shift > 0 ? all >> shift : all << -shift;
-#endif
-  return (u8)moved & (uint8_t)(mask << to);
-}
-// Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
-template <int SIZE> INLINE u8 nibbles(Bytes b, int i) {
-  return bits(b, i, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
-}
-// Of blocks of 256 in which 32 weights have the lowest bits of 32 bytes, the next 32 those above
-template <int BITS> INLINE u8 stacked(Bytes b, int i, int to = 0) {
-  constexpr int PER = 8 / BITS;  // weights in a byte
-  auto piece = [](int j) { return Piece{j / 2 / PER * 32 + j % 2 * 16, j / 2 % PER * BITS}; };
-  return bits(b, i, piece, (1 << BITS) - 1, to);
-}
-constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
-// Of blocks that hold the fifth bit of 32 weights in 32 bits
-template <int SIZE> INLINE u8 fifth(Bytes b, int i) {
-#if defined(AVX512)
-  const uint64_t high = load<uint32_t>(b + (2 * i + 1) * SIZE);
-  return (u8)_mm512_maskz_set1_epi8(load<uint32_t>(b + 2 * i * SIZE) | high << 32, 16);
-#else
-  uint64_t v[W / 8];
-#if defined(AVX2)
-  for (int j = 0; j < W / 8; j++) v[j] = each(j);
-  store(v, _mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(b + i * SIZE)), load<Mi>(v)));
-#else
-  for (int j = 0; j < W / 8; j++) v[j] = each(b[i / 2 * SIZE + i % 2 * 2 + j]);
-#endif
-  for (uint64_t &bytes : v) bytes &= 0x8040201008040201;
-  return (u8)(load<u8>(v) != 0) & 16;
-#endif
-}
-// 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
-INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
-#ifdef __AVX2__
-  const __m128i v = load<__m128i>(b), six = _mm_set1_epi8(63), top = _mm_set1_epi8(48);
-  __m128i low = _mm_shuffle_epi32(v, 0xa5), last = _mm_shuffle_epi32(v, 0xff);  // words 1122, 3333
-  low = _mm_srlv_epi32(low, _mm_setr_epi32(0, 2, 0, 2)) & _mm_unpacklo_epi32(six, top);
-  last = _mm_srlv_epi32(last, _mm_setr_epi32(32, 0, 32, 4)) & _mm_set1_epi8(15);
-  low |= last;
-  memcpy(s, &low, 8), memcpy(m, (Bytes)&low + 8, 8);
-#else
-  const uint64_t v = load<uint64_t>(b + 4), last = load<uint32_t>(b + 12), top = v >> 6 & each(3);
-  const uint64_t low = last & each(15), high = last >> 4 & each(15), LOW32 = 0xffffffff;
-  *s = (v & each(63) & LOW32) | (low | (top & LOW32) << 4) << 32;
-  *m = (v & each(63)) >> 32 | (high | top >> 32 << 4) << 32;
-#endif
-}
-
-struct F32 : Dense<128> {
-  INLINE f32 load(Bytes b, int i) { return ::load<f32>(b + 4 * i); }
-};
-struct F16 : Dense<64> {
-  INLINE f32 load(Bytes b, int i) { return load_f32((const float16 *)b + i); }
-};
-struct BF16 : Dense<64> {
-  INLINE f32 load(Bytes b, int i) {
-    return (f32)(__builtin_convertvector(::load<u16_half>(b + 2 * i), u32) << 16);
-  }
-};
-struct Q4_0 : Block32<18, 8> {
-  enum { PAIRED = PAIR_NIBBLES };
-  INLINE u8 values(Bytes b, int i) { return nibbles<18>(b + 2, i); }
-};
-struct Q4_1 : Block32<20, 0, true> {
-  enum { PAIRED = PAIR_NIBBLES };
-  INLINE u8 values(Bytes b, int i) { return nibbles<20>(b + 4, i); }
-};
-struct Q5_0 : Block32<22, 16> {
-  INLINE u8 values(Bytes b, int i) { return nibbles<22>(b + 6, i) | fifth<22>(b + 2, i); }
-};
-struct Q5_1 : Block32<24, 0, true> {
-  INLINE u8 values(Bytes b, int i) { return nibbles<24>(b + 8, i) | fifth<24>(b + 4, i); }
-};
-struct Q8_0 : Block32<34, 128> {
-  INLINE u8 values(Bytes b, int i) {
-    return bits(b, i, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
-  }
-};
-struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, true> {
-  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
-    for (int i = 0; i < 2; i++) {
-      const uint64_t v = load<uint64_t>(b + 8 * i);
-      s[i] = v & each(15), m[i] = v >> 4 & each(15);
-    }
-  }
-  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 16, i); }
-};
-struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
-  INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
-    const uint64_t low = load<uint64_t>(b + 96), top = load<uint32_t>(b + 104);
-    for (int i = 0; i < 2; i++) {
-      uint64_t high = (top >> 4 * i & 0x03030303) | (top >> (4 * i + 2) & 0x03030303) << 32;
-      uint64_t v = ((low >> 4 * i & each(15)) | high << 4) ^ each(32), sign = v & each(32);
-      s[i] = v | sign << 1 | sign << 2;  // less 32
-    }
-  }
-  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 32, i) | stacked<1>(b, i, 2); }
-};
-struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, true> {
-  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 16, i); }
-};
-struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, true> {
-  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 48, i) | stacked<1>(b + 16, i, 4); }
-};
-struct Q6_K : Block256<210, 32, 32 * 128, 16, 208> {
-  INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
-  INLINE u8 values(Bytes b, int i) {
-    auto low = [](int j) { return Piece{j / 8 * 64 + j % 4 * 16, j / 4 % 2 * 4}; };
-    return bits(b, i, low, 15) | stacked<2>(b + 128, i, 4);
-  }
-};
-
-// Scales and minima of 256 weights
-template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
-  if constexpr (T::BLOCK == 256) {
-    uint64_t scale[2], minimum[2];
-    T::integers(b, scale, minimum);
-    const Two d = T::MINIMUM ? two_halves(b + T::D) : Two{half(b + T::D), 0};
-    for (int i = 0; i < T::GROUPS / 8; i++) {
-      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * d.first);
-      if constexpr (T::MINIMUM)
-        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d.second);
-    }
-  } else {
-#ifdef MM
-    // Joined as scalars: vectors have enough to do
-    auto four = [&](Bytes p) INLINE_LAMBDA {
-      uint64_t bits = load<uint16_t>(p);
-      for (int i = 1; i < 4; i++) bits |= (uint64_t)load<uint16_t>(p + i * T::SIZE) << 16 * i;
-      return (int64_t)bits;
-    };
-    auto halves = [&](Bytes p) INLINE_LAMBDA {
-      return (f32x8)_mm256_cvtph_ps(_mm_set_epi64x(four(p + 4 * T::SIZE), four(p)));
-    };
-    store(s, halves(b));
-    if (T::MINIMUM) store(m, -halves(b + 2));
-#else
-    UNROLL
-    for (int i = 0; i < 8; i++, b += T::SIZE) {
-      s[i] = half(b);
-      if (T::MINIMUM) m[i] = -half(b + 2);
-    }
-#endif
-  }
-}
-// COUNT / GROUP numbers, each in the lanes of its group
-template <int GROUP, int COUNT = W> INLINE f32 spread(const void *p) {
-  if (COUNT <= GROUP) return splat<f32>(p);
-#ifdef MM
-  // No more bytes than needed: a load that is wider than the store before it must wait
-  const __m128i some = COUNT == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
-  i32 lane = {};
-  for (int i = 0; i < VL; i++) lane[i] = COUNT / VL * i / GROUP;
-#ifdef AVX512
-  return (f32)_mm512_permutexvar_epi32((Mi)lane, _mm512_castsi128_si512(some));
-#else
-  return (f32)_mm256_permutevar8x32_epi32(_mm256_castsi128_si256(some), (Mi)lane);
-#endif
-#endif
-}
-// Some bytes into L2. AHEAD: beyond what hardware fetches at a page's end (F16 1.6 times as fast)
-constexpr int AHEAD = 6144;
-INLINE void prefetch(Bytes p, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-// The last blocks of a row that are fewer than 256 weights, and zeros in place of the others
-__attribute__((noinline, cold)) static Bytes pad(Bytes w, int64_t there, int64_t whole,
-                                                 uint8_t *padded) {
-  memset(padded + there, 0, whole - there);
-  memcpy(padded, w, there);
-  return padded;
-}
-
-// ---- 256 weights as numbers ---------------------------------------------------------------------
-
-// 256 weights -> float32
-template <class T> static void unpack(Bytes w, float *y) {
-  if constexpr (T::DENSE) {
-    for (int i = 0; i < 256; i += VL) store(y + i, T::load(w, i));
-  } else {
-    float s[T::GROUPS], m[T::GROUPS];
-    read_scales<T>(w, s, m);
-    unrolled<256 / W>([&](int i) INLINE_LAMBDA {
-      const u8 v = T::values(w, i);
-      for (int p = 0; p < W; p += VL) {
-        const int group = (W * i + p) / T::GROUP;
-        f32 scaled = (to_f32(widen((Bytes)&v + p)) - (float)T::ZERO) * s[group];
-        store(y + W * i + p, T::MINIMUM ? scaled - m[group] : scaled);
-      }
-    });
-  }
-}
-// The same as int16, even ones of 32 first, with a scale for each SPAN and, negated, the minima
-template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
-  alignas(32) uint32_t factors[16];  // twice an int16
-  if constexpr (T::BLOCK == 256) {
-    uint64_t integers[2], minimum[2];
-    T::integers(w, integers, minimum);
-    for (int i = 0; i < T::GROUPS / 8; i++) {
-      i32x8 v = widen8(integers[i]);
-      store(factors + 8 * i, v << 16 | (v & 0xffff));
-    }
-    for (int i = 0; i < 256 / T::SPAN; i++) scale[i] = half(w + T::D);
-    if constexpr (T::MINIMUM)
-      store(minima, __builtin_convertvector(widen8(*minimum), f32x8) * -half(w + T::D + 2));
-  } else {
-    read_scales<T>(w, scale, minima);
-    for (int i = 0; T::MINIMUM && i < 8; i++) minima[i] = -minima[i];
-  }
-  unrolled<256 / W>([&](int i) INLINE_LAMBDA {
-    const u8 v = T::values(w, i);
-    i16 even = (i16)((u16)v & 255) - (int16_t)T::ZERO, odd = (i16)((u16)v >> 8) - (int16_t)T::ZERO;
-    if constexpr (T::BLOCK == 256) {
-      const i16 factor = (i16)spread<T::GROUP>(factors + W * i / T::GROUP);
-      even *= factor, odd *= factor;
-    }
-#ifdef AVX512
-    for (Mi v : {(Mi)even, (Mi)odd}) {
-      store(y, _mm512_castsi512_si256(v)), store(y + 32, _mm512_extracti64x4_epi64(v, 1));
-      y += 16;
-    }
-    y += 32;
-#else
-    store(y, even), store(y + 16, odd), y += 32;
-#endif
-  });
-}
+#include "formats.h"
 
 // ---- gemv: up to 16 rows of x; the bits of a row do not depend on how many there are ------------
-
-struct Free {
-  void operator()(void *p) const { operator delete[](p, std::align_val_t(64)); }
-};
-template <class X> using Array = std::unique_ptr<X[], Free>;
-template <class X> static Array<X> array(int64_t n) {  // 64-byte aligned, uninitialised
-  return Array<X>(new (std::align_val_t(64)) X[n]);
-}
 
 // Rows of x as integers q with scales, and sums of x, for minima. Scales and sums are kept per 16
 // numbers [0] and per 32 [1], for formats have groups of either. Rows end with zeros, up to `room`.
@@ -572,7 +75,6 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
 // Each 64 of n numbers q, in place, as multiply() wants them
 template <bool PAIRED> static void split_for_gemv(int16_t *q, int64_t n) {
 #ifdef VNNI  // high bytes, then low bytes: q = 256 high + low, both signed
-  typedef int8_t i8_half VECTOR(2 * VL);
   for (int16_t *end = q + n; q < end; q += W) {
     i16 v[2];
     memcpy(v, q, sizeof v);
@@ -693,28 +195,22 @@ template <class T> static float dot_exact(Bytes w, const float *x, int64_t K) {
 
 // ---- The table of formats -----------------------------------------------------------------------
 
-typedef float (*DotExact)(Bytes w, const float *x, int64_t K);
-typedef void (*Unpack)(Bytes w, float *y);
-typedef void (*UnpackInt16)(Bytes w, int16_t *y, float *scales, float *minima);
-typedef void (*Dot)(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride);
-typedef void (*Split)(int16_t *q, int64_t n);
 struct Format {
   int64_t type, block, size, span, max;
   bool minimum;
-  Unpack unpack;
-  DotExact exact;
-  Split split;
-  Dot fast, fast4;           // for one row of x and for up to four; null: exact if fast, too
-  UnpackInt16 unpack_int16;  // null: float32 if fast, too
+  decltype(&unpack<F32>) unpack;
+  decltype(&dot_exact<F32>) exact;
+  decltype(&split_for_gemv<false>) split;
+  decltype(&dot<Q8_0, 1>) one = nullptr, four = nullptr;  // rows of x at most; null: as if exact
+  decltype(&unpack_int16<Q8_0>) unpack_int16 = nullptr;   // null: as if exact
   int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
 template <class T> static constexpr Format format(int64_t type) {
   Format f = {type,      T::BLOCK,     T::SIZE,
               T::SPAN,   T::MAX,       T::MINIMUM,
-              unpack<T>, dot_exact<T>, split_for_gemv<T::PAIRED>,
-              nullptr,   nullptr,      nullptr};
+              unpack<T>, dot_exact<T>, split_for_gemv<T::PAIRED>};
   if constexpr (!T::DENSE) {
-    f.fast = dot<T, 1>, f.fast4 = dot<T, 4>;
+    f.one = dot<T, 1>, f.four = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -755,9 +251,9 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
     while (n >= m->N) n -= m++->N;
     const Format *f = m->format;
     const Bytes w = m->w + n * f->bytes(K);
-    if (fast && f->fast)
+    if (fast && f->one)
       for (int64_t r = 0; r < rows; r += 4)
-        (rows - r > 1 ? f->fast4 : f->fast)(w, vectors, r, m->y + r * m->N + n, m->N);
+        (rows - r > 1 ? f->four : f->one)(w, vectors, r, m->y + r * m->N + n, m->N);
     else
       for (int64_t r = 0; r < rows; r++) m->y[r * m->N + n] = f->exact(w, x + r * K, K);
   }
@@ -779,23 +275,16 @@ INLINE void microkernel(Sum<X> (&sums)[NR][V], const void *w, int64_t down, int6
   UNROLL_4
   for (int64_t k = 0; k < count; k++, a += 4 * right, b += 4 * MR) {
     X v[V];
-    for (int i = 0; i < V; i++) v[i] = load<X>(b + 4 * VL * i);
-    for (int i = 0; i < V; i++) __builtin_prefetch(b + 4 * VL * i + 2048);
+    for (int i = 0; i < V; i++) {
+      v[i] = load<X>(b + 4 * VL * i);
+      __builtin_prefetch(b + 4 * VL * i + 2048);  // panels lie in L2
+    }
     UNROLL
     for (int n = 0; n < NR; n++) {
-      Bytes p = a + 4 * n * down;
-#if defined(AVX512) && defined(VNNI) && !defined(__clang__)
-      if constexpr (is_int16<X>)
-        if (n % 2) {  // instructions are as scarce as loads: half of the words take one less
-          for (int i = 0; i < V; i++)
-            asm("vpdpwssd %2%{1to16%}, %1, %0"
-                : "+v"(sums[n][i])
-                : "v"(v[i]), "m"(*(const uint32_t *)p));
-          continue;
-        }
-#endif
-      X word = splat<X>(p);
-      for (int i = 0; i < V; i++) sums[n][i] = madd(sums[n][i], v[i], word);
+      const uint32_t *p = (const uint32_t *)(a + 4 * n * down);
+      const X word = splat<X>(p);
+      for (int i = 0; i < V; i++)  // loads are as scarce as instructions: half and half
+        sums[n][i] = n % 2 ? madd_word(sums[n][i], v[i], p) : madd(sums[n][i], v[i], word);
     }
   }
 }
@@ -808,26 +297,30 @@ template <class X> struct Panels {
   Panels(const float *x, int64_t rows, int64_t K, int max)
       : rows(rows), K(K), count((rows + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
-    if (is_int16<X>) scales = array<float>(count * MR * K / 32);
-    if (is_int16<X>) sums = array<float>(count * MR * K / 32);
+    const int64_t groups = is_int16<X> ? count * MR * K / 32 : 0;
+    scales = array<float>(groups), sums = array<float>(groups);
     Rows vectors(x, is_int16<X> ? rows : 0, K);
 #pragma omp parallel for schedule(dynamic)
-    for (int64_t p = 0; p < count; p++)
-      for (int64_t i = p * MR; i < (p + 1) * MR; i++) {
-        const int64_t row = i < rows ? i : rows - 1;  // the last one fills its panel
-        const void *from = x + row * K;
-        if (is_int16<X>) {
-          int16_t *q = vectors.q + row * vectors.room;
-          (K % 128 ? quantize_row<32> : quantize_row<128>)(vectors, row, max);
-          split<32>(q, K);
-          from = q;
-        }
-        for (int64_t k = 0; k < K / PER_WORD<X>; k++)
-          words[(p * K / PER_WORD<X> + k) * MR + i % MR] = load<uint32_t>((Bytes)from + 4 * k);
-        for (int64_t k = 0; is_int16<X> && k < K / 32; k++) {
-          scales[(p * K / 32 + k) * MR + i % MR] = vectors.scales[1][row * vectors.room / 32 + k];
-          sums[(p * K / 32 + k) * MR + i % MR] = vectors.sums[1][row * vectors.room / 32 + k];
-        }
+    for (int64_t p = 0; p < count; p++) {
+      for (int64_t i = p * MR; is_int16<X> && i < (p + 1) * MR && i < rows; i++) {
+        (K % 128 ? quantize_row<32> : quantize_row<128>)(vectors, i, max);
+        split<32>(vectors.q + i * vectors.room, K);
+      }
+      if constexpr (!is_int16<X>) turn(p, x, K, K, &words[p * MR * K]);
+      else {
+        turn(p, vectors.q, K / 2, vectors.room / 2, &words[p * MR * K / 2]);
+        turn(p, vectors.scales[1], K / 32, vectors.room / 32, &scales[p * MR * K / 32]);
+        turn(p, vectors.sums[1], K / 32, vectors.room / 32, &sums[p * MR * K / 32]);
+      }
+    }
+  }
+  // The p-th MR rows of n words, `stride` words apart -> (n, MR); the last row fills its panel
+  void turn(int64_t p, const void *from, int64_t n, int64_t stride, void *to) const {
+    for (int64_t first = 0; first < n; first += 16)  // what is written at a time stays in L1
+      for (int64_t i = 0; i < MR; i++) {
+        Bytes row = (Bytes)from + 4 * stride * std::min(p * MR + i, rows - 1);
+        for (int64_t k = first; k < n && k < first + 16; k++)
+          memcpy((uint32_t *)to + k * MR + i, row + 4 * k, 4);
       }
   }
 };
@@ -863,22 +356,14 @@ INLINE void tile_int16(float (*total)[MR], const uint32_t (*w)[KC / 2], const fl
 
 template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
   const Format *f = m.format;
-  const int64_t K = x.K, size = f->bytes(256), groups = (K + 255) / 256 * 8;
-  bool failed = false;  // nothing may be thrown out of the threads
+  const int64_t K = x.K, size = f->bytes(256);
 #pragma omp parallel
   {
     alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
-    alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {};
+    alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {}, minima[8][STRIP] = {};
     uint8_t padded[1024];
-    std::unique_ptr<float[][STRIP]> minima(
-        new (std::nothrow) float[f->minimum ? groups : 0][STRIP]());
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < m.N; n += STRIP) {
-      if (!minima) {
-#pragma omp atomic write
-        failed = true;
-        continue;
-      }
       const int high = (int)(m.N - n < STRIP ? m.N - n : STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
         const int64_t panels = x.count - first < PANELS ? x.count - first : PANELS;
@@ -891,9 +376,9 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
             if (count < 256) blocks = pad(blocks, f->bytes(count), size, padded);
             if constexpr (!is_int16<X>) f->unpack(blocks, (float *)words[i]);
             else {
-              float m[8];
-              f->unpack_int16(blocks, (int16_t *)words[i], scales[i], m);
-              for (int j = 0; f->minimum && j < 8; j++) minima[k / 32 + j][i] = m[j];
+              float minimum[8];
+              f->unpack_int16(blocks, (int16_t *)words[i], scales[i], minimum);
+              for (int j = 0; f->minimum && j < 8; j++) minima[j][i] = minimum[j];
             }
           }
           for (int64_t p = 0; p < panels; p++)
@@ -901,20 +386,19 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
               const int64_t at = ((first + p) * K + k) * MR;
               const uint32_t *panel = &x.words[at / PER_WORD<X>];
               if constexpr (!is_int16<X>) tile(total[p] + i, words[i], KC, 1, panel, count);
-              else
+              else {
                 tile_int16(total[p] + i, words + i, scales + i, panel, &x.scales[at / 32], f->span,
                            count / f->span);
+                if (f->minimum)
+                  tile(total[p] + i, &minima[0][i], 1, STRIP, &x.sums[at / 32], count / 32);
+              }
             }
         }
-        for (int64_t p = 0; is_int16<X> && f->minimum && p < panels; p++)
-          for (int i = 0; i < high; i += NR)
-            tile(total[p] + i, &minima[0][i], 1, STRIP, &x.sums[(first + p) * K / 32 * MR], K / 32);
         for (int64_t r = first * MR; r < x.rows && r < (first + panels) * MR; r++)
           for (int i = 0; i < high; i++) m.y[r * m.N + n + i] = total[r / MR - first][i][r % MR];
       }
     }
   }
-  if (failed) throw std::bad_alloc();
 }
 
 // Each of the matrices times x (rows, K)
@@ -942,15 +426,6 @@ static void multiply(const Matrix *matrices, int count, const float *x, int64_t 
 }
 
 // ---- Layers: what Block.forward does ------------------------------------------------------------
-
-INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
-  x = x < -87 ? splat(-87) : x > 88 ? splat(88) : x;
-  f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  f32 p = splat(1.f / 720);
-  const float terms[] = {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f};
-  for (float term : terms) p = p * r + term;
-  return p * (f32)((__builtin_convertvector(n, i32) + 127) << 23);
-}
 
 // RMSNorm: x (rows, C) -> y (rows, C)
 static void norm(const float *x, const float *w, double eps, float *y, int64_t rows, int64_t C) {
@@ -1157,11 +632,8 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
 
 // ---- What Python calls --------------------------------------------------------------------------
 
-enum {
-  DONE,
-  NO_MEMORY,
-  NOT_SUPPORTED
-};  // the last: an unknown type, or K no multiple of its block
+// NOT_SUPPORTED: an unknown type, or K no multiple of its block
+enum { DONE, NO_MEMORY, NOT_SUPPORTED };
 
 extern "C" {
 int32_t kernels_version() { return 1; }

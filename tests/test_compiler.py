@@ -165,6 +165,18 @@ def test_another_version_is_refused(cache):
     assert not found.library and "version 999" in found.problem
 
 
+@needs_compiler
+def test_headers_are_compiled_and_watched(cache):
+    """A change in a header beside the source is as much a change as one in it."""
+    source = llama2.KERNELS_SOURCE
+    header = source.with_name("version.h")
+    header.write_text(f"#define NUMBER {llama2.KERNELS_VERSION}\n")
+    source.write_text('#include "version.h"\n' + SOURCE.replace("VERSION", "NUMBER"))
+    assert find().library
+    header.write_text("#define NUMBER 999\n")
+    assert "version 999" in find().problem
+
+
 def test_a_missing_source_is_named(cache):
     llama2.KERNELS_SOURCE.unlink()
     found = find()

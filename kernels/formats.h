@@ -1,0 +1,289 @@
+// The blocks of ggml: weight = scale * (value - ZERO) - minimum, each shared by a group
+#pragma once
+#include "vectors.h"
+
+// BLOCK weights in SIZE bytes, in groups of GROUP. SPAN: columns of int16 that share a scale
+template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
+  enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_, GROUPS = 256 / GROUP_ };
+  enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
+  enum { PAIRED = false };
+};
+// A float16 scale and perhaps another float16, a minimum less than zero, begin the block
+template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
+struct Block32 : Block<32, SIZE_, 32, MINIMUM_> {
+  enum { DENSE = ZERO_ < 0, ZERO = ZERO_, MAX = 128 };
+};
+// K types: a group's scale and minimum are integers of 8 bits times one float16 of the block each,
+// at byte D and behind it; no value times its scale is more than MAX.
+template <int SIZE_, int ZERO_, int MAX_, int GROUP_, int D_, bool MINIMUM_ = false>
+struct Block256 : Block<256, SIZE_, GROUP_, MINIMUM_> {
+  enum { DENSE = 0, ZERO = ZERO_, MAX = MAX_, D = D_ };
+};
+template <int SIZE_> using Dense = Block32<SIZE_, -1>;
+
+// Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
+struct Piece {
+  int at, bit;
+};
+#ifdef MM
+INLINE __m256i load_pieces(Bytes b, int first, int second) {
+  if (first == second) return _mm256_broadcastsi128_si256(load<__m128i>(b + first));
+  return load<__m256i>(b + first);  // the second follows
+}
+#endif
+// Bits `mask` of the i-th W weights, moved to bit `to` of a byte each; piece(j): of the j-th 16.
+// All but the bytes is constant where vectors are wide.
+template <class F> INLINE u8 bits(Bytes b, int i, F piece, int mask, int to = 0) {
+  const int j = W / 16 * i, first = piece(j).at;
+#ifdef MM
+  const __m256i v = load_pieces(b, first, piece(j + 1).at);
+#ifdef AVX512
+  const int third = piece(j + 2).at, last = piece(j + 3).at;
+  Mi all;
+  if (third == first + 32 && last == first + 48) all = load<Mi>(b + first);
+  else if (third == first) all = _mm512_broadcast_i64x4(v);
+  else if (piece(j + 1).at == first)
+    all = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load<__m128i>(b + first)), 0xf0,
+                                      load<__m128i>(b + third));
+  else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
+#else
+  const Mi all = v;
+#endif
+  u32 right = {}, left = {};
+  for (int lane = 0; lane < VL; lane++) {
+    const int shift = piece(j + lane / 4).bit - to;
+    right[lane] = shift > 0 ? shift : 0, left[lane] = shift < 0 ? -shift : 0;
+  }
+  const u32 moved = (u32)all >> right << left;
+#else
+  const int shift = piece(j).bit - to;
+  const u32 all = load<u32>(b + first), moved = shift > 0 ? all >> shift : all << -shift;
+#endif
+  return (u8)moved & (uint8_t)(mask << to);
+}
+// Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
+template <int SIZE> INLINE u8 nibbles(Bytes b, int i) {
+  return bits(b, i, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
+}
+// Of blocks of 256 in which 32 weights have the lowest bits of 32 bytes, the next 32 those above
+template <int BITS> INLINE u8 stacked(Bytes b, int i, int to = 0) {
+  constexpr int PER = 8 / BITS;  // weights in a byte
+  auto piece = [](int j) { return Piece{j / 2 / PER * 32 + j % 2 * 16, j / 2 % PER * BITS}; };
+  return bits(b, i, piece, (1 << BITS) - 1, to);
+}
+constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
+// Of blocks that hold the fifth bit of 32 weights in 32 bits
+template <int SIZE> INLINE u8 fifth(Bytes b, int i) {
+#if defined(AVX512)
+  const uint64_t high = load<uint32_t>(b + (2 * i + 1) * SIZE);
+  return (u8)_mm512_maskz_set1_epi8(load<uint32_t>(b + 2 * i * SIZE) | high << 32, 16);
+#else
+  uint64_t v[W / 8];
+#if defined(AVX2)
+  for (int j = 0; j < W / 8; j++) v[j] = each(j);
+  store(v, _mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(b + i * SIZE)), load<Mi>(v)));
+#else
+  for (int j = 0; j < W / 8; j++) v[j] = each(b[i / 2 * SIZE + i % 2 * 2 + j]);
+#endif
+  for (uint64_t &bytes : v) bytes &= 0x8040201008040201;
+  return (u8)(load<u8>(v) != 0) & 16;
+#endif
+}
+// 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
+INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
+#ifdef __AVX2__
+  const __m128i v = load<__m128i>(b), six = _mm_set1_epi8(63), top = _mm_set1_epi8(48);
+  __m128i low = _mm_shuffle_epi32(v, 0xa5), last = _mm_shuffle_epi32(v, 0xff);  // words 1122, 3333
+  low = _mm_srlv_epi32(low, _mm_setr_epi32(0, 2, 0, 2)) & _mm_unpacklo_epi32(six, top);
+  last = _mm_srlv_epi32(last, _mm_setr_epi32(32, 0, 32, 4)) & _mm_set1_epi8(15);
+  low |= last;
+  memcpy(s, &low, 8), memcpy(m, (Bytes)&low + 8, 8);
+#else
+  const uint64_t v = load<uint64_t>(b + 4), last = load<uint32_t>(b + 12), top = v >> 6 & each(3);
+  const uint64_t low = last & each(15), high = last >> 4 & each(15), LOW32 = 0xffffffff;
+  *s = (v & each(63) & LOW32) | (low | (top & LOW32) << 4) << 32;
+  *m = (v & each(63)) >> 32 | (high | top >> 32 << 4) << 32;
+#endif
+}
+
+struct F32 : Dense<128> {
+  INLINE f32 load(Bytes b, int i) { return ::load<f32>(b + 4 * i); }
+};
+struct F16 : Dense<64> {
+  INLINE f32 load(Bytes b, int i) { return load_f32((const float16 *)b + i); }
+};
+struct BF16 : Dense<64> {
+  INLINE f32 load(Bytes b, int i) {
+    return (f32)(__builtin_convertvector(::load<u16_half>(b + 2 * i), u32) << 16);
+  }
+};
+struct Q4_0 : Block32<18, 8> {
+  enum { PAIRED = PAIR_NIBBLES };
+  INLINE u8 values(Bytes b, int i) { return nibbles<18>(b + 2, i); }
+};
+struct Q4_1 : Block32<20, 0, true> {
+  enum { PAIRED = PAIR_NIBBLES };
+  INLINE u8 values(Bytes b, int i) { return nibbles<20>(b + 4, i); }
+};
+struct Q5_0 : Block32<22, 16> {
+  INLINE u8 values(Bytes b, int i) { return nibbles<22>(b + 6, i) | fifth<22>(b + 2, i); }
+};
+struct Q5_1 : Block32<24, 0, true> {
+  INLINE u8 values(Bytes b, int i) { return nibbles<24>(b + 8, i) | fifth<24>(b + 4, i); }
+};
+struct Q8_0 : Block32<34, 128> {
+  INLINE u8 values(Bytes b, int i) {
+    return bits(b, i, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
+  }
+};
+struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, true> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
+    for (int i = 0; i < 2; i++) {
+      const uint64_t v = load<uint64_t>(b + 8 * i);
+      s[i] = v & each(15), m[i] = v >> 4 & each(15);
+    }
+  }
+  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 16, i); }
+};
+struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
+    const uint64_t low = load<uint64_t>(b + 96), top = load<uint32_t>(b + 104);
+    for (int i = 0; i < 2; i++) {
+      uint64_t high = (top >> 4 * i & 0x03030303) | (top >> (4 * i + 2) & 0x03030303) << 32;
+      uint64_t v = ((low >> 4 * i & each(15)) | high << 4) ^ each(32), sign = v & each(32);
+      s[i] = v | sign << 1 | sign << 2;  // less 32
+    }
+  }
+  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 32, i) | stacked<1>(b, i, 2); }
+};
+struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, true> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
+  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 16, i); }
+};
+struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, true> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
+  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 48, i) | stacked<1>(b + 16, i, 4); }
+};
+struct Q6_K : Block256<210, 32, 32 * 128, 16, 208> {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
+  INLINE u8 values(Bytes b, int i) {
+    auto low = [](int j) { return Piece{j / 8 * 64 + j % 4 * 16, j / 4 % 2 * 4}; };
+    return bits(b, i, low, 15) | stacked<2>(b + 128, i, 4);
+  }
+};
+
+// Scales and minima of 256 weights
+template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
+  if constexpr (T::BLOCK == 256) {
+    uint64_t scale[2], minimum[2];
+    T::integers(b, scale, minimum);
+    const Two d = T::MINIMUM ? two_halves(b + T::D) : Two{half(b + T::D), 0};
+    for (int i = 0; i < T::GROUPS / 8; i++) {
+      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * d.first);
+      if constexpr (T::MINIMUM)
+        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d.second);
+    }
+  } else {
+#ifdef MM
+    // Joined as scalars: vectors have enough to do
+    auto four = [&](Bytes p) INLINE_LAMBDA {
+      uint64_t bits = load<uint16_t>(p);
+      for (int i = 1; i < 4; i++) bits |= (uint64_t)load<uint16_t>(p + i * T::SIZE) << 16 * i;
+      return (int64_t)bits;
+    };
+    auto halves = [&](Bytes p) INLINE_LAMBDA {
+      return (f32x8)_mm256_cvtph_ps(_mm_set_epi64x(four(p + 4 * T::SIZE), four(p)));
+    };
+    store(s, halves(b));
+    if (T::MINIMUM) store(m, -halves(b + 2));
+#else
+    UNROLL
+    for (int i = 0; i < 8; i++, b += T::SIZE) {
+      s[i] = half(b);
+      if (T::MINIMUM) m[i] = -half(b + 2);
+    }
+#endif
+  }
+}
+// COUNT / GROUP numbers, each in the lanes of its group
+template <int GROUP, int COUNT = W> INLINE f32 spread(const void *p) {
+  if (COUNT <= GROUP) return splat<f32>(p);
+#ifdef MM
+  // No more bytes than needed: a load that is wider than the store before it must wait
+  const __m128i some = COUNT == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
+  i32 lane = {};
+  for (int i = 0; i < VL; i++) lane[i] = COUNT / VL * i / GROUP;
+#ifdef AVX512
+  return (f32)_mm512_permutexvar_epi32((Mi)lane, _mm512_castsi128_si512(some));
+#else
+  return (f32)_mm256_permutevar8x32_epi32(_mm256_castsi128_si256(some), (Mi)lane);
+#endif
+#endif
+}
+// Some bytes into L2. AHEAD: beyond what hardware fetches at a page's end (F16 1.6 times as fast)
+constexpr int AHEAD = 6144;
+INLINE void prefetch(Bytes p, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+// The last blocks of a row that are fewer than 256 weights, and zeros in place of the others
+__attribute__((noinline, cold)) static Bytes pad(Bytes w, int64_t there, int64_t whole,
+                                                 uint8_t *padded) {
+  memset(padded + there, 0, whole - there);
+  memcpy(padded, w, there);
+  return padded;
+}
+
+// ---- 256 weights as numbers ---------------------------------------------------------------------
+
+// 256 weights -> float32
+template <class T> static void unpack(Bytes w, float *y) {
+  if constexpr (T::DENSE) {
+    for (int i = 0; i < 256; i += VL) store(y + i, T::load(w, i));
+  } else {
+    float s[T::GROUPS], m[T::GROUPS];
+    read_scales<T>(w, s, m);
+    unrolled<256 / W>([&](int i) INLINE_LAMBDA {
+      const u8 v = T::values(w, i);
+      for (int p = 0; p < W; p += VL) {
+        const int group = (W * i + p) / T::GROUP;
+        f32 scaled = (to_f32(widen((Bytes)&v + p)) - (float)T::ZERO) * s[group];
+        store(y + W * i + p, T::MINIMUM ? scaled - m[group] : scaled);
+      }
+    });
+  }
+}
+// The same as int16, even ones of 32 first, with a scale for each SPAN and, negated, the minima
+template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
+  alignas(32) uint32_t factors[16];  // twice an int16
+  if constexpr (T::BLOCK == 256) {
+    uint64_t integers[2], minimum[2];
+    T::integers(w, integers, minimum);
+    for (int i = 0; i < T::GROUPS / 8; i++) {
+      i32x8 v = widen8(integers[i]);
+      store(factors + 8 * i, v << 16 | (v & 0xffff));
+    }
+    for (int i = 0; i < 256 / T::SPAN; i++) scale[i] = half(w + T::D);
+    if constexpr (T::MINIMUM)
+      store(minima, __builtin_convertvector(widen8(*minimum), f32x8) * -half(w + T::D + 2));
+  } else {
+    read_scales<T>(w, scale, minima);
+    for (int i = 0; T::MINIMUM && i < 8; i++) minima[i] = -minima[i];
+  }
+  unrolled<256 / W>([&](int i) INLINE_LAMBDA {
+    const u8 v = T::values(w, i);
+    i16 even = (i16)((u16)v & 255) - (int16_t)T::ZERO, odd = (i16)((u16)v >> 8) - (int16_t)T::ZERO;
+    if constexpr (T::BLOCK == 256) {
+      const i16 factor = (i16)spread<T::GROUP>(factors + W * i / T::GROUP);
+      even *= factor, odd *= factor;
+    }
+#ifdef AVX512
+    for (Mi v : {(Mi)even, (Mi)odd}) {
+      store(y, _mm512_castsi512_si256(v)), store(y + 32, _mm512_extracti64x4_epi64(v, 1));
+      y += 16;
+    }
+    y += 32;
+#else
+    store(y, even), store(y + 16, odd), y += 32;
+#endif
+  });
+}

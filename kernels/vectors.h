@@ -1,0 +1,230 @@
+// Vectors as wide as the CPU has them, and what compilers need to be told. GNU vector types compile
+// to AVX-512, AVX2, NEON, ...; intrinsics stand where compilers do not find the one instruction.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#ifndef _OPENMP
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#endif
+#pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_4 _Pragma("clang loop unroll_count(4)")
+#else
+#define UNROLL _Pragma("GCC unroll 12")
+#define UNROLL_4 _Pragma("GCC unroll 4")
+#pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
+
+// VL: 32-bit lanes of a vector; NR: rows of W in a tile of gemm; MM(add_ps): the intrinsic
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define AVX512
+#define MM(name) _mm512_##name
+constexpr int VL = 16, NR = 12;
+typedef __m512 Mf;
+typedef __m512i Mi;
+typedef __m256i Mhalf;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define AVX2
+#define MM(name) _mm256_##name
+constexpr int VL = 8, NR = 6;
+typedef __m256 Mf;
+typedef __m256i Mi;
+typedef __m128i Mhalf;
+#else
+constexpr int VL = 4, NR = 6;
+#endif
+#if defined(AVX512) && defined(__AVX512VNNI__)
+#define VNNI(name) _mm512_##name##_epi32
+#elif defined(AVX2) && defined(__AVXVNNI__)
+#define VNNI(name) _mm256_##name##_avx_epi32
+#endif
+#define VECTOR(bytes) __attribute__((vector_size(bytes)))
+typedef const uint8_t *Bytes;
+typedef float f32 VECTOR(4 * VL);
+typedef int32_t i32 VECTOR(4 * VL);
+typedef uint32_t u32 VECTOR(4 * VL);
+typedef int16_t i16 VECTOR(4 * VL);
+typedef uint16_t u16 VECTOR(4 * VL);
+typedef uint8_t u8 VECTOR(4 * VL);
+typedef int8_t i8_half VECTOR(2 * VL);
+typedef int16_t i16_half VECTOR(2 * VL);
+typedef uint16_t u16_half VECTOR(2 * VL);
+typedef float f32x4 VECTOR(16);
+typedef float f32x8 VECTOR(32);
+typedef int32_t i32x8 VECTOR(32);
+constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
+#if defined(AVX2) && !defined(VNNI)
+constexpr bool PAIR_NIBBLES = true;  // gemv takes two blocks of nibbles at a time
+#else
+constexpr bool PAIR_NIBBLES = false;
+#endif
+template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
+template <class X>
+using Sum = typename std::conditional<is_int16<X>, i32, f32>::type;  // of products
+
+template <class V> INLINE V load(const void *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V> INLINE void store(void *p, const V &v) { memcpy(p, &v, sizeof v); }
+template <class V> INLINE V splat(const void *p) { return (V)(load<uint32_t>(p) - u32{}); }
+INLINE f32 splat(float f) { return f - f32{}; }
+INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
+INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
+INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
+INLINE float sum(const f32x8 &v) { return sum(load<f32x4>(&v) + load<f32x4>((Bytes)&v + 16)); }
+#ifdef AVX512
+INLINE float sum(const f32 &v) { return sum(load<f32x8>(&v) + load<f32x8>((Bytes)&v + 32)); }
+#endif
+// f(0), f(1) ... f(N - 1), where vectors are wide with constants
+template <class F, int... I> INLINE void call(F f, std::integer_sequence<int, I...>) {
+  (f(I), ...);
+}
+template <int N, class F> INLINE void unrolled(F f) {
+#ifdef MM
+  call(f, std::make_integer_sequence<int, N>());
+#else
+  for (int i = 0; i < N; i++) f(i);
+#endif
+}
+
+INLINE f32 madd(f32 total, f32 a, f32 b) { return total + a * b; }  // fused: -ffp-contract=fast
+// The 2i-th and the 2i+1-th product are added to the i-th total
+INLINE i32 madd(i32 total, i16 a, i16 b) {
+#if defined(VNNI)
+  return (i32)VNNI(dpwssd)((Mi)total, (Mi)a, (Mi)b);
+#elif defined(MM)
+  return total + (i32)MM(madd_epi16)((Mi)a, (Mi)b);
+#else  // other pairs: a number and the one half a vector away
+  auto low = [](i16 v) { return __builtin_convertvector(load<i16_half>(&v), i32); };
+  auto high = [](i16 v) {
+    return __builtin_convertvector(load<i16_half>((Bytes)&v + 2 * VL), i32);
+  };
+  return total + low(a) * low(b) + high(a) * high(b);
+#endif
+}
+
+// The same with a word of memory in all lanes: one instruction less, one load more
+template <class X> INLINE Sum<X> madd_word(Sum<X> total, X a, const uint32_t *word) {
+#if defined(AVX512) && defined(VNNI) && !defined(__clang__)
+  if constexpr (is_int16<X>) asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(a), "m"(*word));
+  else total = madd(total, a, splat<X>(word));
+  return total;
+#else
+  return madd(total, a, splat<X>(word));
+#endif
+}
+
+// VL bytes -> int32
+INLINE i32 widen(const void *p) {
+#if defined(AVX512)
+  return (i32)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#elif defined(AVX2)
+  return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+  typedef uint8_t Part VECTOR(VL);
+  return __builtin_convertvector(load<Part>(p), i32);
+#endif
+}
+// 8 signed bytes -> int32
+INLINE i32x8 widen8(const uint64_t &bytes) {
+#ifdef MM  // which GCC does byte by byte
+  return (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+  typedef int8_t i8x8 VECTOR(8);
+  return __builtin_convertvector(load<i8x8>(&bytes), i32x8);
+#endif
+}
+
+struct float16 {
+  uint16_t bits;
+};
+INLINE float half(const void *p) {
+#ifdef MM
+  return _cvtsh_ss(load<uint16_t>(p));
+#else
+  const uint32_t v = load<uint16_t>(p), bits = (v & 0x7fff) << 13;  // exponent: 112 too low
+  const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f : bits << 9 ? NAN : INFINITY;
+  return v & 0x8000 ? -size : size;
+#endif
+}
+struct Two {
+  float first, second;
+};
+INLINE Two two_halves(const void *p) {  // one after the other
+#ifdef MM
+  const __m128 v = _mm_cvtph_ps(_mm_cvtsi32_si128(load<int32_t>(p)));
+  return {v[0], v[1]};
+#else
+  return {half(p), half((Bytes)p + 2)};
+#endif
+}
+
+// VL numbers of memory, float32 or float16 -> f32, and back, rounded to nearest even
+INLINE f32 load_f32(const float *p) { return load<f32>(p); }
+INLINE f32 load_f32(const float16 *p) {
+#ifdef MM
+  return (f32)MM(cvtph_ps)(load<Mhalf>(p));
+#else
+  f32 v;
+  for (int i = 0; i < VL; i++) v[i] = half(p + i);
+  return v;
+#endif
+}
+INLINE void store_f32(float *p, f32 v) { store(p, v); }
+INLINE void store_f32(float16 *p, f32 v) {
+#ifdef MM
+  store(p, MM(cvtps_ph)((Mf)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < VL; i++) {
+    float f = v[i], shifted = std::fabs(f) + .5f;  // to where a unit is the smallest float16
+    uint32_t bits = load<uint32_t>(&f), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    bits = size > 0x7f800000    ? 0x7e00
+           : size >= 0x47800000 ? 0x7c00
+           : size < 0x38800000  ? load<uint32_t>(&shifted) - 0x3f000000
+                                : (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+    p[i].bits = (uint16_t)(sign | bits);
+  }
+#endif
+}
+INLINE void store_bfloat16(void *p, f32 v) {
+#ifdef __AVX512BF16__
+  store(p, _mm512_cvtneps_pbh((__m512)v));
+#else
+  u32 bits = (u32)v, nearest = bits + 0x7fff + (bits >> 16 & 1);
+  nearest = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : nearest;  // NaN stays NaN
+  store(p, __builtin_convertvector(nearest >> 16, u16_half));
+#endif
+}
+INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
+  x = x < -87 ? splat(-87) : x > 88 ? splat(88) : x;
+  f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  f32 p = splat(1.f / 720);
+  const float terms[] = {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f};
+  for (float term : terms) p = p * r + term;
+  return p * (f32)((__builtin_convertvector(n, i32) + 127) << 23);
+}
+
+// 64-byte aligned, uninitialised
+struct Free {
+  void operator()(void *p) const { operator delete[](p, std::align_val_t(64)); }
+};
+template <class X> using Array = std::unique_ptr<X[], Free>;
+template <class X> static Array<X> array(int64_t n) {
+  return Array<X>(new (std::align_val_t(64)) X[n]);
+}
