@@ -198,11 +198,11 @@ template <class T> static float dot_exact(Bytes w, const float *x, int64_t K) {
 struct Format {
   int64_t type, block, size, span, max;
   bool minimum;
-  decltype(&unpack<F32>) unpack;
+  decltype(&::unpack<F32>) unpack;
   decltype(&dot_exact<F32>) exact;
   decltype(&split_for_gemv<false>) split;
-  decltype(&dot<Q8_0, 1>) one = nullptr, four = nullptr;  // rows of x at most; null: as if exact
-  decltype(&unpack_int16<Q8_0>) unpack_int16 = nullptr;   // null: as if exact
+  decltype(&dot<Q8_0, 1>) one = nullptr, four = nullptr;   // rows of x at most; null: as if exact
+  decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
   int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
 template <class T> static constexpr Format format(int64_t type) {
@@ -264,7 +264,7 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
 // multiplies NR of their rows by a panel. Both consist of words of 32 bits: one float32 or two
 // int16. Integers are scaled, span by span, when they are added to the total.
 
-constexpr int V = 2, MR = V * VL, KC = 256, STRIP = 24, PANELS = 16;
+constexpr int V = 2, MR = V * VL, KC = 256, STRIP = 48, PANELS = 16;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
 
 // sums (NR, MR) += w (NR, count) . x (count, MR), in words; w has strides `down` and `right`

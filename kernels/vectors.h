@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <type_traits>
 #include <utility>
+#include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -220,11 +222,47 @@ INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   return p * (f32)((__builtin_convertvector(n, i32) + 127) << 23);
 }
 
-// 64-byte aligned, uninitialised
-struct Free {
-  void operator()(void *p) const { operator delete[](p, std::align_val_t(64)); }
+// Memory that is kept when it is given back, for the next call: pages fresh from the system would
+// cost a tenth of a prompt's time. There are as many blocks as were in use at once.
+struct Pool {
+  std::mutex mutex;
+  std::vector<int64_t *> blocks;  // that are not in use; 64 bytes in front hold their size
+  int64_t count = 0;              // of those in use, too
+
+  void *take(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto best = blocks.end();
+    for (auto b = blocks.begin(); b < blocks.end(); b++)
+      if (**b >= bytes && (best == blocks.end() || **b < **best)) best = b;
+    if (best == blocks.end()) {  // a new one, in the place of one that is too small
+      if (!blocks.empty()) drop(blocks.back()), blocks.pop_back();
+      blocks.reserve(count + 1);  // so that give() needs no memory
+      auto block = (int64_t *)operator new[](bytes + 64, std::align_val_t(64));
+      count++, *block = bytes;
+      return block + 8;
+    }
+    std::swap(*best, blocks.back());
+    int64_t *block = blocks.back();
+    blocks.pop_back();
+    return block + 8;
+  }
+  void give(void *p) {
+    std::lock_guard<std::mutex> lock(mutex);
+#ifdef __SANITIZE_ADDRESS__  // which is to see what is used after
+    drop((int64_t *)p - 8);
+#else
+    blocks.push_back((int64_t *)p - 8);
+#endif
+  }
+  void drop(int64_t *block) { operator delete[](block, std::align_val_t(64)), count--; }
 };
-template <class X> using Array = std::unique_ptr<X[], Free>;
+static Pool &pool = *new Pool;  // threads may outlive what is destroyed at the end
+
+// n numbers, 64-byte aligned, uninitialised
+struct GiveBack {
+  void operator()(void *p) const { pool.give(p); }
+};
+template <class X> using Array = std::unique_ptr<X[], GiveBack>;
 template <class X> static Array<X> array(int64_t n) {
-  return Array<X>(new (std::align_val_t(64)) X[n]);
+  return Array<X>((X *)pool.take(n * (int64_t)sizeof(X)));
 }

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import gguf
@@ -173,6 +174,23 @@ def test_widths_that_are_no_multiple_of_the_kernels(kind, native, monkeypatch):
             x[2:] = math.nan
             for layer, tolerance in ((exact, 1e-5), (fast, 1e-4)):
                 assert_close(layer(x)[:2], wanted[:2], tolerance)
+
+
+@torch.no_grad()
+def test_callers_in_many_threads_do_not_share_memory(native, monkeypatch):
+    """What a call leaves behind is taken by the next, whichever thread it comes from."""
+    monkeypatch.setattr(llama2, "kernels", lambda: dataclasses.replace(native, amx=False))
+    blocks, _ = wide_blocks("Q4_K", rows=53)
+    layer = llama2.NativeLinear(llama2.QuantizedLinear(blocks, "Q4_K"), exact=False)
+    inputs = [torch.randn(rows, 512) for rows in (1, 150, 3, 40, 16, 77)]
+    wanted = [layer(x) for x in inputs]
+
+    def work(first: int) -> bool:
+        order = [(first + i) % len(inputs) for i in range(60)]
+        return all(torch.equal(layer(inputs[i]), wanted[i]) for i in order)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(6)))
 
 
 @pytest.mark.usefixtures("native")
