@@ -281,12 +281,20 @@ INLINE void microkernel(Sum<X> (&sums)[NR][V], const void *w, int64_t down, int6
     }
     UNROLL
     for (int n = 0; n < NR; n++) {
-      const uint32_t *p = (const uint32_t *)(a + 4 * n * down);
-      const X word = splat<X>(p);
-      for (int i = 0; i < V; i++)  // loads are as scarce as instructions: half and half
-        sums[n][i] = n % 2 ? madd_word(sums[n][i], v[i], p) : madd(sums[n][i], v[i], word);
+      const X word = splat<X>(a + 4 * n * down);
+      for (int i = 0; i < V; i++) sums[n][i] = madd(sums[n][i], v[i], word);
     }
   }
+}
+
+// The p-th MR of so many rows of n words, `stride` words apart -> (n, MR); the last row fills up
+static void turn(int64_t p, const void *rows, int64_t count, int64_t n, int64_t stride, void *to) {
+  for (int64_t first = 0; first < n; first += 16)  // what is written at a time stays in L1
+    for (int64_t i = 0; i < MR; i++) {
+      Bytes row = (Bytes)rows + 4 * stride * std::min(p * MR + i, count - 1);
+      for (int64_t k = first; k < n && k < first + 16; k++)
+        memcpy((uint32_t *)to + k * MR + i, row + 4 * k, 4);
+    }
 }
 
 // x (rows, K): words (panels, K / PER_WORD, MR); for int16 scales and sums (panels, K / 32, MR)
@@ -306,22 +314,13 @@ template <class X> struct Panels {
         (K % 128 ? quantize_row<32> : quantize_row<128>)(vectors, i, max);
         split<32>(vectors.q + i * vectors.room, K);
       }
-      if constexpr (!is_int16<X>) turn(p, x, K, K, &words[p * MR * K]);
+      if constexpr (!is_int16<X>) turn(p, x, rows, K, K, &words[p * MR * K]);
       else {
-        turn(p, vectors.q, K / 2, vectors.room / 2, &words[p * MR * K / 2]);
-        turn(p, vectors.scales[1], K / 32, vectors.room / 32, &scales[p * MR * K / 32]);
-        turn(p, vectors.sums[1], K / 32, vectors.room / 32, &sums[p * MR * K / 32]);
+        turn(p, vectors.q, rows, K / 2, vectors.room / 2, &words[p * MR * K / 2]);
+        turn(p, vectors.scales[1], rows, K / 32, vectors.room / 32, &scales[p * MR * K / 32]);
+        turn(p, vectors.sums[1], rows, K / 32, vectors.room / 32, &sums[p * MR * K / 32]);
       }
     }
-  }
-  // The p-th MR rows of n words, `stride` words apart -> (n, MR); the last row fills its panel
-  void turn(int64_t p, const void *from, int64_t n, int64_t stride, void *to) const {
-    for (int64_t first = 0; first < n; first += 16)  // what is written at a time stays in L1
-      for (int64_t i = 0; i < MR; i++) {
-        Bytes row = (Bytes)from + 4 * stride * std::min(p * MR + i, rows - 1);
-        for (int64_t k = first; k < n && k < first + 16; k++)
-          memcpy((uint32_t *)to + k * MR + i, row + 4 * k, 4);
-      }
   }
 };
 
@@ -357,13 +356,14 @@ INLINE void tile_int16(float (*total)[MR], const uint32_t (*w)[KC / 2], const fl
 template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256);
+  std::atomic<int64_t> taken(0);
 #pragma omp parallel
   {
     alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
     alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {}, minima[8][STRIP] = {};
     uint8_t padded[1024];
-#pragma omp for schedule(dynamic)
-    for (int64_t n = 0; n < m.N; n += STRIP) {
+    for (int64_t next, n = STRIP * taken++; n < m.N; n = next) {
+      next = STRIP * taken++;  // early, to fetch its first columns
       const int high = (int)(m.N - n < STRIP ? m.N - n : STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
         const int64_t panels = x.count - first < PANELS ? x.count - first : PANELS;
@@ -372,7 +372,6 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
           const int64_t count = K - k < KC ? K - k : KC;
           for (int i = 0; i < high; i++) {
             Bytes blocks = m.w + f->bytes((n + i) * K + k);
-            prefetch(blocks + size, size);  // the next columns, while these are used
             if (count < 256) blocks = pad(blocks, f->bytes(count), size, padded);
             if constexpr (!is_int16<X>) f->unpack(blocks, (float *)words[i]);
             else {
@@ -383,6 +382,8 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
           }
           for (int64_t p = 0; p < panels; p++)
             for (int i = 0; i < high; i += NR) {
+              for (int j = i; p == 0 && j < i + NR; j++)  // the next columns, while these are used
+                prefetch(m.w + f->bytes(k + KC < K ? (n + j) * K + k + KC : (next + j) * K), size + 63);
               const int64_t at = ((first + p) * K + k) * MR;
               const uint32_t *panel = &x.words[at / PER_WORD<X>];
               if constexpr (!is_int16<X>) tile(total[p] + i, words[i], KC, 1, panel, count);
@@ -514,8 +515,7 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
   for (int i = 0; i < VL; i++) lane[i] = i;
   float scale = 1 / std::sqrt((float)D);
   for (int i = 0; i < V; i++) top[i] = splat(-INFINITY);
-  for (int64_t d = 0; d < D; d++)
-    for (int64_t i = 0; i < MR; i++) queries[d * MR + i] = i < tokens ? q[i * row + d] * scale : 0;
+  turn(0, q, tokens, D, row, queries);
   memset(total, 0, (D + NR) * MR * sizeof *total);
   memset(some, 0, (KEYS + NR) * D * sizeof *some);
   for (int64_t from = 0; from < count; from += KEYS) {
@@ -526,7 +526,8 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
       microkernel<f32>(sums, some + (s - from) * D, D, 1, queries, D);
       for (int j = 0; j < NR; j++)
         for (int i = 0; i < V; i++) {
-          f32 score = lane + (int)(VL * i + length) > (int)s + j ? sums[j][i] : splat(-INFINITY);
+          const auto seen = lane + (int)(VL * i + length) > (int)s + j;
+          f32 score = seen ? sums[j][i] * scale : splat(-INFINITY);
           top[i] = max(score, top[i]);
           store(p + (s + j) * MR + VL * i, score);
         }
@@ -547,8 +548,10 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
       memcpy(total + d * MR, sums, sizeof sums);
     }
   }
-  for (int64_t d = 0; d < D; d++)
-    for (int64_t i = 0; i < tokens; i++) y[i * row + d] = total[d * MR + i] / ((float *)weight)[i];
+  for (int64_t i = 0; i < tokens; i++) {
+    const float inverse = 1 / ((float *)weight)[i];
+    for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * inverse;
+  }
 }
 
 struct Linear {  // this and Layer: as Python packs them
@@ -591,7 +594,7 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
   const int64_t step = T > 16 ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
   bool failed = false;
-#pragma omp parallel if (rows * pos > 64)
+#pragma omp parallel if (rows * (pos + T) > 64)
   {
     std::unique_ptr<float[]> scratch(
         new (std::nothrow) float[step > 1 ? scratch_size(pos + T, D) : heads * (pos + T + VL)]);

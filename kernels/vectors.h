@@ -2,6 +2,7 @@
 // to AVX-512, AVX2, NEON, ...; intrinsics stand where compilers do not find the one instruction.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -118,17 +119,6 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
     return __builtin_convertvector(load<i16_half>((Bytes)&v + 2 * VL), i32);
   };
   return total + low(a) * low(b) + high(a) * high(b);
-#endif
-}
-
-// The same with a word of memory in all lanes: one instruction less, one load more
-template <class X> INLINE Sum<X> madd_word(Sum<X> total, X a, const uint32_t *word) {
-#if defined(AVX512) && defined(VNNI) && !defined(__clang__)
-  if constexpr (is_int16<X>) asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(a), "m"(*word));
-  else total = madd(total, a, splat<X>(word));
-  return total;
-#else
-  return madd(total, a, splat<X>(word));
 #endif
 }
 
