@@ -262,9 +262,9 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
 // ---- gemm, as in Goto and BLIS ------------------------------------------------------------------
 // x is packed in panels of MR rows; strips of W are unpacked, KC columns at a time; the microkernel
 // multiplies NR of their rows by a panel. Both consist of words of 32 bits: one float32 or two
-// int16. Integers are scaled, span by span, when they are added to the total.
+// int16. Sums of integers are scaled span by span; minima are taken off HELD columns at a time.
 
-constexpr int V = 2, MR = V * VL, KC = 256, STRIP = 48, PANELS = 16;
+constexpr int V = 2, MR = V * VL, KC = 256, HELD = 1024, STRIP = 48, PANELS = 16;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
 
 // sums (NR, MR) += w (NR, count) . x (count, MR), in words; w has strides `down` and `right`
@@ -275,10 +275,8 @@ INLINE void microkernel(Sum<X> (&sums)[NR][V], const void *w, int64_t down, int6
   UNROLL_4
   for (int64_t k = 0; k < count; k++, a += 4 * right, b += 4 * MR) {
     X v[V];
-    for (int i = 0; i < V; i++) {
-      v[i] = load<X>(b + 4 * VL * i);
-      __builtin_prefetch(b + 4 * VL * i + 2048);  // panels lie in L2
-    }
+    for (int i = 0; i < V; i++) v[i] = load<X>(b + 4 * VL * i);
+    for (int i = 0; i < 4 * MR; i += 64) __builtin_prefetch(b + i + 2048);  // panels lie in L2
     UNROLL
     for (int n = 0; n < NR; n++) {
       const X word = splat<X>(a + 4 * n * down);
@@ -290,10 +288,14 @@ INLINE void microkernel(Sum<X> (&sums)[NR][V], const void *w, int64_t down, int6
 // The p-th MR of so many rows of n words, `stride` words apart -> (n, MR); the last row fills up
 static void turn(int64_t p, const void *rows, int64_t count, int64_t n, int64_t stride, void *to) {
   for (int64_t first = 0; first < n; first += 16)  // what is written at a time stays in L1
-    for (int64_t i = 0; i < MR; i++) {
-      Bytes row = (Bytes)rows + 4 * stride * std::min(p * MR + i, count - 1);
-      for (int64_t k = first; k < n && k < first + 16; k++)
-        memcpy((uint32_t *)to + k * MR + i, row + 4 * k, 4);
+    for (int64_t i = 0; i < MR; i += 4) {
+      Bytes row[4];
+      for (int64_t j = 0; j < 4; j++)
+        row[j] = (Bytes)rows + 4 * stride * std::min(p * MR + i + j, count - 1);
+      for (int64_t k = first; k < n && k < first + 16; k++) {
+        auto word = [&](int j) { return load<float>(row[j] + 4 * k); };  // whatever it is
+        store((float *)to + k * MR + i, f32x4{word(0), word(1), word(2), word(3)});
+      }
     }
 }
 
@@ -360,16 +362,18 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
 #pragma omp parallel
   {
     alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
-    alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {}, minima[8][STRIP] = {};
+    alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {};
+    float minima[HELD / 32][STRIP] = {};
     uint8_t padded[1024];
     for (int64_t next, n = STRIP * taken++; n < m.N; n = next) {
       next = STRIP * taken++;  // early, to fetch its first columns
-      const int high = (int)(m.N - n < STRIP ? m.N - n : STRIP);
+      const int high = (int)std::min<int64_t>(m.N - n, STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
-        const int64_t panels = x.count - first < PANELS ? x.count - first : PANELS;
+        const int64_t panels = std::min<int64_t>(x.count - first, PANELS);
         memset(total, 0, panels * sizeof *total);
         for (int64_t k = 0; k < K; k += KC) {
-          const int64_t count = K - k < KC ? K - k : KC;
+          const int64_t count = std::min<int64_t>(K - k, KC), held = k % HELD;
+          const Bytes ahead = m.w + f->bytes(k + KC < K ? n * K + k + KC : next * K);
           for (int i = 0; i < high; i++) {
             Bytes blocks = m.w + f->bytes((n + i) * K + k);
             if (count < 256) blocks = pad(blocks, f->bytes(count), size, padded);
@@ -377,21 +381,22 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
             else {
               float minimum[8];
               f->unpack_int16(blocks, (int16_t *)words[i], scales[i], minimum);
-              for (int j = 0; f->minimum && j < 8; j++) minima[j][i] = minimum[j];
+              for (int j = 0; f->minimum && j < 8; j++) minima[held / 32 + j][i] = minimum[j];
             }
           }
           for (int64_t p = 0; p < panels; p++)
             for (int i = 0; i < high; i += NR) {
-              for (int j = i; p == 0 && j < i + NR; j++)  // the next columns, while these are used
-                prefetch(m.w + f->bytes(k + KC < K ? (n + j) * K + k + KC : (next + j) * K), size + 63);
+              for (int64_t j = i + p * NR / panels; j < i + (p + 1) * NR / panels; j++)
+                prefetch(ahead + f->bytes(j * K), size + 63);  // while these columns are used
               const int64_t at = ((first + p) * K + k) * MR;
               const uint32_t *panel = &x.words[at / PER_WORD<X>];
               if constexpr (!is_int16<X>) tile(total[p] + i, words[i], KC, 1, panel, count);
               else {
                 tile_int16(total[p] + i, words + i, scales + i, panel, &x.scales[at / 32], f->span,
                            count / f->span);
-                if (f->minimum)
-                  tile(total[p] + i, &minima[0][i], 1, STRIP, &x.sums[at / 32], count / 32);
+                if (f->minimum && (held + KC == HELD || k + KC >= K))
+                  tile(total[p] + i, &minima[0][i], 1, STRIP, &x.sums[(at - held * MR) / 32],
+                       (held + count) / 32);
               }
             }
         }
@@ -462,8 +467,7 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
                    int64_t length, int64_t D) {
   const int64_t room = (length + VL - 1) / VL * VL;
   float top[J], inverse[J], scale = 1 / std::sqrt((float)D);
-  for (float &score : top) score = -INFINITY;
-  for (int64_t i = 0; i < J * room; i++) p[i] = -INFINITY;
+  std::fill_n(top, J, -INFINITY), std::fill_n(p, J * room, -INFINITY);
   for (int64_t s = 0; s < length; s++) {
     f32 products[J] = {};
     for (int64_t d = 0; d < D; d += VL) {
@@ -516,8 +520,7 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
   float scale = 1 / std::sqrt((float)D);
   for (int i = 0; i < V; i++) top[i] = splat(-INFINITY);
   turn(0, q, tokens, D, row, queries);
-  memset(total, 0, (D + NR) * MR * sizeof *total);
-  memset(some, 0, (KEYS + NR) * D * sizeof *some);
+  std::fill_n(total, (D + NR) * MR, 0.f), std::fill_n(some, (KEYS + NR) * D, 0.f);
   for (int64_t from = 0; from < count; from += KEYS) {
     const int64_t n = count - from < KEYS ? count - from : KEYS;
     for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(keys + from * D + i));
