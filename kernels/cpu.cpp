@@ -365,15 +365,15 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
     alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {};
     float minima[HELD / 32][STRIP] = {};
     uint8_t padded[1024];
-    for (int64_t next, n = STRIP * taken++; n < m.N; n = next) {
-      next = STRIP * taken++;  // early, to fetch its first columns
+    for (int64_t n = STRIP * taken++, next = n; n < m.N; n = next) {
       const int high = (int)std::min<int64_t>(m.N - n, STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
         const int64_t panels = std::min<int64_t>(x.count - first, PANELS);
         memset(total, 0, panels * sizeof *total);
         for (int64_t k = 0; k < K; k += KC) {
-          const int64_t count = std::min<int64_t>(K - k, KC), held = k % HELD;
-          const Bytes ahead = m.w + f->bytes(k + KC < K ? n * K + k + KC : next * K);
+          const int64_t count = std::min<int64_t>(K - k, KC), end = k + count, held = k % HELD;
+          if (end == K && first + PANELS >= x.count) next = STRIP * taken++;
+          const Bytes ahead = m.w + f->bytes(end < K ? n * K + end : next * K);  // to be fetched
           for (int i = 0; i < high; i++) {
             Bytes blocks = m.w + f->bytes((n + i) * K + k);
             if (count < 256) blocks = pad(blocks, f->bytes(count), size, padded);
@@ -387,14 +387,14 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
           for (int64_t p = 0; p < panels; p++)
             for (int i = 0; i < high; i += NR) {
               for (int64_t j = i + p * NR / panels; j < i + (p + 1) * NR / panels; j++)
-                prefetch(ahead + f->bytes(j * K), size + 63);  // while these columns are used
+                prefetch(ahead + f->bytes(j * K), size + 63);
               const int64_t at = ((first + p) * K + k) * MR;
               const uint32_t *panel = &x.words[at / PER_WORD<X>];
               if constexpr (!is_int16<X>) tile(total[p] + i, words[i], KC, 1, panel, count);
               else {
                 tile_int16(total[p] + i, words + i, scales + i, panel, &x.scales[at / 32], f->span,
                            count / f->span);
-                if (f->minimum && (held + KC == HELD || k + KC >= K))
+                if (f->minimum && (end == K || end % HELD == 0))
                   tile(total[p] + i, &minima[0][i], 1, STRIP, &x.sums[(at - held * MR) / 32],
                        (held + count) / 32);
               }
