@@ -287,14 +287,13 @@ INLINE void microkernel(Sum<X> (&sums)[NR][V], const void *w, int64_t down, int6
 
 // The p-th MR of so many rows of n words, `stride` words apart -> (n, MR); the last row fills up
 static void turn(int64_t p, const void *rows, int64_t count, int64_t n, int64_t stride, void *to) {
+  auto row = [&](int64_t i) { return (Bytes)rows + 4 * stride * std::min(p * MR + i, count - 1); };
   for (int64_t first = 0; first < n; first += 16)  // what is written at a time stays in L1
     for (int64_t i = 0; i < MR; i += 4) {
-      Bytes row[4];
-      for (int64_t j = 0; j < 4; j++)
-        row[j] = (Bytes)rows + 4 * stride * std::min(p * MR + i + j, count - 1);
+      const Bytes a = row(i), b = row(i + 1), c = row(i + 2), d = row(i + 3);
       for (int64_t k = first; k < n && k < first + 16; k++) {
-        auto word = [&](int j) { return load<float>(row[j] + 4 * k); };  // whatever it is
-        store((float *)to + k * MR + i, f32x4{word(0), word(1), word(2), word(3)});
+        auto word = [&](Bytes row) { return load<float>(row + 4 * k); };  // whatever it is
+        store((float *)to + k * MR + i, f32x4{word(a), word(b), word(c), word(d)});
       }
     }
 }
@@ -470,6 +469,7 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
   std::fill_n(top, J, -INFINITY), std::fill_n(p, J * room, -INFINITY);
   for (int64_t s = 0; s < length; s++) {
     f32 products[J] = {};
+    prefetch((Bytes)(keys + s * D) + AHEAD, D * sizeof(E));
     for (int64_t d = 0; d < D; d += VL) {
       f32 key = load_f32(keys + s * D + d);
       UNROLL
@@ -491,12 +491,15 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
   for (int64_t d = 0; d < D; d += V * VL) {
     const int64_t vectors = D - d < V * VL ? (D - d) / VL : V;
     f32 mix[J][V] = {};
-    for (int64_t s = 0; s < length; s++) UNROLL
-    for (int i = 0; i < V; i++) {
-      if (i >= vectors) break;
-      f32 value = load_f32(values + s * D + d + i * VL);
+    for (int64_t s = 0; s < length; s++) {
+      if (d == 0) prefetch((Bytes)(values + s * D) + AHEAD, D * sizeof(E));
       UNROLL
-      for (int j = 0; j < J; j++) mix[j][i] += value * p[j * room + s];
+      for (int i = 0; i < V; i++) {
+        if (i >= vectors) break;
+        f32 value = load_f32(values + s * D + d + i * VL);
+        UNROLL
+        for (int j = 0; j < J; j++) mix[j][i] += value * p[j * room + s];
+      }
     }
     for (int j = 0; j < J; j++)
       for (int i = 0; i < vectors; i++) store(y + j * D + d + i * VL, mix[j][i] * inverse[j]);
@@ -551,10 +554,9 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
       memcpy(total + d * MR, sums, sizeof sums);
     }
   }
-  for (int64_t i = 0; i < tokens; i++) {
-    const float inverse = 1 / ((float *)weight)[i];
-    for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * inverse;
-  }
+  for (f32 &w : weight) w = 1 / w;
+  for (int64_t i = 0; i < tokens; i++)
+    for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * ((float *)weight)[i];
 }
 
 struct Linear {  // this and Layer: as Python packs them
@@ -638,12 +640,10 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
 
 // ---- What Python calls --------------------------------------------------------------------------
 
-// NOT_SUPPORTED: an unknown type, or K no multiple of its block
-enum { DONE, NO_MEMORY, NOT_SUPPORTED };
+enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // an unknown type, or K no multiple of its block
 
 extern "C" {
 int32_t kernels_version() { return 1; }
-
 int32_t kernels_features() {  // bit 0: OpenMP; bit 1: AMX, with which torch's own gemm is faster
   int32_t features = 0;
 #ifdef _OPENMP
