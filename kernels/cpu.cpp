@@ -494,9 +494,8 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
     for (int64_t s = 0; s < length; s++) {
       if (d == 0) prefetch((Bytes)(values + s * D) + AHEAD, D * sizeof(E));
       UNROLL
-      for (int i = 0; i < V; i++) {
-        if (i >= vectors) break;
-        f32 value = load_f32(values + s * D + d + i * VL);
+      for (int i = 0; i < V; i++) {  // the last one twice if there is but one
+        f32 value = load_f32(values + s * D + d + std::min<int64_t>(i, vectors - 1) * VL);
         UNROLL
         for (int j = 0; j < J; j++) mix[j][i] += value * p[j * room + s];
       }
