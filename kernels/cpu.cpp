@@ -357,7 +357,7 @@ INLINE void tile_int16(float (*total)[MR], const uint32_t (*w)[KC / 2], const fl
 template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256);
-  std::atomic<int64_t> taken(0);
+  std::atomic<int64_t> taken(0);  // strips, by a thread each
 #pragma omp parallel
   {
     alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
