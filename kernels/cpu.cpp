@@ -639,7 +639,8 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
 
 // ---- What Python calls --------------------------------------------------------------------------
 
-enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // an unknown type, or K no multiple of its block
+// NOT_SUPPORTED: an unknown type, or K no multiple of its block
+enum { DONE, NO_MEMORY, NOT_SUPPORTED };
 
 extern "C" {
 int32_t kernels_version() { return 1; }
