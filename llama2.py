@@ -32,56 +32,32 @@ arXiv:2002.05202), grouped-query attention (Ainslie et al. 2023, arXiv:2305.1324
 
 from __future__ import annotations
 
-import argparse
-import codecs
-import ctypes
-import datetime
-import functools
-import gc
-import hashlib
-import io
-import itertools
-import json
-import math
-import mmap
-import os
-import pickletools
-import re
-import secrets
-import shlex
-import shutil
-import signal
-import stat
-import struct
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
-import zipfile
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+__version__ = "0.3.0"
+__all__ = [
+    "Config", "rope_tables", "apply_rotary_emb", "Cache", "Llama",
+    "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint", "open_checkpoint", "load",
+    "build_model", "save_gguf", "Tokenizer", "StreamDecoder", "encode_chat",
+    "sample", "generate", "generate_batch", "stream_text", "score", "Session", "main",
+]  # fmt: skip
 
-if __name__ == "__main__":
-    # Ctrl-C while torch is imported, which takes seconds: no traceback.
+if __name__ == "__main__":  # what must be set before torch is imported: see main()
+    import os, signal
+
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Let waiting threads sleep after half a millisecond: on a busy machine, spinning ones take cores
-    # from working ones. Not sooner: waking up within a layer took longer than the layer.
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "10000"
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+    os.environ.get("OMP_WAIT_POLICY") or os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # ==================================================================================================
 # Part I: The model
 # ==================================================================================================
+#
+# Any dtype works. Four places compute in float32 whatever it is; comments count these "islands".
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 # --------------------------------------------------------------------------------------------------
 # 1. Config
@@ -89,7 +65,7 @@ from torch import Tensor, distributed, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The architecture, named as in Hugging Face's config.json. ValueError on wrong values."""
+    """The architecture, named as in Hugging Face's config.json. ValueError on impossible values."""
 
     hidden_size: int = 4096  # C, the width of the residual stream
     intermediate_size: int = 11008  # the width inside the MLP
@@ -109,28 +85,22 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            count = isinstance(value, int) and 0 < value <= 2**28  # no product of two overflows
-            if type(item.default) is int and not count and not item.name.endswith("_token_id"):
-                raise ValueError(f"{item.name} is {value!r}; accepted is 1 to 2**28")
-            number = isinstance(value, (int, float)) and 0 < value < math.inf
-            if type(item.default) is float and not number:
-                raise ValueError(f"{item.name} is {value!r}; accepted is a positive number")
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if self.hidden_size % heads or self.hidden_size // heads % 2:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be num_attention_heads {heads} x an even size"
-            )
-        if heads % kv_heads:
-            raise ValueError(
-                f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
-            )
-        factors = self.rope_freq_factors
-        if factors is not None and (
-            len(factors) != self.head_dim // 2 or not all(0 < f < math.inf for f in factors)
-        ):
-            needed = f"needed are {self.head_dim // 2} positive numbers"
-            raise ValueError(f"rope_freq_factors has {len(factors)} values; {needed}")
+            value, kind = getattr(self, item.name), type(item.default)
+            if kind not in (int, float) or item.name.endswith("_token_id"):
+                continue
+            most = 2**28 if kind is int else 1e38  # no product of two sizes overflows
+            if not isinstance(value, (int, kind)) or not 0 < value <= most:
+                raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {most}")
+        C, H, G = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        if C % H or C // H % 2:
+            raise ValueError(f"hidden_size {C} must be num_attention_heads {H} x an even size")
+        if H % G:
+            raise ValueError(f"num_attention_heads {H} is no multiple of num_key_value_heads {G}")
+        factors, count = self.rope_freq_factors or (), self.head_dim // 2
+        if self.rope_freq_factors is not None and len(factors) != count:
+            raise ValueError(f"rope_freq_factors has {len(factors)} values; it must have {count}")
+        if not all(0 < factor < math.inf for factor in factors):
+            raise ValueError("rope_freq_factors must be positive numbers")
 
     @property
     def head_dim(self) -> int:
@@ -138,31 +108,19 @@ class Config:
         return self.hidden_size // self.num_attention_heads
 
     @classmethod
-    def llama2_7b(cls) -> Config:
+    def llama2_7b(cls) -> "Config":
         """Llama 2 7B (paper, table 1)."""
         return cls()
 
     @classmethod
-    def llama2_13b(cls) -> Config:
+    def llama2_13b(cls) -> "Config":
         """Llama 2 13B (paper, table 1)."""
-        return cls(
-            hidden_size=5120,
-            intermediate_size=13824,
-            num_hidden_layers=40,
-            num_attention_heads=40,
-            num_key_value_heads=40,
-        )
+        return cls(5120, 13824, 40, 40, 40)
 
     @classmethod
-    def llama2_70b(cls) -> Config:
+    def llama2_70b(cls) -> "Config":
         """Llama 2 70B (paper, table 1): eight key/value heads serve 64 query heads."""
-        return cls(
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-        )
+        return cls(8192, 28672, 80, 64, 8)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -203,10 +161,8 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Cache:
     """What one pass hands to the next: keys, values, RoPE tables, causal masks, the position.
 
-    It is allocated once for `max_seq_len` tokens (default: the model's context) and owns the
+    It is allocated once, for `max_seq_len` tokens (default: the model's context), and it owns the
     position, so that no caller can be off by one. `dtype` may have fewer bits than the model's.
-    `padding` (B,) says how many tokens at the left of each row are filler: prompts of different
-    lengths are aligned at their ends. A full cache raises ValueError.
     """
 
     def __init__(
@@ -216,25 +172,17 @@ class Cache:
         max_seq_len: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        padding: Tensor | None = None,
     ) -> None:
-        self.max_seq_len = config.max_position_embeddings if max_seq_len is None else max_seq_len
-        if batch_size < 1 or self.max_seq_len < 1:
-            raise ValueError(
-                f"batch_size {batch_size} and max_seq_len {self.max_seq_len} must be at least 1"
-            )
-        shape = (
-            config.num_hidden_layers,
-            batch_size,
-            config.num_key_value_heads,
-            self.max_seq_len,
-            config.head_dim,
-        )
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (L, B, G, max_seq_len, D)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.cos, self.sin = rope_tables(config, self.max_seq_len, device)  # (max_seq_len, D/2)
-        self.padding = None if padding is None else padding.to(device)
-        self.band = torch.ones(0, self.max_seq_len, dtype=torch.bool, device=device)  # see mask()
+        S = config.max_position_embeddings if max_seq_len is None else max_seq_len
+        if batch_size < 1 or S < 1 or not dtype.is_floating_point:
+            wanted = "batch_size and max_seq_len must be at least 1, dtype a floating point one"
+            raise ValueError(f"{wanted}; they are {batch_size}, {S} and {dtype}")
+        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        self.k = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
+        self.v = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
+        self.cos, self.sin = rope_tables(config, S, device)  # (max_seq_len, D/2)
+        self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # see mask()
+        self.max_seq_len = S
         self.pos = 0  # how many tokens are stored; the next one gets this position
 
     @property
@@ -242,13 +190,13 @@ class Cache:
         """B, the number of rows that the cache was made for."""
         return self.k.shape[1]
 
-    def check(self, config: Config, x: Tensor) -> None:
-        """Raises ValueError unless it was made for this model and for as many rows as x has."""
+    def check(self, config: Config, tokens: Tensor) -> None:
+        """Raises ValueError unless it was made for this model and for as many rows as tokens has."""
         L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        needed = (L, len(x), G, self.max_seq_len, D)
-        if self.k.shape != needed or self.v.shape != needed or self.k.device != x.device:
+        shape = (L, len(tokens), G, self.max_seq_len, D)
+        if self.k.shape != shape or self.v.shape != shape or self.k.device != tokens.device:
             found = f"{tuple(self.k.shape)} and {tuple(self.v.shape)} on {self.k.device}"
-            raise ValueError(f"the cache is {found}; needed is {needed} on {x.device}")
+            raise ValueError(f"the cache is {found}; it must be {shape} on {tokens.device}")
         if not 0 <= self.pos <= self.max_seq_len:
             raise ValueError(f"the cache's position is {self.pos} of {self.max_seq_len}")
 
@@ -261,16 +209,11 @@ class Cache:
         return slice(self.pos, self.pos + T)
 
     def rope(self, T: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for the next T tokens: (T, D/2), with padding (B, T, D/2)."""
-        where = self.slots(T)
-        if self.padding is None:
-            return self.cos[where], self.sin[where]
-        slot = torch.arange(where.start, where.stop, device=self.cos.device)
-        position = (slot - self.padding[:, None]).clamp(min=0)  # a row's first real token is at 0
-        return self.cos[position], self.sin[position]
+        """cos and sin for the next T tokens: (T, D/2)."""
+        return self.cos[self.slots(T)], self.sin[self.slots(T)]
 
     def mask(self, T: int) -> Tensor | None:
-        """Which of the S = pos + T tokens a new one sees: bool (T, S), with padding (B, 1, T, S).
+        """Which of the S = pos + T tokens a new one sees: bool (T, S).
 
         Aligned at the lower right, a new token sees the past and itself: for pos = 2 and T = 3,
 
@@ -283,18 +226,12 @@ class Cache:
         largest T that was asked for. A single token sees everything: None.
         """
         S = self.slots(T).stop
-        if T == 1 and self.padding is None:
+        if T == 1:
             return None
         if T > len(self.band):
             ones = torch.ones(T, self.max_seq_len, dtype=torch.bool, device=self.band.device)
             self.band = ones.tril(self.max_seq_len - T)
-        mask = self.band[len(self.band) - T :, self.max_seq_len - S :]  # (T, S)
-        if self.padding is None:
-            return mask
-        slot = torch.arange(S, device=mask.device)
-        real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
-        return mask & (real | itself)
+        return self.band[len(self.band) - T :, self.max_seq_len - S :]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, G, T, D) of one layer; return all that is visible (B, G, S, D)."""
@@ -418,6 +355,17 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Layers(nn.ModuleList):
+    """The L blocks, one after the other."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        for block in self:
+            x = block(x, cos, sin, mask, cache)
+        return x
+
+
 # --------------------------------------------------------------------------------------------------
 # 8. Llama
 
@@ -425,8 +373,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The whole model. state_dict() has Hugging Face's keys less the leading "model.".
 
-    The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb). Use load() for Hugging
-    Face's: it permutes them. load_state_dict() would accept them as they are, and be wrong.
+    The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb). For Hugging Face's use
+    load() or state_dict_from_hf(), which permute them: load_state_dict() cannot tell them apart.
     """
 
     def __init__(self, config: Config) -> None:
@@ -436,9 +384,7 @@ class Llama(nn.Module):
         rows = torch.empty(config.vocab_size, config.hidden_size)
         rows.uniform_(-(config.hidden_size**-0.5), config.hidden_size**-0.5)
         self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
-        self.layers = nn.ModuleList(
-            Block(config, layer) for layer in range(config.num_hidden_layers)
-        )
+        self.layers = Layers(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -452,9 +398,11 @@ class Llama(nn.Module):
         With a cache the tokens continue what it holds. Without one they stand alone: one causal
         pass, all positions, differentiable. ValueError for a cache that is full or does not fit.
         """
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be a tensor of ids, not a {type(tokens).__name__}")  # noqa: TRY004
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             found = f"{tuple(tokens.shape)} {tokens.dtype}"
-            raise ValueError(f"tokens are {found}; needed is (B, T) int64, one token or more")
+            raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
         T, mask = tokens.shape[1], None
         if cache is not None:
             cache.check(self.config, tokens)
@@ -467,8 +415,7 @@ class Llama(nn.Module):
         # No gradient through a cache: it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            for layer in self.layers:
-                x = layer(x, cos, sin, mask, cache)
+            x = self.layers(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the rest of the largest matrix product would be thrown away
             # float32 island 4 of 4: what is sampled from.
@@ -482,6 +429,28 @@ class Llama(nn.Module):
 # ==================================================================================================
 # Part II: Running it
 # ==================================================================================================
+
+import codecs
+import functools
+import io
+import itertools
+import json
+import mmap
+import os
+import pickletools
+import re
+import secrets
+import stat
+import struct
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 # --------------------------------------------------------------------------------------------------
 # 9. Weights
@@ -2322,6 +2291,32 @@ CHAT_CONTEXT = 8192  # tokens that a chat makes room for if not told: a file may
 Item = TypeVar("Item")
 
 
+class PaddedCache(Cache):
+    """A Cache for prompts of different lengths, aligned at their ends.
+
+    `padding` (B,) int64: how many tokens at the left of each row are filler.
+    """
+
+    def __init__(self, config: Config, padding: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, len(padding), *args, **kwargs)
+        self.padding = padding.to(self.k.device)
+
+    def rope(self, T: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for the next T tokens: (B, T, D/2)."""
+        where = self.slots(T)
+        slot = torch.arange(where.start, where.stop, device=self.cos.device)
+        position = (slot - self.padding[:, None]).clamp(min=0)  # a row's first real token is at 0
+        return self.cos[position], self.sin[position]
+
+    def mask(self, T: int) -> Tensor:
+        """Which of the S = pos + T tokens a new one sees: bool (B, 1, T, S), no filler among them."""
+        visible, S = super().mask(T), self.slots(T).stop
+        slot = torch.arange(S, device=self.k.device)
+        real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
+        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
+        return (real | itself) if visible is None else visible & (real | itself)
+
+
 class Score(NamedTuple):
     """A token, how likely it was in its place, and the text that it completes."""
 
@@ -2441,12 +2436,13 @@ def generate_batch(
     longest = max(map(len, rows))
     room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
     padding = torch.tensor([longest - len(row) for row in rows])
-    uneven = padding if padding.any() else None
-    if cache is None:
-        size = longest + max(room)
-        cache = Cache(config, len(rows), size, weight.dtype, weight.device, uneven)
-    elif uneven is not None:
+    if cache is not None and padding.any():
         raise ValueError("prompts of different lengths cannot continue a cache")
+    size = longest + max(room)
+    if padding.any():
+        cache = PaddedCache(config, padding, size, weight.dtype, weight.device)
+    elif cache is None:
+        cache = Cache(config, len(rows), size, weight.dtype, weight.device)
     generators = [torch.Generator() for _ in rows]
     for i, generator in enumerate(generators):
         generator.seed() if seed is None else generator.manual_seed(seed + i)
@@ -2673,6 +2669,19 @@ def score(
 # Part III: Faster and larger. Delete it freely, and kernels/ with it
 # ==================================================================================================
 
+import ctypes
+import datetime
+import hashlib
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import warnings
+
+from torch import distributed
+
+__all__ += ["accelerate", "CompiledStep"]
 
 # --------------------------------------------------------------------------------------------------
 # 15. CPU kernels
@@ -2696,7 +2705,7 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
         replace_linears(model, partial(NativeLinear, exact=exact))
         layers = model.layers
         blocks = layers[0].blocks if isinstance(layers[0], NativeLayers) else layers
-        model.layers = nn.ModuleList([NativeLayers(blocks, exact)])
+        model.layers = Layers([NativeLayers(blocks, exact)])
         return model
     if compile:
         warnings.warn(f"quantised weights will be slow: {found.problem}", stacklevel=2)
@@ -3008,7 +3017,7 @@ class NativeLayers(nn.Module):
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
         """forward() by the kernels. Raises Unfit before anything is computed."""
         native = usable_kernels(x)
-        need(type(cache) is Cache and cache.padding is None and x.dim() == 3)
+        need(type(cache) is Cache and x.dim() == 3)
         need(not torch.nn.modules.module._has_any_global_hook())
         (B, T, C), (L, _, G, room, D) = x.shape, cache.k.shape
         many, half = B * T > FEW_ROWS, cache.k.dtype == torch.float16
@@ -3153,6 +3162,7 @@ class StaticCache(Cache):
 
     def __init__(self, cache: Cache, window: int) -> None:
         vars(self).update(vars(cache))  # the same tensors
+        self.padding: Tensor | None = vars(cache).get("padding")  # of a PaddedCache
         self.window = window  # attention is over so many slots, less those that are still empty
         self.slot = torch.zeros(1, dtype=torch.int64, device=cache.k.device)  # the position
 
@@ -3320,11 +3330,17 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 # Part IV: Command line
 # ==================================================================================================
 
+import argparse
+import ctypes
+import gc
+import signal
+import warnings
+from collections import Counter
+from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
 # 18. Command line
 
-VERSION = "0.2.0"
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
 
 
@@ -3376,7 +3392,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--type", choices=SAVE_TYPES, help="with --save: of the matrices (default: as they are)")
     add("--info", action="store_true", help="describe the model and exit")
     add("--quiet", action="store_true", help="nothing on stderr but errors")
-    add("--version", action="version", version=f"llama2.py {VERSION}, torch {torch.__version__}")
+    version = f"llama2.py {__version__}, torch {torch.__version__}"
+    add("--version", action="version", version=version)
     args = parser.parse_args(argv)
     for option, needed in (("system", "chat"), ("chat_format", "chat"), ("type", "save")):
         if getattr(args, option) is not None and not getattr(args, needed):

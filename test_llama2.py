@@ -585,7 +585,7 @@ def test_mask_values():
 
 
 def test_mask_with_padding_hides_filler_and_never_hides_everything():
-    cache = llama2.Cache(CONFIG, 2, padding=torch.tensor([0, 2]))
+    cache = llama2.PaddedCache(CONFIG, torch.tensor([0, 2]))
     mask = cache.mask(3).expand(2, 1, 3, 3)[:, 0]
     assert mask[0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert mask[1, 2].int().tolist() == [0, 0, 1]
@@ -611,7 +611,7 @@ def test_cache_errors_name_both_numbers(model):
 
 
 def test_cache_for_another_batch_is_refused(model):
-    with pytest.raises(ValueError, match=r"cache is \(2, 3, .* needed is \(2, 2, "):
+    with pytest.raises(ValueError, match=r"cache is \(2, 3, .* must be \(2, 2, "):
         model(TOKENS[:2, :4], llama2.Cache(CONFIG, batch_size=3))
     with pytest.raises(ValueError, match=r"\(1, 0\)"):
         model(TOKENS[:1, :0])
@@ -705,7 +705,7 @@ def test_padded_rows_equal_rows_alone(model):
     tokens = torch.zeros(3, 20 + new, dtype=torch.int64)
     for row, n in enumerate(lengths):
         tokens[row, 20 - n :] = TOKENS[row, : n + new]
-    cache = llama2.Cache(CONFIG, 3, padding=torch.tensor([20 - n for n in lengths]))
+    cache = llama2.PaddedCache(CONFIG, torch.tensor([20 - n for n in lengths]))
     found = in_steps(model, tokens, [8, 12] + [1] * new, cache)
     for row, n in enumerate(lengths):
         assert_close(found[row, 20 - n :], model(TOKENS[row : row + 1, : n + new])[0])
@@ -771,38 +771,32 @@ def test_a_cache_takes_no_gradient(model):
 # The model half by itself
 
 
-def model_half():
-    """The text of part I, from Config to the end of the model, to be cut out as it stands."""
+def part_1():
+    """Part I's text, from its heading to the next one: `sed -n '/^# Part I:/,/^# Part II:/p'`."""
     text = SCRIPT.read_text(encoding="utf-8")
-    half = text[text.index("@dataclass(frozen=True)\nclass Config") : text.index("# Part II: ")]
-    return half.splitlines()[:-1]
+    return text[text.index("# Part I: ") : text.index("# Part II: ")]
 
 
-def test_model_half_is_pure():
+def test_part_1_is_pure():
     """It knows torch, math and dataclasses; no files, no printing, no formats of weights."""
-    half = "\n".join(model_half())
-    assert len(model_half()) < 400
-    tree = ast.parse(half)
-    assert not [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    tree = ast.parse(part_1())
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert modules == {"math", "dataclasses", "torch", "torch.nn.functional"}
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    modules = {name for name in names if inspect.ismodule(getattr(llama2, name, None))}
-    assert modules == {"math", "torch", "F", "nn"}
     assert not names & {"print", "open", "os", "sys", "Path", "eval", "exec"}
-    assert not [word for word in ("gguf", "ggml", "quant", "import ") if word in half.lower()]
+    assert not [word for word in ("gguf", "ggml", "quant", "file") if word in part_1().lower()]
 
 
 @torch.no_grad()
-def test_model_half_runs_cut_out(weights, model):
-    header = (
-        "from __future__ import annotations\nimport math, torch\nimport torch.nn.functional as F\n"
-        "from dataclasses import dataclass, field, fields\nfrom torch import Tensor, nn\n"
-    )
-    cut = {"__name__": "cut"}
-    sys.modules["cut"] = type(sys)("cut")  # dataclass looks its module up
-    exec(compile(header + "\n".join(model_half()), "cut", "exec"), cut)  # noqa: S102
-    alone = cut["Llama"](cut["Config"](**SHAPE)).eval()
+def test_part_1_runs_cut_out(weights, model, monkeypatch):
+    cut = type(sys)("cut")
+    monkeypatch.setitem(sys.modules, "cut", cut)  # dataclass looks its module up
+    exec(compile(part_1(), "cut", "exec", dont_inherit=True), vars(cut))  # noqa: S102
+    assert cut.Config.llama2_70b().num_key_value_heads == 8
+    alone = cut.Llama(cut.Config(**SHAPE)).eval()
     alone.load_state_dict(model.state_dict())
-    assert_close(alone(TOKENS[:1, :9], cut["Cache"](alone.config)), model(TOKENS[:1, :9])[:, -1])
+    assert_close(alone(TOKENS[:1, :9], cut.Cache(alone.config)), model(TOKENS[:1, :9])[:, -1])
 
 
 def globals_of(table):
@@ -1924,7 +1918,7 @@ def test_seed_stop_and_sampling_options(cli):
 
 def test_version_and_info(cli):
     status, out, err = cli("--version")
-    assert status == 0 and llama2.VERSION in out and not err
+    assert status == 0 and llama2.__version__ in out and not err
     status, out, err = cli("--info", stdin=b"not read")
     assert status == 0 and not err
     for word in ("GGUF", "F32", "hidden_size", "320", "memory", "400"):

@@ -112,7 +112,7 @@ CACHES = {
     "position at the end": lambda: changed(pos=62),
     "longer than it is": lambda: changed(max_seq_len=1000, pos=100),
     "short tables": lambda: changed(cos=torch.ones(3, 8)),
-    "padding": lambda: changed(padding=torch.tensor([2])),
+    "padding": lambda: llama2.PaddedCache(CONFIG, torch.tensor([2])),
 }
 
 
@@ -128,7 +128,7 @@ def test_caches(models, name, length):
 
 def test_a_wrong_cache_is_named(models):
     for model in models:
-        with pytest.raises(ValueError, match=r"\(2, 1, 4, 64, 16\).*needed is \(3, 1, 4, 64, 16\)"):
+        with pytest.raises(ValueError, match=r"\(2, 1, 4, 64, 16\).*must be \(3, 1, 4, 64, 16\)"):
             model(TOKENS, fresh(num_hidden_layers=2))
         with pytest.raises(ValueError, match="position is -3 of 64"):
             model(TOKENS, changed(pos=-3))

@@ -255,7 +255,7 @@ def test_native_layers_do_what_the_blocks_do(
     config, path = layered(vocabulary, tmp_path / "x.gguf", kv_heads)
     plain, fast = pair(path)
     layers = fast.layers[0]
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3  # keys that round to another float16
     torch.manual_seed(0)
     for B, chunks in ((1, (1, 5, 1, 64, 1)), (2, (3, 8, 1)), (1, (130, 17, 1)), (2, (65, 70))):
         ours, theirs = (llama2.Cache(config, B, 201, dtype) for _ in range(2))
@@ -312,7 +312,7 @@ def test_native_layers_leave_the_rest_to_the_blocks(tmp_path, vocabulary, native
 
     x, cache = torch.randn(2, 3, 256), llama2.Cache(config, 2)
     check(x, cache, fell_back=False)
-    check(x, llama2.Cache(config, 2, padding=torch.tensor([0, 1])))
+    check(x, llama2.PaddedCache(config, torch.tensor([0, 1])))
     check(x[:, :1], llama2.StaticCache(cache, 8))
     check(x, cache, rest=False)
     check(x.mT.contiguous().mT, cache)
@@ -417,8 +417,10 @@ def test_without_a_compiler_a_warning_says_so(tmp_path, vocabulary, exact):
 @torch.no_grad()
 def test_compiled_steps_equal_plain_ones(model, padding):
     """One window after another, with the eager backend: the tensors of a step, not the compiler."""
-    padding = padding and torch.tensor(padding)
-    caches = [llama2.Cache(CONFIG, 2, padding=padding) for _ in range(2)]
+    if padding is None:
+        caches = [llama2.Cache(CONFIG, 2) for _ in range(2)]
+    else:
+        caches = [llama2.PaddedCache(CONFIG, torch.tensor(padding)) for _ in range(2)]
     torch.compiler.reset()
     compiled = llama2.CompiledStep(model, caches[1], backend="eager", fullgraph=True)
     for part in TOKENS[:2].split([20, 1, 1, 3, 1, 14], dim=1):
