@@ -1,7 +1,13 @@
-"""Makes llama2.py and its siblings importable, and the fixtures of test_llama2.py available here."""
+"""Makes llama2.py and its siblings importable, and the fixtures of test_llama2.py available here.
 
+Where pytest-xdist is installed, a plain `pytest` uses every core; naming files, -k or -n does not.
+"""
+
+import os
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -18,3 +24,20 @@ from test_llama2 import (  # noqa: F401
     vocabulary,
     weights,
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """A process per core for the whole suite: a few tests would end before torch is imported."""
+    option = config.option
+    chosen = (
+        config.args_source is pytest.Config.ArgsSource.ARGS or option.keyword or option.markexpr
+    )
+    if (
+        getattr(option, "numprocesses", 0) is None
+        and not chosen
+        and not hasattr(config, "workerinput")
+    ):
+        option.numprocesses = "logical"
+        option.maxprocesses = option.maxprocesses or 4
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread in each
