@@ -2672,6 +2672,7 @@ def score(
 import ctypes
 import datetime
 import hashlib
+import operator
 import shlex
 import shutil
 import signal
@@ -2703,9 +2704,7 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
     found = kernels() if compile else Kernels(problem="switched off")
     if found.library:
         replace_linears(model, partial(NativeLinear, exact=exact))
-        layers = model.layers
-        blocks = layers[0].blocks if isinstance(layers[0], NativeLayers) else layers
-        model.layers = Layers([NativeLayers(blocks, exact)])
+        put(model, "layers", NativeLayers(model.layers))
         return model
     if compile:
         warnings.warn(f"quantised weights will be slow: {found.problem}", stacklevel=2)
@@ -2718,7 +2717,14 @@ def replace_linears(model: nn.Module, make: Callable[[QuantizedLinear], nn.Modul
     """Put make(linear) in the place of each QuantizedLinear."""
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
-            model.set_submodule(name, make(module))
+            put(model, name, make(module))
+
+
+def put(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Replace a submodule by one with its hooks."""
+    old = vars(model.get_submodule(name)).items()
+    vars(new).update({key: value for key, value in old if "hooks" in key or key == "training"})
+    model.set_submodule(name, new)
 
 
 KERNELS_SOURCE = Path(__file__).resolve().parent / "kernels" / "cpu.cpp"
@@ -2885,44 +2891,39 @@ def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return t.data_ptr()
 
 
-class Watch:
-    """Remembers what layers were packed from, to pack them again only when something changed."""
+class Snapshot:
+    """The parts, attributes, tensors and hooks of a module, to see whether they are still the same."""
 
-    def __init__(self) -> None:
-        self.items: list[tuple[dict, str, Any]] = []
-        self.hooks: list[dict] = []
-        self.tensors: list[tuple[Tensor, int]] = []
-
-    def get(self, where: dict, key: str) -> Any:
-        """The value of a key, None if there is none."""
-        self.items.append((where, key, where.get(key)))
-        return where.get(key)
-
-    def child(self, module: Any, name: str, expected: type[nn.Module]) -> Any:
-        """A part of a module. Unfit unless it is of this very class, unchanged, without hooks."""
-        part = self.get(module._modules, name)
-        need(type(part) is expected and self.get(part.__dict__, "forward") is None)
-        need(not (part._forward_hooks or part._forward_pre_hooks))
-        self.hooks += part._forward_hooks, part._forward_pre_hooks
-        return part
-
-    def tensor(self, where: Any, name: str) -> Any:
-        """A tensor among parameters or buffers, which must stay where it lies."""
-        found = self.get(where, name)
-        need(isinstance(found, Tensor) and found.is_cpu)
-        self.tensors.append((found, found.data_ptr()))
-        return found
+    def __init__(self, root: nn.Module) -> None:
+        self.children, self.count = root._modules, len(root._modules)
+        parts = [part for child in root.children() for part in child.modules()]
+        usual = vars(nn.Module()).keys()
+        places: list[tuple[dict, str]] = [(root._modules, name) for name in root._modules]
+        for part in parts:
+            for where in (part._modules, part._parameters, part._buffers):
+                places += [(where, name) for name in where]
+            places += [(vars(part), name) for name in vars(part).keys() - usual | {"forward"}]
+        self.places, self.names = zip(*places)
+        self.values = list(map(dict.get, self.places, self.names))
+        self.tensors = [*root.parameters(), *root.buffers()]
+        self.addresses = [t.data_ptr() for t in self.tensors]
+        self.hooks = [h for m in parts for h in (m._forward_hooks, m._forward_pre_hooks)]
 
     def holds(self) -> bool:
-        """Whether nothing has changed, and there are no hooks."""
-        same = all(where.get(key) is value for where, key, value in self.items)
-        return same and not any(self.hooks) and all(t.data_ptr() == at for t, at in self.tensors)
+        """Whether nothing has been replaced, added to the root, or moved."""
+        same = map(operator.is_, map(dict.get, self.places, self.names), self.values)
+        moved = [t.data_ptr() for t in self.tensors] != self.addresses
+        return len(self.children) == self.count and all(same) and not moved
 
 
 def usable_kernels(x: Tensor) -> Kernels:
-    """The kernels. Unfit where there are none, and where gradients or torch.compile need torch."""
-    need(kernels().library is not None and not torch.compiler.is_compiling())
+    """The kernels. Unfit where there are none, and where torch differentiates, traces or compiles."""
+    need(isinstance(x, Tensor) and not torch.compiler.is_compiling())
+    need(not (torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()))
     need(not (x.requires_grad and torch.is_grad_enabled()))
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    need(not (forward_mode or torch._C._are_functorch_transforms_active()))
+    need(kernels().library is not None)
     return kernels()
 
 
@@ -2944,19 +2945,18 @@ class NativeLinear(QuantizedLinear):
         self.exact = exact
         self.type_id = int(gguf.GGMLQuantizationType[linear.ggml_type])
 
-    def pack(self) -> tuple[int, int, int, int]:
-        """struct Linear of kernels/cpu.cpp. Raises Unfit."""
+    def pack(self) -> tuple[Tensor, tuple[int, int, int, int]]:
+        """The blocks, and struct Linear of kernels/cpu.cpp, which points to them. Raises Unfit."""
         block, block_bytes, _ = GGML_TYPES[self.ggml_type]
-        N, K = self.out_features, self.in_features
+        blocks, N, K = self.blocks.detach(), self.out_features, self.in_features
         need(K % 32 == 0)
-        found: Any = self._buffers.get("blocks")  # ten times as fast as self.blocks
-        blocks = address(found, torch.uint8, (N, K // block * block_bytes))
-        return blocks, self.type_id, N, K
+        pointer = address(blocks, torch.uint8, (N, K // block * block_bytes))
+        return blocks, (pointer, self.type_id, N, K)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
         try:
-            native, (blocks, type_id, N, K) = usable_kernels(x), self.pack()
+            native, (held, (blocks, type_id, N, K)) = usable_kernels(x), self.pack()
             need(x.dtype in DENSE.values() and x.shape[-1:] == (K,) and x.layout == torch.strided)
             x32 = x.float().contiguous()
             source = address(x32, torch.float32, x.shape)
@@ -2964,13 +2964,13 @@ class NativeLinear(QuantizedLinear):
             return super().forward(x)
         rows = x.numel() // K
         if native.amx and not self.exact and rows > FEW_ROWS:
-            return self.by_amx(x32.view(rows, K)).to(x.dtype).view(*x.shape[:-1], N)
+            return self.by_amx(x32.view(rows, K), held).to(x.dtype).view(*x.shape[:-1], N)
         y = torch.empty(*x.shape[:-1], N, dtype=torch.float32, device="cpu")
         linear: Any = native.library.linear  # type: ignore[union-attr]
         check_status(linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K))
         return y.to(x.dtype)
 
-    def by_amx(self, x: Tensor) -> Tensor:
+    def by_amx(self, x: Tensor, held: Tensor) -> Tensor:
         """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
         dequantize: Any = kernels().library.dequantize  # type: ignore[union-attr]
         K, N = self.in_features, self.out_features
@@ -2979,7 +2979,7 @@ class NativeLinear(QuantizedLinear):
         x, buffer = x.bfloat16(), torch.empty(min(rows, N), K, **kind)
         y = torch.empty(N, len(x), **kind)  # transposed: each product writes one run
         for start in range(0, N, rows):
-            blocks = self.blocks[start : start + rows]
+            blocks = held[start : start + rows]
             w = buffer[: len(blocks)]
             pointers = blocks.data_ptr(), w.data_ptr()
             check_status(dequantize(self.type_id, True, *pointers, w.numel()))
@@ -2987,88 +2987,128 @@ class NativeLinear(QuantizedLinear):
         return y.T
 
 
-class NativeLayers(nn.Module):
-    """All layers in one call of the kernels: Python between them would take 2 to 4 ms a token.
+class FastLayers(Layers):
+    """Layers with a faster forward for the common case; whatever is not that goes to the blocks."""
 
-    What the kernels cannot do is left to the blocks: padding, hooks, 16-bit activations, replaced
-    modules, odd layouts, a cache that is not a plain Cache.
-    """
-
-    def __init__(self, blocks: nn.ModuleList, exact: bool) -> None:
-        super().__init__()
-        self.blocks: nn.ModuleList = blocks
-        self.exact = exact
-        self.packed: tuple[Any, Watch, list[bytes]] | None = None
+    memory: Any = None  # what run() keeps for the next call
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "packed": None}  # a copy lies elsewhere
+        return {key: value for key, value in vars(self).items() if key != "memory"}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # .to() and the like: weights move
+        self.memory = None
+        return super()._apply(*args, **kwargs)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         try:
-            return self.run(x, cos, sin, cache)
+            return self.run(x, cos, sin, mask, cache)
         except Unfit:
-            for block in self.blocks:
-                x = block(x, cos, sin, mask, cache)
-            return x
+            return super().forward(x, cos, sin, mask, cache)
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
-        """forward() by the kernels. Raises Unfit before anything is computed."""
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+        """forward() the fast way. Raises Unfit before anything is stored."""
+        raise Unfit
+
+
+def check_plain(cache: Any, *classes: type[Cache]) -> None:
+    """Unfit unless it is of one of these classes, with no method replaced, and no hooks are global."""
+    need(type(cache) in classes and not any(map(callable, vars(cache).values())))
+    need(not torch.nn.modules.module._has_any_global_hook())
+
+
+class NativeLayers(FastLayers):
+    """All layers in one call of the kernels: Python between them would take 2 to 4 ms a token."""
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+        """For float32, a plain Cache with its own mask, and blocks as accelerate() left them."""
         native = usable_kernels(x)
-        need(type(cache) is Cache and x.dim() == 3)
-        need(not torch.nn.modules.module._has_any_global_hook())
-        (B, T, C), (L, _, G, room, D) = x.shape, cache.k.shape
-        many, half = B * T > FEW_ROWS, cache.k.dtype == torch.float16
-        need(not (many and native.amx and not self.exact))
-        need(L == len(self.blocks) and D % 16 == 0 and 0 <= cache.pos <= room - T)
+        check_plain(cache, Cache)
+        k, v, pos = cache.k, cache.v, cache.pos
+        need(x.dim() == 3 and k.dim() == 5)
+        (B, T, C), (L, _, G, room, D) = x.shape, k.shape
+        need(L == len(self) and D % 16 == 0 and 0 <= pos <= room - T)
+        need(T == 1 or mask is not None)
+        if mask is not None:
+            causal = torch.ones(T, pos + T, dtype=torch.bool, device="cpu").tril(pos)
+            need(mask.is_cpu and mask.dtype == torch.bool and torch.equal(mask, causal))
+        if self.memory is None or not self.memory[0].holds():
+            self.memory = Snapshot(self), self.pack()
+        snapshot, packed = self.memory  # another thread may replace it meanwhile
+        need(packed is not None and not any(snapshot.hooks))
+        structs, exact, shape, _ = packed
+        many, half = B * T > FEW_ROWS, k.dtype == torch.float16
+        need(not (many and native.amx and not exact))
+        need(shape == (C, G, D))
         address(x, torch.float32, x.shape)
         tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
         stored = [
-            address(t, torch.float16 if half else torch.float32, (L, B, G, room, D))
-            for t in (cache.k, cache.v)
+            address(t, torch.float16 if half else torch.float32, (L, B, G, room, D)) for t in (k, v)
         ]
-        if self.packed is None or self.packed[0] != (L, C, D, G) or not self.packed[1].holds():
-            watch = Watch()
-            found = [self.pack(watch, i, C, D, G) for i in range(L)]
-            self.packed = (L, C, D, G), watch, found
-        packed = self.packed[2]
         y = x.clone()
         step = 1 if many else L  # a prompt takes seconds: Ctrl-C is heard between calls
         run_layers: Any = native.library.run_layers  # type: ignore[union-attr]
         for i in range(0, L, step):
-            layers, offset = b"".join(packed[i : i + step]), i * cache.k[0].nbytes
+            layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes
             pointers = y.data_ptr(), *tables, *(start + offset for start in stored)
-            sizes = half, B, T, cache.pos, room
-            check_status(run_layers(layers, step, not self.exact, *pointers, *sizes))
+            sizes = half, B, T, pos, room
+            check_status(run_layers(layers, step, not exact, *pointers, *sizes))
         return y
 
-    def pack(self, watch: Watch, i: int, C: int, D: int, G: int) -> bytes:
-        """struct Layer of kernels/cpu.cpp. Unfit if a block is not as accelerate() left it."""
-        block = watch.child(self.blocks, str(i), Block)
-        norms = [
-            watch.child(block, f"{name}_layernorm", RMSNorm) for name in ("input", "post_attention")
-        ]
-        attention = watch.child(block, "self_attn", CausalSelfAttention)
-        mlp = watch.child(block, "mlp", MLP)
-        need([watch.get(vars(attention), name) for name in ("layer", "head_dim")] == [i, D])
-        eps, other = (watch.get(vars(norm), "eps") for norm in norms)
-        need(eps == other)
-        linears = [watch.child(attention, f"{name}_proj", NativeLinear) for name in "qkvo"]
-        linears += [watch.child(mlp, f"{n}_proj", NativeLinear) for n in ("gate", "up", "down")]
-        wide, inner = linears[0].out_features, linears[4].out_features
-        shapes = [(wide, C), (G * D, C), (G * D, C), (C, wide), (inner, C), (inner, C), (C, inner)]
-        numbers: list[int] = []
-        for linear, shape in zip(linears, shapes, strict=True):
-            watch.tensor(linear._buffers, "blocks")
-            numbers += linear.pack()
-            need(watch.get(vars(linear), "exact") == self.exact)
-            need(numbers[-3:] == [watch.get(vars(linear), "type_id"), *shape])
-        need(wide % (G * D) == 0)
-        scales = [watch.tensor(norm._parameters, "weight") for norm in norms]
-        numbers += [address(scale, torch.float32, (C,)) for scale in scales]
-        return struct.pack("30qdq", *numbers, eps, D)
+    def pack(self) -> tuple[list[bytes], bool, tuple[int, int, int], list[Tensor]] | None:
+        """struct Layer of kernels/cpu.cpp for each block, `exact`, (C, G, D), what they point to.
+
+        None if a block is not as accelerate() left it.
+        """
+        structs, held, kinds = [], [], set()
+        try:
+            for i, block in enumerate(self):
+                parts: list[Any] = list(block.modules())
+                need([type(part) for part in parts] == PARTS)
+                need(not any("forward" in vars(part) for part in parts))
+                _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
+                linears, norms, D = (q, k, v, o, gate, up, down), (norm1, norm2), attention.head_dim
+                C, inner, wide, kv = (part.out_features for part in (o, gate, q, k))
+                shapes = [
+                    (wide, C),
+                    (kv, C),
+                    (kv, C),
+                    (C, wide),
+                    (inner, C),
+                    (inner, C),
+                    (C, inner),
+                ]
+                need([(part.out_features, part.in_features) for part in linears] == shapes)
+                need(kv % D == 0 and wide % kv == 0)
+                need(attention.layer == i and norm1.eps == norm2.eps)
+                numbers: list[int] = []
+                for linear in linears:
+                    blocks, struct_linear = linear.pack()
+                    held.append(blocks)
+                    numbers += struct_linear
+                for norm in norms:
+                    held.append(norm.weight.detach())
+                    numbers.append(address(held[-1], torch.float32, (C,)))
+                structs.append(struct.pack("30qdq", *numbers, norm1.eps, D))
+                kinds |= {(linear.exact, (C, kv // D, D)) for linear in linears}
+            ((exact, shape),) = kinds
+        except (Unfit, ValueError):  # of several kinds
+            return None
+        return structs, exact, shape, held
+
+
+# The modules of a Block that the kernels can run.
+PARTS = [
+    Block,
+    RMSNorm,
+    CausalSelfAttention,
+    *[NativeLinear] * 4,
+    RMSNorm,
+    MLP,
+    *[NativeLinear] * 3,
+]
 
 
 class PackedLinear(QuantizedLinear):

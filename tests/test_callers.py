@@ -11,10 +11,15 @@ import copy
 import io
 import pickle
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import llama2
 
@@ -45,17 +50,11 @@ def models(request):
             blocks = gguf.quants.quantize(module.weight.numpy(), kind).view("uint8")
             linear = llama2.QuantizedLinear(torch.from_numpy(blocks), request.param)
             plain.set_submodule(name, linear)
-    native = llama2.accelerate(copy.deepcopy(plain))
+    native = llama2.accelerate(copy.deepcopy(plain.eval()))
     if not llama2.kernels().library:
         pytest.skip(f"no compiled kernels here: {llama2.kernels().problem}")
-    assert isinstance(native.layers[0], llama2.NativeLayers)
+    assert isinstance(native.layers, llama2.NativeLayers)
     return plain, native
-
-
-def blocks_of(model: llama2.Llama) -> nn.ModuleList:
-    """The layers, one by one."""
-    first = model.layers[0]
-    return first.blocks if isinstance(first, llama2.NativeLayers) else model.layers
 
 
 def outcome(act, *arguments):
@@ -199,7 +198,7 @@ def set_blocks(change):
     """Replace the first layer's q_proj blocks."""
 
     def act(model):
-        linear = blocks_of(model)[0].self_attn.q_proj
+        linear = model.layers[0].self_attn.q_proj
         linear.blocks = change(linear.blocks)
 
     return act
@@ -209,14 +208,14 @@ def set_norm(change):
     """Replace the first layer's norm weight."""
 
     def act(model):
-        norm = blocks_of(model)[0].input_layernorm
+        norm = model.layers[0].input_layernorm
         norm.weight = nn.Parameter(change(norm.weight.detach()), requires_grad=False)
 
     return act
 
 
 def swap(model):
-    layers = blocks_of(model)
+    layers = model.layers
     layers[0], layers[1] = layers[1], layers[0]
 
 
@@ -225,6 +224,12 @@ def assign(model):
         key: 2 * t if t.is_floating_point() else t.clone() for key, t in model.state_dict().items()
     }
     model.load_state_dict(state, assign=True)
+
+
+def seeded_block():
+    """A block of plain nn.Linears."""
+    torch.manual_seed(5)
+    return llama2.Block(CONFIG, 0).requires_grad_(False)
 
 
 def pre_hook(module, arguments):
@@ -243,20 +248,32 @@ CHANGES = {
     "short norm": set_norm(lambda w: w[:7].clone()),
     "bfloat16 norm": set_norm(lambda w: w.bfloat16()),
     "another norm": set_norm(lambda w: 3 * w),
-    "norm changed in place": lambda model: blocks_of(model)[1].input_layernorm.weight.mul_(3),
+    "norm changed in place": lambda model: model.layers[1].input_layernorm.weight.mul_(3),
     "norm's data": lambda m: setattr(
-        blocks_of(m)[1].input_layernorm.weight, "data", torch.ones(128) / 2
+        m.layers[1].input_layernorm.weight, "data", torch.ones(128) / 2
     ),
-    "another eps": lambda model: setattr(blocks_of(model)[0].input_layernorm, "eps", 10.0),
-    "hook": lambda m: blocks_of(m)[0].mlp.register_forward_hook(lambda module, x, y: 2 * y),
-    "hook on a projection": lambda m: blocks_of(m)[2].mlp.up_proj.register_forward_pre_hook(
-        pre_hook
+    "another block": lambda m: m.layers.__setitem__(0, seeded_block()),
+    "another order of parts": lambda m: m.layers[0]._modules.update(
+        mlp=m.layers[0]._modules.pop("mlp")
     ),
-    "hook on a block": lambda m: blocks_of(m)[1].register_forward_hook(lambda module, x, y: 2 * y),
-    "replaced forward": lambda model: setattr(blocks_of(model)[0].mlp, "forward", lambda x: 0 * x),
-    "replaced module": lambda model: setattr(blocks_of(model)[0], "mlp", nn.Identity()),
+    "one projection twice": lambda m: setattr(
+        m.layers[1].mlp, "up_proj", m.layers[1].mlp.gate_proj
+    ),
+    "a projection's forward": lambda m: setattr(
+        m.layers[1].mlp.up_proj, "forward", lambda x: 2 * torch.cat((x, x), -1)
+    ),
+    "blocks in place": lambda m: m.layers[1].mlp.up_proj.blocks.fill_(0),
+    "blocks' data": lambda m: setattr(
+        m.layers[1].mlp.up_proj.blocks, "data", m.layers[1].mlp.gate_proj.blocks.clone()
+    ),
+    "another eps": lambda model: setattr(model.layers[0].input_layernorm, "eps", 10.0),
+    "hook": lambda m: m.layers[0].mlp.register_forward_hook(lambda module, x, y: 2 * y),
+    "hook on a projection": lambda m: m.layers[2].mlp.up_proj.register_forward_pre_hook(pre_hook),
+    "hook on a block": lambda m: m.layers[1].register_forward_hook(lambda module, x, y: 2 * y),
+    "replaced forward": lambda model: setattr(model.layers[0].mlp, "forward", lambda x: 0 * x),
+    "replaced module": lambda model: setattr(model.layers[0], "mlp", nn.Identity()),
     "swapped layers": swap,
-    "a layer less": lambda model: blocks_of(model).pop(2),
+    "a layer less": lambda model: model.layers.pop(2),
     "load_state_dict": assign,
     "share_memory": lambda model: model.share_memory(),
     "bfloat16": lambda model: model.bfloat16(),
@@ -275,6 +292,7 @@ def test_changed_models(models, name):
     unchanged = models[0](TOKENS, llama2.Cache(CONFIG))
     harmless = (
         "nothing",
+        "another order of parts",
         "strided blocks",
         "signed blocks",
         "share_memory",
@@ -325,14 +343,205 @@ def test_defaults_of_torch_reach_no_pointer(models, default):
         assert torch.equal(one, other) and one.device == other.device and one.dtype == other.dtype
 
 
-def test_a_hook_is_found_before_anything_is_packed(models, monkeypatch):
-    model, packed = copy.deepcopy(models[1]), []
-    blocks_of(model)[0].mlp.register_forward_hook(lambda module, x, y: None)
-    original = llama2.NativeLayers.pack
-    monkeypatch.setattr(llama2.NativeLayers, "pack", lambda *a: packed.append(a) or original(*a))
-    for _ in range(2):
-        model(TOKENS, llama2.Cache(CONFIG))
-    assert len(packed) == 2  # the first layer, once for each pass
+def parts(model: llama2.Llama) -> list[nn.Module]:
+    """A block, a norm and projections."""
+    block = model.layers[1]
+    norms = block.input_layernorm, block.post_attention_layernorm, model.norm
+    return [block, *norms, block.self_attn, block.mlp.down_proj, block.self_attn.q_proj]
+
+
+@pytest.mark.parametrize("when", ["before accelerate", "after it"])
+@pytest.mark.parametrize("amx", [False, True], ids=["as it is", "as with AMX"])
+def test_hooks_are_called_on_every_path(models, when, amx, monkeypatch):
+    """Each once a pass, with and without a cache, and what they return counts."""
+    found = replace(llama2.kernels(), amx=amx)
+    monkeypatch.setattr(llama2, "kernels", lambda: found)
+    model = copy.deepcopy(models[0])
+    if when == "after it":
+        llama2.accelerate(model, exact=False)
+    called, packed, pack = [], [], llama2.NativeLayers.pack
+    monkeypatch.setattr(
+        llama2.NativeLayers, "pack", lambda layers: packed.append(1) or pack(layers)
+    )
+    handles = [part.register_forward_hook(lambda *args: called.append(1)) for part in parts(model)]
+    handles += [
+        part.register_forward_pre_hook(lambda *a: called.append(1)) for part in parts(model)
+    ]
+    if when != "after it":
+        llama2.accelerate(model, exact=False)
+    cache = llama2.Cache(CONFIG)
+    with torch.no_grad():
+        for length in (1, 1, 9, 40):
+            model(torch.ones(1, length, dtype=torch.int64), cache)
+            assert len(called) == 14
+            called.clear()
+        model(TOKENS)
+        assert len(called) == 14
+        for handle in handles:
+            handle.remove()
+        model(TOKENS)
+    assert len(called) == 14 and len(packed) <= 1
+
+
+def test_the_tree_of_modules_stays(models):
+    """As many layers, the same names and keys; slices, copies and a second accelerate() are alike."""
+    plain, native = models
+    again = llama2.accelerate(copy.deepcopy(native), exact=False)
+    for model in (native, again):
+        assert len(model.layers) == 3 and [*model.layers] == [model.layers[i] for i in range(3)]
+        names, keys = (
+            ([*dict(m.named_modules())] for m in (plain, model)),
+            model.state_dict().keys(),
+        )
+        assert len(set(map(tuple, names))) == 1 and keys == plain.state_dict().keys()
+        assert "layers.2.self_attn.q_proj.blocks" in keys
+        assert {part.training for part in model.modules()} == {False}
+        part = model.layers[1:]
+        assert type(part) is type(model.layers) and [*part] == [model.layers[1], model.layers[2]]
+    assert isinstance(native.layers, llama2.Layers)
+    shorter = copy.deepcopy(plain), copy.deepcopy(native)
+    for model in shorter:
+        model.config = replace(CONFIG, num_hidden_layers=2)
+        model.layers = model.layers[:2]
+    agree(*(model(TOKENS, fresh(num_hidden_layers=2)) for model in shorter))
+
+
+def ramp(*size: int) -> torch.Tensor:
+    """Numbers that are neither all alike nor random."""
+    return torch.linspace(-1, 1, torch.Size(size).numel()).view(size)
+
+
+def masks(T: int, pos: int) -> dict[str, torch.Tensor | None]:
+    """Masks of T new tokens behind pos others, of which the first is the cache's own."""
+    causal = torch.ones(T, pos + T, dtype=torch.bool).tril(pos)
+    window = causal.triu(pos - 1)
+    additive = torch.zeros(T, pos + T).masked_fill(~causal, -3.0)
+    return {"own": causal, "everything": torch.ones_like(causal), "window": window, "none": None,
+            "additive": additive, "of four dimensions": causal[None, None]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", masks(1, 1))
+@pytest.mark.parametrize("T", [1, 5])
+@torch.no_grad()
+def test_masks_of_the_callers_own(models, name, T):
+    results = []
+    for model in models:
+        cache = llama2.Cache(CONFIG)
+        model(TOKENS, cache)
+        mask = masks(T, 7)[name]
+        results.append(model.layers(ramp(1, T, 128), *cache.rope(T), mask, cache))
+    agree(*results)
+
+
+class Sinks(llama2.Cache):
+    """Keys are halved."""
+
+    def update(self, layer, k, v):
+        return super().update(layer, k / 2, v)
+
+
+def patched(name, change):
+    """A cache with a method of its own."""
+    cache = llama2.Cache(CONFIG)
+    setattr(cache, name, partial(change, cache))
+    return cache
+
+
+def twice(cache, layer, k, v):
+    """An update that doubles values."""
+    return llama2.Cache.update(cache, layer, k, 2 * v)
+
+
+OTHER_CACHES = {
+    "a subclass": lambda: Sinks(CONFIG),
+    "its update": lambda: patched("update", twice),
+    "its mask": lambda: patched("mask", lambda c, T: torch.ones(T, c.pos + T, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CACHES)
+@torch.no_grad()
+def test_other_caches_are_obeyed(models, name):
+    results = []
+    for model in models:
+        cache = OTHER_CACHES[name]()
+        model(TOKENS, cache)
+        results.append(model(TOKENS[:, :3], cache))
+    agree(*results)
+    assert (results[0] - models[0](TOKENS, llama2.Cache(CONFIG))).abs().max() > 1e-3
+
+
+def layers_alone(model, cached):
+    """All layers as a function of x, with or without a cache."""
+
+    def function(x):
+        cache = llama2.Cache(CONFIG)
+        T = x.shape[1]
+        return model.layers(x, *cache.rope(T), cache.mask(T), cache if cached else None)
+
+    return function
+
+
+def transformed(way, function):
+    """What torch makes of a function by transforms that look inside."""
+    x, tangent = ramp(1, 5, 128), ramp(1, 5, 128).flip(-1)
+    if way == "jvp":
+        return torch.func.jvp(function, (x,), (tangent,))[1]
+    if way == "dual numbers":
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+    if way == "vmap":
+        return torch.func.vmap(function)(torch.stack((x, tangent)))
+    if way == "grad":
+        return torch.func.grad(lambda x: function(x).square().sum())(x)
+    if way == "make_fx":
+        return make_fx(function)(x)(tangent)
+    if way == "jit.trace":
+        return torch.jit.trace(function, x, check_trace=False)(tangent)
+    return torch.fx.symbolic_trace(function)(x)
+
+
+@pytest.mark.parametrize(
+    "way", ["jvp", "dual numbers", "vmap", "grad", "make_fx", "jit.trace", "fx"]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_of_torch(models, way):
+    """Forward-mode gradients and traces see what plain torch does."""
+    heads = [model.lm_head for model in models]
+    results = [outcome(transformed, way, head) for head in heads]
+    agree(*results)
+    assert way == "jit.trace" or isinstance(results[0], torch.Tensor)  # it knows no view(dtype)
+    if way not in ("make_fx", "fx"):  # slow, impossible
+        for cached in (False, True):
+            layers = [layers_alone(model, cached) for model in models]
+            with torch.set_grad_enabled(not cached):
+                agree(*(outcome(transformed, way, f) for f in layers), tolerance=1e-4)
+
+
+@torch.no_grad()
+def test_a_call_holds_the_weights_it_reads(models, monkeypatch):
+    """Another thread may replace them meanwhile."""
+    model, found, expired = copy.deepcopy(models[1]), llama2.kernels(), []
+
+    def replaced_meanwhile(name):
+        def call(*arguments):
+            linears = [m for m in model.modules() if isinstance(m, llama2.NativeLinear)]
+            stored = [StorageWeakRef(linear.blocks.untyped_storage()) for linear in linears]
+            for linear in linears:
+                linear.blocks = linear.blocks.clone()
+            expired.append([one.expired() for one in stored])
+            return getattr(found.library, name)(*arguments)
+
+        return call
+
+    names = "linear", "run_layers", "dequantize"
+    library = SimpleNamespace(**{name: replaced_meanwhile(name) for name in names})
+    wanted = model(TOKENS, llama2.Cache(CONFIG))
+    monkeypatch.setattr(llama2, "kernels", lambda: replace(found, library=library))
+    agree(wanted, model(TOKENS, llama2.Cache(CONFIG)))
+    in_layers, in_head = expired
+    assert not any(in_layers[:-1]) and in_layers[-1]  # all but the head's
+    assert not in_head[-1]
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
