@@ -109,17 +109,17 @@ class Config:
 
     @classmethod
     def llama2_7b(cls) -> "Config":
-        """Llama 2 7B (paper, table 1)."""
+        """Llama 2 7B. Sizes: LLaMA paper, table 2; the MLP's: Meta's model.py and params.json."""
         return cls()
 
     @classmethod
     def llama2_13b(cls) -> "Config":
-        """Llama 2 13B (paper, table 1)."""
+        """Llama 2 13B, published in the same places as 7B."""
         return cls(5120, 13824, 40, 40, 40)
 
     @classmethod
     def llama2_70b(cls) -> "Config":
-        """Llama 2 70B (paper, table 1): eight key/value heads serve 64 query heads."""
+        """Llama 2 70B: LLaMA paper, table 2 (65B); 8 key/value heads: Llama 2 paper, A.2.1."""
         return cls(8192, 28672, 80, 64, 8)
 
 
