@@ -447,7 +447,7 @@ import time
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -567,8 +567,11 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
 CHUNK = 2**20  # weights dequantised at a time: they stay in the processor's cache
 
 
-class QuantizedLinear(nn.Module):
-    """y = x W^T. W stays in the file's blocks, uint8 (out, bytes per row). Raises ValueError."""
+class Quantized(nn.Module):
+    """A matrix W that stays in the file's blocks, uint8 (rows, bytes per row). Not trainable.
+
+    Its ggml type is part of the state: load_state_dict() raises ValueError for another one.
+    """
 
     blocks: Tensor
 
@@ -587,6 +590,24 @@ class QuantizedLinear(nn.Module):
         """What print(model) shows."""
         return f"{self.in_features}, {self.out_features}, {self.ggml_type}"
 
+    def get_extra_state(self) -> str:
+        """The ggml type, which state_dict() holds beside the blocks."""
+        return self.ggml_type
+
+    def set_extra_state(self, state: str) -> None:
+        """Nothing to set: _load_from_state_dict() has made sure that the types are the same."""
+
+    def _load_from_state_dict(self, state: Mapping, prefix: str, *args: Any) -> None:
+        found = "dense" if f"{prefix}weight" in state else state.get(f"{prefix}_extra_state")
+        if found not in (None, self.ggml_type):
+            advice = "; load(path, trainable=True) makes a dense model" * (found == "dense")
+            raise ValueError(f"{prefix}blocks are {self.ggml_type}, the state's {found}{advice}")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class QuantizedLinear(Quantized):
+    """y = x W^T with W (out, in) in blocks: nn.Linear for a quantised matrix."""
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype: dequantise some rows of W, multiply, go on."""
         rows = max(1, CHUNK // self.in_features)
@@ -595,18 +616,21 @@ class QuantizedLinear(nn.Module):
         return torch.cat(y, -1)
 
 
-class QuantizedEmbedding(nn.Module):
-    """Rows of W, dequantised when they are looked up. W is stored as in QuantizedLinear."""
-
-    blocks: Tensor
+class QuantizedEmbedding(Quantized):
+    """Rows of W, dequantised when they are looked up: nn.Embedding for a quantised matrix."""
 
     def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.ggml_type, self.dtype = ggml_type, dtype
-        self.register_buffer("blocks", blocks)
+        super().__init__(blocks, ggml_type)
+        self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
+        if (
+            tokens.is_cuda and not torch.compiler.is_compiling()
+        ):  # there torch's check ends the process
+            wrong = (tokens < 0) | (tokens >= len(self.blocks))
+            if not torch.cuda.is_current_stream_capturing() and wrong.any():
+                raise IndexError("index out of range in self")
         rows = F.embedding(tokens.flatten(), self.blocks)
         return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
 
@@ -654,6 +678,53 @@ def last_name(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
+def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
+    """Rows of q_proj or k_proj in Hugging Face's order -> Meta's, which load_state_dict() needs."""
+    return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
+    """The way back: of each head first the rows 0, 2, 4, ..., then 1, 3, 5, ..."""
+    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The state dict of a Llama of transformers, for load_state_dict() of one of this file."""
+    return {
+        name.removeprefix("model."): rows_from_hf(w, config.head_dim)
+        if last_name(name) in ("q_proj", "k_proj")
+        else w
+        for name, w in state.items()
+    }
+
+
+class MappedFile(mmap.mmap):
+    """A file mapped into memory, private and writable. ValueError if that is not possible."""
+
+    path: Path
+    identity: tuple[int, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> MappedFile:
+        """Map a regular file."""
+        with open_file(path) as file:
+            try:
+                mapped = cls(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:  # empty, or larger than the address space
+                raise ValueError(f"{path}: damaged: cannot be mapped: {error}") from None
+            status = os.fstat(file.fileno())
+        mapped.path = path
+        mapped.identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return mapped
+
+    def again(self) -> MappedFile:
+        """The same file in other memory. ValueError if it is another file by now."""
+        other = MappedFile.open(self.path)
+        if other.identity != self.identity:
+            raise ValueError(f"{self.path}: the file has changed since it was opened")
+        return other
+
+
 @dataclass
 class Weight:
     """One tensor of a checkpoint, still in its memory-mapped files: read() or dense() reads it."""
@@ -663,7 +734,7 @@ class Weight:
     shards: list[Tensor]  # uint8 (rows, bytes per row); only Meta's checkpoints have several
     axis: int = 0  # along which they are joined
     hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
-    source: mmap.mmap | None = None  # the file that the one shard is mapped from, at its offset
+    source: MappedFile | None = None  # what the one shard lies in, at its offset
 
     @property
     def block(self) -> tuple[int, int]:
@@ -680,14 +751,11 @@ class Weight:
     def read(self) -> Tensor:
         """uint8 (rows, bytes per row) in Meta's order: the mapped file itself if nothing moves."""
         data = self.shards[0] if len(self.shards) == 1 else torch.cat(self.shards, self.axis)
-        if self.hf_head_dim:  # each head's rows 0, 2, 4, ... before 1, 3, 5, ...
-            heads = data.unflatten(0, (-1, 2, self.hf_head_dim // 2))
-            data = heads.transpose(1, 2).flatten(0, 2)
+        if self.hf_head_dim:
+            data = rows_from_hf(data, self.hf_head_dim)
         data = data.contiguous()
         if data.storage_offset() % DENSE.get(self.ggml_type, torch.float16).itemsize:
             data = data.clone()  # old safetensors files do not align their tensors
-        if data.data_ptr() != self.shards[0].data_ptr():
-            self.release()
         return data
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
@@ -713,12 +781,12 @@ class Weight:
         step = max(1, CHUNK // flat.shape[1])
         for i in range(0, len(rows), step):
             flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
-        self.release()
         return out
 
-    def release(self) -> None:
-        """Drop the source's pages after copying: they need not stay in memory beside the copy."""
-        if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
+    def release(self, copy: Tensor) -> None:
+        """Drop the source's pages beside a copy of them. Only for a source that nobody else has."""
+        held = copy.untyped_storage().data_ptr() == self.shards[0].untyped_storage().data_ptr()
+        if self.source is not None and not held and hasattr(mmap, "MADV_DONTNEED"):
             for shard in self.shards:
                 start = int(shard.storage_offset())
                 stop = start + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
@@ -736,6 +804,26 @@ class Checkpoint:
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
     context_limit: str = "the model's context"  # what limits it; empty where no file tells
+    metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
+    path: str = ""
+
+    def private_weights(self) -> dict[str, Weight]:
+        """The weights, mapped anew: whoever changes them changes neither file nor checkpoint."""
+        maps: dict[MappedFile, MappedFile] = {}
+
+        def again(weight: Weight) -> Weight:
+            if weight.source is None:
+                return weight
+            if weight.source not in maps:
+                maps[weight.source] = weight.source.again()
+            source = maps[weight.source]
+            memory = torch.frombuffer(source, dtype=torch.uint8)
+            shards = [
+                memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in weight.shards
+            ]
+            return replace(weight, source=source, shards=shards)
+
+        return {name: again(weight) for name, weight in self.weights.items()}
 
     def allow_context(self, context: int | None) -> Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
@@ -796,16 +884,7 @@ def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
     return content
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """A file mapped into memory, private and writable. ValueError if that is not possible."""
-    with open_file(path) as file:
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # empty, or larger than the address space
-            raise ValueError(f"{path}: damaged: cannot be mapped: {error}") from None
-
-
-def map_weight(source: mmap.mmap, name: str, ggml_type: str, shape: tuple, start: int) -> Weight:
+def map_weight(source: MappedFile, name: str, ggml_type: str, shape: tuple, start: int) -> Weight:
     """A tensor that lies at byte `start` of a mapped file. Raises ValueError if it cannot."""
     weight = Weight(ggml_type, shape, [], source=source)
     sizes_fit = all(type(n) is int and 0 < n < 2**31 for n in shape)
@@ -863,7 +942,7 @@ class GGUF:
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
-        self.bytes = map_file(self.path)
+        self.bytes = MappedFile.open(self.path)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Weight] = {}
         with naming(self.path):
@@ -1009,6 +1088,13 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
     return config
 
 
+# Keys of a GGUF that follow from its tensors, or that its tokenizer knows: they are written anew.
+DERIVED = re.compile(
+    r"general\.(architecture|file_type|quantization_version|alignment)|split\.|quantize\.|tokenizer\."
+    r"|llama\.rope\.scal"
+)
+
+
 def gguf_checkpoint(path: str | Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     file = GGUF(path)
@@ -1027,13 +1113,17 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
             raise ValueError(f"rope_freqs.weight is {list(divisors.shape)}; needed is head_dim / 2")
         factors = divisors.dense(torch.float32).tolist()
         config = replace(config, rope_freq_factors=tuple(factors))
-    parts = file.get("split.count", int, 1)
+    parts, known = file.get("split.count", int, 1), {row[1] for row in SETTINGS}
     return Checkpoint(
         format=f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1),
         config=config,
         weights=weights,
         tokenizer=lambda: Tokenizer.from_gguf(file),
         chat_template=file.get("tokenizer.chat_template", str, ""),
+        path=str(file.path),
+        metadata={
+            k: v for k, v in file.metadata.items() if k not in known and not DERIVED.match(k)
+        },
     )
 
 
@@ -1103,10 +1193,10 @@ def read_tensors(path: Path) -> dict[str, Weight]:
     """The tensors of a .safetensors file or one of torch.save; nothing is executed. ValueError."""
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     with naming(path, "damaged, or not a file of tensors alone: "):
-        return read(map_file(path))
+        return read(MappedFile.open(path))
 
 
-def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
+def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
     """Hugging Face's format: the size of a header, the header in JSON, the tensors without gaps."""
     size = int.from_bytes(source[:8], "little")
     if not size <= min(len(source) - 8, MAX_HEADER):
@@ -1131,7 +1221,7 @@ def safetensors_tensors(source: mmap.mmap) -> dict[str, Weight]:
     return weights
 
 
-def zip_files(source: mmap.mmap) -> dict[str, tuple[int, int]]:
+def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
     """Start and size of each file in a zip of torch.save, read strictly. Raises ValueError."""
     end = len(source) - 22
     magic, size, at, comment = struct.unpack_from("<4s8xIIH", source, end)
@@ -1231,7 +1321,7 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
                 raise ValueError(f"{name} {str(value or '')[:60]}")
 
 
-def torch_tensors(source: mmap.mmap) -> dict[str, Weight]:
+def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     """What torch.save wrote: a zip of a pickle and of storages."""
     if source[:4] != b"PK\3\4":
         raise ValueError("not a zip, as torch.save writes since version 1.6 (2020)")
@@ -1337,7 +1427,7 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     tokenizer = partial(Tokenizer.from_file, file, vocab_size)
     form = f"Meta's directory, {len(files)} .pth"
     # No file states the context: 4096 is Llama 2's, Code Llama's is 16384.
-    return Checkpoint(form, config, weights, tokenizer, context_limit="")
+    return Checkpoint(form, config, weights, tokenizer, context_limit="", path=str(path))
 
 
 def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
@@ -1416,6 +1506,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         tokenizer=partial(Tokenizer.from_directory, find_tokenizer(path), config),
         chat_template=read_chat_template(path),
         context_limit=f"the model's {sliding if window < context else 'context'}",
+        path=str(path),
     )
 
 
@@ -1461,31 +1552,68 @@ def build_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
+    trainable: bool = False,
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
     Quantised weights keep their blocks. Dense ones are converted to `dtype`, but 16-bit matrices
-    stay as they are beside float32 activations: half the memory, the same numbers.
+    stay as they are beside float32 activations: half the memory, the same numbers. `trainable`: all
+    become dense float32 parameters that require gradients; else none does.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
-    for name, weight in show_progress(checkpoint.weights.items(), "loading", progress):
+    model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
+    weights = checkpoint.private_weights()
+    for name, weight in show_progress(weights.items(), "loading", progress):
         name = name.removesuffix(".weight")
-        if not keeps_blocks(weight, dtype):
-            dense = nn.Parameter(weight.dense(dtype, device), requires_grad=False)
-            model.get_submodule(name).weight = dense
+        if trainable or not keeps_blocks(weight, dtype):
+            kept = weight.dense(dtype, device)
+            model.get_submodule(name).weight = nn.Parameter(kept, requires_grad=trainable)
         elif name == "embed_tokens":
-            blocks = weight.read().to(device)
-            model.embed_tokens = QuantizedEmbedding(blocks, weight.ggml_type, dtype)
+            kept = weight.read().to(device)
+            model.embed_tokens = QuantizedEmbedding(kept, weight.ggml_type, dtype)
         else:
-            blocks = weight.read().to(device)
-            model.set_submodule(name, QuantizedLinear(blocks, weight.ggml_type))
+            kept = weight.read().to(device)
+            model.set_submodule(name, QuantizedLinear(kept, weight.ggml_type))
+        weight.release(kept)
     embedding = model.embed_tokens
     if checkpoint.config.tie_word_embeddings and isinstance(embedding, QuantizedEmbedding):
         model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
     elif checkpoint.config.tie_word_embeddings:
         model.lm_head.weight = embedding.weight
-    return model.eval()
+    if not trainable:
+        model.register_forward_hook(refuse_training)
+    return model.train(trainable)
+
+
+def blame(model: Llama) -> str:
+    """Why logits are not finite: the first weight that is not, or none."""
+    origin = getattr(model, "name_or_path", "") or "the model"
+    for name, module in model.named_modules():
+        parts: Iterable[Tensor] = module.parameters(recurse=False)
+        if isinstance(module, Quantized):
+            rows = max(1, CHUNK // module.in_features)
+            parts = (dequantize(part, module.ggml_type) for part in module.blocks.split(rows))
+        if not all(part.isfinite().all() for part in parts):
+            return f"{origin}: NaN or infinity in {name}.weight"
+    return f"{origin}: its weights are finite, but sums of theirs overflow"
+
+
+def refuse_training(model: nn.Module, inputs: tuple, logits: Tensor) -> None:
+    """A hook: training a model with frozen weights is a ValueError, in train() mode at once.
+
+    In eval() mode, as load() leaves it, gradients may reach parameters that a caller has added.
+    """
+    advice = "its weights are frozen; load(path, trainable=True) makes a model that can be trained"
+    if model.training:
+        raise ValueError(advice)
+    alone = len(inputs) == 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if alone and not logits.requires_grad and type(logits) is Tensor:
+
+        def refuse(gradient: Tensor) -> None:
+            raise ValueError(advice)
+
+        logits.requires_grad_().register_hook(refuse)
 
 
 def is_large(checkpoint: Checkpoint) -> bool:
@@ -1496,20 +1624,33 @@ def is_large(checkpoint: Checkpoint) -> bool:
 def load(
     path: str | Path | Checkpoint,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     accelerated: bool | None = None,
     exact: bool = True,
+    trainable: bool = False,
 ) -> tuple[Llama, Tokenizer]:
     """A .gguf file, a Meta or Hugging Face directory, or a Checkpoint -> model and tokenizer.
 
+    Nothing in the model is trainable, unless `trainable`: then all of it is, in dense float32.
     `accelerated`: use accelerate() of part III (default: if the model is large), which may round
     activations to 16 bits unless `exact`. ValueError or FileNotFoundError says what is wrong.
     """
+    device, chosen = checked_device(device), DTYPES.get(str(dtype), dtype) or torch.float32
+    if not isinstance(chosen, torch.dtype) or (trainable and chosen != torch.float32):
+        accepted = "float32 where it is trainable" if trainable else f"one of {', '.join(DTYPES)}"
+        raise ValueError(f"dtype is {dtype!r}; it must be {accepted}")
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     tokenizer = checkpoint.tokenizer()
-    model = build_model(checkpoint, device, dtype or torch.float32)
+    if trainable:
+        count = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
+        if 4 * count > (free := free_memory(device)):
+            needed = f"{count} float32 parameters need {4 * count / 1e9:.1f} GB"
+            more = "gradients and AdamW's moments three times as much again"
+            raise ValueError(f"{needed}, {more}; {free / 1e9:.1f} GB are free on {device}")
+    model = build_model(checkpoint, device, chosen, trainable=trainable)
+    model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
     faster = part_3("accelerate")
-    if faster and (is_large(checkpoint) if accelerated is None else accelerated):
+    if faster and not trainable and (is_large(checkpoint) if accelerated is None else accelerated):
         faster(model, exact)
     return model, tokenizer
 
@@ -1566,6 +1707,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    """The device. Raises ValueError if torch does not know it, or it is not there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {str(device)!r} is not available: {reason}") from None
+
+
 def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
     """auto: CUDA, else MPS for dense weights, else the CPU. ValueError for what is not there."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -1619,6 +1769,36 @@ def save_type(weight: Weight, ggml_type: str | None) -> str:
     return target.ggml_type if weight.shape[-1] % target.block[0] == 0 else "F16"
 
 
+def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
+    """A model and its tokenizer as a Checkpoint, to be saved. ValueError if a part is missing."""
+    if not isinstance(model, Llama) or tokenizer is None:
+        raise ValueError("a Llama can only be saved with its tokenizer")
+    types = {dtype: name for name, dtype in DENSE.items()}
+
+    def weight(name: str) -> Weight:
+        try:
+            module: Any = model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"the model has no {name}, which its config asks for") from None
+        if isinstance(module, Quantized):
+            shape = module.out_features, module.in_features
+            return Weight(module.ggml_type, shape, [module.blocks.cpu()])
+        w = module.weight.detach().cpu()
+        w = (w if w.dtype in types else w.float()).contiguous()
+        return Weight(
+            types[w.dtype], tuple(w.shape), [w.view(*w.shape[:-1] or (1,), -1).view(torch.uint8)]
+        )
+
+    names = [name.removesuffix(".weight") for name in name_map(0, model.config)]
+    weights = {f"{name}.weight": weight(name) for name in names}
+    embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
+    tied = model.config.tie_word_embeddings and torch.equal(embedding, head)
+    if tied:
+        del weights["lm_head.weight"]
+    config = replace(model.config, tie_word_embeddings=tied)
+    return Checkpoint("a model", config, weights, lambda: tokenizer, tokenizer.chat_template)
+
+
 def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
     """The metadata to write. Raises ValueError for numbers that have no place in 32 bits."""
     import gguf
@@ -1631,9 +1811,12 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
         return lowest <= value < lowest + 2**32 if type(value) is int else abs(value) < 3.4e38
 
     config = checkpoint.config
-    settings = tokenizer.vocabulary(config.vocab_size) | {
-        key: type(getattr(Config, name))(getattr(config, name)) for name, key, *_ in SETTINGS
-    }
+    kept = {key: value for key, value in checkpoint.metadata.items() if fits(value)}
+    settings = (
+        kept
+        | tokenizer.vocabulary(config.vocab_size)
+        | {key: type(getattr(Config, name))(getattr(config, name)) for name, key, *_ in SETTINGS}
+    )
     settings |= {
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         "llama.rope.dimension_count": config.head_dim,
@@ -1651,15 +1834,26 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` once the block has ended well; else nothing is left of it."""
+    """A new file that becomes `path` once the block has ended well; else nothing is left of it.
+
+    A file that is replaced passes on its permissions. ValueError if it is read-only.
+    """
     path = Path(os.path.realpath(path))  # through symlinks, as writing would go
-    if os.path.lexists(path) and not path.is_file():
-        raise ValueError(f"{path}: cannot be replaced: not a regular file")
+    mode = path.lstat().st_mode if os.path.lexists(path) else None
+    if mode is not None and not (stat.S_ISREG(mode) and mode & stat.S_IWUSR):
+        problem = "read-only" if stat.S_ISREG(mode) else "not a regular file"
+        raise ValueError(f"{path}: cannot be replaced: {problem}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no such folder")
+    for old in path.parent.glob(f".{'[0-9a-f]' * 16}.unfinished"):  # of a run that was killed
+        with suppress(OSError):
+            if old.stat().st_mtime < time.time() - 3600:
+                old.unlink()
     unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
         with unfinished.open("xb") as file:
+            if mode is not None:
+                unfinished.chmod(stat.S_IMODE(mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -1673,14 +1867,19 @@ ODD_TEXT = "  two  spaces  a\tb\r\n\n \0\x7f\u200b\ufeff\u2028 \u3000\uff21 \ufb
 ODD_TEXT += " \u2581\u2581a \u4e16 \U0001f469\u200d\U0001f680 <s><unk> ABC abc 4,567.89 "
 
 
-def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
+def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, unfinished: Path, path: Any) -> None:
     """Raises ValueError unless the settings and the tokenizer of a saved file are the same."""
-    saved = open_checkpoint(path)
+    try:
+        saved = open_checkpoint(unfinished)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(unfinished), str(path))) from None
     for item in fields(Config):
         ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
         near = type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-6)
         if ours != theirs and not near:
-            raise ValueError(f"a GGUF file cannot hold {item.name} {ours}: it would be {theirs}")
+            raise ValueError(
+                f"{path}: a GGUF file cannot hold {item.name} {ours}: it would be {theirs}"
+            )
     rebuilt = saved.tokenizer()
     pieces = [piece.replace("\u2581", " ") for piece in rebuilt.pieces]
     joined = ["".join(pieces[i::997]) for i in range(997)]
@@ -1688,27 +1887,35 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> Non
         ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
         if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
             found = f"{text[:20]!r} has the ids {ids[:9]}, would have {others[:9]}"
-            raise ValueError(f"a GGUF file cannot hold this vocabulary: {found}")
+            raise ValueError(f"{path}: a GGUF file cannot hold this vocabulary: {found}")
 
 
 def save_gguf(
-    checkpoint: Checkpoint, path: str | Path, ggml_type: str | None = None, progress: bool = False
+    model: Llama | Checkpoint,
+    path: str | Path,
+    ggml_type: str | None = None,
+    progress: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write any checkpoint as one GGUF file; without `ggml_type` the types stay as they are.
+    """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
 
-    The file appears once it is complete. ValueError for what a GGUF file cannot hold.
+    Matrices become `ggml_type`; None: they stay as they are. The file appears once it is complete.
+    Raises ValueError for what a GGUF file cannot hold.
     """
     import gguf
     import numpy
 
     if ggml_type is not None and ggml_type not in SAVE_TYPES:
         raise ValueError(f"cannot write the type {ggml_type}; accepted are {', '.join(SAVE_TYPES)}")
+    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
     types, value_types = gguf.GGMLQuantizationType, gguf.GGUFValueType
     config, names = checkpoint.config, name_map(1, checkpoint.config)
-    weights = {names[ours]: weight for ours, weight in checkpoint.weights.items()}
+    weights = {}
     if config.rope_freq_factors is not None:
         factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
         weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
+    weights |= {names[ours]: weight for ours, weight in checkpoint.private_weights().items()}
+    first = next(iter(weights))
     targets = {n: replace(w, ggml_type=save_type(w, ggml_type)) for n, w in weights.items()}
     with replacing(Path(path)) as file:
         tokenizer = checkpoint.tokenizer()
@@ -1727,21 +1934,90 @@ def save_gguf(
         start = -(-file.seek(0, os.SEEK_END) // 32) * 32
         file.truncate(start + sum(-(-target.nbytes // 32) * 32 for target in targets.values()))
         file.seek(start)
-        try:
-            check_saved(checkpoint, tokenizer, Path(file.name))
-        except ValueError as error:
-            raise ValueError(str(error).replace(file.name, str(path))) from None
         for name, weight in show_progress(weights.items(), "saving", progress):
             ggml_type = targets[name].ggml_type
             if ggml_type == weight.ggml_type:
                 rows = weight.read().numpy()
             else:
-                values = weight.dense(torch.float32).numpy()
+                dense = weight.dense(torch.float32)
+                values = dense.numpy()
                 if ggml_type not in ("F32", "BF16") and abs(values).max() > 65504:
                     raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
                 rows = gguf.quants.quantize(values, types[ggml_type])
+                weight.release(dense)
             file.write(numpy.ascontiguousarray(rows).data)
             file.write(bytes(-rows.nbytes % 32))
+            if name == first:  # all that the check reads is in the file
+                file.flush()
+                check_saved(checkpoint, tokenizer, Path(file.name), path)
+
+
+def save_pretrained(
+    model: Llama | Checkpoint,
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a model as a Hugging Face directory, all weights as `dtype`; transformers reads it.
+
+    Raises ValueError for what config.json cannot hold, and for a directory that holds other weights.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
+    config, folder = checkpoint.config, Path(directory)
+    types = {dtype: name for name, dtype in DENSE.items()}
+    if dtype not in types:
+        raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in folder.glob("*.index.json"):  # it would be read in place of ours
+        raise ValueError(f"{folder} holds another model, of several files: {other.name}")
+    eos = [config.eos_token_id, *config.stop_token_ids]
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": eos if eos[1:] else eos[0]}
+    settings = {row[0]: getattr(config, row[0]) for row in SETTINGS}
+    del settings["rope_scaling_factor"]
+    settings |= ids | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **hf_rope(config),
+    }
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, weights = 0, checkpoint.private_weights()
+    for name, weight in weights.items():
+        start, end = end, end + math.prod(weight.shape) * dtype.itemsize
+        entry = {"dtype": types[dtype], "shape": weight.shape, "data_offsets": [start, end]}
+        header[name if name == "lm_head.weight" else f"model.{name}"] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(folder / "model.safetensors") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, weight in weights.items():
+            values = weight.dense(dtype)
+            if last_name(name) in ("q_proj", "k_proj"):
+                values = rows_to_hf(values, config.head_dim)
+            file.write(values.contiguous().view(torch.uint8).numpy().data)
+            weight.release(values)
+    files = {"config.json": settings, "generation_config.json": ids}
+    for file_name, content in (files | tokenizer.hf_files(config)).items():
+        with replacing(folder / file_name) as file:
+            plain = (
+                content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
+            )
+            file.write(plain)
+
+
+def hf_rope(config: Config) -> dict[str, Any]:
+    """config.json's keys for the rotary embedding, before transformers 5 and since."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling_factor != 1:
+        rope = {"rope_type": "linear", "factor": config.rope_scaling_factor}
+    if config.rope_freq_factors is not None:
+        raise ValueError("config.json cannot hold these rope_freq_factors")
+    scaling = {"rope_scaling": rope} if len(rope) > 1 else {}
+    return scaling | {"rope_parameters": {**rope, "rope_theta": config.rope_theta}}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1881,6 +2157,7 @@ class Tokenizer:
             raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
         self.vocab_size = len(self.pieces)
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
+        self.chat_template = ""
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
         self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # the one that encode() put there
         self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
@@ -1970,6 +2247,27 @@ class Tokenizer:
         if self.sp.is_byte(token_id):
             return bytes.fromhex(text[3:5]), BYTE  # of <0xE2>
         return text.replace("\u2581", " ").encode(), NORMAL  # as are user-defined ones here
+
+    def hf_files(self, config: Config) -> dict[str, Any]:
+        """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
+        settings: dict[str, Any] = {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": self.add_bos,
+            "add_eos_token": False,
+            "legacy": False,
+            "clean_up_tokenization_spaces": False,
+        }
+        for role, token_id in (
+            ("bos", self.bos_id),
+            ("eos", config.eos_token_id),
+            ("unk", self.sp.unk_id()),
+        ):
+            if 0 <= token_id < self.vocab_size:
+                settings[f"{role}_token"] = self.pieces[token_id]
+        if self.chat_template:
+            settings["chat_template"] = self.chat_template
+        model = self.sp.serialized_model_proto()
+        return {"tokenizer.model": model, "tokenizer_config.json": settings}
 
     def vocabulary(self, count: int) -> dict[str, Any]:
         """GGUF's keys for it, with unused pieces up to `count`. ValueError if it has no place."""
@@ -2464,7 +2762,7 @@ def generate_batch(
             logits = logits[:, :vocab_size]
             ids = draw(logits)
             if -1 in ids:
-                raise ValueError("the logits are not finite: NaN or infinity in the weights")
+                raise ValueError(f"the logits are not finite: {blame(model)}")
             if report.prompt_seconds:
                 report.new_seconds += time.perf_counter() - start
             else:
@@ -3430,6 +3728,7 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: of the matrices (default: as they are)")
+    add("--force", action="store_true", help="with --save: replace an existing file")
     add("--info", action="store_true", help="describe the model and exit")
     add("--quiet", action="store_true", help="nothing on stderr but errors")
     version = f"llama2.py {__version__}, torch {torch.__version__}"
@@ -3500,16 +3799,20 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
-    """What --info prints; `plan` is that of memory_plan()."""
+def contents(checkpoint: Checkpoint) -> str:
+    """How many tensors a checkpoint has of each type, and their size."""
     types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     size = sum(weight.nbytes for weight in checkpoint.weights.values())
+    return f"{', '.join(f'{n} {name}' for name, n in types.most_common())}; {size / 1e6:.4g} MB"
+
+
+def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
+    """What --info prints; `plan` is that of memory_plan()."""
     rows = {
         "format": checkpoint.format,
         **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
         "chat format": describe_chat_format(checkpoint.chat_template),
-        "tensors": ", ".join(f"{n} {ggml_type}" for ggml_type, n in types.most_common()),
-        "size": f"{size / 1e9:.3g} GB",
+        "tensors": contents(checkpoint),
         f"memory at {context} tokens": gigabytes(plan),
     }
     return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
@@ -3631,8 +3934,12 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     checkpoint = open_checkpoint(args.model)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
+            if args.save.exists() and not args.force:
+                raise ValueError(f"{args.save} exists already; --force replaces it")
             progress = not args.quiet and sys.stderr.isatty()
             save_gguf(checkpoint, args.save, args.type, progress)
+            if not args.quiet:
+                note(f"wrote {args.save}: {contents(open_checkpoint(args.save))}")
         return 0
     device = choose_device(args.device, checkpoint)
     if ranks:
