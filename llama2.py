@@ -1776,21 +1776,20 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
     types = {dtype: name for name, dtype in DENSE.items()}
 
     def weight(name: str) -> Weight:
-        try:
-            module: Any = model.get_submodule(name)
-        except AttributeError:
-            raise ValueError(f"the model has no {name}, which its config asks for") from None
+        module: Any = model.get_submodule(name)
         if isinstance(module, Quantized):
             shape = module.out_features, module.in_features
             return Weight(module.ggml_type, shape, [module.blocks.cpu()])
         w = module.weight.detach().cpu()
         w = (w if w.dtype in types else w.float()).contiguous()
-        return Weight(
-            types[w.dtype], tuple(w.shape), [w.view(*w.shape[:-1] or (1,), -1).view(torch.uint8)]
-        )
+        rows = w.view(*w.shape[:-1] or (1,), -1).view(torch.uint8)
+        return Weight(types[w.dtype], tuple(w.shape), [rows])
 
     names = [name.removesuffix(".weight") for name in name_map(0, model.config)]
-    weights = {f"{name}.weight": weight(name) for name in names}
+    try:
+        weights = {f"{name}.weight": weight(name) for name in names}
+    except AttributeError as error:
+        raise ValueError(f"not the modules of a Llama: {error}") from None
     embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
     tied = model.config.tie_word_embeddings and torch.equal(embedding, head)
     if tied:
