@@ -34,10 +34,11 @@ from __future__ import annotations
 
 __version__ = "0.3.0"
 __all__ = [
-    "Config", "rope_tables", "apply_rotary_emb", "Cache", "Llama",
-    "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint", "open_checkpoint", "load",
-    "build_model", "save_gguf", "Tokenizer", "StreamDecoder", "encode_chat",
-    "sample", "generate", "generate_batch", "stream_text", "score", "Session", "main",
+    "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
+    "Block", "Layers", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
+    "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
+    "Tokenizer", "StreamDecoder", "encode_chat", "sample", "generate", "generate_batch",
+    "stream_text", "score", "Session", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # what must be set before torch is imported: see main()

@@ -18,7 +18,6 @@ import re
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -162,22 +161,6 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# GGUF
-
-
-def save(path: Path, model: llama2.Llama, proto: bytes, ggml_type: str) -> None:
-    """Norms in float32, matrices as `ggml_type`; q and k have their rows in GGUF's order already."""
-    weights = {}
-    for name, parameter in model.named_parameters():  # a tied lm_head is not among them
-        values = parameter.detach().float().cpu().contiguous()
-        rows = values.view(-1, values.shape[-1]).view(torch.uint8)
-        weights[name] = llama2.Weight("F32", tuple(values.shape), [rows])
-    tokenizer = partial(llama2.Tokenizer, proto, path)
-    checkpoint = llama2.Checkpoint("", model.config, weights, tokenizer)
-    llama2.save_gguf(checkpoint, path, ggml_type)
-
-
-# --------------------------------------------------------------------------------------------------
 # Training
 
 
@@ -267,7 +250,8 @@ def train(args: argparse.Namespace) -> None:
             )
             if nats < best:
                 best = nats
-                save(args.out, average, proto, args.type)
+                pieces = llama2.Tokenizer(proto, args.out)
+                llama2.save_gguf(average, args.out, args.type, tokenizer=pieces)
             state = {
                 "model": model.state_dict(),
                 "average": average.state_dict(),

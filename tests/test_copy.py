@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import llama2
-from test_llama2 import TOKENS, assert_close, quantised
+from test_llama2 import SCRIPT, TOKENS, assert_close, quantised
 
 BUNDLED = llama2.DEFAULT_MODEL
 
@@ -337,6 +338,29 @@ def test_weights_that_are_not_numbers_are_named(tmp_path, vocabulary):
         model.layers[0].mlp.up_proj.weight[3, 4] = float("nan")
     with pytest.raises(ValueError, match=r"x\.gguf: NaN or infinity in layers\.0\.mlp\.up_proj"):
         list(llama2.generate(model, [1, 2, 3]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Looking inside
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@torch.no_grad()
+def test_the_lens_shows_what_each_layer_would_say(monkeypatch, capsys, accelerated):
+    """The last layer says what the model says; the first, what one of a single layer would."""
+    load = llama2.load
+    monkeypatch.setattr(llama2, "load", lambda path: load(path, accelerated=accelerated))
+    monkeypatch.setattr("sys.argv", ["lens.py", "The king had a daughter who was"])
+    runpy.run_path(str(SCRIPT.parent / "examples" / "lens.py"))
+    first, *_, last = [line.split()[2:] for line in capsys.readouterr().out.splitlines()[1:]]
+    model, tokenizer = load(BUNDLED)
+    tokens = torch.tensor([tokenizer.encode("The king had a daughter who was")])
+    for words in (last, first):
+        chances, ids = model(tokens)[0, -5:].softmax(-1).max(-1)
+        for token_id, chance, word, percent in zip(ids, chances, words[::2], words[1::2]):
+            assert tokenizer.decode([1, token_id.item()]) == word
+            assert abs(chance.item() - float(percent[:-1]) / 100) < 0.006
+        model.layers = model.layers[:1]
 
 
 # --------------------------------------------------------------------------------------------------

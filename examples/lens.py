@@ -1,0 +1,44 @@
+"""The logit lens: what each layer would say next, if it were the last (nostalgebraist 2020).
+
+    python examples/lens.py "The king had a daughter who was" [--model PATH]
+
+Every block's output goes through the final norm and the output matrix. It takes nothing but hooks.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import llama2
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("prompt")
+parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
+args = parser.parse_args()
+model, tokenizer = llama2.load(args.model)
+ids = tokenizer.encode(args.prompt)
+
+states = []  # after each block: (1, T, C)
+hooks = [block.register_forward_hook(lambda _, __, x: states.append(x)) for block in model.layers]
+with torch.no_grad():
+    model(torch.tensor([ids]))
+    lens = model.lm_head(model.norm(torch.cat(states))).float()  # (L, T, V)
+for hook in hooks:
+    hook.remove()
+chances, words = lens.softmax(-1).max(-1)  # (L, T)
+
+
+def cell(token_id: int, chance: float | None = None) -> str:
+    """A token, and how likely it is, as 14 characters of the table."""
+    word = ascii(tokenizer.decode([ids[0], token_id]))[1:-1][:9]
+    return f"{word:<9}{'' if chance is None else f'{chance:4.0%}':<5}"
+
+
+places = range(max(0, len(ids) - 5), len(ids))  # those that fit a terminal
+print("after     ", *(cell(ids[t]) for t in places))
+for layer in range(len(states)):
+    row = (cell(words[layer, t].item(), chances[layer, t].item()) for t in places)
+    print(f"layer {layer + 1:<4}", *row)
