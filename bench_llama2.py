@@ -561,7 +561,9 @@ def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
         return "not measured", f"{path} is not a file: pass --model FILE", {}
     times = {"load": seconds(lambda: made.extend(llama2.load(path, s.device, s.dtype)))}
     loaded, tokenizer = made
-    tokens = llama2.generate(loaded, tokenizer.encode("Once upon"), stop_ids=())
+    tokens = llama2.generate(
+        loaded, tokenizer.encode("Once upon"), llama2.Sampling(temperature=0), stop_ids=()
+    )
     times["first token"] = seconds(lambda: next(tokens))
     size, total = path.stat().st_size, sum(times.values())
     text = ", ".join(f"{name} {show(value)}" for name, value in times.items())

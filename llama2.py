@@ -37,8 +37,8 @@ __all__ = [
     "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
     "Block", "Layers", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
     "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
-    "Tokenizer", "StreamDecoder", "encode_chat", "sample", "generate", "generate_batch",
-    "stream_text", "score", "Session", "main",
+    "Tokenizer", "StreamDecoder", "encode_chat", "Sampling", "sample", "generate",
+    "generate_batch", "stream_text", "score", "Session", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # what must be set before torch is imported: see main()
@@ -445,7 +445,9 @@ import stat
 import struct
 import sys
 import time
+import weakref
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
@@ -2543,40 +2545,124 @@ def read_chat_template(path: Path) -> str:
 # 13. Sampling
 
 
+SAMPLING_LIMITS = {  # what its numbers may be
+    "temperature": (0, sys.float_info.max), "top_k": (0, math.inf), "top_p": (0, 1),
+    "min_p": (0, 1), "repetition_penalty": (0.01, 100), "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100), "seed": (0, 2**63 - 1),
+}  # fmt: skip
+PENALTY_WINDOW = 64  # the penalties count so many tokens, those of the prompt too, as llama.cpp
+LIKELIEST = 512  # tokens that are sorted first, the others only if a draw may need them
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; the command line and the server have the same defaults.
+
+    The order is logit_bias, penalties, logits_processor, temperature, top_k, top_p, min_p. Raises
+    ValueError for values out of range.
+    """
+
+    temperature: float = 0.8  # the logits are divided by it; 0 is greedy
+    top_k: int = 0  # only the k likeliest; 0: all
+    top_p: float = 0.95  # the fewest likeliest that have this probability (arXiv:1904.09751)
+    min_p: float = 0.0  # only those with this part of the highest probability (arXiv:2407.01082)
+    repetition_penalty: float = 1.0  # divides logits of recent tokens, or multiplies negative ones
+    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
+    frequency_penalty: float = 0.0  # the same, once for each time that they occur
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    seed: int | None = None  # None: a random one
+    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None  # of ids, logits (V,)
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in SAMPLING_LIMITS.items():
+            value, default = getattr(self, name), getattr(Sampling, name)
+            kinds = (int, float) if isinstance(default, float) else (int,)
+            if not (type(value) in kinds and low <= value <= high or value is default is None):
+                raise ValueError(f"{name} is {value!r}; must be {low} to {high}")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if type(token_id) is not int or type(bias) not in (int, float) or not bias < math.inf:
+                raise ValueError(f"logit_bias has {token_id!r}: {bias!r}; must be id: number")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether adjust() changes anything."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return bool(penalties != (1, 0, 0) or self.logit_bias or self.logits_processor)
+
+    def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
+        """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
+        logits, penalty = logits.float().clone(), self.repetition_penalty
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not 0 <= token_id < len(logits):
+                raise ValueError(
+                    f"logit_bias has the id {token_id}; must be 0 to {len(logits) - 1}"
+                )
+            logits[token_id] += bias
+        counts = Counter(i for i in ids[-PENALTY_WINDOW:] if i < len(logits))
+        if counts:
+            places, times = torch.tensor([[*counts], [*counts.values()]], device=logits.device)
+            seen = logits[places]
+            seen = torch.where(seen > 0, seen / penalty, seen * penalty)  # arXiv:1909.05858
+            logits[places] = seen - times * self.frequency_penalty - self.presence_penalty
+        if self.logits_processor:
+            shape, logits = logits.shape, self.logits_processor(list(ids), logits)
+            if not isinstance(logits, Tensor) or logits.shape != shape:
+                raise ValueError(f"logits_processor must return logits {tuple(shape)}")
+        return logits
+
+
 def sample(
     logits: Tensor,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 0.95,
-    min_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    sampling: Sampling = Sampling(),
+    ids: Sequence = (),
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Tensor:
-    """logits (..., V) -> ids (...), -1 where the logits are not finite. Temperature 0 is greedy.
+    """logits (..., V) -> ids (...), -1 where the logits are not finite.
 
-    Applied in this order: temperature, top_k (0: all), top_p (Holtzman et al. 2019,
-    arXiv:1904.09751), min_p (Nguyen et al. 2024, arXiv:2407.01082). ValueError if out of range.
+    `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of one
+    per row (default: one with sampling.seed, else torch's). ValueError if no token can be drawn.
     """
-    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
-        found = f"temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}"
-        accepted = "temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
-        raise ValueError(f"sampling with {found}; accepted is {accepted}")
-    finite = logits.isfinite().all(-1)
-    if temperature == 0:
+    V, shape = logits.shape[-1], logits.shape[:-1]
+    finite = (logits * 0).sum(-1) == 0
+    if sampling.adjusts:
+        rows = zip(logits.view(-1, V), [ids] if logits.dim() == 1 else ids, strict=True)
+        logits = torch.stack([sampling.adjust(row, text) for row, text in rows]).view(*shape, V)
+        if (finite & ~logits.amax(-1).isfinite()).any():
+            raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
+    if sampling.temperature == 0:
         return logits.argmax(-1).where(finite, -1)
-    logits = logits.float() - logits.amax(-1, keepdim=True)  # no temperature can overflow these
-    probs, ids = (logits / max(temperature, 1e-6)).softmax(-1).sort(-1, descending=True)  # (..., V)
-    if top_k:
-        probs, ids = probs[..., :top_k], ids[..., :top_k]
-    before = probs.cumsum(-1) - probs  # the sum of those before it; 0 for the first, which stays
-    drop = (before >= top_p * probs.sum(-1, keepdim=True)) & (before > 0) & (top_p < 1)
-    drop |= probs < min_p * probs[..., :1]
-    probs = probs.masked_fill(drop, 0.0).cumsum(-1)
-    # The inverse of the cumulative distribution at one random number per row, drawn on the CPU, so
-    # that a seed gives the same on every device.
-    u = torch.rand(logits.shape[:-1], generator=generator).to(probs.device)[..., None]
-    place = torch.searchsorted(probs, u * probs[..., -1:], right=True)
-    place = place.clamp(max=(~drop).sum(-1, keepdim=True) - 1)  # u near 1 and rounding
-    return ids.gather(-1, place).squeeze(-1).where(finite, -1)
+    # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
+    logits = logits.float() - logits.amax(-1, keepdim=True)
+    weights = (logits / max(sampling.temperature, 1e-6)).exp()  # (..., V)
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator().manual_seed(sampling.seed)
+    if isinstance(generator, Sequence):
+        u = torch.cat([torch.rand(1, generator=g, dtype=torch.float32) for g in generator])
+    else:
+        u = torch.rand(shape, generator=generator, dtype=torch.float32)
+    # The inverse of the cumulative distribution at u, on the CPU, so that a seed gives the same on
+    # every device. What ends before the last of the likeliest, and its equals, needs no others.
+    k, top_p, total = min(sampling.top_k or V, V), sampling.top_p, weights.sum(-1, keepdim=True)
+    filtered = k < V or top_p < 1 or sampling.min_p > 0
+    for n in (V,) if LIKELIEST < k < V or V <= LIKELIEST else (LIKELIEST, V):
+        places = torch.arange(V, device=weights.device).expand_as(weights)
+        if n < V:
+            places = weights.topk(n).indices.sort(-1).values
+        values = weights.gather(-1, places).cpu()
+        values, order = values.sort(dim=-1, descending=True, stable=True)
+        sums = values.cumsum(-1, dtype=torch.float64)
+        mass = sums[..., k - 1 : k] if k < V else total.cpu().double()
+        kept = (values > 0) & (values >= sampling.min_p)
+        kept &= (sums - values < top_p * mass) | (top_p == 1)
+        last = (kept[..., :k].sum(-1, keepdim=True) - 1).clamp(min=0)
+        mass = sums.gather(-1, last) if filtered else mass
+        place = torch.searchsorted(sums, u[..., None] * mass, right=True).minimum(last)
+        end = last if filtered else place
+        if (values.gather(-1, end) > values[..., -1:]).all():
+            break
+    return (
+        places.gather(-1, order.gather(-1, place).to(places.device)).squeeze(-1).where(finite, -1)
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2675,15 +2761,6 @@ class Stream(Iterator[Item]):
         return next(self.items)
 
 
-def check_options(max_new_tokens: int, seed: int | None, **sampling: Any) -> None:
-    """Raises ValueError for options of generate() that are out of range."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; accepted is 0 or more")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; accepted is 0 to 2**63 - 1")
-    sample(torch.zeros(1), **sampling)
-
-
 def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
     """The ids as a list. Raises ValueError if there are none, too many, or some out of range."""
     ids = list(ids)
@@ -2696,41 +2773,48 @@ def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
     return ids
 
 
-def generate(model: Llama, ids: Sequence[int], **options: Any) -> Stream[int]:
+# The generation that used each cache last: those before it cannot go on.
+CACHE_USERS: weakref.WeakKeyDictionary[Cache, Report | None] = weakref.WeakKeyDictionary()
+
+
+def generate(
+    model: Llama,
+    ids: Sequence[int],
+    sampling: Sampling = Sampling(),
+    max_new_tokens: int = 256,
+    **options: Any,
+) -> Stream[int]:
     """Continue a prompt: yields new ids, without a stop id. Options are generate_batch()'s."""
-    batch = generate_batch(model, [ids], **options)
+    batch = generate_batch(model, [ids], sampling, max_new_tokens, **options)
     return Stream((row for (row,) in batch if row is not None), batch.report)
 
 
 def generate_batch(
     model: Llama,
     prompts: Sequence[Sequence[int]],
+    sampling: Sampling = Sampling(),
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
     stop_ids: Collection[int] | None = None,
     vocab_size: int | None = None,
     top: int | None = None,
     cache: Cache | None = None,
+    past: Sequence[int] = (),
     step: Callable[[Tensor, Cache], Tensor] | None = None,
 ) -> Stream[list[int | None]]:
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
-    Row i draws with the seed `seed` + i (None: a random one). `stop_ids` end a row (default: EOS).
-    Only ids below `vocab_size` are drawn. `top`: the report keeps scores, and those of so many
-    likeliest ids. `cache`: the prompts continue what it holds. `step`: runs the model, such as a
-    CompiledStep of that cache. Raises ValueError for options and prompts out of range.
+    Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
+    `vocab_size` are drawn. `top`: the report keeps scores, and those of so many likeliest ids.
+    `cache`: the prompts continue what it holds, `past`, which penalties count. `step`: runs the
+    model, such as a CompiledStep of that cache. ValueError for options and prompts out of range.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
     rows = [check_prompt(config, prompt, limit) for prompt in prompts]
     if not rows:
         raise ValueError("no prompts; accepted is one or more")
-    sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    check_options(max_new_tokens, seed, **sampling)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; must be 0 or more")
     longest = max(map(len, rows))
     room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
     padding = torch.tensor([longest - len(row) for row in rows])
@@ -2743,24 +2827,24 @@ def generate_batch(
         cache = Cache(config, len(rows), size, weight.dtype, weight.device)
     generators = [torch.Generator() for _ in rows]
     for i, generator in enumerate(generators):
+        seed = sampling.seed
         generator.seed() if seed is None else generator.manual_seed(seed + i)
-
-    def draw(logits: Tensor) -> list[int]:  # (B, V) -> B ids
-        if temperature == 0:
-            return sample(logits, 0.0).tolist()  # the one wait for the device per step
-        pairs = zip(logits, generators)
-        return torch.stack([sample(row, **sampling, generator=g) for row, g in pairs]).tolist()
-
-    report = Report(sum(map(len, rows)), room, max_new_tokens)
+    report = CACHE_USERS[cache] = Report(sum(map(len, rows)), room, max_new_tokens)
     ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
 
     def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
         while not all(report.stop_reasons):
             start = time.perf_counter()
+            if CACHE_USERS[cache] is not report:
+                raise ValueError("the cache was used by another generation: this one cannot go on")
             for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
                 logits = (step or model)(chunk, cache)
-            logits = logits[:, :vocab_size]
-            ids = draw(logits)
+            logits, ids = logits[:, :vocab_size], [0] * len(rows)  # 0 in finished rows
+            active = [i for i, reason in enumerate(report.stop_reasons) if not reason]
+            texts = [[*past, *rows[i], *report.new_ids[i]] for i in active if sampling.adjusts]
+            drawn = sample(logits[active], sampling, texts, [generators[i] for i in active])
+            for i, token_id in zip(active, drawn.tolist()):  # the one wait for the device per step
+                ids[i] = token_id
             if -1 in ids:
                 raise ValueError(f"the logits are not finite: {blame(model)}")
             if report.prompt_seconds:
@@ -2781,9 +2865,11 @@ def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
     if found:
         place, stop = min(found)
         return text[:place], "", stop
-    starts = [stop[:n] for stop in stops for n in range(len(stop))]
-    keep = max((len(start) for start in starts if text.endswith(start)), default=0)
-    return text[: len(text) - keep], text[len(text) - keep :], ""
+    keep = len(text)
+    for stop in stops:
+        places = range(max(0, len(text) - len(stop) + 1), keep)
+        keep = next((i for i in places if stop.startswith(text[i:])), keep)
+    return text[:keep], text[keep:], ""
 
 
 def stream_text(
@@ -2791,19 +2877,22 @@ def stream_text(
     tokenizer: Tokenizer,
     ids: Sequence[int],
     first: bool = True,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     chat_format: str | None = None,
     **options: Any,
 ) -> Stream[str]:
-    """generate() as text, piece by piece, until one of `stop` comes. `first`: see StreamDecoder.
+    """generate() as text, piece by piece, until a `stop` text comes. `first`: see StreamDecoder.
 
     `chat_format`: as an answer in it, which no white space begins and its tags end, too.
     """
     strip, config = chat_format is not None, model.config
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop is {stop}; must be texts that are not empty")
     if chat_format is not None:
         stop_ids, tags = chat_stops(tokenizer, chat_format)
         options["stop_ids"] = {config.eos_token_id, *config.stop_token_ids, *stop_ids}
-        stop = (*stop, *tags)
+        stop += tags
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
     decoder, report = StreamDecoder(tokenizer, first), tokens.report
     scores = report.scores[0]
@@ -2909,9 +2998,9 @@ class Session:
         if echo and top is not None:
             scores = self.score(ids, top)
         cache = self.take(ids)
-        options |= {"first": not prompt, "cache": cache}
+        options |= {"first": not prompt, "cache": cache, "past": ids[: cache.pos]}
         stream = stream_text(self.model, self.tokenizer, ids[cache.pos :], **options)
-        self.held[cache] = ids, stream.report.new_ids[0]
+        self.held[cache] = list(ids), stream.report.new_ids[0]
         stream.report.scores[0] += scores
         if echo:
             stream.items = itertools.chain([prompt], stream.items)
@@ -2920,7 +3009,7 @@ class Session:
     def score(self, ids: Sequence[int], top: int = 0) -> list[Score]:
         """score() of each id, None of the first; a prompt of these ids then goes on from there."""
         cache = self.take([])
-        self.held[cache] = ids, []
+        self.held[cache] = list(ids), []
         scored = score(self.model, ids, top, cache, self.tokenizer.vocab_size)
         logprobs, top_logprobs, top_ids = (column.tolist() for column in scored)
         rows = zip(top_ids, top_logprobs, ids[1:], logprobs)
@@ -2951,8 +3040,9 @@ def score(
     tokens = torch.tensor([ids], device=weight.device)  # (1, T)
     if cache is None:
         cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
-    logprobs = torch.empty(len(ids) - 1)
-    top_logprobs = torch.empty(len(ids) - 1, top)
+    CACHE_USERS[cache] = None
+    logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
+    top_logprobs = torch.empty(len(ids) - 1, top, dtype=torch.float32)
     top_ids = torch.empty(len(ids) - 1, top, dtype=torch.int64)
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         stop = min(start + SCORE_CHUNK, len(ids) - 1)
@@ -3673,7 +3763,6 @@ import ctypes
 import gc
 import signal
 import warnings
-from collections import Counter
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
@@ -3696,6 +3785,17 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+SAMPLING_HELP = {  # the fields of Sampling that are options
+    "temperature": "; 0 is greedy",
+    "top_k": "; only the K likeliest tokens, 0: all",
+    "top_p": "; the likeliest that have this probability, 1: all",
+    "min_p": "; only those with this part of the highest probability",
+    "repetition_penalty": ", off; divides the logits of recent tokens",
+    "presence_penalty": ", off; subtracted from the logits of recent tokens",
+    "frequency_penalty": ", off; the same for each time they occur",
+}
+
+
 def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argparse.Namespace:
     """The command line. Raises ValueError for a wrong one."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 models.")
@@ -3713,10 +3813,14 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     named = "default: what the model's chat template says"
     add("--chat-format", choices=CHAT_FORMAT_NAMES, help=named)
     add("--max-new-tokens", metavar="N", type=int, default=256, help="default: %(default)s")
-    add("--temperature", metavar="T", type=float, default=0.8, help="default: 0.8; 0 is greedy")
-    add("--top-k", metavar="K", type=int, default=0, help="only the K likeliest (default: all)")
-    add("--top-p", metavar="P", type=float, default=0.95, help="default: 0.95; 1 is off")
-    add("--min-p", metavar="P", type=float, default=0.0, help="default: 0, off")
+    for name, help in SAMPLING_HELP.items():
+        default = getattr(Sampling, name)
+        about: dict = {
+            "type": type(default),
+            "default": default,
+            "help": f"default: {default}{help}",
+        }
+        add(f"--{name.replace('_', '-')}", metavar="X", **about)
     add("--seed", metavar="N", type=int, default=0, help="default: 0; -1 draws another each time")
     add("--stop", **text, action="append", default=[], help="end before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
@@ -3743,9 +3847,9 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
         parser.error(f"--threads {args.threads}; accepted is 1 to {os.cpu_count()}")
     if args.seed == -1:
         args.seed = shared(torch.seed, ranks) % 2**31
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    args.options = {name: getattr(args, name) for name in names}  # of generate()
-    check_options(**args.options)
+    if args.max_new_tokens < 0:
+        parser.error(f"--max-new-tokens {args.max_new_tokens}; must be 0 or more")
+    args.sampling = Sampling(**{name: getattr(args, name) for name in (*SAMPLING_HELP, "seed")})
     if args.model is None:
         args.model = DEFAULT_MODEL
         if not args.model.exists():
@@ -3972,7 +4076,8 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     load_seconds = time.perf_counter() - start
 
     cache = Cache(config, 1, size, cache_dtype, device)
-    options: dict[str, Any] = {**args.options, "cache": cache}
+    options: dict[str, Any] = {"sampling": args.sampling, "cache": cache}
+    options["max_new_tokens"] = args.max_new_tokens
     compiled_step = part_3("CompiledStep")
     wanted = is_large(checkpoint) if args.compile is None else args.compile
     if compiled_step and wanted and device.type == "cuda" and not ranks:

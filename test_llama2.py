@@ -842,9 +842,11 @@ def test_written_names_exist():
         "load": "path device dtype accelerated exact trainable",
         "save_gguf": "model path ggml_type",
         "encode_chat": "tokenizer messages",
-        "sample": "logits temperature top_k top_p min_p generator",
-        "generate": "model ids options",
-        "generate_batch": "model prompts max_new_tokens temperature top_k top_p min_p seed stop_ids",
+        "Sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty"
+        " frequency_penalty logit_bias seed logits_processor",
+        "sample": "logits sampling ids generator",
+        "generate": "model ids sampling max_new_tokens options",
+        "generate_batch": "model prompts sampling max_new_tokens stop_ids",
         "score": "model ids top",
         "rope_tables": "config length device",
         "apply_rotary_emb": "x cos sin",
@@ -1538,105 +1540,6 @@ def test_chat_text_never_becomes_control_ids(real):
 
 
 # --------------------------------------------------------------------------------------------------
-# Sampling
-
-LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
-
-
-def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """What may be drawn and how often, token by token as the papers and transformers have it."""
-    weights = sorted(((math.exp(x / temperature), i) for i, x in enumerate(logits.tolist())))[::-1]
-    weights = weights[: top_k or None]
-    total, before, kept = sum(w for w, _ in weights), 0.0, {}
-    for weight, i in weights:
-        if (top_p == 1 or before < top_p * total) and weight >= min_p * weights[0][0]:
-            kept[i] = weight
-        before += weight
-    return {i: weight / sum(kept.values()) for i, weight in kept.items()}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0},
-        {"top_k": 1},
-        {"top_k": 3},
-        {"top_k": 99},
-        {"top_p": 1e-9},
-        {"top_p": 0.5},
-        {"top_p": 0.9},
-        {"min_p": 0.3},
-        {"min_p": 1.0},
-        {"top_k": 4, "top_p": 0.8},  # top_p of what top_k left
-        {"top_k": 6, "top_p": 0.95, "min_p": 0.2, "temperature": 1.5},
-    ],
-    ids=str,
-)
-def test_sampling_draws_from_the_right_distribution(options):
-    """Exactly the tokens that may be drawn, as often as they should: chi-square at 1 in a million."""
-    n, wanted = 20000, distribution(LOGITS, **options)
-    defaults = {"temperature": 1.0, "top_p": 1.0}
-    generator = torch.Generator().manual_seed(0)
-    drawn = llama2.sample(LOGITS.expand(n, -1), **defaults | options, generator=generator)
-    counts = drawn.bincount(minlength=len(LOGITS)).tolist()
-    assert {i for i, count in enumerate(counts) if count} == set(wanted)
-    chi_square = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in wanted.items())
-    assert chi_square < 42
-
-
-def test_top_p_is_the_fewest_that_reach_it():
-    """Four of eight equal tokens reach 0.5; catches the one too many of `>` for `>=`."""
-    drawn = llama2.sample(torch.zeros(5000, 8), 1.0, 0, 0.5, generator=torch.Generator())
-    assert drawn.unique().numel() == 4
-
-
-def test_temperature_zero_is_greedy_and_tiny_ones_nearly():
-    for temperature in (0.0, 1e-3, 1e-30):
-        assert llama2.sample(1e4 * LOGITS, temperature).item() == 1
-    tie = torch.tensor([1.0, 3.0, 3.0])
-    assert llama2.sample(tie, 0.0).item() == llama2.sample(tie, 0.0, top_k=1).item() == 1
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_are_told(temperature, bad):
-    logits = torch.stack([LOGITS, LOGITS])
-    logits[1, 3] = bad
-    first, second = llama2.sample(logits, temperature).tolist()
-    assert first >= 0 and second == -1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": -1.0},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": -0.1},
-        {"min_p": 1.1},
-    ],
-    ids=str,
-)
-def test_sampling_refuses(model, options):
-    (name,) = options
-    with pytest.raises(ValueError, match=name):
-        llama2.sample(LOGITS, **options)
-    with pytest.raises(ValueError, match=name):
-        llama2.generate(model, [1, 5], **options)  # at once, not at the first token
-
-
-def test_sampling_leaves_logits_and_global_state_alone():
-    logits, state = LOGITS.clone(), torch.get_rng_state()
-    llama2.sample(logits, 1.0, 3, 0.5, 0.1, torch.Generator())
-    assert logits.equal(LOGITS) and torch.get_rng_state().equal(state)
-
-
-# --------------------------------------------------------------------------------------------------
 # Generation
 
 
@@ -1660,6 +1563,7 @@ def scripted(script=(), start=0, **shape):
     return model
 
 
+GREEDY = llama2.Sampling(temperature=0)
 PROMPTS = [[1, 5, 9, 200, 31], [1, 7], [1, 300, 301, 302, 303, 304, 305, 306, 307]]
 
 
@@ -1670,26 +1574,24 @@ def test_greedy_equals_argmax_of_the_whole_text_each_time(model, prompt):
     with torch.no_grad():
         for _ in range(12):
             wanted.append(model(torch.tensor([wanted]))[0, -1].argmax().item())
-    found = list(llama2.generate(model, prompt, max_new_tokens=12, stop_ids=()))
+    found = list(llama2.generate(model, prompt, GREEDY, 12, stop_ids=()))
     assert found == wanted[len(prompt) :]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "drawn"]
+    "options", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "drawn"]
 )
 def test_batch_of_different_lengths_equals_rows_alone(model, options):
     """Row i draws from seed + i. A stop id ends one row and not the others, which stay as they are."""
-    options = {"max_new_tokens": 10, **options}
-    alone = [
-        list(llama2.generate(model, p, seed=7 + i, stop_ids=(), **options))
-        for i, p in enumerate(PROMPTS)
-    ]
+    draws = [llama2.Sampling(**options, seed=7 + i) for i in range(3)]
+    options, pairs = {"max_new_tokens": 10}, [*zip(PROMPTS, draws, strict=True)]
+    alone = [list(llama2.generate(model, *pair, stop_ids=(), **options)) for pair in pairs]
     stop = alone[1][3]
     for stop_ids in ((), (stop,)):
         options["stop_ids"] = stop_ids
-        each = [llama2.generate(model, p, seed=7 + i, **options) for i, p in enumerate(PROMPTS)]
+        each = [llama2.generate(model, *pair, **options) for pair in pairs]
         wanted = [list(ids) for ids in each]
-        batch = llama2.generate_batch(model, PROMPTS, seed=7, **options)
+        batch = llama2.generate_batch(model, PROMPTS, draws[0], **options)
         steps = list(batch)
         assert all(len(step) == 3 for step in steps)
         rows = [[i for i in row if i is not None] for row in zip(*steps, strict=True)]
@@ -1702,14 +1604,14 @@ def test_seeds():
     """The same seed, the same ids; another one or none, others. Equal prompts draw differently."""
     model = scripted()
 
-    options = {"max_new_tokens": 20, "temperature": 1.0, "stop_ids": ()}
+    options = {"max_new_tokens": 20, "stop_ids": ()}
 
     def draw(**other):
-        return list(llama2.generate(model, [1, 5], **options, **other))
+        return list(llama2.generate(model, [1, 5], llama2.Sampling(1, **other), **options))
 
     assert draw(seed=3) == draw(seed=3) != draw(seed=4)
     assert draw() != draw()
-    both = llama2.generate_batch(model, [[1, 5], [1, 5]], seed=3, **options)
+    both = llama2.generate_batch(model, [[1, 5]] * 2, llama2.Sampling(1, seed=3), **options)
     first, second = zip(*both, strict=True)
     assert list(first) == draw(seed=3) and list(second) == draw(seed=4)
     assert draw(seed=3, top_k=1) == draw(seed=4, top_k=1)
@@ -1717,7 +1619,7 @@ def test_seeds():
 
 def told(model, prompt, **options):
     """What generate() yields, and its report."""
-    stream = llama2.generate(model, prompt, **options)
+    stream = llama2.generate(model, prompt, GREEDY, **options)
     return list(stream), stream.report
 
 
@@ -1756,19 +1658,19 @@ def test_generation_ends_with_the_context(model):
 def test_generate_continues_a_cache(model):
     """Two turns with one cache equal one prompt that holds both."""
     cache = llama2.Cache(CONFIG, max_seq_len=30)
-    first = list(llama2.generate(model, [1, 5, 9], max_new_tokens=4, stop_ids=(), cache=cache))
+    first = list(llama2.generate(model, [1, 5, 9], GREEDY, 4, stop_ids=(), cache=cache))
     cache.truncate(3)
     turn = [*first, 17, 18]
-    second = list(llama2.generate(model, turn, max_new_tokens=5, stop_ids=(), cache=cache))
-    assert second == list(llama2.generate(model, [1, 5, 9, *turn], max_new_tokens=5, stop_ids=()))
+    second = list(llama2.generate(model, turn, GREEDY, 5, stop_ids=(), cache=cache))
+    assert second == list(llama2.generate(model, [1, 5, 9, *turn], GREEDY, 5, stop_ids=()))
     with pytest.raises(ValueError, match="30|holds"):
         llama2.generate(model, [5] * 30, cache=cache)
 
 
 def test_generation_is_the_same_in_chunks(model, monkeypatch):
-    wanted = list(llama2.generate_batch(model, PROMPTS, 6, stop_ids=()))
+    wanted = list(llama2.generate_batch(model, PROMPTS, GREEDY, 6, stop_ids=()))
     monkeypatch.setattr(llama2, "PREFILL_CHUNK", 4)
-    assert list(llama2.generate_batch(model, PROMPTS, 6, stop_ids=())) == wanted
+    assert list(llama2.generate_batch(model, PROMPTS, GREEDY, 6, stop_ids=())) == wanted
 
 
 @pytest.mark.parametrize(
@@ -1822,7 +1724,7 @@ def test_generate_takes_no_gradient_and_leaves_the_prompt(model):
 def test_stop_texts(tokenizer, stop, wanted):
     """What is shown never holds a part of the stop text, whichever way tokens cut it."""
     script = [*tokenizer.encode("the fox saw the moon and laughed", bos=False), 2]
-    stream = llama2.stream_text(scripted(script, 2), tokenizer, [1, 5], stop=stop)
+    stream = llama2.stream_text(scripted(script, 2), tokenizer, [1, 5], stop=stop, sampling=GREEDY)
     pieces = list(stream)
     assert "".join(pieces) == wanted and "" not in pieces
     if wanted.endswith("laughed"):
@@ -1833,7 +1735,7 @@ def test_stop_texts(tokenizer, stop, wanted):
 
 def test_stream_text_flushes_a_broken_character(tokenizer):
     script = [*tokenizer.encode("fox\U0001f999", bos=False)[:-1], 2]
-    text = "".join(llama2.stream_text(scripted(script, 1), tokenizer, [1]))
+    text = "".join(llama2.stream_text(scripted(script, 1), tokenizer, [1], sampling=GREEDY))
     assert text == "fox\ufffd\ufffd\ufffd"
 
 
@@ -1876,7 +1778,7 @@ def continuation(cli_model, prompt, n):
     """What follows a prompt, from Python."""
     model, tokenizer = cli_model
     ids = tokenizer.encode(prompt)
-    new = list(llama2.generate(model, ids, max_new_tokens=n))
+    new = list(llama2.generate(model, ids, GREEDY, n))
     return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
 
 
@@ -1940,7 +1842,7 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
     for question in filter(None, questions):
         messages.append({"role": "user", "content": question})
         ids = llama2.encode_chat(tokenizer, messages)
-        new = list(llama2.generate(model, ids, max_new_tokens=size))
+        new = list(llama2.generate(model, ids, GREEDY, size))
         same = 0
         while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
             same += 1
@@ -1964,16 +1866,16 @@ DEVICES = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_avail
     "argv, said",
     [
         ("--prompt-file x.txt", "--prompt-file"),  # beside --prompt
-        ("--temperature -1", "temperature -1"),
-        ("--temperature nan", "temperature nan"),
-        ("--temperature inf", "temperature inf"),
-        ("--top-k -1", "top_k -1"),
-        ("--top-p 0", "top_p 0"),
-        ("--top-p 1.01", "top_p 1.01"),
-        ("--min-p -0.5", "min_p -0.5"),
+        ("--temperature -1", "temperature is -1"),
+        ("--temperature nan", "temperature is nan"),
+        ("--temperature inf", "temperature is inf"),
+        ("--top-k -1", "top_k is -1"),
+        ("--top-p -0.1", "top_p is -0.1"),
+        ("--top-p 1.01", "top_p is 1.01"),
+        ("--min-p -0.5", "min_p is -0.5"),
         ("--seed -2", "seed is -2"),
         ("--seed 9223372036854775808", "seed is 9223372036854775808"),
-        ("--max-new-tokens -1", "max_new_tokens is -1"),
+        ("--max-new-tokens -1", "--max-new-tokens -1"),
         ("--max-new-tokens many", "--max-new-tokens"),
         ("--context 0", "--context 0"),
         ("--context 401", "401; accepted is 1 to 400"),
@@ -2031,7 +1933,7 @@ def hf_model(forms):
 
 def greedy(model, tokenizer, n=12):
     """The ids that follow PROMPT."""
-    return list(llama2.generate(model, tokenizer.encode(PROMPT), max_new_tokens=n))
+    return list(llama2.generate(model, tokenizer.encode(PROMPT), GREEDY, n))
 
 
 @pytest.mark.parametrize("form", DIRECTORIES)
@@ -2349,9 +2251,9 @@ def test_bundled_model_writes_its_golden_text(bundled):
     model, tokenizer = bundled
     fast, _ = llama2.load(llama2.DEFAULT_MODEL, accelerated=True)
     for variant in (model, fast):
-        pieces = llama2.stream_text(
-            variant, tokenizer, tokenizer.encode(prompt), first=False, max_new_tokens=35
-        )
+        options = {"sampling": GREEDY, "max_new_tokens": 35}
+        ids = tokenizer.encode(prompt)
+        pieces = llama2.stream_text(variant, tokenizer, ids, first=False, **options)
         assert "".join(pieces).startswith(golden)
 
 

@@ -94,9 +94,11 @@ class Job:
             "echo": not self.chat and get(body, "echo", bool, False),
             "top": None if self.chat else get(body, "logprobs", int, None, 0, 5),
             "max_new_tokens": get(body, "max_completion_tokens", int, limit, 0, 2**31 - 1),
-            "temperature": get(body, "temperature", float, 1, 0, 2),
-            "top_p": get(body, "top_p", float, 1, 0, 1) or 1e-9,  # 0: the likeliest alone
-            "seed": seed and seed % 2**63,
+            "sampling": llama2.Sampling(
+                temperature=get(body, "temperature", float, 0.8, 0, 2),
+                top_p=get(body, "top_p", float, 0.95, 0, 1),
+                seed=seed and seed % 2**63,
+            ),
             "stop": stops,
         }
         self.prompts = session.encode(body.get(field), self.chat)

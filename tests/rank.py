@@ -22,8 +22,8 @@ def main(root: Path, out: Path, forms: list[str]) -> None:
         model = llama2.build_model(part)
         held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         llama2.connect_ranks(model, group)
-        prompt, options = tokens[0].tolist(), {"max_new_tokens": 6, "seed": 3}
-        texts = [list(llama2.generate(model, prompt, temperature=t, **options)) for t in (0, 1)]
+        prompt, draws = tokens[0].tolist(), [llama2.Sampling(t, top_p=1, seed=3) for t in (0, 1)]
+        texts = [list(llama2.generate(model, prompt, draw, 6)) for draw in draws]
         found[form] = (model(tokens), *texts, held)
     group.close()
     torch.save(found, out / str(rank))

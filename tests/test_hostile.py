@@ -459,7 +459,7 @@ def outcome(path):
         return str(error)
     try:
         ids = tokenizer.encode("ab \u00e9\U0001f600", bos=tokenizer.add_bos)
-        options = {"max_new_tokens": 2, "temperature": 0.8, "seed": 0, "stop_ids": ()}
+        options = {"max_new_tokens": 2, "sampling": llama2.Sampling(seed=0), "stop_ids": ()}
         new = list(llama2.generate(model, ids, **options))
         assert all(0 <= token_id < model.config.vocab_size for token_id in new)
         tokenizer.decode(new)
@@ -691,7 +691,7 @@ def test_norms_that_are_not_finite(tmp_path, keys, tensors, name, bad, temperatu
     model, _ = llama2.load(path)
     for prompts in ([[1, 268]], [[1, 268], [1, 265, 266]]):
         with pytest.raises(ValueError, match="not finite"):
-            list(llama2.generate_batch(model, prompts, 4, temperature))
+            list(llama2.generate_batch(model, prompts, llama2.Sampling(temperature), 4))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -709,7 +709,7 @@ def test_memory_stays_flat(tmp_path, keys, tensors):
         return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
 
     for i in range(20):
-        options = {"max_new_tokens": 10**6, "temperature": 0.8, "stop_ids": ()}
+        options = {"max_new_tokens": 10**6, "stop_ids": ()}
         assert len(list(llama2.generate(model, [1], **options))) == 23
         if i == 4:
             warm = resident()

@@ -125,7 +125,8 @@ def loaded(path):
 def test_completion_is_that_of_the_library(server, loaded):
     model, tokenizer = loaded
     ids = tokenizer.encode(STORY)
-    stream = llama2.stream_text(model, tokenizer, ids, first=False, max_new_tokens=40)
+    options = {"sampling": llama2.Sampling(0), "max_new_tokens": 40}
+    stream = llama2.stream_text(model, tokenizer, ids, first=False, **options)
     expected = "".join(stream)
     reply = server.client.completions.create(prompt=STORY, max_tokens=40, **GREEDY)
     assert reply.choices[0].text == expected
@@ -141,7 +142,8 @@ def test_seed_temperature_and_top_p_are_those_of_the_library(server, loaded):
     model, tokenizer = loaded
     options = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
     ids = tokenizer.encode(STORY)
-    stream = llama2.stream_text(model, tokenizer, ids, first=False, max_new_tokens=30, **options)
+    sampling = {"sampling": llama2.Sampling(**options), "max_new_tokens": 30}
+    stream = llama2.stream_text(model, tokenizer, ids, first=False, **sampling)
     reply = server.client.completions.create(model="", prompt=STORY, max_tokens=30, **options)
     assert reply.choices[0].text == "".join(stream)
 
@@ -165,9 +167,8 @@ def test_chat_is_encoded_in_the_models_format(server, loaded):
     messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Who?"}]
     ids = llama2.encode_chat(tokenizer, messages)
     stop_ids, tags = llama2.chat_stops(tokenizer)
-    stream = llama2.stream_text(
-        model, tokenizer, ids, stop=tags, stop_ids=stop_ids, max_new_tokens=25
-    )
+    options = {"stop": tags, "stop_ids": stop_ids, "max_new_tokens": 25}
+    stream = llama2.stream_text(model, tokenizer, ids, sampling=llama2.Sampling(0), **options)
     expected = "".join(stream).lstrip()
     messages[1]["content"] = [{"type": "text", "text": "Who?"}]
     reply = server.client.chat.completions.create(messages=messages, max_tokens=25, **GREEDY)

@@ -97,6 +97,7 @@ def test_prompt_beyond_the_context(cli):
         "--temperature 1e300",
         "--top-k 99999999999999999999",
         "--top-p 1e-300",
+        "--top-p 0",
         "--seed -1",
         "--context 3",
         "--threads 1",
