@@ -2,7 +2,8 @@
 
 A process that has imported torch forks one for each script. What is begun by `command()` is a small
 client: it hands over its streams, its environment and the signals that it gets, and ends as the
-script does. What a test says of the start of Python itself needs `[sys.executable, script]`.
+script does. Streams are closed or encoded as Python made them when the client started; what a test says
+of the rest of its start needs `[sys.executable, script]`.
 """
 
 import atexit
@@ -26,7 +27,7 @@ def command(script) -> list[str]:
     """What to run instead of `python script`; elsewhere than on Linux that itself."""
     if not sys.platform.startswith("linux"):
         return [sys.executable, str(script)]
-    return [sys.executable, "-IS", __file__, address(), str(script)]
+    return [sys.executable, "-sS", __file__, address(), str(script)]
 
 
 @functools.cache
@@ -57,10 +58,14 @@ def send(connection: socket.socket, value) -> None:
 
 def client(path: str, *argv: str) -> None:
     """Have argv run with these streams; end as it does."""
+    standard = (sys.stdin, sys.stdout, sys.stderr)  # None where there is none
+    streams = [stream and (stream.encoding, stream.errors) for stream in standard]
+    for _ in range(streams.count(None)):
+        os.open(os.devnull, os.O_RDWR)  # takes the number of a closed stream
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     socket.send_fds(connection, [b"3"], [0, 1, 2])
-    send(connection, [argv, dict(os.environ), os.getcwd()])
+    send(connection, [argv, dict(os.environ), os.getcwd(), streams])
     pid = json.loads(receive(connection))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: os.kill(pid, number))
@@ -85,7 +90,7 @@ def serve(path: str) -> None:
             connection.close()
             continue
         _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-        argv, environment, folder = json.loads(receive(connection))
+        argv, environment, folder, states = json.loads(receive(connection))
         if pid := os.fork():
             for stream in (0, 1, 2, *streams):
                 os.close(stream)
@@ -97,6 +102,13 @@ def serve(path: str) -> None:
             os.close(sent)
         connection.close()
         listener.close()
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            if states[number] is None:
+                os.close(number)
+                setattr(sys, name, None)
+            else:
+                encoding, errors = states[number]
+                getattr(sys, name).reconfigure(encoding=encoding, errors=errors)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
@@ -140,7 +152,7 @@ if __name__ == "__main__":
     # Python's own end, without the time in which it takes torch apart.
     threading._shutdown()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:

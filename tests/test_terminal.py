@@ -151,16 +151,16 @@ def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
 OPTIONS = "--model $MODEL --threads 1 --temperature 0 --max-new-tokens 30"
 PIPED = f"$FORK {OPTIONS}"
 LAUNCH = f"{PIPED} --prompt 'ab \u00e9'"
-ANEW = f"$PYTHON {OPTIONS} --prompt 'ab \u00e9'"  # where Python's own start is in question
+ANEW = f"$PYTHON {OPTIONS} --prompt 'ab \u00e9'"  # how Python decodes its arguments
 SHELL = {  # -> exit status, a part of stdout, lines on stderr
     "head": (f"{LAUNCH} | head -c 2", 0, b"ab", None),
     "pipe": (f"printf 'fox \\377\\360\\237' | {PIPED} --quiet", 0, b"fox \xef\xbf\xbd", 0),
     "stdout full": (f"{LAUNCH} > /dev/full", 2, b"", 1),
-    "stdout closed": (f"{ANEW} >&-", 0, b"", 1),
+    "stdout closed": (f"{LAUNCH} >&-", 0, b"", 1),
     "stderr full": (f"{LAUNCH} 2> /dev/full", 0, b"ab", 0),
-    "all closed": (f"{ANEW} <&- >&- 2>&-", 0, b"", 0),
+    "all closed": (f"{LAUNCH} <&- >&- 2>&-", 0, b"", 0),
     "help, full": (f"{LAUNCH} --help > /dev/full", 0, b"", 0),
-    "ascii": (f"PYTHONIOENCODING=ascii {ANEW}", 0, rb"ab \xe9", 1),
+    "ascii": (f"PYTHONIOENCODING=ascii {LAUNCH}", 0, rb"ab \xe9", 1),
     "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {ANEW}", 0, rb"ab \xe9", 1),
 }
 
