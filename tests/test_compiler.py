@@ -195,23 +195,32 @@ def test_one_thread_is_told(cache, tmp_path, monkeypatch):
         assert find().library
 
 
-@posix
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_killed_run_leaves_nothing_behind(tmp_path, number):
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if os.name == "posix" else ()
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory):
+    """Runs whose compiler never ends, by the signal that each will get; started side by side."""
+    runs = {}
+    for number in SIGNALS:
+        folder = tmp_path_factory.mktemp(number.name)
+        text = f'case "$*" in *-dM*) exit 0;; esac\n: >"{folder}/started"\nsleep 60\n'
+        environment = {"XDG_CACHE_HOME": str(folder), "CXX": script(folder / "slow", text)}
+        command = [*launch.command(Path(llama2.__file__)), "--compile", "--prompt", "x"]
+        options = {"env": {**os.environ, **environment}, "start_new_session": True}
+        runs[number] = folder, subprocess.Popen(command, **options)
+    return runs
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_killed_run_leaves_nothing_behind(compiling, number):
     """A signal while the compiler works: it ends, too, and its folder goes."""
-    marker = tmp_path / "started"
-    compiler = script(
-        tmp_path / "slow", f'case "$*" in *-dM*) exit 0;; esac\n: >"{marker}"\nsleep 60\n'
-    )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
-    command = [*launch.command(Path(llama2.__file__)), "--compile", "--prompt", "x"]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not marker.exists():
+    (folder, process), deadline = compiling[number], time.monotonic() + 60
+    while not (folder / "started").exists():
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.01)
     process.send_signal(number)
     assert process.wait(20) == (130 if number == signal.SIGINT else 128 + number)
-    assert not list((tmp_path / "llama2.py").iterdir())
+    assert not list((folder / "llama2.py").iterdir())
     running = subprocess.check_output(["ps", "ax", "-o", "args"], text=True)
-    assert str(tmp_path / "slow") not in running
+    assert str(folder / "slow") not in running

@@ -306,10 +306,10 @@ def test_many_clients_get_what_they_would_alone(server):
         chunks = server.client.completions.create(**options, stream=True)
         return "".join(chunk.choices[0].text for chunk in chunks)
 
-    with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(ask, range(32)))
-    assert together == [ask(i) for i in range(32)]
-    assert len(set(together)) > 16
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, range(16)))
+    assert together == [ask(i) for i in range(16)]
+    assert len(set(together)) > 8
 
 
 def test_a_chat_that_goes_on_reads_only_what_is_new(server):
