@@ -1743,10 +1743,15 @@ def choose_dtypes(
     return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
 
 
-def gigabytes(plan: dict[str, int]) -> str:
+def show_bytes(size: float) -> str:
+    """A number of bytes as a person reads it."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def show_plan(plan: dict[str, int]) -> str:
     """A memory plan as text."""
-    parts = [f"{name} {size / 1e9:.3g}" for name, size in plan.items()]
-    return f"{' + '.join(parts)} = {sum(plan.values()) / 1e9:.3g} GB"
+    parts = [f"{name} {show_bytes(size)}" for name, size in plan.items()]
+    return f"{' + '.join(parts)} = {show_bytes(sum(plan.values()))}"
 
 
 def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
@@ -1756,7 +1761,7 @@ def check_memory(plan: dict[str, int], context: int, device: torch.device, free:
     room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
     advice = "a file of fewer bits (--save with --type Q4_0 makes one) or more devices (torchrun)"
     raise ValueError(
-        f"the model needs {gigabytes(plan)}, {free / 1e9:.1f} GB are free on {device};"
+        f"the model needs {show_plan(plan)}, {free / 1e9:.1f} GB are free on {device};"
         f" what may fit: {f'--context {room}' if room > 0 else advice}"
     )
 
@@ -3907,17 +3912,20 @@ def contents(checkpoint: Checkpoint) -> str:
     """How many tensors a checkpoint has of each type, and their size."""
     types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     size = sum(weight.nbytes for weight in checkpoint.weights.values())
-    return f"{', '.join(f'{n} {name}' for name, n in types.most_common())}; {size / 1e6:.4g} MB"
+    return f"{', '.join(f'{n} {name}' for name, n in types.most_common())}; {show_bytes(size)}"
 
 
 def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
     """What --info prints; `plan` is that of memory_plan()."""
+    config = {item.name: getattr(checkpoint.config, item.name) for item in fields(Config)}
+    parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
     rows = {
         "format": checkpoint.format,
-        **{item.name: getattr(checkpoint.config, item.name) for item in fields(Config)},
+        "parameters": f"{parameters:,}",
+        **{k: f"{v:.7g}" if isinstance(v, float) else v for k, v in config.items()},  # float32
         "chat format": describe_chat_format(checkpoint.chat_template),
         "tensors": contents(checkpoint),
-        f"memory at {context} tokens": gigabytes(plan),
+        f"memory at {context} tokens": show_plan(plan),
     }
     return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
 

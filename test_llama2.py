@@ -1817,13 +1817,17 @@ def test_seed_stop_and_sampling_options(cli):
         assert cli(*options, *one)[1] == greedy
 
 
-def test_version_and_info(cli):
+def test_version_and_info(cli, tmp_path, keys, tensors):
     status, out, err = cli("--version")
     assert status == 0 and llama2.__version__ in out and not err
-    status, out, err = cli("--info", stdin=b"not read")
+    keys = keys | {"llama.context_length": 400, "llama.attention.layer_norm_rms_epsilon": 1e-5}
+    path = write_gguf(tmp_path / "x.gguf", keys, tensors)
+    status, out, err = cli("--info", stdin=b"not read", model=path)
     assert status == 0 and not err
-    for word in ("GGUF", "F32", "hidden_size", "320", "memory", "400"):
+    for word in ("GGUF", "F32", "hidden_size", "320", "memory", "400", " 1e-05\n"):
         assert word in out
+    assert re.search(r"parameters +[\d,]+\n", out)
+    assert re.search(r"[\d.]+ MB", out) and not re.search(r" 0\.0\d* GB", out)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -1986,7 +1990,7 @@ def test_info_names_the_form(forms, form, name, capsys):
     out = capsys.readouterr().out
     assert name in out
     assert "21 F32" in out
-    assert "GB" in out
+    assert "MB" in out
 
 
 @pytest.mark.parametrize("kind", [None, *llama2.SAVE_TYPES])
