@@ -1589,16 +1589,32 @@ def build_model(
     return model.train(trainable)
 
 
+def model_weights(model: Llama) -> dict[str, Weight]:
+    """The weights of a model as a Checkpoint has them, not copied. ValueError if one is missing."""
+    types = {dtype: name for name, dtype in DENSE.items()}
+
+    def weight(module: Any) -> Weight:
+        if isinstance(module, Quantized):
+            shape = module.out_features, module.in_features
+            return Weight(module.ggml_type, shape, [module.blocks.cpu()])
+        w = module.weight.detach().cpu()
+        w = (w if w.dtype in types else w.float()).contiguous()
+        rows = w.view(*w.shape[:-1] or (1,), -1).view(torch.uint8)
+        return Weight(types[w.dtype], tuple(w.shape), [rows])
+
+    names = name_map(0, model.config)
+    try:
+        return {name: weight(model.get_submodule(name.removesuffix(".weight"))) for name in names}
+    except AttributeError as error:
+        raise ValueError(f"not the modules of a Llama: {error}") from None
+
+
 def blame(model: Llama) -> str:
     """Why logits are not finite: the first weight that is not, or none."""
     origin = getattr(model, "name_or_path", "") or "the model"
-    for name, module in model.named_modules():
-        parts: Iterable[Tensor] = module.parameters(recurse=False)
-        if isinstance(module, Quantized):
-            rows = max(1, CHUNK // module.in_features)
-            parts = (dequantize(part, module.ggml_type) for part in module.blocks.split(rows))
-        if not all(part.isfinite().all() for part in parts):
-            return f"{origin}: NaN or infinity in {name}.weight"
+    for name, weight in model_weights(model).items():
+        if not weight.dense(torch.float32).isfinite().all():
+            return f"{origin}: NaN or infinity in {name}"
     return f"{origin}: its weights are finite, but sums of theirs overflow"
 
 
@@ -1722,16 +1738,10 @@ def checked_device(device: torch.device | str) -> torch.device:
 def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
     """auto: CUDA, else MPS for dense weights, else the CPU. ValueError for what is not there."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    there = ["cuda"] * cuda + ["mps"] * mps + ["cpu"]
     if name == "auto":  # MPS would unpack quantised weights anew for every token
         dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
-        name = next(device for device in there if device != "mps" or dense)
-    if name not in there:
-        raise ValueError(f"--device {name} is not available; accepted are {', '.join(there)}")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if name == "cuda" and rank >= torch.cuda.device_count():
-        raise ValueError(f"rank {rank} has no GPU: there are {torch.cuda.device_count()}")
-    return torch.device(name, rank) if name == "cuda" else torch.device(name)
+        name = "cuda" if cuda else "mps" if mps and dense else "cpu"
+    return checked_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name)
 
 
 def choose_dtypes(
@@ -1781,23 +1791,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
     """A model and its tokenizer as a Checkpoint, to be saved. ValueError if a part is missing."""
     if not isinstance(model, Llama) or tokenizer is None:
         raise ValueError("a Llama can only be saved with its tokenizer")
-    types = {dtype: name for name, dtype in DENSE.items()}
-
-    def weight(name: str) -> Weight:
-        module: Any = model.get_submodule(name)
-        if isinstance(module, Quantized):
-            shape = module.out_features, module.in_features
-            return Weight(module.ggml_type, shape, [module.blocks.cpu()])
-        w = module.weight.detach().cpu()
-        w = (w if w.dtype in types else w.float()).contiguous()
-        rows = w.view(*w.shape[:-1] or (1,), -1).view(torch.uint8)
-        return Weight(types[w.dtype], tuple(w.shape), [rows])
-
-    names = [name.removesuffix(".weight") for name in name_map(0, model.config)]
-    try:
-        weights = {f"{name}.weight": weight(name) for name in names}
-    except AttributeError as error:
-        raise ValueError(f"not the modules of a Llama: {error}") from None
+    weights = model_weights(model)
     embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
     tied = model.config.tie_word_embeddings and torch.equal(embedding, head)
     if tied:
@@ -4046,7 +4040,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     checkpoint = open_checkpoint(args.model)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
-            if args.save.exists() and not args.force:
+            if args.save.is_file() and not args.force:
                 raise ValueError(f"{args.save} exists already; --force replaces it")
             progress = not args.quiet and sys.stderr.isatty()
             save_gguf(checkpoint, args.save, args.type, progress)
