@@ -17,6 +17,7 @@ import math
 import re
 import sys
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
@@ -213,7 +214,9 @@ def train(args: argparse.Namespace) -> None:
         print(f"{len(texts)} documents of {path.name} held out: {size} bytes")
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {steps} steps of {B} x {T}")
 
-    running = None
+    nats = sum(evaluate(average, documents, T) for documents in held_out)
+    print(f"held-out loss before step {step + 1}: {nats / held_tokens:.3f} nats per token")
+    recent: deque[float] = deque(maxlen=20)  # losses of the last steps
     data = batches(stream, T, B, args.seed, step)
     bar = tqdm(total=steps * B * T, initial=step * B * T, unit="tok", unit_scale=True)
     start = time.monotonic()
@@ -234,9 +237,10 @@ def train(args: argparse.Namespace) -> None:
         with torch.no_grad():
             for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(parameter, 1 - decay)
-        running = loss.item() if running is None else 0.98 * running + 0.02 * loss.item()
+        recent.append(loss.item())
+        running = sum(recent) / len(recent)
         bar.update(B * T)
-        bar.set_postfix_str(f"loss {running:.3f}, held out {best / held_tokens:.3f}")
+        bar.set_postfix_str(f"loss {running:.3f}, held out {nats / held_tokens:.3f}")
 
         if step % every == 0 or step == steps:
             each = [evaluate(average, documents, T) for documents in held_out]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import re
 import sys
@@ -61,6 +62,18 @@ def test_two_steps(run, options):
     ids = torch.tensor([tokenizer.encode("Once upon a time")])
     assert_close(loaded(ids), trained(ids), 1e-6)
     assert tokenizer.decode(ids[0].tolist()) == "Once upon a time"
+
+
+def test_losses_are_shown_from_the_start(run):
+    """Held out before the first step as a model that knows nothing; then both fall, without a lag."""
+    status, said, shown, _ = run("--epochs", 1, "--lr", 0.01, "--warmup", 1, "--dropout", 0)
+    assert status == 0 and "inf" not in said + shown
+    before = float(re.search(r"before step 1: ([\d.]+)", said)[1])
+    assert before == pytest.approx(math.log(340), abs=0.1)
+    first = re.search(r"loss ([\d.]+), held out ([\d.]+)", shown)
+    assert float(first[2]) == pytest.approx(before, abs=1e-3)
+    training, held_out = map(float, re.search(r"loss ([\d.]+), held out ([\d.]+)", said).groups())
+    assert held_out < before and training == pytest.approx(held_out, abs=0.2)
 
 
 def test_default_type(run):
