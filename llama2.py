@@ -846,7 +846,8 @@ MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
 MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
 MAX_METADATA = 2**24  # bytes of a GGUF before its tensors
 MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
-MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata
+MAX_TOKENIZER_JSON = 2**25  # bytes; Llama 3.2's has 17 MB
+MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata, in a tokenizer.json
 
 
 def printable(text: str) -> str:
@@ -857,7 +858,7 @@ def printable(text: str) -> str:
 
 # What readers raise on damaged files: their own errors, those of struct, json and zipfile.
 DAMAGED: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, ArithmeticError)
-DAMAGED += (RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile)
+DAMAGED += (AttributeError, RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile)
 
 
 @contextmanager
@@ -922,7 +923,7 @@ def require(path: Path, settings: dict[str, Any], accepted: dict[str, tuple]) ->
         if found not in values:
             value = "missing" if found is None else str(found)[:60]
             known = " or ".join("none" if v is None else str(v) for v in values)
-            raise ValueError(f"{path}: no Llama 2 model: {key} is {value}; accepted is {known}")
+            raise ValueError(f"{path}: no Llama model: {key} is {value}; accepted is {known}")
 
 
 def read_config(column: int, get: Callable, **known: Any) -> Config:
@@ -962,7 +963,7 @@ class GGUF:
         if max(tensor_count, key_count) > MAX_ENTRIES:
             raise ValueError(f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}")
         for i in range(key_count):
-            key = self.string(f"key {i} of {key_count}")
+            (key,) = self.strings(f"key {i} of {key_count}")
             if key in self.metadata:
                 raise ValueError(f"the key {key!r} stands twice")
             (value_type,) = self.unpack("I", key)
@@ -992,19 +993,24 @@ class GGUF:
         letters = "<" + letters
         return struct.unpack_from(letters, self.bytes, self.take(struct.calcsize(letters), item))
 
-    def string(self, item: str) -> str:
-        """The next string: a length of 8 bytes and UTF-8."""
-        (size,) = self.unpack("Q", item)
-        start = self.take(size, item)
+    def strings(self, item: str, count: int = 1) -> list[str]:
+        """The next strings, each a length of 8 bytes and UTF-8: Llama 3 has 400,000 of them."""
+        texts, data, end = [], self.bytes, min(len(self.bytes), MAX_METADATA)
+        for _ in range(count):
+            size = int.from_bytes(data[self.offset : self.offset + 8], "little")
+            self.offset += 8 + size
+            if self.offset > end:
+                raise ValueError(f"{item} needs {size} bytes, beyond the file or {end} bytes")
+            texts.append(data[self.offset - size : self.offset])
         try:
-            return self.bytes[start : self.offset].decode()
+            return [text.decode() for text in texts]
         except UnicodeDecodeError as error:
             raise ValueError(f"{item} is not UTF-8: {error}") from None
 
     def value(self, value_type: int, item: str) -> Any:
         """The next metadata value: a number, a string or a list of either."""
         if value_type == GGUF_STRING:
-            return self.string(item)
+            return self.strings(item)[0]
         if value_type in GGUF_SCALARS:
             return self.unpack(GGUF_SCALARS[value_type], item)[0]
         if value_type != GGUF_ARRAY:
@@ -1014,14 +1020,14 @@ class GGUF:
         if self.values_left < 0 or value_type not in (*GGUF_SCALARS, GGUF_STRING):
             raise ValueError(f"{item} is an array of {count} values of type {value_type}")
         if value_type == GGUF_STRING:
-            return [self.string(item) for _ in range(count)]
+            return self.strings(item, count)
         return list(self.unpack(f"{count}{GGUF_SCALARS[value_type]}", item))
 
     def tensor_info(self, item: str) -> tuple[int, str, str, tuple[int, ...]]:
         """The next entry of the tensor table: offset in the data, name, ggml type, shape."""
         import gguf
 
-        name = self.string(item)
+        (name,) = self.strings(item)
         (n_dims,) = self.unpack("I", name)
         if not 1 <= n_dims <= 4:
             raise ValueError(f"{name} has {n_dims} dimensions; 1 to 4 are possible")
@@ -1054,11 +1060,11 @@ def gguf_tensors(file: GGUF) -> dict[str, Weight]:
     return tensors
 
 
-def gguf_stop_ids(file: GGUF) -> tuple[int, ...]:
+def gguf_stop_ids(path: Path, keys: Mapping) -> tuple[int, ...]:
     """The ids that end a text besides EOS: the end of a turn, of a message."""
-    eos = file.get("tokenizer.ggml.eos_token_id", int, 2)
-    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = dict.fromkeys(file.get(key, int, eos) for key in keys)
+    get = partial(lookup, path, keys)
+    eos = get("tokenizer.ggml.eos_token_id", int, 2)
+    ids = dict.fromkeys(get(f"tokenizer.ggml.{end}_token_id", int, eos) for end in ("eot", "eom"))
     return tuple(token_id for token_id in ids if token_id != eos)
 
 
@@ -1069,9 +1075,11 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
         "general.architecture": ("llama",),
         "general.type": ("model", None),
         "llama.expert_count": (0, None),
-        "tokenizer.ggml.model": ("llama",),  # SentencePiece
+        "tokenizer.ggml.model": ("llama", "gpt2"),  # SentencePiece, byte-level BPE
         f"{scaling}type": ("linear", "none", None),
     }
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2":
+        accepted["tokenizer.ggml.pre"] = tuple(PRE_TOKENIZERS)
     require(file.path, file.metadata, accepted)
     factor = get(f"{scaling}factor", float, get("llama.rope.scale_linear", float, 1.0))
     vocab_size, _ = matrix_shape(tensors, "token_embd")
@@ -1084,7 +1092,7 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
         vocab_size=vocab_size,
         rope_scaling_factor=1.0 if get(f"{scaling}type", str, "") == "none" else factor or 1.0,
         tie_word_embeddings="output.weight" not in tensors,
-        stop_token_ids=gguf_stop_ids(file),
+        stop_token_ids=gguf_stop_ids(file.path, file.metadata),
     )
     sizes = ("rope.dimension_count", "attention.key_length", "attention.value_length")
     require(file.path, file.metadata, {f"llama.{key}": (config.head_dim, None) for key in sizes})
@@ -1376,13 +1384,12 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     return weights
 
 
-def find_tokenizer(*directories: Path) -> Path:
-    """The first tokenizer.model in them. FileNotFoundError."""
-    for file in (directory / "tokenizer.model" for directory in directories):
+def find_tokenizer(*files: Path) -> Path:
+    """The first of these files that exists. FileNotFoundError."""
+    for file in files:
         if file.exists():
             return file
-    needed = "tokenizer.model (SentencePiece) is missing; tokenizer.json cannot stand in for it"
-    raise FileNotFoundError(f"{directories[0]}: {needed}")
+    raise FileNotFoundError(f"{files[0].parent}: {' or '.join(f.name for f in files)} is missing")
 
 
 META_SETTINGS = "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps"
@@ -1426,7 +1433,7 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     if formula != intermediate:
         raise ValueError(f"{params}: {formula} rows of w1 follow; the shards have {intermediate}")
     weights = rename(tensors, 2, config)
-    file = find_tokenizer(path, path.resolve().parent)
+    file = find_tokenizer(*(at / "tokenizer.model" for at in (path, path.resolve().parent)))
     tokenizer = partial(Tokenizer.from_file, file, vocab_size)
     form = f"Meta's directory, {len(files)} .pth"
     # No file states the context: 4096 is Llama 2's, Code Llama's is 16384.
@@ -1502,11 +1509,12 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         if last_name(name) in ("q_proj", "k_proj"):
             weight.hf_head_dim = config.head_dim
     sliding = "sliding window, beyond which attention is not supported"
+    file = find_tokenizer(path / "tokenizer.model", path / "tokenizer.json")
     return Checkpoint(
         format=f"Hugging Face directory, {len(files)} {files[0].suffix}",
         config=config,
         weights=weights,
-        tokenizer=partial(Tokenizer.from_directory, find_tokenizer(path), config),
+        tokenizer=partial(Tokenizer.from_directory, file, config),
         chat_template=read_chat_template(path),
         context_limit=f"the model's {sliding if window < context else 'context'}",
         path=str(path),
@@ -2072,41 +2080,48 @@ def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             yield field, file.read({1: 8, 5: 4}.get(wire_type) or read_varint())
 
 
-def sentencepiece_model(gguf: GGUF) -> bytes:
-    """A GGUF file's vocabulary as SentencePiece's model."""
-    pieces = gguf.get("tokenizer.ggml.tokens", list)
-    scores = gguf.get("tokenizer.ggml.scores", list, [])
-    types = list(gguf.get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces)))
-    unk = gguf.get("tokenizer.ggml.unknown_token_id", int, 0)
-    bos = gguf.get("tokenizer.ggml.bos_token_id", int, 1)
-    eos = gguf.get("tokenizer.ggml.eos_token_id", int, 2)
-    n = len(pieces)
+def read_pieces(path: Path, keys: Mapping) -> tuple[list[str], list[int], int, int]:
+    """The pieces in a GGUF file's keys, their types, the ids of BOS and EOS. Raises ValueError."""
+    get, is_bpe = partial(lookup, path, keys), keys["tokenizer.ggml.model"] == "gpt2"
+    pieces = get("tokenizer.ggml.tokens", list)
+    n, numbers, kinds = len(pieces), (int, float), {*range(NORMAL, BYTE + 1)}
+    types = list(get("tokenizer.ggml.token_type", list, [NORMAL] * n))
+    scores = get("tokenizer.ggml.scores", list, [0.0] * n if is_bpe else [])
     for name, values, fits in (  # SentencePiece does not check these
         ("tokens", pieces, lambda piece: isinstance(piece, str)),
-        ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
-        ("token_type", types, lambda t: isinstance(t, int) and NORMAL <= t <= BYTE),
+        ("scores", scores, lambda score: isinstance(score, numbers) and abs(score) < 1e38),
+        ("token_type", types, lambda kind: isinstance(kind, int) and kind in kinds),
     ):
         bad = [repr(value)[:40] for value in values if not fits(value)]
         if bad or len(values) != n:
             found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
-            raise ValueError(f"{gguf.path}: tokenizer.ggml.{name} has {found}")
-    ends = (eos, *gguf_stop_ids(gguf))
+            raise ValueError(f"{path}: tokenizer.ggml.{name} has {found}")
+    bos = get("tokenizer.ggml.bos_token_id", int, None if is_bpe else 1)
+    eos = get("tokenizer.ggml.eos_token_id", int, None if is_bpe else 2)
+    unk = bos if is_bpe else get("tokenizer.ggml.unknown_token_id", int, 0)
+    ends = (eos, *gguf_stop_ids(path, keys))
     for i in (unk, bos, *ends):
         if not 0 <= i < n:
-            raise ValueError(f"{gguf.path}: the unknown, BOS or EOS id is {i} of {n} tokens")
+            raise ValueError(f"{path}: the unknown, BOS or EOS id is {i} of {n} tokens")
     # Some converters mark BOS and EOS as NORMAL, the unknown token as CONTROL: SentencePiece refuses.
-    types[bos], types[eos], types[unk] = CONTROL, CONTROL, UNKNOWN
+    types[bos], types[eos], types[unk] = CONTROL, CONTROL, CONTROL if is_bpe else UNKNOWN
     for i in ends:
         if types[i] == USER_DEFINED:  # text that says the same would become this token
             types[i] = CONTROL
+    return pieces, types, bos, eos
 
-    trainer = integer_field(3, 2) + integer_field(4, n)  # model_type BPE, vocab_size
+
+def sentencepiece_model(path: Path, keys: Mapping) -> bytes:
+    """The vocabulary in a GGUF file's keys as SentencePiece's model."""
+    pieces, types, bos, eos = read_pieces(path, keys)
+    get, scores = partial(lookup, path, keys), keys["tokenizer.ggml.scores"]
+    trainer = integer_field(3, 2) + integer_field(4, len(pieces))  # model_type BPE, vocab_size
     trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
-    for j, i in enumerate((unk, bos, eos)):
+    for j, i in enumerate((types.index(UNKNOWN), bos, eos)):
         trainer += integer_field(40 + j, i) + bytes_field(45 + j, pieces[i].encode())
     trainer += integer_field(43, 2**64 - 1)  # pad_id -1: no padding
-    add_dummy_prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
-    remove_extra = gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
+    add_dummy_prefix = get("tokenizer.ggml.add_space_prefix", bool, True)
+    remove_extra = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
     normalizer = bytes_field(1, b"identity") + integer_field(3, add_dummy_prefix)
     normalizer += integer_field(4, remove_extra) + integer_field(5, True)  # escape_whitespaces
     vocabulary = b"".join(map(piece_field, pieces, scores, types))
@@ -2118,17 +2133,19 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
+def token_text(path: Path, token: Any) -> str:
+    """The text of an added token in a Hugging Face directory. Raises ValueError if it has none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"{path}: {str(token)[:40]!r} is no token")
+    return well_formed(text)
+
+
 def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
     files = [read_json(path / name) if (path / name).exists() else {} for name in names]
-
-    def content(token: Any) -> str:
-        text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str) or not text or "\0" in text:
-            raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
-        return well_formed(text)
-
+    content = partial(token_text, path / names[2])
     texts: dict[int, str] = {}
     decoder = lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
     for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
@@ -2143,12 +2160,96 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     return texts, [content(token) for token in special]
 
 
+# How byte-level BPE cuts text into words before it merges the bytes of each, as tokenizer.json says
+# it: Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
+LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+LLAMA_3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA_3}, "behavior": "Isolated", "invert": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
+AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+PRE_TOKENIZERS = {"llama-bpe": [SPLIT, AS_BYTES | {"use_regex": False}]}
+PRE_TOKENIZERS["llama-v3"] = PRE_TOKENIZERS["llama-bpe"]
+PRE_TOKENIZERS["smollm"] = [DIGITS, AS_BYTES | {"use_regex": True}]
+# The characters that stand for bytes in its pieces: printable ones stand for themselves.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTES = dict(zip(map(chr, (*PRINTABLE, *range(256, 324))), PRINTABLE + OTHERS))
+# SentencePiece's U+2581 for a space: by tokenizer.json's normalizer, or its pre_tokenizer.
+PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
+
+
+def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
+    """A tokenizer.json as the keys of a GGUF file. Raises ValueError for what is not Llama's."""
+    with naming(path, "not a tokenizer of Llama's: "):
+        data, rows = read_file(path, MAX_TOKENIZER_JSON), config.vocab_size
+        if data.count(b",") > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
+        content = parse_json(data)
+        parts = ("model", "pre_tokenizer", "normalizer", "post_processor")
+        model, pre, normalizer, post = (content.get(part) or {} for part in parts)
+        added = {t["id"]: t for t in content.get("added_tokens") or [] if t["id"] < rows}
+        vocab = model["vocab"] | {token["content"]: i for i, token in added.items()}
+        texts = {i: text for text, i in vocab.items()}
+        in_range = all(type(i) is int and 0 <= i < rows for i in texts)
+        if model["type"] != "BPE" or len(texts) < len(vocab) or not in_range:
+            raise ValueError(f"a {model['type']}, or ids that are not different and below {rows}")
+        pieces = [texts.get(i, f"[PAD{i}]") for i in range(max(texts) + 1)]
+        types = [NORMAL if i in texts else UNUSED for i in range(len(pieces))]
+        ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
+        for i, token in added.items():
+            types[i] = CONTROL if token["special"] or i in ends else USER_DEFINED
+            if types[i] == USER_DEFINED and (token["lstrip"] or token["rstrip"]):
+                raise ValueError(f"the token {token['content']!r} takes spaces beside it")
+        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        starts = [step.get("single", [])[:1] for step in post.get("processors", [post])]
+        keys: dict[str, Any] = {"tokens": pieces, "token_type": types}
+        keys |= {"bos_token_id": ends[0], "eos_token_id": ends[1]}
+        keys["add_bos_token"] = any("SpecialToken" in step for start in starts for step in start)
+        known = [name for name, s in PRE_TOKENIZERS.items() if s == pre.get("pretokenizers")]
+        keys["add_space_prefix"] = pre.pop("prepend_scheme", "") != "never"
+        if known and not normalizer:
+            if NORMAL in [types[i] for i in ends]:
+                raise ValueError(f"config.json's ids {ends} are not all of added tokens")
+            keys |= {"model": "gpt2", "pre": known[0], "merges": [" ".join(m) for m in merges]}
+        elif model["byte_fallback"] and [normalizer.get("normalizers"), pre] in (
+            [[PREPEND, REPLACE], {}],
+            [None, METASPACE],
+        ):
+            for byte in {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
+                types[vocab[byte]] = BYTE
+            keys |= {"model": "llama", "unknown_token_id": vocab["<unk>"]}
+            keys["scores"] = sentencepiece_scores(pieces, types, merges)
+        else:
+            found = f"pre_tokenizer {str(pre)[:150]}, normalizer {str(normalizer)[:80]}"
+            raise ValueError(f"{found}; accepted are those of Llama 2 and 3, SmolLM2")
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
+def sentencepiece_scores(pieces: list[str], types: list[int], merges: list) -> list[float]:
+    """Scores by which SentencePiece does these merges. Raises ValueError if it would do others.
+
+    Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
+    """
+    ranks = {left + right: -float(rank) for rank, (left, right) in enumerate(merges)}
+    texts = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
+    pairs = {(p[:i], p[i:]) for p in texts for i in range(1, len(p))}  # it merges any such two
+    lost = {p for p in pairs if texts >= {*p}} - {*map(tuple, merges)} or ranks.keys() - {*pieces}
+    if lost:
+        raise ValueError(f"the merges and the pieces do not match: {min(lost)}")
+    return [ranks.get(p, 0.0) if p.strip("\u2581") else -1e9 for p in pieces]
+
+
 class Tokenizer:
     """SentencePiece, from a tokenizer.model or a GGUF file. Text never becomes a control token."""
+
+    utf8_errors = "replace_each_byte"  # what becomes of bytes that are not UTF-8
 
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
 
+        sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
         no_prefix = model_proto + bytes_field(3, integer_field(3, False))  # no add_dummy_prefix
         try:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
@@ -2156,60 +2257,95 @@ class Tokenizer:
             self.pieces: list[str] = self.sp.id_to_piece([*range(self.sp.vocab_size())])
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
-        self.vocab_size = len(self.pieces)
+        self.source, self.vocab_size = Path(source), len(self.pieces)
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
-        self.chat_template = ""
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
         self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # the one that encode() put there
-        self.metadata: dict[str, Any] = {}  # of a GGUF file, all about its vocabulary
+        self.chat_template = ""  # in Jinja; it is recognised, never executed
 
     @classmethod
     def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
         """Read SentencePiece's tokenizer.model. ValueError if it has more pieces than the model."""
-        tokenizer = cls(read_file(Path(path), MAX_VOCABULARY), path)
+        data = read_file(Path(path), MAX_VOCABULARY)
+        if re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", data):  # Meta's Llama 3
+            advice = "tiktoken's text; use this model's GGUF file or Hugging Face directory"
+            raise ValueError(f"{path}: not a SentencePiece model, but {advice}")
+        tokenizer = cls(data, path)
         if max_pieces is not None and tokenizer.vocab_size > max_pieces:
             raise ValueError(f"{path}: {tokenizer.vocab_size} pieces; the model has {max_pieces}")
         return tokenizer
 
     @classmethod
     def from_directory(cls, file: Path, config: Config) -> Tokenizer:
-        """tokenizer.model of a Hugging Face directory, and the tokens that its other files add."""
-        plain = cls.from_file(file, config.vocab_size)
-        pieces = plain.pieces
-        texts, special = read_added_tokens(file.parent)
-        for text in dict.fromkeys(special):  # those without a number follow the others
-            if text not in pieces and text not in texts.values():
-                texts[max([len(pieces) - 1, *texts]) + 1] = text
+        """tokenizer.model or .json of a Hugging Face directory, and what its other files add."""
+        if file.suffix == ".json":
+            tokenizer = cls.from_keys(file, read_tokenizer_json(file, config))
+        else:
+            tokenizer = cls.from_file(file, config.vocab_size).with_added_tokens(config)
+        settings = file.with_name("tokenizer_config.json")
+        says = read_json(settings) if settings.exists() else {}
+        tokenizer.add_bos = lookup(settings, says, "add_bos_token", bool, tokenizer.add_bos)
+        tokenizer.chat_template = read_chat_template(file.parent)
+        return tokenizer
+
+    def with_added_tokens(self, config: Config) -> Tokenizer:
+        """This one of a tokenizer.model with what the files beside it say of its tokens."""
+        texts, special = read_added_tokens(self.source.parent)
+        count, known = self.vocab_size, {*self.pieces, *texts.values()}
+        new = (text for text in dict.fromkeys(special) if text not in known)
+        texts |= dict(enumerate(new, max([count - 1, *texts]) + 1))  # those without a number follow
         for i, text in texts.items():
-            if i < len(pieces) and pieces[i] != text.replace(" ", "\u2581"):
-                raise ValueError(f"{file}: token {i} is {pieces[i]!r}, elsewhere {text[:40]!r}")
+            if i < count and self.pieces[i] != text.replace(" ", "\u2581"):
+                found = f"token {i} is {self.pieces[i]!r}, elsewhere {text[:40]!r}"
+                raise ValueError(f"{self.source}: {found}")
         # Llama 2's own directory names a padding token that its model has no row for: left out.
-        texts = {i: t for i, t in texts.items() if len(pieces) <= i < config.vocab_size}
-        ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
-        added = b""
-        for i in range(len(pieces), max(texts, default=-1) + 1):
-            is_control = i in ends or texts.get(i) in special
-            token_type = CONTROL if is_control else USER_DEFINED if i in texts else UNUSED
-            added += piece_field(texts.get(i, f"[PAD{i}]"), 0.0, token_type)
-        return cls(plain.sp.serialized_model_proto() + added, file) if added else plain
+        added = {i: text for i, text in texts.items() if count <= i < config.vocab_size}
+        ends = {config.bos_token_id, config.eos_token_id, *config.stop_token_ids}
+        if not added and all(self.sp.is_control(i) for i in ends if i < count):
+            return self
+        keys, controls = self.vocabulary(max(added, default=0) + 1), {*special}
+        pieces, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+        for i, text in added.items():
+            pieces[i], types[i] = text, CONTROL if text in controls else USER_DEFINED
+        for i in ends & {i for i, kind in enumerate(types) if kind == USER_DEFINED}:
+            types[i] = CONTROL  # text that says the same would become this token
+        return self.from_keys(self.source, keys)
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
-        """Rebuild SentencePiece's model from the vocabulary inside a GGUF file."""
+        """The vocabulary inside a GGUF file: SentencePiece's model is rebuilt from it."""
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
-        add_bos = gguf.get("tokenizer.ggml.add_bos_token", bool, True)
-        tokenizer = cls(sentencepiece_model(gguf), gguf.path, add_bos)
-        tokenizer.metadata = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
-        return tokenizer
+        keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
+        return cls.from_keys(gguf.path, keys)
 
-    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
-        """Text -> ids; `first`: with a leading space, as what begins. ValueError without a BOS."""
+    @classmethod
+    def from_keys(cls, path: Path, keys: dict[str, Any]) -> Tokenizer:
+        """A vocabulary from a GGUF file's keys, of whichever kind it is."""
+        require(path, keys, {"tokenizer.ggml.model": ("llama", "gpt2")})
+        is_bpe = keys["tokenizer.ggml.model"] == "gpt2"
+        found = (
+            BytePairTokenizer(keys, path) if is_bpe else cls(sentencepiece_model(path, keys), path)
+        )
+        found.add_bos = lookup(path, keys, "tokenizer.ggml.add_bos_token", bool, found.add_bos)
+        found.chat_template = lookup(path, keys, "tokenizer.chat_template", str, "")
+        found.metadata = keys  # for save_gguf()
+        return found
+
+    def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
+        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says). ValueError without one.
+
+        `first`: it begins a text, where SentencePiece adds a space.
+        """
         if not isinstance(text, str):
             raise ValueError(f"a {type(text).__name__} is no text")  # noqa: TRY004
+        bos = self.add_bos if bos is None else bos
         if bos and self.bos_id < 0:
-            raise ValueError("the vocabulary has no BOS token; pass bos=False")
-        processor = self.sp if first else self.sp_no_prefix
-        return [self.bos_id] * bos + processor.encode(well_formed(text))
+            raise ValueError(f"{self.source}: the vocabulary has no BOS token; pass bos=False")
+        return [self.bos_id] * bos + self.encode_text(well_formed(text), first)
+
+    def encode_text(self, text: str, first: bool) -> list[int]:
+        """encode() without BOS, of text that UTF-8 can hold."""
+        return (self.sp if first else self.sp_no_prefix).encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
@@ -2218,6 +2354,11 @@ class Tokenizer:
         ids = list(ids)
         for token_id in ids:
             self.check(token_id)
+        with naming(self.source, "damaged: "):
+            return self.decode_ids(ids)
+
+    def decode_ids(self, ids: list[int]) -> str:
+        """decode() of ids that are known to be in range."""
         return self.sp.decode(ids)
 
     def check(self, token_id: int) -> None:
@@ -2231,11 +2372,15 @@ class Tokenizer:
         model = read_fields(self.sp.serialized_model_proto())
         return [dict(read_fields(piece)).get(3, NORMAL) for field, piece in model if field == 1]
 
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of control and user-defined tokens, by their texts."""
+        kinds = enumerate(zip(self.pieces, self.types))
+        return {piece: i for i, (piece, kind) in kinds if kind in (CONTROL, USER_DEFINED)}
+
     def special_id(self, text: str) -> int | None:
         """The id of the control or user-defined token of this text, if there is one."""
-        token_id = self.sp.piece_to_id(text)  # the unknown token's if there is none
-        found = self.pieces[token_id] == text
-        return token_id if found and self.types[token_id] in (CONTROL, USER_DEFINED) else None
+        return self.special_ids.get(text)
 
     def piece(self, token_id: int) -> tuple[bytes, int]:
         """The UTF-8 bytes that a token stands for and its type; b"" for control tokens."""
@@ -2270,10 +2415,9 @@ class Tokenizer:
         model = self.sp.serialized_model_proto()
         return {"tokenizer.model": model, "tokenizer_config.json": settings}
 
-    def vocabulary(self, count: int) -> dict[str, Any]:
-        """GGUF's keys for it, with unused pieces up to `count`. ValueError if it has no place."""
-        if self.metadata:
-            return self.metadata
+    @functools.cached_property
+    def metadata(self) -> dict[str, Any]:
+        """GGUF's keys for it. Raises ValueError if it has no place there."""
         model = dict(read_fields(self.sp.serialized_model_proto()))
         trainer, normalizer = dict(read_fields(model[2])), dict(read_fields(model[3]))
         for problem, found in (
@@ -2283,22 +2427,93 @@ class Tokenizer:
             ("denormalisation", dict(read_fields(model.get(5, b""))).get(2)),
         ):
             if found:
-                raise ValueError(f"a GGUF file cannot hold this vocabulary: {problem}")
-        sp, types, padding = self.sp, self.types, range(self.vocab_size, count)
-        pieces = [  # see piece_field() on spaces
-            piece.replace("\u2581", " ") if token_type == USER_DEFINED else piece
-            for piece, token_type in zip(self.pieces, types)
-        ]
+                unfit = f"a GGUF file cannot hold this vocabulary: {problem}"
+                raise ValueError(f"{self.source}: {unfit}")
+        sp = self.sp
         return {
             "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in padding],
-            "tokenizer.ggml.scores": sp.get_score([*range(self.vocab_size)]) + [0.0] * len(padding),
-            "tokenizer.ggml.token_type": types + [UNUSED] * len(padding),
+            "tokenizer.ggml.tokens": [  # see piece_field() on spaces
+                piece.replace("\u2581", " ") if kind == USER_DEFINED else piece
+                for piece, kind in zip(self.pieces, self.types)
+            ],
+            "tokenizer.ggml.scores": sp.get_score([*range(self.vocab_size)]),
+            "tokenizer.ggml.token_type": self.types,
             "tokenizer.ggml.unknown_token_id": sp.unk_id(),
+            "tokenizer.ggml.bos_token_id": sp.bos_id(),
+            "tokenizer.ggml.eos_token_id": sp.eos_id(),
             "tokenizer.ggml.add_bos_token": self.add_bos,
             "tokenizer.ggml.add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
             "tokenizer.ggml.remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
         }
+
+    def vocabulary(self, count: int) -> dict[str, Any]:
+        """`metadata` with unused pieces up to `count`."""
+        keys, more = dict(self.metadata), range(self.vocab_size, count)
+        padding = {"tokens": [f"[PAD{i}]" for i in more], "token_type": [UNUSED] * len(more)}
+        for name, values in (padding | {"scores": [0.0] * len(more)}).items():
+            if (key := f"tokenizer.ggml.{name}") in keys:
+                keys[key] = keys[key] + values
+        return keys
+
+
+class BytePairTokenizer(Tokenizer):
+    """Byte-level BPE, as Llama 3 has it, by the package tokenizers. Its pieces spell bytes."""
+
+    utf8_errors = "replace"
+
+    def __init__(self, keys: dict[str, Any], path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            needed = "byte-level BPE needs the package tokenizers: pip install tokenizers"
+            raise ImportError(f"{path}: {needed}") from None
+        require(path, keys, {"tokenizer.ggml.pre": tuple(PRE_TOKENIZERS)})
+        self.source, pre, self.strips_space = path, keys["tokenizer.ggml.pre"], False
+        self.pieces, self.types, self.bos_id, self.eos_id = read_pieces(path, keys)
+        self.vocab_size, self.add_bos = len(self.pieces), pre != "smollm"
+        merges = lookup(path, keys, "tokenizer.ggml.merges", list)
+        # What is not in BPE's vocabulary cannot come from text: control tokens. Llama 3 takes a word
+        # that is a piece as it is, whatever its merges would make of it.
+        texts = [p for p, kind in zip(self.pieces, self.types) if kind == USER_DEFINED]
+        kinds = enumerate(zip(self.pieces, self.types))
+        vocab = {piece: i for i, (piece, kind) in kinds if kind in (NORMAL, USER_DEFINED)}
+        steps = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}
+        empty = {"type": "BPE", "vocab": {}, "merges": []}
+        with naming(path, "tokenizer.ggml.tokens, .merges: "):
+            if len({*self.pieces}) < self.vocab_size:
+                raise ValueError("a piece is there twice")
+            try:
+                self.bpe = tokenizers.Tokenizer.from_str(
+                    json.dumps(
+                        {
+                            "version": "1.0",
+                            "added_tokens": [],
+                            "pre_tokenizer": steps,
+                            "model": empty,
+                        }
+                    )
+                )
+                pairs = [tuple(merge.split(" ")) for merge in merges]
+                self.bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
+                self.bpe.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in texts])
+            except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
+                raise ValueError(error) from None
+
+    def encode_text(self, text: str, first: bool) -> list[int]:
+        """encode() without BOS, of text that UTF-8 can hold."""
+        return self.bpe.encode(text, add_special_tokens=False).ids
+
+    def decode_ids(self, ids: list[int]) -> str:
+        """decode() of ids that are in range."""
+        return b"".join(self.piece(i)[0] for i in ids).decode("utf-8", "replace")
+
+    def piece(self, token_id: int) -> tuple[bytes, int]:
+        """The bytes that a token stands for, which may be a part of a character."""
+        self.check(token_id)
+        text, kind = self.pieces[token_id], self.types[token_id]
+        if kind == NORMAL and BYTES.keys() >= {*text}:
+            return bytes(BYTES[c] for c in text), BYTE
+        return text.encode() if kind in (NORMAL, USER_DEFINED) else b"", BYTE
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
@@ -2316,7 +2531,7 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
         self.tokenizer, self.strip = tokenizer, first and tokenizer.strips_space
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.utf8_errors)
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
@@ -2461,7 +2676,7 @@ def chat_stops(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The ids and texts that end an answer: EOS and all tags. No message may hold these texts."""
     row, ids = find_chat_format(chat_format, tokenizer)
-    control = [tag for tag, token_id in ids.items() if tokenizer.sp.is_control(token_id)]
+    control = [tag for tag, token_id in ids.items() if tokenizer.types[token_id] == CONTROL]
     return (tokenizer.eos_id, *ids.values()), tuple(tag for tag in row.tags if tag not in control)
 
 
