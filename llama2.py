@@ -856,6 +856,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
 # What readers raise on damaged files: their own errors, those of struct, json and zipfile.
 DAMAGED: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (AttributeError, RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile)
@@ -1452,6 +1457,20 @@ def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
                 raise ValueError(f"{file}: {key} is {str(value)[:40]}, not ids below {vocab_size}")
     bos, (eos, *others) = ids["bos_token_id"] or [1], dict.fromkeys(ids["eos_token_id"] or [2])
     return {"bos_token_id": bos[0], "eos_token_id": eos, "stop_token_ids": tuple(others)}
+
+
+def read_chat_template(path: Path) -> str:
+    """The chat template of a Hugging Face directory, "" if there is none."""
+    if (path / "chat_template.jinja").exists():
+        return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
+    file = path / "tokenizer_config.json"
+    template = read_json(file).get("chat_template") if file.exists() else None
+    if isinstance(template, list):  # of several with names
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")
+    return well_formed(template or "")
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -2128,11 +2147,6 @@ def sentencepiece_model(path: Path, keys: Mapping) -> bytes:
     return vocabulary + bytes_field(2, trainer) + bytes_field(3, normalizer)
 
 
-def well_formed(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-
-
 def token_text(path: Path, token: Any) -> str:
     """The text of an added token in a Hugging Face directory. Raises ValueError if it has none."""
     text = token.get("content") if isinstance(token, dict) else token
@@ -2739,20 +2753,6 @@ def encode_chat(
     if min(ids) < 0:
         raise ValueError(f"the vocabulary has no BOS or EOS token; the format {row.name} needs it")
     return ids
-
-
-def read_chat_template(path: Path) -> str:
-    """The chat template of a Hugging Face directory, "" if there is none."""
-    if (path / "chat_template.jinja").exists():
-        return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
-    file = path / "tokenizer_config.json"
-    template = read_json(file).get("chat_template") if file.exists() else None
-    if isinstance(template, list):  # of several with names
-        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")
-    return well_formed(template or "")
 
 
 # --------------------------------------------------------------------------------------------------

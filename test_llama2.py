@@ -823,7 +823,7 @@ def test_sections_refer_upwards():
     known = {  # a file's reader makes its tokenizer, a plan knows how many tokens come at once
         *((f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")),
         ("gguf_config", "gguf_stop_ids"),
-        ("hf_checkpoint", "read_chat_template"),
+        ("gguf_config", "PRE_TOKENIZERS"),
         ("check_saved", "read_fields"),
         ("memory_plan", "PREFILL_CHUNK"),
         ("accelerate", "CompiledLinear"),
