@@ -1140,7 +1140,7 @@ REFUSED = {
     "architecture": ({}, {}, "falcon", "falcon"),
     "adapter": ({"general.type": "adapter"}, {}, "llama", "adapter"),
     "experts": ({"llama.expert_count": 8}, {}, "llama", "expert_count is 8"),
-    "llama 3": ({"tokenizer.ggml.model": "gpt2"}, {}, "llama", "gpt2"),
+    "gpt-2": ({"tokenizer.ggml.model": "gpt2"}, {}, "llama", "tokenizer.ggml.pre is missing"),
     "no vocabulary": ({"tokenizer.ggml.model": "no_vocab"}, {}, "llama", "no_vocab"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, {}, "llama", "yarn"),
     "longrope": ({"llama.rope.scaling.type": "longrope"}, {}, "llama", "longrope"),
