@@ -2090,8 +2090,7 @@ def test_linear_rope_scaling_old_and_new(forms, tmp_path):
 def test_missing_files_are_named(forms, tmp_path):
     directory = changed(forms[0] / "hf", tmp_path / "a")
     (directory / "tokenizer.model").unlink()
-    (directory / "tokenizer.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.model .* is missing"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.model or tokenizer\.json is missing"):
         llama2.open_checkpoint(directory)
     directory = changed(forms[0] / "hf_index", tmp_path / "b")
     first = min(directory.glob("model-*"))
