@@ -3142,17 +3142,31 @@ class Session:
     """A model with several caches: a prompt that continues an earlier one reuses its cache."""
 
     def __init__(
-        self, model: Llama, tokenizer: Tokenizer, caches: Sequence[Cache], chat_template: str = ""
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        caches: Sequence[Cache],
+        chat_format: str | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
+        self.model, self.tokenizer, self.chat_format = model, tokenizer, chat_format
         self.context = caches[0].max_seq_len
         # The prompt in each cache and what was generated; the cache that was used last is the last.
         self.held: dict[Cache, tuple[Sequence[int], list[int]]]
         self.held = {cache: ([], []) for cache in caches}
 
     @classmethod
-    def open(cls, path: str | Path, context: int | None, count: int, memory: float) -> Session:
-        """Load a model where and as it runs best; its caches are `count`, or what `memory` holds."""
+    def open(
+        cls,
+        path: str | Path,
+        context: int | None,
+        count: int,
+        memory: float,
+        chat_format: str | None = None,
+    ) -> Session:
+        """Load a model where and as it runs best; its caches are `count`, or what `memory` holds.
+
+        With an unknown chat template and without `chat_format` it completes texts alone.
+        """
         checkpoint = open_checkpoint(path).allow_context(context)
         context = context or min(checkpoint.config.max_position_embeddings, CHAT_CONTEXT)
         device = choose_device("auto", checkpoint)
@@ -3163,7 +3177,9 @@ class Session:
         check_memory(plan, context, device, free_memory(device))
         model, tokenizer = load(checkpoint, device, dtype, exact=exact)
         caches = [Cache(model.config, 1, context, cache_dtype, device) for _ in range(count)]
-        return cls(model, tokenizer, caches, checkpoint.chat_template)
+        with suppress(ValueError):
+            chat_format = chat_format or recognise_chat_format(checkpoint.chat_template)
+        return cls(model, tokenizer, caches, chat_format)
 
     def take(self, ids: Sequence[int]) -> Cache:
         """The cache that holds the most of a prompt, if that is half of it, else the oldest.
@@ -3187,7 +3203,9 @@ class Session:
         ValueError for what the model cannot read.
         """
         if chat:
-            return [encode_chat(self.tokenizer, prompt, recognise_chat_format(self.chat_template))]
+            if self.chat_format is None:
+                raise ValueError("the model's chat template is unknown; pass --chat-format NAME")
+            return [encode_chat(self.tokenizer, prompt, self.chat_format)]
         several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
         rows = []
         for ids in prompt if several else [prompt]:
@@ -3208,7 +3226,7 @@ class Session:
         """
         prompt, top, scores = self.tokenizer.decode(ids), options.get("top"), []
         if chat:
-            options["chat_format"] = recognise_chat_format(self.chat_template)
+            options["chat_format"] = self.chat_format
         if echo and top is not None:
             scores = self.score(ids, top)
         cache = self.take(ids)
@@ -3999,17 +4017,6 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-SAMPLING_HELP = {  # the fields of Sampling that are options
-    "temperature": "; 0 is greedy",
-    "top_k": "; only the K likeliest tokens, 0: all",
-    "top_p": "; the likeliest that have this probability, 1: all",
-    "min_p": "; only those with this part of the highest probability",
-    "repetition_penalty": ", off; divides the logits of recent tokens",
-    "presence_penalty": ", off; subtracted from the logits of recent tokens",
-    "frequency_penalty": ", off; the same for each time they occur",
-}
-
-
 def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argparse.Namespace:
     """The command line. Raises ValueError for a wrong one."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 models.")
@@ -4026,15 +4033,17 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--system", **text, help="with --chat: what it is told beforehand")
     named = "default: what the model's chat template says"
     add("--chat-format", choices=CHAT_FORMAT_NAMES, help=named)
-    add("--max-new-tokens", metavar="N", type=int, default=256, help="default: %(default)s")
-    for name, help in SAMPLING_HELP.items():
-        default = getattr(Sampling, name)
-        about: dict = {
-            "type": type(default),
-            "default": default,
-            "help": f"default: {default}{help}",
-        }
-        add(f"--{name.replace('_', '-')}", metavar="X", **about)
+    most = "default: 256, with --chat what the context holds"
+    add("--max-new-tokens", metavar="N", type=int, help=most)
+    parser.set_defaults(**{item.name: item.default for item in fields(Sampling)})
+    number: Any = {"metavar": "X", "type": float}
+    add("--temperature", **number, help="default: %(default)s; 0 is greedy")
+    add("--top-k", metavar="K", type=int, help="only the K likeliest tokens (default: 0, all)")
+    add("--top-p", **number, help="only the likeliest that reach this probability (0.95; 1: all)")
+    add("--min-p", **number, help="only tokens with this part of the highest probability (0: all)")
+    add("--repetition-penalty", **number, help="divides logits of recent tokens (1: off)")
+    add("--presence-penalty", **number, help="taken off logits of recent tokens (0: off)")
+    add("--frequency-penalty", **number, help="the same for each time they occur (0: off)")
     add("--seed", metavar="N", type=int, default=0, help="default: 0; -1 draws another each time")
     add("--stop", **text, action="append", default=[], help="end before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
@@ -4061,9 +4070,9 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
         parser.error(f"--threads {args.threads}; accepted is 1 to {os.cpu_count()}")
     if args.seed == -1:
         args.seed = shared(torch.seed, ranks) % 2**31
-    if args.max_new_tokens < 0:
+    if (args.max_new_tokens or 0) < 0:
         parser.error(f"--max-new-tokens {args.max_new_tokens}; must be 0 or more")
-    args.sampling = Sampling(**{name: getattr(args, name) for name in (*SAMPLING_HELP, "seed")})
+    args.sampling = Sampling(**{item.name: getattr(args, item.name) for item in fields(Sampling)})
     if args.model is None:
         args.model = DEFAULT_MODEL
         if not args.model.exists():
@@ -4161,20 +4170,35 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
 write = partial(print, end="", flush=True)  # to stdout, as it is and at once
 
 
-def read_question(ranks: Ranks | None) -> str | None:
-    """The next line of standard input, without its end; None at the end of input."""
-    if sys.stdin.isatty() and sys.stderr.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
-    line = shared(sys.stdin.buffer.readline, ranks).decode("utf-8", "replace")
+CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all, /help says more"
+CHAT_HELP = f"{CHAT_KEYS}; pasted lines are one question; a space before a slash sends it as text"
+
+
+def read_question() -> str | None:
+    """The next question from standard input, edited if it is typed; None at the end of input."""
+    typed = sys.stdin.isatty()
+    try:
+        if typed and sys.stdout.isatty():
+            return input("> ")  # by readline
+        if typed:  # stdout is for answers alone
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline().decode("utf-8", "replace")
+    except (EOFError, KeyboardInterrupt) as end:
+        if not typed:
+            raise
+        note("")  # what comes next begins on a line of its own
+        return "" if isinstance(end, KeyboardInterrupt) else None
     return line.rstrip("\r\n") if line else None
 
 
 def show(stream: Stream[str]) -> str:
     """Write a text as it comes, and return it; Ctrl-C ends it early."""
-    shown = ""
+    shown, controls = "", re.compile(r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]")
     try:
         for text in stream:
             shown += text
+            if sys.stdout.isatty():  # which control characters from a model could steer
+                text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
         stream.report.stop_reasons = ["interrupted"]
@@ -4182,43 +4206,47 @@ def show(stream: Stream[str]) -> str:
     return shown
 
 
-def chat(
-    model: Llama,
-    tokenizer: Tokenizer,
-    chat_format: str,
-    options: dict[str, Any],
-    args: argparse.Namespace,
-    ranks: Ranks | None,
-) -> Report | None:
-    """A conversation, which loses its oldest turns when the context is full; the last report."""
-    cache, report, config = options.pop("cache"), None, model.config
-    session = Session(model, tokenizer, [cache])
-    options |= {"stop": args.stop, "chat_format": chat_format}
+def chat(session: Session, options: dict, args: argparse.Namespace, ranks: Any) -> Report | None:
+    """A conversation; when the context is full, turns are dropped until half of it is free."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # Windows edits lines itself; a pasted text is one question
+            __import__("readline").parse_and_bind("set enable-bracketed-paste on")
+    say = (lambda text: None) if args.quiet else note
+    model, size = args.model.resolve().name, session.context
+    form = args.chat_format or describe_chat_format(session.tokenizer.chat_template)
+    say(f"{model}, format {form}, {size} tokens; {CHAT_KEYS}")
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
-    room = cache.max_seq_len - min(args.max_new_tokens, cache.max_seq_len // 4)  # less an answer
+    report, room = None, size - min(options["max_new_tokens"], size // 4)  # less an answer
     first = [args.prompt] if args.prompt is not None else []
-    for question in itertools.chain(first, iter(partial(read_question, ranks), None)):
-        if not question.strip():
+    for question in itertools.chain(first, iter(partial(shared, read_question, ranks), None)):
+        command = question.split()[0] if question.startswith("/") else ""
+        if command == "/exit":
+            break
+        messages = [] if command == "/reset" else messages
+        if command in ("/help", "/reset"):
+            say(CHAT_HELP if command == "/help" else "the conversation is forgotten")
+        elif command:
+            fail(f"{command} is no command; {CHAT_HELP}")
+        if command or not question.strip():
             continue
         turns = [*messages, {"role": "user", "content": question}]
         try:
-            ids = encode_chat(tokenizer, system + turns, chat_format)
-            while len(ids) > room and len(turns) > 1:
+            (ids,) = session.encode(system + turns, chat=True)
+            limit = room if len(ids) <= room else size // 2
+            while len(ids) > limit and len(turns) > 1:
                 del turns[:2]
-                ids = encode_chat(tokenizer, system + turns, chat_format)
-            check_prompt(config, ids, cache.max_seq_len)
+                (ids,) = session.encode(system + turns, chat=True)
+            check_prompt(session.model.config, ids, size)
         except ValueError as error:
             fail(error)
             continue
-        dropped = (len(messages) + 1 - len(turns)) // 2
-        if dropped and not args.quiet:
-            note(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
-        stream = session.stream_text(ids, **options)
-        report = stream.report
-        answer = show(stream)
-        if report.stop_reasons == ["context full"] and not args.quiet:
-            note("context full: the answer ends here")
+        if dropped := (len(messages) + 1 - len(turns)) // 2:
+            say(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
+        stream = session.stream_text(ids, chat=True, **options)
+        report, answer = stream.report, show(stream)
+        if report.stop_reasons[0] in ("context full", "max new tokens"):
+            say(f"{report.stop_reasons[0]}: the answer ends here")
         messages = [*turns, {"role": "assistant", "content": answer}]
     return report
 
@@ -4279,12 +4307,12 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     tokenizer = checkpoint.tokenizer()
     if args.chat:
         chat_format = args.chat_format or recognise_chat_format(template)
-        if not (args.chat_format or template or args.quiet):
-            note("note: the model has no chat template; its format is taken to be llama-2's")
         size = context if args.context else min(context, CHAT_CONTEXT)
+        most = size if args.max_new_tokens is None else args.max_new_tokens
     else:
+        chat_format, most = None, 256 if args.max_new_tokens is None else args.max_new_tokens
         ids = check_prompt(config, tokenizer.encode(args.prompt, bos=tokenizer.add_bos), context)
-        size = min(context, len(ids) + max(args.max_new_tokens, 1))
+        size = min(context, len(ids) + max(most, 1))
     free = free_memory(device)
     check_memory(plan(size), size, device, min(ranks.gather(free)) if ranks else free)
     model = build(args, checkpoint, device, dtype, exact)
@@ -4293,19 +4321,18 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     load_seconds = time.perf_counter() - start
 
     cache = Cache(config, 1, size, cache_dtype, device)
-    options: dict[str, Any] = {"sampling": args.sampling, "cache": cache}
-    options["max_new_tokens"] = args.max_new_tokens
+    session = Session(model, tokenizer, [cache], chat_format)
+    options = {"sampling": args.sampling, "max_new_tokens": most, "stop": args.stop}
     compiled_step = part_3("CompiledStep")
     wanted = is_large(checkpoint) if args.compile is None else args.compile
     if compiled_step and wanted and device.type == "cuda" and not ranks:
         options["step"] = compiled_step(model, cache)
     if args.chat:
-        report = chat(model, tokenizer, chat_format, options, args, ranks)
+        report = chat(session, options, args, ranks)
     else:
         if not args.no_echo:
             write(args.prompt)
-        options |= {"first": not args.prompt, "stop": args.stop}
-        stream = stream_text(model, tokenizer, ids, **options)
+        stream = session.stream_text(ids, **options)
         report = stream.report
         show(stream)
     if report and not args.quiet:

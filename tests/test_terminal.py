@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import random
 import signal
@@ -298,12 +299,12 @@ def test_rate_counts_the_token_that_stops(model):
 
 
 def test_chat_that_fills_its_context(cli, cli_path, heard):
-    """Says so, drops the oldest turns, keeps the system prompt; the cache holds Meta's encoding."""
+    """Says so, drops turns until half is free, keeps the system prompt; the cache holds Meta's encoding."""
     questions = [f"{letter * 20}?" for letter in "abcdefgh"]
     argv = ["--chat", "--system", "hfhf", "--max-new-tokens", 30]
     stdin = "\n".join(questions).encode()
     status, _, err = cli(*argv, stdin=stdin)
-    assert status == 0 and err.count("context full: forgot the oldest") >= 2
+    assert status == 0 and 1 <= err.count("context full: forgot the oldest") <= 2
     tokenizer = llama2.Tokenizer.from_gguf(cli_path)
     assert len(heard) == len(questions)
     for ids, question in zip(heard, questions, strict=True):
@@ -313,6 +314,9 @@ def test_chat_that_fills_its_context(cli, cli_path, heard):
     assert questions[0] in tokenizer.decode(heard[1])
     assert questions[0] not in tokenizer.decode(heard[-1])
     assert questions[-2] in tokenizer.decode(heard[-1])
+    lengths = [*map(len, heard)]
+    full = [new for old, new in itertools.pairwise(lengths) if new < old]
+    assert 1 <= len(full) <= 2 and max(full) <= 200 and max(lengths) > 300
 
 
 def test_chat_answer_cut_by_the_context(cli, tmp_path, keys, tensors):
@@ -320,6 +324,90 @@ def test_chat_answer_cut_by_the_context(cli, tmp_path, keys, tensors):
     path = endless(tmp_path / "m.gguf", keys, tensors, 100)
     status, _, err = cli("--chat", "--max-new-tokens", 10**6, stdin=b"ab\n", model=path)
     assert status == 0 and "context full: the answer ends here" in err
+    for argv in ((), ("--quiet",)):  # as far as the context goes, unless told
+        status, out, err = cli("--chat", *argv, stdin=b"ab\n", model=path)
+        assert status == 0 and len(out) > 60
+        assert err == "" if argv else "context full: the answer ends here" in err
+    status, _, err = cli("--chat", "--max-new-tokens", 3, stdin=b"ab\n", model=path)
+    assert status == 0 and "max new tokens: the answer ends here" in err
+
+
+def test_chat_commands(cli, cli_path, heard):
+    """They are not sent to the model, nor is a word that is none; a space before a slash sends it."""
+    lines = ["/help", "ab", "/reset", "/halp me", " /usr is", "/", "/exit", "never"]
+    argv = ["--chat", "--max-new-tokens", 3]
+    status, out, err = cli(*argv, stdin="\n".join(lines).encode())
+    said = err.splitlines()
+    assert status == 0 and out.count("\n") == len(heard) == 2
+    assert said[0].startswith(
+        "cli.gguf, format llama-2 (assumed: the model has no chat template), 400"
+    )
+    assert all(key in said[0] for key in ("Ctrl-C", "/exit", "/help"))
+    assert said[1] == llama2.CHAT_HELP and "/reset" in said[1] and "slash" in said[1]
+    assert "llama2.py: error: /halp is no command" in err and "error: / is no command" in err
+    decode = llama2.Tokenizer.from_gguf(cli_path).decode
+    assert decode(heard[0]) == "[INST] ab [/INST]" and decode(heard[1]) == "[INST] /usr is [/INST]"
+    status, out, err = cli("--chat", "--quiet", stdin=b"/help\n/reset\n/exit\nab\n")
+    assert (status, out, err) == (0, "", "")
+
+
+def test_control_characters_are_shown_to_a_terminal(monkeypatch):
+    """Escape sequences of a vocabulary would steer it; pipes and files get what the model said."""
+    text = "a\x1b]0;title\x07\tb\r\nc\x9b31m\x7f\rd\n"
+    for terminal in (True, False):
+        out = io.StringIO(newline="")
+        out.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stdout", out)
+        assert llama2.show(llama2.Stream(iter([text]), llama2.Report(1, [9], 9))) == text
+        seen = "a\\x1b]0;title\\x07\tb\r\nc\\x9b31m\\x7f\\x0dd\n"
+        assert out.getvalue() == (seen if terminal else text) + "\n"
+
+
+TYPED = """
+import llama2, sys
+__import__("readline")
+print(*(ascii(llama2.read_question()) for _ in range(5)), sep="\\n", file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+def test_typed_questions(tmp_path):
+    """Lines are edited and remembered, a pasted text is one question, Ctrl-C gives a new line."""
+    pytest.importorskip("readline")
+    import pty
+
+    (tmp_path / "typed.py").write_text(TYPED)
+    outer, inner = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+    command = launch.command(tmp_path / "typed.py")
+    process = subprocess.Popen(
+        command, stdin=inner, stdout=inner, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(inner)
+    screen = b""
+
+    def expect(text):
+        nonlocal screen
+        while text not in screen:
+            screen += os.read(outer, 4096)
+        screen = screen.partition(text)[2]
+
+    expect(b"> ")
+    os.write(outer, b"helo\x1b[Dl\r")  # an arrow to the left, the missing letter
+    expect(b"> ")
+    os.write(outer, b"\x1b[200~two\nlines\n\x1b[201~and more\r")
+    expect(b"> ")
+    os.write(outer, b"\x1b[A\x1b[A!\r")  # two up: the first question
+    expect(b"> ")
+    os.write(outer, b"not this")
+    expect(b"not this")
+    process.send_signal(signal.SIGINT)
+    expect(b"> ")
+    os.write(outer, b"\x04")
+    _, said = process.communicate(timeout=60)
+    os.close(outer)
+    lines = ["hello", "two\nlines\nand more", "hello!", "", None]
+    assert [line for line in said.decode().splitlines() if line] == [ascii(line) for line in lines]
 
 
 def test_chat_refuses_and_goes_on(cli, cli_path, heard):
