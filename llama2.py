@@ -1480,8 +1480,22 @@ HF_ACCEPTED: dict[str, tuple] = {
     "mlp_bias": (False, None),
     "hidden_act": ("silu", None),
     "partial_rotary_factor": (1, None),
-    "rope_type": ("default", "linear", None),
+    "rope_type": ("default", "linear", "llama3", None),
 }
+ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor"}
+ROPE_KEYS |= {"high_freq_factor", "original_max_position_embeddings"}
+
+
+def llama3_divisors(get: Callable, config: Config) -> tuple[float, ...]:
+    """What Llama 3.1 divides its rotary frequencies by: 1 for short waves, `factor` for long ones."""
+    factor, low, high = (
+        get(key, float) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    original = get("original_max_position_embeddings", int, config.max_position_embeddings)
+    pair = torch.arange(0, config.head_dim, 2) / config.head_dim
+    waves = original / (2 * math.pi * config.rope_theta**pair)  # in the original context
+    smooth = ((waves - low) / (high - low)).clamp(0, 1)
+    return tuple((1 / ((1 - smooth) / factor + smooth)).tolist())
 
 
 def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
@@ -1491,7 +1505,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     get = partial(lookup, file, settings)
     # The former until transformers 5, the latter since, with theta.
     rope = get("rope_scaling", dict, {}) | get("rope_parameters", dict, {})
-    settings |= {"rope_type": rope.get("type")} | rope
+    settings |= {"rope_type": rope.get("type")} | {k: rope[k] for k in ROPE_KEYS & rope.keys()}
     require(file, settings, HF_ACCEPTED)
     factor = get("factor", float, 1.0) if settings["rope_type"] == "linear" else 1.0
     # Mistral's sliding window: within it, attention is Llama's; beyond it is not supported.
@@ -1523,6 +1537,8 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         **hf_token_ids(path, get("vocab_size", int)),
     )
     require(file, settings, {"head_dim": (config.head_dim, None)})
+    if settings["rope_type"] == "llama3":
+        config = replace(config, rope_freq_factors=llama3_divisors(get, config))
     weights = rename(tensors, 0, config)
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
@@ -2588,6 +2604,12 @@ class ChatFormat:
     system_in: str = ""  # "first" or "last": the question that it is part of; else it stands alone
     strips: tuple[str, ...] = ()  # the roles whose messages are stripped of white space
     needs_tokens: bool = False  # only for vocabularies that have a token for each tag
+    default_system: str | None = None  # where none is given; only for templates that say so
+
+    def suits(self, template: str) -> bool:
+        """Whether its texts are in a chat template, and none that other formats have."""
+        lacks = not any(text in template for text in self.template_lacks)
+        return lacks and all(text in template for text in self.template_has)
 
 
 MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
@@ -2604,6 +2626,31 @@ MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B In
     needs_tokens=True,
 )
 
+LLAMA_3_CHAT = ChatFormat(
+    "llama-3",
+    ("<|start_header_id|>",),
+    start="<s>",
+    user="<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+    assistant="<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+    system="<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+    cue="<|start_header_id|>assistant<|end_header_id|>\n\n",
+    tags=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    strips=("system", "user", "assistant"),
+)
+
+CHATML = ChatFormat(  # OpenHermes 2.5 and many others
+    "chatml",
+    ("<|im_start|>",),
+    user="<|im_start|>user\n{}<|im_end|>\n",
+    assistant="<|im_start|>assistant\n{}<|im_end|>\n",
+    system="<|im_start|>system\n{}<|im_end|>\n",
+    cue="<|im_start|>assistant\n",
+    tags=("<|im_start|>", "<|im_end|>"),
+)
+
+KNOWLEDGE = "Cutting Knowledge Date: December 2023"
+SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
 CHAT_FORMATS = (
     ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
         "llama-2",
@@ -2615,6 +2662,13 @@ CHAT_FORMATS = (
         system_in="first",
         strips=("user", "assistant"),
     ),
+    replace(  # Llama 3.1 to 3.3
+        LLAMA_3_CHAT,
+        template_has=("<|start_header_id|>", KNOWLEDGE),
+        system=LLAMA_3_CHAT.system.replace("{}", KNOWLEDGE + "\nToday Date: {date}\n\n{}"),
+        default_system="",
+    ),
+    LLAMA_3_CHAT,
     MISTRAL,
     replace(  # version 1: v0.1 and v0.2, whose first templates had no space before [INST]
         MISTRAL, user=" [INST] {} [/INST]", system_in="first", strips=(), needs_tokens=False
@@ -2641,15 +2695,8 @@ CHAT_FORMATS = (
         tags=("USER:", "ASSISTANT:"),
         strips=("system", "user", "assistant"),
     ),
-    ChatFormat(  # OpenHermes 2.5 and many others
-        "chatml",
-        ("<|im_start|>",),
-        user="<|im_start|>user\n{}<|im_end|>\n",
-        assistant="<|im_start|>assistant\n{}<|im_end|>\n",
-        system="<|im_start|>system\n{}<|im_end|>\n",
-        cue="<|im_start|>assistant\n",
-        tags=("<|im_start|>", "<|im_end|>"),
-    ),
+    replace(CHATML, template_has=("<|im_start|>", SMOLLM), default_system=SMOLLM),  # SmolLM2
+    CHATML,
 )
 CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
 
@@ -2659,8 +2706,7 @@ def recognise_chat_format(template: str) -> str:
     if not template.strip():
         return "llama-2"
     for row in CHAT_FORMATS:
-        found = [text in template for text in row.template_has]
-        if all(found) and not any(text in template for text in row.template_lacks):
+        if row.suits(template):
             return row.name
     start, names = " ".join(template.split())[:60], ", ".join(CHAT_FORMAT_NAMES)
     raise ValueError(f"unknown chat template {start!r}; pass --chat-format, one of {names}")
@@ -2675,9 +2721,20 @@ def describe_chat_format(template: str) -> str:
     return name if template.strip() else f"{name} (assumed: the model has no chat template)"
 
 
-def find_chat_format(name: str, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[str, int]]:
-    """The row of that name which suits the vocabulary, and the ids of its tags that are tokens."""
+def find_chat_format(name: str | None, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[str, int]]:
+    """The row of that name which suits the tokenizer, and the ids of its tags that are tokens.
+
+    None: the format of the tokenizer's own template. Raises ValueError if it has none.
+    """
+    template = tokenizer.chat_template
+    if name is None:
+        if not template.strip():
+            names = ", ".join(CHAT_FORMAT_NAMES)
+            raise ValueError(f"the model has no chat template; pass chat_format, one of {names}")
+        name = recognise_chat_format(template)
     for row in CHAT_FORMATS:
+        if row.default_system is not None and not row.suits(template):
+            continue
         found = {tag: tokenizer.special_id(tag) for tag in row.tags}
         ids = {tag: token_id for tag, token_id in found.items() if token_id is not None}
         if row.name == name and (len(ids) == len(row.tags) or not row.needs_tokens):
@@ -2686,7 +2743,7 @@ def find_chat_format(name: str, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[
 
 
 def chat_stops(
-    tokenizer: Tokenizer, chat_format: str = "llama-2"
+    tokenizer: Tokenizer, chat_format: str | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The ids and texts that end an answer: EOS and all tags. No message may hold these texts."""
     row, ids = find_chat_format(chat_format, tokenizer)
@@ -2720,10 +2777,15 @@ def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tup
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Mapping], chat_format: str = "llama-2"
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping],
+    chat_format: str | None = None,
+    date_string: str | None = None,
 ) -> list[int]:
     """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
+    `chat_format`: a name of CHAT_FORMATS (None: the tokenizer's own). `date_string`: the date in
+    Llama 3.1's system message (None: the one that its template names, the same every day).
     (llama.cpp and `"legacy": true` add a space after each control token, which no template has.)
     Raises ValueError for roles out of order (system?, user, assistant, ..., user) and for tags in a
     message, which would let it speak for others.
@@ -2733,9 +2795,14 @@ def encode_chat(
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
 
-    def literal(text: str) -> list[Any]:  # texts and ids
-        return [token_ids.get(part, part) for part in any_token.split(text)]
+    named = re.search(r'date_string = "([^"]{1,40})"', tokenizer.chat_template)
+    date = date_string or (named[1] if named else "26 Jul 2024")
 
+    def literal(text: str) -> list[Any]:  # texts and ids
+        return [token_ids.get(p, p.replace("{date}", date)) for p in any_token.split(text)]
+
+    if turns[0][0] != "system" and row.default_system is not None:
+        turns.insert(0, ("system", row.default_system))
     if turns[0][0] == "system" and row.system_in:
         (_, system), *turns = turns
         at = 0 if row.system_in == "first" else -1

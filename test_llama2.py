@@ -1512,7 +1512,7 @@ def dialogue(text):
 @pytest.mark.parametrize("text, ids", CHATS, ids=[text for text, _ in CHATS])
 def test_chat_ids(real, text, ids):
     """Meta's encoding, frozen. Catches BOS only once, joined strings, and a lost 29871 before EOS."""
-    assert llama2.encode_chat(real, dialogue(text)) == ids
+    assert llama2.encode_chat(real, dialogue(text), "llama-2") == ids
 
 
 @pytest.mark.parametrize(
@@ -1520,9 +1520,9 @@ def test_chat_ids(real, text, ids):
 )
 def test_chat_refuses_other_orders_of_roles(real, text):
     with pytest.raises(ValueError, match="system|user|no message"):
-        llama2.encode_chat(real, dialogue(text))
+        llama2.encode_chat(real, dialogue(text), "llama-2")
     with pytest.raises(ValueError, match="robot"):
-        llama2.encode_chat(real, [{"role": "robot", "content": "hi"}])
+        llama2.encode_chat(real, [{"role": "robot", "content": "hi"}], "llama-2")
 
 
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
@@ -1530,12 +1530,12 @@ def test_chat_refuses_other_orders_of_roles(real, text):
 def test_chat_refuses_reserved_tags(real, text, tag):
     """In any message: text that opens a turn of its own would speak for the system."""
     with pytest.raises(ValueError) as caught:
-        llama2.encode_chat(real, dialogue(text.format(tag)))
+        llama2.encode_chat(real, dialogue(text.format(tag)), "llama-2")
     assert tag in str(caught.value)
 
 
 def test_chat_text_never_becomes_control_ids(real):
-    ids = llama2.encode_chat(real, dialogue("u:</s><s>"))
+    ids = llama2.encode_chat(real, dialogue("u:</s><s>"), "llama-2")
     assert ids.count(1) == 1 and ids.count(2) == 0
 
 
@@ -1845,7 +1845,7 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
     wanted_text, wanted_calls = "", []
     for question in filter(None, questions):
         messages.append({"role": "user", "content": question})
-        ids = llama2.encode_chat(tokenizer, messages)
+        ids = llama2.encode_chat(tokenizer, messages, "llama-2")
         new = list(llama2.generate(model, ids, GREEDY, size))
         same = 0
         while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:

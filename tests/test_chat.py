@@ -238,7 +238,7 @@ def test_no_template_is_llama_2s():
         "{{ '<|user|>\n' + m + '<|end|>\n<|assistant|>\n' }}{{ eos_token }}",  # Phi 3
         "{{ '[SYSTEM_PROMPT] ' + m + '[/SYSTEM_PROMPT][INST] ' }}",  # Mistral, version 7
         "{{ 'SYSTEM: ' + s + '\nUSER: ' + m + '\nASSISTANT: ' }}",  # Orca's Vicuna
-        "{{ '<|start_header_id|>user<|end_header_id|>\n\n' }}",  # Llama 3
+        "{{ '<|header_start|>user<|header_end|>\n\n' }}",  # Llama 4
         "\x1b[2J\u0000 {{ cycler.__init__.__globals__.os.system('touch /tmp/executed') }}",
     ],
 )
@@ -261,7 +261,9 @@ def test_a_long_template_is_no_work():
 def test_unknown_format_is_refused(tokenizers):
     for call in (lambda n: llama2.encode_chat(tokenizers[""], dialogue("u:hi"), n),
                  lambda n: llama2.chat_stops(tokenizers[""], n)):  # fmt: skip
-        with pytest.raises(ValueError, match="alpaca.*llama-2, mistral, zephyr, vicuna, chatml"):
+        with pytest.raises(
+            ValueError, match="alpaca.*llama-2, llama-3, mistral, zephyr, vicuna, chatml"
+        ):
             call("alpaca")
 
 

@@ -11,9 +11,11 @@ import random
 import sys
 
 import pytest
+import torch
 
 import llama2
 from test_llama2 import (
+    dialogue,
     make_weights,
     write_gguf,
     write_hf,
@@ -364,6 +366,207 @@ def test_llama_2_as_json(tmp_path, keys, rebuilt, legacy):
 @pytest.fixture(scope="module")
 def rebuilt(vocabulary):
     return llama2.Tokenizer.from_file(vocabulary[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat formats
+
+HEADER = "'<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim"
+TURN = "{{ " + HEADER + " + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+TURN += "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+SYSTEM = """{%- if messages[0].role == 'system' %}{% set s = messages[0].content | trim %}
+{%- set messages = messages[1:] %}{% else %}{% set s = '' %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' + 'Cutting Knowledge Date: December 2023\n' }}
+{{- 'Today Date: ' + date_string + '\n\n' + s + '<|eot_id|>' }}"""
+DATE = '{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}'
+SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+TEMPLATES = {  # that do what the published ones do, and are told by the same texts
+    "3": "{{ bos_token }}{% for m in messages %}" + TURN,
+    "3.1": "{{ bos_token }}" + DATE + SYSTEM + "{% for m in messages %}" + TURN,
+    "smollm2": "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\n" + SMOLLM + "<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+}
+TEMPLATES["3.2"] = TEMPLATES["3.1"].replace("26 Jul 2024", "01 Feb 2025")
+NAMES = {"3": "llama-3", "3.1": "llama-3", "3.2": "llama-3", "smollm2": "chatml"}
+START, MIDDLE = (ID[f"<|{name}_header_id|>"] for name in ("start", "end"))
+
+
+def test_chat_ids(llama3):
+    """Headers, one BOS, stripped texts; what ends an answer."""
+
+    def spell(text):
+        return llama3.encode(text, bos=False)
+
+    user = [START, *spell("user"), MIDDLE, *spell("\n\nhi"), EOT]
+    cue = [START, *spell("assistant"), MIDDLE, *spell("\n\n")]
+    messages = [{"role": "user", "content": " hi\n"}]
+    assert llama2.encode_chat(llama3, messages, "llama-3") == [BOS, *user, *cue]
+    answer = [{"role": "assistant", "content": "on "}, *messages]
+    answered = [START, *spell("assistant"), MIDDLE, *spell("\n\non"), EOT]
+    ids = [BOS, *user, *answered, *user, *cue]
+    assert llama2.encode_chat(llama3, messages + answer, "llama-3") == ids
+    stops = {EOS, START, MIDDLE, EOT, ID["<|eom_id|>"]}
+    assert {*llama2.chat_stops(llama3, "llama-3")[0]} == stops
+    for name, template in TEMPLATES.items():
+        assert llama2.recognise_chat_format(template) == NAMES[name]
+
+
+# Frozen: made by transformers 5.23 with these templates.
+CHAT_IDS = {
+    ('3', 'u:the'): [295, 297, 84, 82, 68, 81, 298, 267, 83, 259, 299, 297, 64, 82, 82, 72, 82,
+     83, 291, 83, 298, 267],
+    ('3', 's:re~ u:on'): [295, 297, 82, 88, 82, 83, 68, 76, 298, 267, 263, 299, 297, 84, 82, 68,
+     81, 298, 267, 264, 299, 297, 64, 82, 82, 72, 82, 83, 291, 83, 298, 267],
+    ('3.1', 'u:the'): [295, 297, 82, 88, 82, 83, 68, 76, 298, 267, 34, 84, 83, 83, 261, 70, 220,
+     42, 77, 78, 86, 75, 68, 67, 70, 68, 220, 35, 64, 83, 68, 25, 220, 35, 68, 66, 68, 76, 65, 68,
+     81, 220, 17, 15, 17, 18, 198, 51, 78, 67, 64, 88, 220, 35, 64, 83, 68, 25, 220, 17, 21, 220,
+     41, 84, 75, 220, 17, 15, 17, 19, 267, 299, 297, 84, 82, 68, 81, 298, 267, 83, 259, 299, 297,
+     64, 82, 82, 72, 82, 83, 291, 83, 298, 267],
+    ('3.1', 's:re~ u:on'): [295, 297, 82, 88, 82, 83, 68, 76, 298, 267, 34, 84, 83, 83, 261, 70,
+     220, 42, 77, 78, 86, 75, 68, 67, 70, 68, 220, 35, 64, 83, 68, 25, 220, 35, 68, 66, 68, 76, 65,
+     68, 81, 220, 17, 15, 17, 18, 198, 51, 78, 67, 64, 88, 220, 35, 64, 83, 68, 25, 220, 17, 21,
+     220, 41, 84, 75, 220, 17, 15, 17, 19, 267, 263, 299, 297, 84, 82, 68, 81, 298, 267, 264, 299,
+     297, 64, 82, 82, 72, 82, 83, 291, 83, 298, 267],
+    ('smollm2', 'u:the'): [301, 82, 88, 82, 83, 68, 76, 198, 56, 78, 84, 262, 263, 262, 220, 259,
+     75, 79, 69, 84, 75, 220, 32, 40, 262, 82, 82, 72, 82, 83, 291, 83, 220, 77, 64, 76, 68, 67,
+     220, 50, 76, 78, 75, 43, 44, 11, 258, 81, 64, 261, 68, 67, 220, 65, 88, 220, 39, 84, 70, 70,
+     261, 70, 220, 37, 64, 66, 68, 302, 198, 301, 84, 82, 68, 81, 198, 83, 259, 302, 198, 301, 64,
+     82, 82, 72, 82, 83, 291, 83, 198],
+    ('smollm2', 's:re~ u:on'): [301, 82, 88, 82, 83, 68, 76, 198, 263, 220, 302, 198, 301, 84, 82,
+     68, 81, 198, 264, 302, 198, 301, 64, 82, 82, 72, 82, 83, 291, 83, 198],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    """Our tokenizer with each template, and the folder that it is from."""
+    pytest.importorskip("tokenizers")
+    path, found = tmp_path_factory.mktemp("talking"), {}
+    special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    special["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for name, template in TEMPLATES.items():
+        pre = "smollm" if name == "smollm2" else "llama-bpe"
+        files = {"tokenizer_config": special | {"chat_template": template}}
+        found[name] = directory(path / name, published_json(pre), **files), path / name
+    return found
+
+
+@pytest.mark.parametrize("name, text", CHAT_IDS)
+def test_frozen_chat_ids(talking, name, text):
+    ours, _ = talking[name]
+    assert llama2.encode_chat(ours, dialogue(text)) == CHAT_IDS[name, text]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chat_ids_equal_transformers(talking, name):
+    """With and without a system message, for random contents, by the tokenizer's own format."""
+    transformers = pytest.importorskip("transformers")
+    ours, path = talking[name]
+    theirs = transformers.AutoTokenizer.from_pretrained(str(path))
+    assert ours.chat_template == TEMPLATES[name]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    chance = random.Random(0)
+    for i in range(60):
+        words = [" ".join(chance.choices(WORDS[:28], k=chance.randrange(5))) for _ in range(6)]
+        turns = [{"role": r, "content": w} for r, w in zip(["user", "assistant"] * 3, words)]
+        messages = [{"role": "system", "content": words[5]}] * (i % 2) + turns[: i % 3 * 2 + 1]
+        wanted = theirs.apply_chat_template(messages, **options)
+        assert llama2.encode_chat(ours, messages) == wanted, messages
+        assert llama2.encode_chat(ours, messages, NAMES[name]) == wanted
+    wanted = theirs.apply_chat_template(messages, date_string="3 Mar 2033", **options)
+    assert llama2.encode_chat(ours, messages, date_string="3 Mar 2033") == wanted
+    assert (wanted != llama2.encode_chat(ours, messages)) is name.startswith("3.")
+
+
+def test_a_date_is_no_tag(talking):
+    """What a caller says is a date is text; so is what looks like the place for one."""
+    ours, _ = talking["3.1"]
+    messages = [{"role": "user", "content": "{date}"}]
+    ids = llama2.encode_chat(ours, messages, date_string="<|eot_id|>{}")
+    text = ours.decode(ids)
+    assert ids.count(EOT) == 2 and "{date}" in text and "Date: <|eot_id|>{}\n" in text
+
+
+def test_no_template_no_format(llama3):
+    """What is not said is not assumed; a format that is asked for is taken."""
+    messages = [{"role": "user", "content": "hi"}]
+    for call in (lambda: llama2.encode_chat(llama3, messages), lambda: llama2.chat_stops(llama3)):
+        with pytest.raises(ValueError, match="no chat template; pass chat_format, one of llama-2"):
+            call()
+    assert llama2.encode_chat(llama3, messages, "chatml")[0] == ID["<|im_start|>"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Rotary embeddings
+
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING["original_max_position_embeddings"] = 32
+SAME = SCALING | {"high_freq_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": SCALING, "rope_theta": 5e5, "rope_parameters": None},
+        {"rope_parameters": SCALING | {"rope_theta": 5e5}},
+    ],
+    ids=["old", "new"],
+)
+def test_rope_scaling_of_llama_3(tmp_path, change):
+    """Logits far beyond the original context, from both places of the key."""
+    transformers = pytest.importorskip("transformers")
+    config = llama2.Config(**vars(CONFIG) | {"max_position_embeddings": 600})
+    path = hf_model(tmp_path / "hf", published_json(), config, change)
+    checkpoint = llama2.open_checkpoint(path)
+    factors = checkpoint.config.rope_freq_factors
+    assert checkpoint.config.rope_theta == 5e5 and 1 in factors and 8 in factors
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = torch.randint(0, SIZE, (1, 500), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+        assert (llama2.build_model(checkpoint)(tokens) - wanted).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rope_frequencies_of_llama_3_1(factor):
+    """Those of transformers at the published sizes, to the last bits of float32."""
+    transformers = pytest.importorskip("transformers")
+    rotary = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRotaryEmbedding
+    published = {"original_max_position_embeddings": 8192, "rope_theta": 5e5, "factor": factor}
+    published = SCALING | published
+    config = llama2.Config(4096, 14336, 1, 32, 8, 128256, 131072, rope_theta=5e5)
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 131072}
+    theirs = rotary(transformers.LlamaConfig(rope_parameters=dict(published), **shape)).inv_freq
+    divisors = torch.tensor(llama2.llama3_divisors(lambda key, *_: published[key], config))
+    ours = 5e5 ** -(torch.arange(0, 128, 2) / 128) / divisors
+    assert ((ours - theirs) / theirs).abs().max() < 5e-7
+    assert divisors[0] == 1 and divisors[-1] == factor and len({*divisors.tolist()}) > 4
+
+
+@pytest.mark.parametrize(
+    "rope, said",
+    [
+        ({"rope_type": "llama3"}, "factor is missing"),
+        (SCALING | {"factor": 0}, "rope_freq_factors"),
+        (SCALING | {"factor": "8"}, "factor is '8'"),
+        (SAME | {"factor": -1}, "rope_freq_factors"),
+        (SCALING | {"original_max_position_embeddings": 2**1000}, "original_max_position"),
+        ({"rope_type": "yarn"}, "rope_type is yarn"),
+        ({"rope_type": ["llama3"]}, "rope_type is"),
+        ({"rope_type": "default", "quantization_config": None}, "quantization_config is"),
+    ],
+    ids=str,
+)
+def test_hostile_rope_scaling(tmp_path, rope, said):
+    """Nothing but what is RoPE's is read there: no other setting can be overridden."""
+    change = {"rope_scaling": rope, "rope_parameters": None, "quantization_config": {"bits": 4}}
+    if "quantization_config" not in rope:
+        del change["quantization_config"]
+    path = hf_model(tmp_path / "hf", published_json(), change=change)
+    with pytest.raises(ValueError, match=said):
+        llama2.open_checkpoint(path)
 
 
 # --------------------------------------------------------------------------------------------------
