@@ -1,11 +1,10 @@
-"""The benchmark of llama2.py: what is fast, what is not, and where the time goes, on this machine.
+"""The benchmark of llama2.py: what is fast and what is not, on this machine.
 
     python bench_llama2.py                                   # the suite: each layer by itself
     python bench_llama2.py --claims                          # five claims, each with a verdict
-    python bench_llama2.py --breakdown                       # shares of a forward pass
     python bench_llama2.py --model FILE.gguf                 # a whole model: load, prompt, tokens
     python bench_llama2.py --config 7b --type Q4_0           # the same with random weights
-    python bench_llama2.py --table FILES...                  # next to llama.cpp
+    python bench_llama2.py --table FILES...                  # beside llama.cpp and others
     python bench_llama2.py --table FILES... --isa haswell    # the same, limited to AVX2
     python bench_llama2.py --perplexity TEXT --model FILE.gguf
 
@@ -30,18 +29,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark import Timer
 
 import llama2
 
-BASELINES = Path(__file__).resolve().parent / ".benchmarks"
 Call = Callable[[], object]
 
 # --------------------------------------------------------------------------------------------------
@@ -91,8 +89,7 @@ def interleave(functions: Mapping[str, Call], rounds: int = 5) -> dict[str, list
 
 def iqr(samples: Sequence[float]) -> float:
     """The inter-quartile range: the middle half of the samples lies within it."""
-    low, _, high = quantiles([*samples] * (1 + (len(samples) < 2)), n=4, method="inclusive")
-    return high - low
+    return torch.tensor(samples).quantile(torch.tensor([0.25, 0.75])).diff().item()
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
@@ -125,12 +122,13 @@ def note(text: str = "") -> None:
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
     """Print Markdown that also reads well in a terminal: first column left, the others right."""
     rows = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, [":".rjust(width, "-") for width in widths])
+    rows[1][0] = "-" * widths[0]
     note()
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        print("|", " | ".join((first.ljust(widths[0]), *cells)), "|", flush=True)
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("|", " | ".join((row[0].ljust(widths[0]), *cells[1:])), "|", flush=True)
     print()
 
 
@@ -171,6 +169,9 @@ class RandomWeight(llama2.Weight):
             blocks = torch.randint(256, (few, columns // elements, size), dtype=torch.uint8)
             blocks[..., scale_bytes(self.ggml_type)] = 4  # 2**-14 and a little
         return blocks.flatten(1).repeat(-(-rows // few), 1)[:rows]
+
+    def release(self, copy: Tensor) -> None:
+        """No page of a file."""
 
 
 def random_weights(config: llama2.Config, ggml_type: str) -> dict[str, llama2.Weight]:
@@ -246,17 +247,17 @@ def forward(s: Setting, model: llama2.Llama, T: int, context: int = 0) -> Callab
 # --------------------------------------------------------------------------------------------------
 # 3. The suite: the names and sizes of the benchmark that came before, and a few more
 
-SUITE = {  # name -> numbers of tokens, and the means of its Candle version on a CPU in seconds
-    "rope_forward": ((1, 8, 32, 128), (62.6e-6, 206.1e-6, 467.8e-6, 9.2e-3)),
-    "qkv_projection": ((1, 8, 32, 128), (19.1e-3, 21.0e-3, 50.8e-3, 65.5e-3)),
-    "attention_scores": ((1, 8, 32, 128), (3.8e-6, 44.8e-6, 308.5e-6, 8.5e-3)),
-    "causal_mask": ((8, 32, 128, 512), (9.9e-6, 118.7e-6, 2.1e-3, 58.8e-3)),
-    "full_attention": ((1, 8, 32, 128, 512), (11.5e-6, 119.8e-6, 1.07e-3)),
-    "rms_norm": ((1, 128), ()),
-    "mlp": ((1, 128), ()),
-    "block": ((1, 128), ()),
-    "prefill": ((32, 128, 512), ()),
-    "decode": ((128,), ()),
+SUITE = {  # name -> numbers of tokens
+    "rope_forward": (1, 8, 32, 128),
+    "qkv_projection": (1, 8, 32, 128),
+    "attention_scores": (1, 8, 32, 128),
+    "causal_mask": (8, 32, 128, 512),
+    "full_attention": (1, 8, 32, 128, 512),
+    "rms_norm": (1, 128),
+    "mlp": (1, 128),
+    "block": (1, 128),
+    "prefill": (32, 128, 512),
+    "decode": (128,),
 }
 
 
@@ -271,7 +272,6 @@ def suite_calls(s: Setting, model: llama2.Llama, T: int) -> dict[str, Call]:
         "rope_forward": lambda: [rotate(both, *angles) for both in swapped],
         "qkv_projection": lambda: (a.q_proj(x), a.k_proj(x), a.v_proj(x)),
         "attention_scores": lambda: q @ k.mT * c.head_dim**-0.5,
-        # Candle's figure includes applying the mask to the scores of all heads.
         "causal_mask": lambda: scores.masked_fill(~cache.mask(T), -math.inf),
         "full_attention": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask(T)),
         "rms_norm": lambda: layer.input_layernorm(x),
@@ -283,76 +283,25 @@ def suite_calls(s: Setting, model: llama2.Llama, T: int) -> dict[str, Call]:
 
 
 def run_suite(s: Setting) -> dict:
-    """Time each entry; compare with a baseline if one is named."""
+    """Time each entry."""
     model = s.build(s.checkpoint("7b", layers=2))
     c, result, rows = model.config, {}, []
-    comparable = (c.hidden_size, c.num_attention_heads) == (4096, 32)
-    for name, (sizes, published) in SUITE.items():
-        for i, T in enumerate(sizes):
-            full = f"{name}/{T}"
-            if s.args.filter not in full or T >= c.max_position_embeddings:
-                continue
+    for name, T in ((name, T) for name, sizes in SUITE.items() for T in sizes):
+        full = f"{name}/{T}"
+        if s.args.filter in full and T < c.max_position_embeddings:
             note(full)
             found = measure(suite_calls(s, model, T)[name], s.args.seconds)
             result[full] = {"median": median(found), "iqr": iqr(found), "samples": len(found)}
-            theirs = show(published[i]) if comparable and i < len(published) else ""
-            rows.append((full, show(median(found)), show(iqr(found)), len(found), theirs))
+            rows.append((full, show(median(found)), show(iqr(found)), len(found)))
     if not rows:
         raise ValueError(f"--filter {s.args.filter!r} matches no benchmark")
     print(f"prefill and decode: {c.num_hidden_layers} layers of {c.hidden_size} and the head")
-    table(("benchmark", "median", "IQR", "samples", "Candle, published"), rows)
-    if comparable:
-        print("Candle's means come from another machine: only shapes and ratios carry over.")
-    return {"suite": result, **baselines(s.args, machine(s), result)}
-
-
-def change(new: Mapping[str, float], old: Mapping[str, float]) -> tuple[float, float, str]:
-    """The relative change of a median, its uncertainty, and a verdict.
-
-    The uncertainty combines both inter-quartile ranges and is at least 3 %.
-    """
-    part = new["median"] / old["median"] - 1
-    noise = math.hypot(new["iqr"] / old["median"], old["iqr"] / old["median"] * (1 + part))
-    word = "regressed" if part > 0 else "improved"
-    return part, max(noise, 0.03), word if abs(part) > max(noise, 0.03) else "within noise"
-
-
-def baselines(args: argparse.Namespace, here: Mapping[str, object], result: dict) -> dict:
-    """Compare the suite's result with a saved one, and save it; `here` is what it was taken on."""
-    out = {}
-    if args.baseline is not None:
-        file = BASELINES / f"{args.baseline}.json"
-        if not file.exists():
-            names = ", ".join(sorted(f.stem for f in BASELINES.glob("*.json"))) or "none"
-            raise ValueError(f"--baseline {args.baseline}: not there; saved are: {names}")
-        saved = json.loads(file.read_text())
-        old = saved["suite"]
-        if other := [f"{k} {v}" for k, v in saved["machine"].items() if v != here.get(k)]:
-            print("beware: the baseline was taken with", ", ".join(other))
-        out = {name: change(result[name], old[name]) for name in result if name in old}
-        rows = [(name, f"{a:+.1%}", f"+-{b:.1%}", word) for name, (a, b, word) in out.items()]
-        table((f"against {args.baseline}", "change", "uncertainty", "verdict"), rows)
-    if args.save_baseline is not None:
-        BASELINES.mkdir(exist_ok=True)
-        saved = {"machine": here, "suite": result}
-        (BASELINES / f"{args.save_baseline}.json").write_text(json.dumps(saved))
-    return {"baseline": out}
+    table(("benchmark", "median", "IQR", "samples"), rows)
+    return {"suite": result}
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. Claims: verdicts are functions of numbers; each claim is tested against naive variants
-
-
-def judge(cases: Mapping[str, float], low: float, high: float = math.inf) -> str:
-    """confirmed if all numbers lie from low to high, refuted if none does, else depends."""
-    holds = [low <= value <= high for value in cases.values()]
-    return "confirmed" if all(holds) else "depends" if any(holds) else "refuted"
-
-
-def listed(cases: Mapping[str, float], form: str = ".2f") -> str:
-    """The numbers behind a verdict: factors, or percentages if the form ends in %."""
-    unit = "" if form.endswith("%") else "x"
-    return ", ".join(f"{value:{form}}{unit} {name}" for name, value in cases.items())
 
 
 def check_same(name: str, found: Tensor, wanted: Tensor) -> None:
@@ -460,26 +409,33 @@ def step_through(
     return torch.cat(logits)
 
 
-def claim_mask(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
-    """(a) Making, finding and applying the mask, compared with the pass that needs it."""
+class Finding(NamedTuple):
+    """What a claim's verdict follows from: numbers, and the bounds within which they confirm it."""
+
+    what: str
+    cases: dict[str, float]
+    low: float
+    high: float = math.inf
+
+    def verdict(self) -> str:
+        """confirmed if all numbers lie within the bounds, refuted if none does, else depends."""
+        holds = [self.low <= value <= self.high for value in self.cases.values()]
+        return "confirmed" if all(holds) else "depends" if any(holds) else "refuted"
+
+
+def claim_mask(s: Setting, model: llama2.Llama) -> Finding:
+    """(a) Making and finding the mask, compared with the pass that needs it."""
     c, saved, times = model.config, {}, {}
-    room = min(c.max_position_embeddings, 4096)
     for T in (128, 512):
         note(f"claim (a), {T} tokens")
-        cache = s.cache(c, room)
-        mask, q = cache.mask(T), s.randn(1, c.num_attention_heads, T, c.head_dim)
-        scores, attention = q @ q.mT, partial(F.scaled_dot_product_attention, q, q, q)
+        cache = s.cache(c, min(c.max_position_embeddings, 4096))
         ways = {
             "made by loops": partial(mask_by_loops, cache, T),
             "made by torch": partial(mask_by_torch, cache, T),
-            "found in a dictionary": partial({T: mask_by_torch(cache, T)}.get, T),
             "sliced from one band": partial(cache.mask, T),
         }
         for name, way in ways.items():
-            check_same(name, way(), mask)
-        ways["applied to the scores"] = partial(torch.where, mask, scores, -math.inf)
-        ways["attention given the mask"] = partial(attention, attn_mask=mask)
-        ways["attention that is causal by itself"] = partial(attention, is_causal=True)
+            check_same(name, way(), cache.mask(T))
         times[T] = {name: median(samples) for name, samples in interleave(ways).items()}
         times[T]["forward pass"] = whole = median(measure(forward(s, model, T), 0.5))
         for how in ("loops", "torch"):
@@ -487,13 +443,12 @@ def claim_mask(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
             saved[f"at {T} against {how}"] = gain / (whole + gain)
     rows = [(name, *(show(times[T][name]) for T in times)) for name in times[512]]
     table(("(a) the causal mask", *(f"{T} tokens" for T in times)), rows)
-    text = "part of a forward pass that it saves: " + listed(saved, ".2%")
-    return judge(saved, 0.05), text, {"seconds": times, "saved": saved}
+    return Finding("part of a forward pass that it saves", saved, 0.05)
 
 
-def claim_cache(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
+def claim_cache(s: Setting, model: llama2.Llama) -> Finding:
     """(b) One decode step of the cache and the attention over it, all layers."""
-    c, times, cases = model.config, {}, {}
+    c, rows, cases = model.config, [], {}
     G, group = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
     q, (k, v) = s.randn(1, G, group, c.head_dim), s.randn(2, 1, G, 1, c.head_dim)
 
@@ -506,25 +461,23 @@ def claim_cache(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
         if context > c.max_position_embeddings:
             break
         note(f"claim (b), context {context}")
-        cache = s.cache(c, context, context - 1)
-        others = {"per layer": LayerCaches(cache), "concatenated": ConcatenatingCache(cache)}
-        ways = {name: partial(step, one) for name, one in {"unified": cache, **others}.items()}
+        unified = s.cache(c, context, context - 1)
+        others = {"per layer": LayerCaches(unified), "concatenated": ConcatenatingCache(unified)}
+        ways = {name: partial(step, one) for name, one in {"unified": unified, **others}.items()}
         for name, way in ways.items():
-            check_same(name, way(), step(cache))
+            check_same(name, way(), step(unified))
         samples = interleave(ways, rounds=9)
-        times[context] = {name: median(values) for name, values in samples.items()}
+        rows.append((context, *(show(median(values)) for values in samples.values())))
         for name in others:
             cases[f"{name} at {context}"] = ratio(samples[name], samples["unified"])
-    rows = [(n, *map(show, row.values())) for n, row in times.items()]
-    table((f"(b) {c.num_hidden_layers} layers, context", *times[128]), rows)
-    text = "time of others / unified: " + listed(cases)
-    return judge(cases, 1.05), text, {"seconds": times, "ratios": cases}
+    table((f"(b) {c.num_hidden_layers} layers, context", *samples), rows)
+    return Finding("time of others / unified", cases, 1.05)
 
 
-def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
+def claim_modules(s: Setting, model: llama2.Llama) -> Finding:
     """(c) A decode step by modules and by one function; small, where overhead shows, and large."""
     small = llama2.Llama(CONFIGS["tiny"]).to(s.device, s.dtype)
-    cases, rows, overhead = {}, [], 0.0
+    cases, rows = {}, []
     for size, m in (("small", small), ("large", model)):
         cache, token = s.cache(m.config, 128, 64), s.tokens(m.config, 1, 1)
 
@@ -532,9 +485,8 @@ def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
             cache.truncate(64)
             return function(token, cache)
 
-        for how in ("eager", "compiled"):
+        for how, change in (("eager", lambda function: function), ("compiled", torch.compile)):
             note(f"claim (c), {size}, {how}")
-            change = torch.compile if how == "compiled" else lambda function: function
             ways = {"modules": m, "one function": inline(m)}
             ways = {name: partial(step, change(function)) for name, function in ways.items()}
             try:
@@ -546,53 +498,41 @@ def claim_modules(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
             both = interleave(ways, rounds=9)
             a, b = map(median, both.values())
             cases[f"{size} {how}"] = factor = ratio(*both.values())
-            if (size, how) == ("small", "eager"):
-                overhead = max(a - b, 0.0) / m.config.num_hidden_layers
             rows.append((f"{size}, {how}", show(a), show(b), f"{factor:.2f}x", show(first)))
     table(("(c) a decode step", "modules", "one function", "ratio", "first calls"), rows)
-    text = f"modules / one function: {listed(cases)}; {show(overhead)} per layer"
-    return judge(cases, 1.05), text, {"ratios": cases, "overhead": overhead}
+    return Finding("modules / one function", cases, 1.05)
 
 
-def claim_loading(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
+def claim_loading(s: Setting, model: llama2.Llama) -> Finding:
     """(d) From a real file to its first token: within a second and 2 s per GB."""
     path, made = s.args.model or llama2.DEFAULT_MODEL, []
-    if not path.is_file():
-        return "not measured", f"{path} is not a file: pass --model FILE", {}
-    times = {"load": seconds(lambda: made.extend(llama2.load(path, s.device, s.dtype)))}
+    size = sum(weight.nbytes for weight in llama2.open_checkpoint(path).weights.values())
+    load = seconds(lambda: made.extend(llama2.load(path, s.device, s.dtype)))
     loaded, tokenizer = made
-    tokens = llama2.generate(
-        loaded, tokenizer.encode("Once upon"), llama2.Sampling(temperature=0), stop_ids=()
-    )
-    times["first token"] = seconds(lambda: next(tokens))
-    size, total = path.stat().st_size, sum(times.values())
-    text = ", ".join(f"{name} {show(value)}" for name, value in times.items())
-    text = f"{path.name}, {size / 1e6:.0f} MB in {show(total)}: {text}"
-    return judge({"": total}, 0, 1 + size / 0.5e9), text, {"seconds": times}
+    tokens = llama2.generate(loaded, tokenizer.encode("Once upon"), stop_ids=())
+    first = seconds(lambda: next(tokens))
+    what = f"{path.name}, {size / 1e6:.0f} MB, load {show(load)}, first token {show(first)}"
+    return Finding(what, {"of the time allowed": (load + first) / (1 + size / 0.5e9)}, 0, 1)
 
 
-def claim_speedup(s: Setting, model: llama2.Llama) -> tuple[str, str, dict]:
+def claim_speedup(s: Setting, model: llama2.Llama) -> Finding:
     """(e) Everything on, everything naive, and each part naive by itself, for 6 new tokens."""
     cases, rows = {}, []
     variants = {"all on": (), "all naive": (*NAIVE,)} | {f"no {part}": (part,) for part in NAIVE}
     for T in (32, 128):
         ids = s.tokens(model.config, 1, T + 5)[0]
-        samples = {name: [] for name in variants}
-        reference = step_through(s, model, ids, T)
-        for i in range(4):
-            for name, without in variants.items():
-                note(f"claim (e), {T} tokens, {name}, round {i} of 3")
-                way = partial(step_through, s, model, ids, T, without)
-                if i == 0:
-                    check_same(name, way(), reference)
-                else:
-                    samples[name].append(seconds(way))
+        ways = {
+            name: partial(step_through, s, model, ids, T, parts) for name, parts in variants.items()
+        }
+        for name, way in ways.items():
+            check_same(name, way(), step_through(s, model, ids, T))
+        samples = interleave(ways, rounds=3)
         for name, values in samples.items():
             factor = ratio(values, samples["all on"])
             rows.append((f"prompt of {T}, {name}", show(median(values)), f"{factor:.2f}x"))
         cases[f"behind {T} tokens"] = ratio(samples["all naive"], samples["all on"])
     table(("(e) 6 new tokens", "median", "of all on"), rows)
-    return judge(cases, 2, 3), "naive / all on: " + listed(cases), {"ratios": cases, "rows": rows}
+    return Finding("naive / all on", cases, 2, 3)
 
 
 CLAIMS = {
@@ -608,106 +548,15 @@ def run_claims(s: Setting) -> dict:
     """Measure all five, then print two lines for each."""
     model = s.build(s.checkpoint("7b", layers=2))
     print(f"{model.config.num_hidden_layers} layers of {model.config.hidden_size} and the head\n")
-    found = {claim: run(s, model) for claim, run in CLAIMS.items()}
-    for claim, (word, text, _) in found.items():
-        print(f"{claim}: {word.upper()}\n    {text}")
-    return {"claims": {k: {"verdict": v[0], "because": v[1], **v[2]} for k, v in found.items()}}
+    out = {claim: run(s, model) for claim, run in CLAIMS.items()}
+    for claim, found in out.items():
+        cases = ", ".join(f"{value:.3g} {name}" for name, value in found.cases.items())
+        print(f"{claim}: {found.verdict().upper()}\n    {found.what}: {cases}")
+    return {"claims": {k: v._asdict() | {"verdict": v.verdict()} for k, v in out.items()}}
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Where the time goes
-
-PARTS = {  # part of a pass -> the modules that it consists of, by the last part of their names
-    "norms": ("input_layernorm", "post_attention_layernorm", "norm"),
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "rotation": (),
-    "attention": (),
-    "output": ("o_proj",),
-    "MLP": ("mlp",),
-    "embedding": ("embed_tokens",),
-    "head": ("lm_head",),
-}
-FUNCTIONS = (  # and the functions that belong to a part
-    (llama2, "apply_rotary_emb", "rotation"),
-    (llama2.Cache, "update", "attention"),
-    (F, "scaled_dot_product_attention", "attention"),
-)
-
-
-@contextlib.contextmanager
-def component(name: str) -> Iterator[None]:
-    """A range in the profile; the device is synchronised, so that it holds its own work only."""
-    synchronize()
-    with record_function(f"part:{name}"):
-        yield
-        synchronize()
-
-
-@contextlib.contextmanager
-def components(model: llama2.Llama) -> Iterator[None]:
-    """Ranges around the parts of a model, patched in from outside and removed again."""
-    part_of = {word: part for part, words in PARTS.items() for word in words}
-    named = [(part_of.get(path.split(".")[-1]), module) for path, module in model.named_modules()]
-    places = [(module, "forward", part) for part, module in named if part]
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, name in (*places, *FUNCTIONS):
-            wrapped = component(name)(getattr(owner, attribute))  # context managers decorate too
-            stack.enter_context(patch.object(owner, attribute, wrapped))
-        yield
-
-
-def shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Each part's share of the whole, and the rest, which no part holds: together exactly 1."""
-    out = {name: parts.get(name, 0.0) / whole for name in PARTS}
-    return out | {"other (sums, reshapes, Python)": 1 - sum(out.values())}
-
-
-def run_breakdown(s: Setting) -> dict:
-    """Profile decoding and two prompts in place."""
-    model, out = s.build(s.checkpoint("1b")), {}
-    c = model.config
-    print(f"{c.num_hidden_layers} layers of {c.hidden_size}; profiling the parts takes time, too\n")
-    for name, T, context in (("decode", 1, 128), ("128 tokens", 128, 0), ("512 tokens", 512, 0)):
-        note(name)
-        run = forward(s, model, T, context)
-        run()
-        once = seconds(run)
-        count = max(2, min(10, int(5 / once)))
-        with components(model), profile(activities=[ProfilerActivity.CPU]) as trace:
-            for _ in range(count):
-                component("whole")(run)()
-        sums = {e.key: e.cpu_time_total * 1e-6 / count for e in trace.key_averages()}
-        whole = sums.pop("part:whole")
-        found = shares({part: sums.get(f"part:{part}", 0.0) for part in PARTS}, whole)
-        out[name] = {"shares": found, "seconds": whole, "without_profiler": once}
-        rows = [(part, f"{share:.1%}", show(share * whole)) for part, share in found.items()]
-        rows += [("whole", "100.0%", show(whole)), ("without the profiler", "", show(once))]
-        table((name, "share", "per pass"), rows)
-    return {"breakdown": out}
-
-
-def run_profile(s: Setting) -> dict:
-    """A trace of a prompt and a few tokens, and the ten costliest operations."""
-    model, P = s.build(s.checkpoint("1b")), s.args.prompt_tokens
-    prompt, token = forward(s, model, P), forward(s, model, 1, P)
-    prompt(), token()
-    cuda = [ProfilerActivity.CUDA] * (s.device.type == "cuda")
-    with profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True) as trace:
-        prompt()
-        for _ in range(s.args.gen_tokens):
-            token()
-    trace.export_chrome_trace(str(s.args.profile))
-    field = "self_device_time_total" if cuda else "self_cpu_time_total"
-    cost = sorted(((getattr(e, field), e.key, e.count) for e in trace.key_averages()), reverse=True)
-    total = sum(time for time, *_ in cost)
-    rows = [(k[:60], f"{t / total:.1%}", show(t * 1e-6), n) for t, k, n in cost[:10]]
-    table(("operation", "share", "total", "calls"), rows)
-    print(f"wrote {s.args.profile}: open it at ui.perfetto.dev or chrome://tracing")
-    return {"profile": rows}
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. Whole models, and others next to them
+# 5. Whole models, and others beside them
 
 # An engine takes prompt lengths, how many tokens to generate, and by name the depths at which to do
 # so: the number of tokens before them. It returns seconds: for each prompt by a name such as
@@ -736,7 +585,9 @@ def greedy_engine(
             prompt(T)  # once unmeasured, as llama-bench does
             found[f"pp{T}"] = seconds(partial(prompt, T))
         for name, depth in depths.items():
-            (set_depth or prompt)(depth)
+            reset()
+            if depth:
+                (set_depth or prompt)(depth)
             found[name] = sum(seconds(partial(feed, last)) for _ in range(new)) / new
         return found
 
@@ -786,7 +637,7 @@ def transformers_engine(s: Setting, config: llama2.Config, room: int, name: str)
 
 
 def llama_bench_engine(program: str, path: Path) -> Engine:
-    """llama.cpp's llama-bench: each call is a process, which warms up by itself."""
+    """A llama-bench, llama.cpp's or a fork's: one process for all prompts, which warms up itself."""
     if shutil.which(program) is None:
         raise ValueError(f"there is no {program}: --llama-bench PATH names llama.cpp's llama-bench")
 
@@ -796,15 +647,20 @@ def llama_bench_engine(program: str, path: Path) -> Engine:
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
         if done.returncode:
             why = done.stderr.splitlines()[-1:] or [f"exit status {done.returncode}"]
-            raise ValueError(f"llama-bench failed: {why[0]}")
-        tests = [(test["n_prompt"], test["avg_ts"]) for test in json.loads(done.stdout)]
-        return {f"pp{n}" if n else "tg": (n or 1) / rate for n, rate in tests}
+            raise ValueError(f"{program} failed: {why[0]}")
+        found = {}
+        for test in json.loads(done.stdout):
+            n, depth = test["n_prompt"], test.get("n_depth", 0)  # forks may not know depths
+            found[f"pp{n}" if n else f"tg@{depth}"] = (n or 1) / test["avg_ts"]
+        return found
 
     def run(prompts: Sequence[int], new: int, depths: Mapping[str, int]) -> dict[str, float]:
-        found = call("-p", ",".join(map(str, prompts)), "-n", 0)
-        for name, depth in depths.items():
-            found[name] = call("-p", 0, "-n", new, "-d", depth)["tg"]
-        return found
+        found = call("-p", ",".join(map(str, prompts)), "-n", new)
+        if any(depths.values()):
+            found |= call(
+                "-p", 0, "-n", new, "-d", ",".join(map(str, filter(None, depths.values())))
+            )
+        return found | {name: found[f"tg@{depth}"] for name, depth in depths.items()}
 
     return run
 
@@ -820,98 +676,94 @@ def take_turns(engines: Mapping[str, Engine], *tests: object, rounds: int) -> di
     return samples
 
 
-def compare(ours: Samples, theirs: Samples, tokens: Mapping[str, int]) -> dict[str, dict]:
-    """Tokens/s of both and their ratio, for each key of `tokens`: how many one sample computed."""
-    out = {}
+def compare(samples: Mapping[str, Samples], tokens: Mapping[str, int]) -> dict[str, dict]:
+    """What the engines, ours first, reached for each key of `tokens`: how many a sample computed."""
+    ours, rows = next(iter(samples.values())), {}
     for key, n in tokens.items():
-        rates = {"ours": n / median(ours[key]), "theirs": n / median(theirs[key])}
-        out[key] = rates | {"ratio": ratio(theirs[key], ours[key])}
-    return out
+        rows[key] = {"seconds": median(ours[key]), "iqr": iqr(ours[key])}
+        rows[key]["tokens/s"] = {name: n / median(each[key]) for name, each in samples.items()}
+        rows[key]["ratio"] = {
+            name: ratio(each[key], ours[key]) for name, each in samples.items() if each is not ours
+        }
+    return rows
 
 
-def run_whole(s: Setting) -> dict:
-    """One model: load, prompt, tokens, memory; others next to it; speed as the context fills."""
-    args, made, checkpoint = s.args, [], s.checkpoint("7b")
-    P, N, B, config = args.prompt_tokens, args.gen_tokens, args.batch, checkpoint.config
-    depths = {"tg": P} | {f"tg@{n}": n for n in args.context_sweep}
-    room, limit = max(depths.values()) + N, config.max_position_embeddings
+def bar(rates: Mapping[str, float], most: float, width: int = 40) -> str:
+    """A line of a plot: # up to the first rate, the others' initials where theirs are."""
+    (_, ours), *others = rates.items()
+    line = list(("#" * round(width * ours / most)).ljust(width + 1))
+    for name, rate in others:
+        line[round(width * rate / most)] = name[0]
+    return "".join(line)
+
+
+def run_model(s: Setting, path: Path | None) -> dict:
+    """One model: load, prompts, tokens, memory; others beside it; speed as the context fills."""
+    args, made = s.args, []
+    prompts = args.prompt_tokens or ([128, 512] if args.table else [128])
+    new, B, depths = args.gen_tokens, args.batch, {"tg": 0}
+    depths |= {f"tg@{n}": n for n in args.context_sweep}
+    checkpoint = llama2.open_checkpoint(path) if args.table else s.checkpoint("7b")
+    room, limit = max(*prompts, *depths.values()) + new, checkpoint.config.max_position_embeddings
     if room > limit:
-        raise ValueError(f"more tokens than the context of {limit}: {room - N} and {N} new ones")
+        raise ValueError(f"the context holds {limit} tokens, not {room - new} and {new} new ones")
     load = seconds(lambda: made.append(s.build(checkpoint, room)))
     (model,) = made
     engines = {"llama2.py": our_engine(s, checkpoint, model, room, B)}
-    take_turns(engines, (P,), N, {"tg": P}, rounds=1)
+    take_turns(engines, prompts[:1], new, {"tg": 0}, rounds=0)
     peak = llama2.peak_memory(s.device)  # before the others come
-    for other in args.compare:
-        if other == "llama.cpp":
-            engines[other] = llama_bench_engine(args.llama_bench, args.model)
-        else:
-            engines[other] = transformers_engine(s, config, room, other)
-    samples = take_turns(engines, (P,), N, depths, rounds=args.rounds)
-    ours = samples["llama2.py"]
-    first, tg = median(ours[f"pp{P}"]), median(ours["tg"])
-    size, speed = llama2.weight_bytes(model), bandwidth(s.device)
-    reached = f"{speed / 1e9:.1f} GB/s, {size / tg / speed:.0%} reached"
-    facts = {
-        "load, kernels compiled if needed": (load, show(load)),
-        f"first token, prompt of {P}": (first, f"{show(first)}, {B * P / first:.1f} tokens/s"),
-        f"each further token, batch {B}": (tg, f"{show(tg)}, IQR {show(iqr(ours['tg']))}"),
-        "tokens/s": (B / tg, f"{B / tg:.2f}"),
-        "weights read per token": (size, f"{size / 1e9:.3f} GB, {size / tg / 1e9:.1f} GB/s"),
-        "memory bandwidth, measured": (speed, reached),
-        "peak memory": (peak, f"{peak / 1e9:.2f} GB"),
-    }
-    out = {name: value for name, (value, _) in facts.items()}
-    if args.context_sweep:
-        out["context"] = times = {n: median(ours[f"tg@{n}"]) for n in args.context_sweep}
-        for n, each in times.items():
-            facts[f"each token behind {n}"] = each, f"{show(each)}, {B / each:.2f} tokens/s"
-    title = args.model.name if args.model else "random weights"
-    table((title, ""), ((name, text) for name, (_, text) in facts.items()))
+    for text in args.llama_bench if args.table else ():
+        name, _, program = text.rpartition("=")
+        engines[name or "llama.cpp"] = llama_bench_engine(program, path)
     for name in args.compare:
-        tokens = {f"pp{P}": B * P} | dict.fromkeys(depths, B)
-        out[name] = found = compare(ours, samples[name], tokens)
-        rows = [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found.items()]
-        table(("tokens/s", "llama2.py", name, "ours / theirs"), rows)
-    return {"whole": out}
+        engines[name] = transformers_engine(s, checkpoint.config, room, name)
+    samples = take_turns(engines, prompts, new, depths, rounds=args.rounds)
+    rows = compare(samples, {f"pp{T}": B * T for T in prompts} | dict.fromkeys(depths, B))
+    others, most = [*engines][1:], max(x for row in rows.values() for x in row["tokens/s"].values())
+    lines = []
+    for key, row in rows.items():
+        ours, *theirs = row["tokens/s"].values()
+        cells = [f"{a:.1f} ({b:.2f})" for a, b in zip(theirs, row["ratio"].values(), strict=True)]
+        times = show(row["seconds"]), show(row["iqr"])
+        lines.append((key, *times, f"{ours:.1f}", *cells, bar(row["tokens/s"], most)))
+    marks = ", ".join(("#: llama2.py", *(f"{name[0]}: {name}" for name in others)))
+    header = (path.name if path else "random weights", "time", "IQR", "tokens/s")
+    table((*header, *(f"{name} (ours / theirs)" for name in others), marks), lines)
+    size, speed = llama2.weight_bytes(model), bandwidth(s.device)
+    fraction = size / rows["tg"]["seconds"] / speed
+    print(f"loaded in {show(load)}, kernels compiled if needed; peak memory {peak / 1e9:.2f} GB")
+    print(f"a token reads {size / 1e9:.3f} GB of weights: {fraction:.0%} of the memory's bandwidth")
+    print(f"({fraction * speed / 1e9:.1f} of {speed / 1e9:.1f} GB/s, measured now)\n")
+    facts = {"load": load, "peak memory": peak, "weights": size, "bandwidth": speed}
+    return facts | {"fraction": fraction, "tests": rows}
 
 
-def run_table(s: Setting) -> dict:
-    """For each file: prompts and 16 new tokens, ours and llama.cpp's in turns."""
-    prompts, new, rows, out = s.args.table_prompts, 16, [], {}
-    depths = {"tg": 0} | {f"tg@{n}": n for n in s.args.context_sweep}
-    tokens = {f"pp{T}": T for T in prompts} | dict.fromkeys(depths, 1)
-    room = max(*prompts, *depths.values()) + new
-    header = ("file", *(f"{key} ours / llama.cpp" for key in tokens), "bandwidth reached")
-    for path in s.args.table:
-        engines = {"llama.cpp": llama_bench_engine(s.args.llama_bench, path)}
-        checkpoint = llama2.open_checkpoint(path)
-        model = s.build(checkpoint, room)
-        engines["ours"] = our_engine(s, checkpoint, model, room)
-        samples = take_turns(engines, prompts, new, depths, rounds=s.args.rounds)
-        found = compare(samples["ours"], samples["llama.cpp"], tokens)
-        speed = bandwidth(s.device)
-        fraction = llama2.weight_bytes(model) * found["tg"]["ours"] / speed
-        out[path.name] = {**found, "bandwidth": speed, "fraction": fraction}
-        cells = [f"{r['ours']:.1f} / {r['theirs']:.1f} = {r['ratio']:.2f}" for r in found.values()]
-        rows.append((path.name, *cells, f"{fraction:.0%} of {speed / 1e9:.0f} GB/s"))
-        table(header, rows[-1:])
-        del model, engines  # before the next one needs the memory
-    if len(rows) > 1:
-        table(header, rows)
-    return {"table": out}
+def run_models(s: Setting) -> dict:
+    """run_model() for --model, --config or all files of --table, which a last table sums up."""
+    out, lines = {}, []
+    for path in s.args.table or [s.args.model]:
+        name = path.name if path else "random weights"
+        found = out[str(path or name)] = run_model(s, path)
+        cells = []
+        for row in found["tests"].values():
+            ours, *_ = row["tokens/s"].values()
+            best = min(row["ratio"], key=row["ratio"].get, default=None)
+            cells.append(f"{ours:.1f}")
+            if best:
+                cells[-1] += f" / {row['tokens/s'][best]:.1f} = {row['ratio'][best]:.2f}"
+        lines.append((name, *cells, f"{found['fraction']:.0%}"))
+    if len(lines) > 1:
+        table(("file", *(f"{key}, ours / best" for key in found["tests"]), "bandwidth"), lines)
+    return {"models": out}
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Perplexity
+# 6. Perplexity
 
 
 def windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[list[int]]:
-    """The windows of `context` ids that llama-perplexity cuts a text into.
-
-    They do not overlap, an incomplete last one is dropped, BOS replaces the first id of each. What
-    counts is how the second half is predicted, from id context // 2 + 1 on.
-    """
+    """The windows of `context` ids that llama-perplexity cuts a text into: BOS replaces the first id
+    of each, and what counts is how the second half is predicted, from id context // 2 + 1 on."""
     for start in range(0, len(ids) - context + 1, context):
         window = list(ids[start : start + context])
         yield window if bos is None else [bos, *window[1:]]
@@ -923,64 +775,30 @@ def perplexity(losses: Tensor) -> tuple[float, float]:
     return value, value * losses.double().std().item() / math.sqrt(len(losses))
 
 
-def divergence(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) in nats of the distributions that two sets of logits (n, V) stand for: (n,)."""
-    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def read_text(
-    args: argparse.Namespace, checkpoints: Sequence[llama2.Checkpoint]
-) -> tuple[list[int], int | None]:
-    """The text as ids, and BOS if windows begin with it. ValueError if it is too short."""
-    text, T = args.perplexity.read_bytes().decode("utf-8", "replace"), args.context
-    tokenizers = [checkpoint.tokenizer() for checkpoint in checkpoints]
-    ids, *others = [tokenizer.encode(text, tokenizer.add_bos) for tokenizer in tokenizers]
-    configs = [checkpoint.config for checkpoint in checkpoints]
-    if others not in ([], [ids]) or len({config.vocab_size for config in configs}) > 1:
-        raise ValueError("the files of --compare-types have different vocabularies")
-    limit = min(config.max_position_embeddings for config in configs)
-    if not 4 <= T <= limit or len(ids) < 2 * T:
-        found = f"{args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
-        raise ValueError(f"--context {T}: {found}; needed are two windows of 4 to {limit}")
-    return ids, tokenizers[0].bos_id if tokenizers[0].add_bos else None
-
-
 def run_perplexity(s: Setting) -> dict:
-    """Perplexity of one file, or of two and the divergence of the second from the first."""
-    T, kl, same = s.args.context, [], []
-    paths = s.args.compare_types or [s.args.model or llama2.DEFAULT_MODEL]
-    checkpoints = [llama2.open_checkpoint(path) for path in paths]
-    ids, bos = read_text(s.args, checkpoints)
-    models, losses = [s.build(checkpoint, T) for checkpoint in checkpoints], [[] for _ in paths]
-    top = models[0].config.vocab_size if len(models) == 2 else 0  # the whole distribution
-    for i, window in enumerate(windows(ids, T, bos)):
-        logits = []
-        for model, own in zip(models, losses, strict=True):
-            logprobs, likeliest, whose = (x[T // 2 :] for x in llama2.score(model, window, top))
-            own.append(-logprobs)
-            logits.append(torch.empty_like(likeliest).scatter_(1, whose, likeliest))
-        if top:
-            kl.append(divergence(*logits))
-            same.append(logits[0].argmax(-1) == logits[1].argmax(-1))
-        value, error = perplexity(torch.cat(losses[0]))
-        note(f"window {i + 1} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
-    out = {"tokens": sum(map(len, losses[0])), "files": []}
-    for path, own in zip(paths, losses, strict=True):
-        value, error = perplexity(torch.cat(own))
-        out["files"].append({"file": path.name, "perplexity": value, "error": error})
-    rows = [(name, f"{p:.4f}", f"+-{e:.5f}") for name, p, e in map(dict.values, out["files"])]
-    table((f"{out['tokens']} tokens scored", "perplexity", "standard error"), rows)
-    if top:
-        kl, agree = torch.cat(kl), torch.cat(same).double().mean().item()
-        out["kl"] = {"mean": kl.mean().item(), "p99": kl.quantile(0.99).item(), "same_top": agree}
-        text = "KL divergence: mean {mean:.6f}, 99th percentile {p99:.6f}".format(**out["kl"])
-        print(f"{text}; the same likeliest token {agree:.2%}")
-    return {"perplexity": out}
+    """Perplexity of a text. ValueError if it is too short."""
+    path, T = s.args.model or llama2.DEFAULT_MODEL, s.args.context
+    checkpoint = llama2.open_checkpoint(path)
+    tokenizer, limit = checkpoint.tokenizer(), checkpoint.config.max_position_embeddings
+    text = s.args.perplexity.read_bytes().decode("utf-8", "replace")
+    ids = tokenizer.encode(text, tokenizer.add_bos)
+    if not 4 <= T <= limit or len(ids) < 2 * T:
+        found = f"{s.args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
+        raise ValueError(f"--context {T}: {found}; expected two windows of 4 to {limit} tokens")
+    model, losses = s.build(checkpoint, T), []
+    for window in windows(ids, T, tokenizer.bos_id if tokenizer.add_bos else None):
+        logprobs, *_ = llama2.score(model, window)
+        losses.append(-logprobs[T // 2 :])
+        value, error = perplexity(torch.cat(losses))
+        note(f"window {len(losses)} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
+    tokens = sum(map(len, losses))
+    rows = [(path.name, f"{value:.4f}", f"+-{error:.5f}")]
+    table((f"{tokens} tokens scored", "perplexity", "standard error"), rows)
+    return {"perplexity": {"tokens": tokens, "value": value, "error": error}}
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Processors with fewer instructions than this one
+# 7. Processors with fewer instructions than this one
 
 ISAS = {  # what compilers call them -> what oneDNN, MKL and ATen call the most that they may use
     "x86-64": ("SSE41", "SSE4_2", "default"),
@@ -1016,13 +834,7 @@ def limit_kernels(isa: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. Command line
-
-
-def fail(message: object) -> int:
-    """One line on stderr; 2, the exit status for what the user or a file got wrong."""
-    print("bench_llama2.py: error:", " ".join(str(message).split()), file=sys.stderr)
-    return 2
+# 8. Command line
 
 
 def count(text: str) -> int:
@@ -1036,44 +848,33 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises ValueError for a wrong one."""
     parser = llama2.Parser(prog="bench_llama2.py", description="Measure llama2.py.")
     parser.set_defaults(quiet=False)  # for llama2.build
-    group = parser.add_argument_group("modes (default: the suite, or --model or --config)")
-    add = group.add_argument
+    modes = "modes (default: the suite, or --model or --config)"
+    add = parser.add_argument_group(modes).add_argument
     add("--suite", action="store_true", help="each layer by itself")
     add("--claims", action="store_true", help="five claims with verdicts")
-    add("--breakdown", action="store_true", help="shares of a forward pass")
-    add("--profile", metavar="FILE", type=Path, help="write a trace; show the costliest operations")
-    add("--table", metavar="GGUF", type=Path, nargs="+", help="files next to llama.cpp")
+    add("--table", metavar="GGUF", type=Path, nargs="+", help="files beside llama.cpp")
     add("--perplexity", metavar="TEXT", type=Path, help="perplexity of a text file")
-    add("--compare-types", metavar="GGUF", type=Path, nargs=2, help="with --perplexity: two files")
     add = parser.add_argument_group("of what").add_argument
     add("--model", metavar="FILE", type=Path, help="a model (default: random weights)")
     add("--config", choices=CONFIGS, help="the shape of random weights")
     add("--layers", metavar="N", type=count, help="only so many layers of it")
-    types = "of random weights (default: --dtype)"
-    add("--type", choices=llama2.GGML_TYPES, help=types)
-    add("--prompt-tokens", metavar="N", type=count, default=128, help="default: 128")
+    add("--type", choices=llama2.GGML_TYPES, help="of random weights (default: --dtype)")
+    numbers = {"metavar": "N", "type": count, "nargs": "+"}
+    prompts = "lengths of prompts (default: 128; with --table also 512)"
+    add("--prompt-tokens", **numbers, help=prompts)
     add("--gen-tokens", metavar="N", type=count, default=16, help="default: 16")
     add("--batch", metavar="N", type=count, default=1, help="rows at once (default: 1)")
-    add(
-        "--context-sweep",
-        metavar="N",
-        type=count,
-        nargs="+",
-        default=[],
-        help="generation behind N",
-    )
-    add("--table-prompts", metavar="N", type=count, nargs="+", default=[128, 512])
+    add("--context-sweep", **numbers, default=[], help="generation behind N tokens")
     add("--context", metavar="N", type=count, default=512, help="of --perplexity (default: 512)")
-    peers = ("transformers", "transformers-bfloat16", "llama.cpp")
-    add("--compare", choices=peers, nargs="+", default=[], help="run these in turns with ours")
-    add("--llama-bench", metavar="PATH", default="llama-bench", help="default: the one on the PATH")
+    others = ("transformers", "transformers-bfloat16")
+    add("--compare", choices=others, nargs="+", default=[], help="run these in turns with ours")
+    programs = "for --table (default: the one on the PATH); NAME= tells several apart"
+    options = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
+    add("--llama-bench", **options, help=programs)
     add = parser.add_argument_group("how").add_argument
     add("--rounds", metavar="N", type=count, default=5, help="of what runs in turns (default: 5)")
     add("--seconds", metavar="S", type=float, default=1.0, help="per entry of the suite, about")
     add("--filter", metavar="TEXT", default="", help="only entries with this in their name")
-    add("--save-baseline", metavar="NAME", help="keep the suite's result")
-    add("--baseline", metavar="NAME", help="compare the suite with a kept result")
-    add("--fail-on-regression", action="store_true", help="exit 1 if that finds one")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: as llama2.py")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     dtype = "of the activations (default: as llama2.py; float32 is exact)"
@@ -1082,16 +883,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     add("--json", metavar="FILE", type=Path, help="write the result there as well")
     args = parser.parse_args(argv)
-    if args.compare_types and args.perplexity is None:
-        parser.error("--compare-types needs --perplexity TEXT")
     if args.model is not None and args.config is not None and not args.claims:
         parser.error("--model and --config exclude each other")
     if args.claims and args.type is not None:
         parser.error("--claims runs dense weights of --dtype: it takes no --type")
-    if "llama.cpp" in args.compare and (args.model is None or args.batch > 1):
-        parser.error("--compare llama.cpp needs --model FILE, and one row")
+    if args.table and args.batch > 1:
+        parser.error("--table runs one row: it takes no --batch")
+    names = [text.rpartition("=")[0] for text in args.llama_bench]
+    if len({*names}) < len(names):
+        parser.error("--llama-bench: several programs need names, NAME=PATH")
     if not 0 < args.seconds < 3600:
-        parser.error(f"--seconds {args.seconds}; accepted is above 0 and below 3600")
+        parser.error(f"--seconds {args.seconds}: expected above 0 and below 3600")
     return args
 
 
@@ -1128,21 +930,18 @@ def run(args: argparse.Namespace) -> int:
     result = {"machine": machine(s)}
     print("; ".join(f"{key} {value}" for key, value in result["machine"].items()), flush=True)
     modes = {
-        run_suite: args.suite or args.baseline or args.save_baseline,
+        run_suite: args.suite,
         run_claims: args.claims,
-        run_breakdown: args.breakdown,
-        run_profile: args.profile,
-        run_table: args.table,
+        run_models: args.table,
         run_perplexity: args.perplexity,
     }
     chosen = [mode for mode, wanted in modes.items() if wanted]
     with torch.no_grad():
-        for mode in chosen or [run_whole if args.model or args.config else run_suite]:
+        for mode in chosen or [run_models if args.model or args.config else run_suite]:
             result |= mode(s)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
-    regressed = any(word == "regressed" for *_, word in result.get("baseline", {}).values())
-    return 1 if args.fail_on_regression and regressed else 0
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1159,7 +958,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, ImportError, torch.OutOfMemoryError) as error:
-        return fail(error)
+        return llama2.fail(error, "bench_llama2.py")
 
 
 if __name__ == "__main__":
