@@ -3416,7 +3416,8 @@ def put(model: nn.Module, name: str, new: nn.Module) -> None:
 
 KERNELS_SOURCE = Path(__file__).resolve().parent / "kernels" / "cpu.cpp"
 KERNELS_VERSION = 1  # of the interface between that file and this one
-FEW_ROWS = 16  # up to here weights are multiplied as they stream by, above they are unpacked first
+FEW_ROWS = 16  # up to here torch's int4 products are faster than unpacking weights first
+AMX_ROWS = 48  # up to here the kernels are: 1.1B, Q4_K_M, 32 rows 166 ms by VNNI, 223 by AMX
 
 
 @dataclass
@@ -3426,7 +3427,8 @@ class Kernels:
     library: ctypes.CDLL | None = None
     problem: str = ""
     compile_seconds: float = 0.0  # 0 if it was compiled before
-    amx: bool = False  # torch's product of bfloat16 is faster for many rows
+    amx: bool = False  # torch's product of bfloat16 is faster for more than AMX_ROWS
+    few_rows: int = 0  # up to here a row's result has the bits that it has alone
 
 
 @functools.cache
@@ -3458,7 +3460,7 @@ def open_library(path: Path, compile_seconds: float = 0.0) -> Kernels:
         raise OSError(f"{KERNELS_SOURCE} is version {version}; needed is {KERNELS_VERSION}")
     if not features & 1:
         warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
-    return Kernels(library, "", compile_seconds, amx=bool(features & 2))
+    return Kernels(library, "", compile_seconds, bool(features & 2), features >> 8)
 
 
 def compilers() -> list[list[str]]:
@@ -3650,7 +3652,7 @@ class NativeLinear(QuantizedLinear):
         except Unfit:
             return super().forward(x)
         rows = x.numel() // K
-        if native.amx and not self.exact and rows > FEW_ROWS:
+        if native.amx and not self.exact and rows > AMX_ROWS:
             return self.by_amx(x32.view(rows, K), held).to(x.dtype).view(*x.shape[:-1], N)
         y = torch.empty(*x.shape[:-1], N, dtype=torch.float32, device="cpu")
         linear: Any = native.library.linear  # type: ignore[union-attr]
@@ -3726,8 +3728,8 @@ class NativeLayers(FastLayers):
         snapshot, packed = self.memory  # another thread may replace it meanwhile
         need(packed is not None and not any(snapshot.hooks))
         structs, exact, shape, _ = packed
-        many, half = B * T > FEW_ROWS, k.dtype == torch.float16
-        need(not (many and native.amx and not exact))
+        half = k.dtype == torch.float16
+        need(not (B * T > AMX_ROWS and native.amx and not exact))
         need(shape == (C, G, D))
         address(x, torch.float32, x.shape)
         tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
@@ -3735,7 +3737,7 @@ class NativeLayers(FastLayers):
             address(t, torch.float16 if half else torch.float32, (L, B, G, room, D)) for t in (k, v)
         ]
         y = x.clone()
-        step = 1 if many else L  # a prompt takes seconds: Ctrl-C is heard between calls
+        step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C is heard between calls
         run_layers: Any = native.library.run_layers  # type: ignore[union-attr]
         for i in range(0, L, step):
             layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes

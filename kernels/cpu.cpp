@@ -1,7 +1,7 @@
 // The CPU kernels of llama2.py: products with matrices that stay in the format of the file (ggml's
 // blocks of quantised weights), and whole layers made of them.
 //
-//   linear       y = x W^T: gemv up to 16 rows of x (streams W once), gemm with packing above
+//   linear       y = x W^T: gemv up to FEW_ROWS of x (streams W once), gemm with packing above
 //   dequantize   blocks -> float32 or bfloat16
 //   run_layers   what Block.forward does, for several layers in one call
 //
@@ -9,8 +9,17 @@
 // numbers, for gemm each 128 (3e-5 relative; gemm of Q6_K 6e-5), since integers multiply faster.
 // Dense weights are float32 in both.
 #include "formats.h"
+#ifdef _OPENMP
+extern "C" int omp_get_max_threads();
+#else
+static int omp_get_max_threads() { return 1; }
+#endif
 
-// ---- gemv: up to 16 rows of x; the bits of a row do not depend on how many there are ------------
+// ---- gemv: few rows of x; the bits of a row do not depend on how many there are -----------------
+
+// The border between gemv and gemm, by measuring both on either side of it. gemv takes 4 rows at a
+// time, and unpacks W for each 4; the 9th row would cost more than gemm of 16, with AVX2 the 7th.
+constexpr int64_t FEW_ROWS = VL == 16 ? 8 : 6;
 
 // Rows of x as integers q with scales, and sums of x, for minima. Scales and sums are kept per 16
 // numbers [0] and per 32 [1], for formats have groups of either. Rows end with zeros, up to `room`.
@@ -22,9 +31,9 @@ struct Rows {
   float *scales[2], *sums[2];
   Rows(const float *x, int64_t count, int64_t K)
       : x(x), count(count), K(K), room((K + 255) / 256 * 256) {
-    const int64_t n = count * room / 32;
+    const int64_t n = (count + 3) / 4 * 4 * room / 32;
     memory = array<float>(22 * n);
-    if (K < room) std::fill_n(memory.get(), 22 * n, 0.f);
+    if (K < room || count % 4) std::fill_n(memory.get(), 22 * n, 0.f);
     q = (int16_t *)memory.get();
     scales[0] = &memory[16 * n], sums[0] = scales[0] + 2 * n;
     scales[1] = sums[0] + 2 * n, sums[1] = scales[1] + n;
@@ -72,125 +81,137 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
     }
   }
 }
-// Each 64 of n numbers q, in place, as multiply() wants them
-template <bool PAIRED> static void split_for_gemv(int16_t *q, int64_t n) {
+// Each 256 of n numbers q, in place, in gemv's order and as multiply() takes them
+template <Order ORDER> static void split_for_gemv(int16_t *q, int64_t n) {
+  for (int16_t *end = q + n; q < end; q += 256) {
+    int16_t old[256];
+    memcpy(old, q, sizeof old);
+    for (int i = 0; i < 256 / W; i++)
+      for (int p = 0; p < W / 16; p++)
+        memcpy(q + W * i + 16 * p, old + 16 * Sixteens{i, ORDER}[p], 32);
 #ifdef VNNI  // high bytes, then low bytes: q = 256 high + low, both signed
-  for (int16_t *end = q + n; q < end; q += W) {
-    i16 v[2];
-    memcpy(v, q, sizeof v);
-    for (int i = 0; i < 2; i++) {
-      store((int8_t *)q + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
-      store((int8_t *)q + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
+    for (int16_t *to = q; to < q + 256; to += W) {
+      i16 v[2];
+      memcpy(v, to, sizeof v);
+      for (int i = 0; i < 2; i++) {
+        store((int8_t *)to + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
+        store((int8_t *)to + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
+      }
     }
-  }
 #else
-  split<W>(q, n);
-  for (int16_t *end = q + n; PAIRED && q < end; q += 64) {  // eights 0 1 2 .. 7 -> 0 4 1 5 .. 7
-    f32x4 eights[2][4];
-    memcpy(eights, q, sizeof eights);
-    for (int i = 0; i < 8; i++) store(q + 8 * i, eights[i % 2][i / 2]);
-  }
+    split<W>(q, 256);
 #endif
+  }
 }
-// W weights times W numbers of x; each lane is the sum of 4 products of neighbours
-INLINE i32 multiply(u8 w, Bytes x) {
+// N vectors of W weights times numbers of x; each lane is the sum of 4 N products
+template <int N> INLINE i32 multiply(const u8 *w, Bytes x) {
+  i32 total = {};
 #ifdef VNNI
-  const i32 high = (i32)VNNI(dpbusd)(Mi{}, (Mi)w, load<Mi>(x));
-  return (i32)VNNI(dpbusd)((Mi)(high << 8), (Mi)w, load<Mi>(x + W));
+  UNROLL
+  for (int i = 0; i < N; i++)
+    total = (i32)VNNI(dpbusd)((Mi)total, (Mi)w[i], load<Mi>(x + 2 * W * i));
+  total <<= 8;
+  UNROLL
+  for (int i = 0; i < N; i++)
+    total = (i32)VNNI(dpbusd)((Mi)total, (Mi)w[i], load<Mi>(x + 2 * W * i + W));
 #else
-  const i32 even = madd(i32{}, (i16)((u16)w & 255), load<i16>(x));
-  return madd(even, (i16)((u16)w >> 8), load<i16>(x + W));
+  UNROLL
+  for (int i = 0; i < N; i++) {
+    total = madd(total, (i16)((u16)w[i] & 255), load<i16>(x + 2 * W * i));
+    total = madd(total, (i16)((u16)w[i] >> 8), load<i16>(x + 2 * W * i + W));
+  }
 #endif
-}
-#ifdef AVX2
-// Two blocks of nibbles side by side, each of the four in 16 bits times what it meets in x
-INLINE i32 multiply(__m256i nibbles, Bytes x) {
-  auto product = [&](__m256i v, int bits, int i) INLINE_LAMBDA {
-    return madd(i32{}, (i16)_mm256_and_si256(v, _mm256_set1_epi16(bits)), load<i16>(x + 32 * i));
-  };
-  const __m256i high = _mm256_srli_epi16(nibbles, 4);
-  const i32 even = product(nibbles, 0xf, 0) + product(high, 0xf, 1);
-  return even + ((product(nibbles, 0xf00, 2) + product(high, 0xf00, 3)) >> 8);
-}
-#endif
-// The i-th STEP weights as multiply() takes them
-template <class T> INLINE auto gemv_values(Bytes b, int i) {
-#ifdef AVX2
-  if constexpr (T::PAIRED) {
-    const Bytes p = b + (2 * i + 1) * T::SIZE - 16, q = p + T::SIZE;
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(q), 1);
-  } else
-#endif
-    return T::values(b, i);
+  return total;
 }
 
-// One row of W (K) times R rows of x, or as many as there are, from `row` on -> y[0], y[stride] ...
+// NW rows of W (K), `down` bytes apart, times R rows of x, from `row` on -> y (R, NW), rows
+// `stride` numbers apart
+constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 template <class T, int R>
-static void dot(Bytes w, const Rows &x, int64_t row, float *y, int64_t stride) {
-  constexpr int GROUPS = T::GROUPS, WIDE = T::GROUP == 32, STEP = T::PAIRED ? 64 : W;
-  Bytes q[R];
-  const float *x_scales[R], *x_sums[R];
-  for (int r = 0; r < R; r++) {
-    const int64_t at = (row + r < x.count ? row + r : x.count - 1) * x.room;
-    q[r] = (Bytes)(x.q + at);
-    x_scales[r] = &x.scales[WIDE][at / T::GROUP], x_sums[r] = &x.sums[WIDE][at / T::GROUP];
-  }
-  f32 total[R] = {};
-  f32x8 low[R][GROUPS / 8] = {};
-  for (int64_t k = 0, K = x.K; k < K; k += 256, w += T::SIZE256) {
-    uint8_t padded[T::SIZE256];
-    Bytes b = w;
-    if (T::BLOCK < 256 && k + 256 > K) b = pad(w, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
-    prefetch(w + AHEAD, T::SIZE256);
-    alignas(64) float s[GROUPS], m[GROUPS], scales[R][GROUPS];
-    read_scales<T>(b, s, m);
+static void dot(Bytes w, int64_t down, const Rows &x, int64_t row, float *y, int64_t stride) {
+  constexpr int GROUPS = T::GROUPS, WIDE = T::GROUP == 32, SHARE = T::GROUP / 16;
+  const int64_t room = x.room, K = x.K;
+  const float *x_scales = &x.scales[WIDE][row * room / T::GROUP];
+  const float *x_sums = &x.sums[WIDE][row * room / T::GROUP];
+  Bytes q = (Bytes)(x.q + row * room);
+  f32 total[NW][R] = {};
+  f32x8 low[NW][R] = {};
+  for (int64_t k = 0; k < K; k += 256, w += T::SIZE256, q += 512) {
+    uint8_t padded[NW][T::SIZE256];
+    Bytes b[NW];
+    f32x8 scales[NW][R][GROUPS / 8];
     UNROLL
-    for (int r = 0; r < R; r++) UNROLL
-    for (int g = 0; g < GROUPS; g += 8) {
-      f32x8 v = load<f32x8>(s + g);
-      store(scales[r] + g, v * load<f32x8>(x_scales[r] + k / T::GROUP + g));
-      // Minima or zero points times sums of x are taken off at the end
-      if (T::MINIMUM) v = load<f32x8>(m + g);
-      low[r][g / 8] += v * load<f32x8>(x_sums[r] + k / T::GROUP + g);
-    }
-    // Reload scales from L1: broadcast loads are free, shuffles are not
-    asm volatile("" : : "r"(scales) : "memory");
-    unrolled<256 / STEP>([&](int i) INLINE_LAMBDA {
-      const auto v = gemv_values<T>(b, i);
+    for (int n = 0; n < NW; n++) {
+      b[n] = w + n * down;
+      prefetch(b[n] + AHEAD, T::SIZE256);
+      if (T::BLOCK < 256 && k + 256 > K)
+        b[n] = pad(b[n], (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded[n]);
+      f32x8 s[GROUPS / 8], m[GROUPS / 8];
+      read_scales<T>(b[n], (float *)s, (float *)m);
       UNROLL
-      for (int r = 0; r < R; r++) {
-        const f32 products = to_f32(multiply(v, q[r] + 2 * (k + STEP * i)));
-        const f32 scale = spread<T::GROUP, STEP>(scales[r] + STEP * i / T::GROUP);
-        total[r] += products * scale;
+      for (int r = 0; r < R; r++)
+        for (int g = 0; g < GROUPS / 8; g++) {
+          const int64_t at = (r * room + k) / T::GROUP + 8 * g;
+          scales[n][r][g] = s[g] * load<f32x8>(x_scales + at);
+          // Minima or zero points times sums of x are taken off at the end
+          low[n][r] += (T::MINIMUM ? m[g] : s[g]) * load<f32x8>(x_sums + at);
+        }
+    }
+    unrolled<256 / W / SHARE>([&](int i) INLINE_LAMBDA {
+      u8 v[NW][SHARE];
+      UNROLL
+      for (int n = 0; n < NW; n++) UNROLL
+      for (int j = 0; j < SHARE; j++) v[n][j] = T::values(b[n], {SHARE * i + j, ORDER<T>});
+      UNROLL
+      for (int r = 0; r < R; r++) UNROLL
+      for (int n = 0; n < NW; n++) {
+        const f32 products = to_f32(multiply<SHARE>(v[n], q + 2 * (r * room + SHARE * W * i)));
+        total[n][r] += products * spread<T::GROUP>(scales[n][r], {SHARE * i, ORDER<T>});
       }
     });
   }
-  for (int r = 0; r < R && row + r < x.count; r++) {
-    for (int g = 1; g < GROUPS / 8; g++) low[r][0] += low[r][g];
-    y[r * stride] = sum(total[r]) - sum(low[r][0]) * (T::MINIMUM ? 1 : T::ZERO);
-  }
+  for (int r = 0; r < R && row + r < x.count; r++)
+    for (int n = 0; n < NW; n++)
+      y[r * stride + (down ? n : 0)] =
+          sum(total[n][r]) - sum(low[n][r]) * (T::MINIMUM ? 1 : T::ZERO);
 }
 
-// One row of W (K) times one of x, in float32
-template <class T> static float dot_exact(Bytes w, const float *x, int64_t K) {
-  f32 total[32 / VL] = {};
-  for (int64_t k = 0; k < K; k += 256, w += T::SIZE256) {
-    uint8_t padded[T::SIZE256];
-    const Bytes b = k + 256 <= K ? w : pad(w, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
-    prefetch(w + AHEAD, T::SIZE256);
-    alignas(64) float line[256];
-    if (!T::DENSE) unpack<T>(b, line);
+// The same in float32; a row of x alone with one of W, for memory is faster in one run
+template <class T, int R>
+static void dot_exact(Bytes w, int64_t down, const float *x, int64_t K, float *y, int64_t stride) {
+  constexpr int N = R == 1 ? 1 : NW;
+  f32 total[N][R][32 / VL] = {};
+  for (int64_t k = 0; k < K; k += 256, w += T::SIZE256, x += 256) {
+    uint8_t padded[N][T::SIZE256];
+    alignas(64) float line[N][256];
+    Bytes b[N];
+    for (int n = 0; n < N; n++) {
+      b[n] = w + n * down;
+      prefetch(b[n] + AHEAD, T::SIZE256);
+      if (k + 256 > K) b[n] = pad(b[n], (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded[n]);
+      if (!T::DENSE) unpack<T>(b[n], line[n]);
+    }
     for (int i = 0; i < 256 && i < K - k; i += 32) UNROLL
-    for (int j = 0; j < 32; j += VL) {
-      f32 v;
-      if constexpr (T::DENSE) v = T::load(b, i + j);
-      else v = load<f32>(line + i + j);
-      total[j / VL] += v * load<f32>(x + k + i + j);
+    for (int j = 0; j < 32 / VL; j++) {
+      f32 v[N];
+      UNROLL
+      for (int n = 0; n < N; n++)
+        if constexpr (T::DENSE) v[n] = T::load(b[n], i + VL * j);
+        else v[n] = load<f32>(line[n] + i + VL * j);
+      UNROLL
+      for (int r = 0; r < R; r++) {
+        const f32 some = load<f32>(x + r * K + i + VL * j);
+        UNROLL
+        for (int n = 0; n < N; n++) total[n][r][j] += v[n] * some;
+      }
     }
   }
-  UNROLL
-  for (int j = 1; j < 32 / VL; j++) total[0] += total[j];
-  return sum(total[0]);
+  for (int r = 0; r < R; r++)
+    for (int n = 0; n < N; n++) {
+      UNROLL
+      for (int j = 1; j < 32 / VL; j++) total[n][r][0] += total[n][r][j];
+      y[r * stride + (down ? n : 0)] = sum(total[n][r][0]);
+    }
 }
 
 // ---- The table of formats -----------------------------------------------------------------------
@@ -199,18 +220,27 @@ struct Format {
   int64_t type, block, size, span, max;
   bool minimum;
   decltype(&::unpack<F32>) unpack;
-  decltype(&dot_exact<F32>) exact;
-  decltype(&split_for_gemv<false>) split;
-  decltype(&dot<Q8_0, 1>) one = nullptr, four = nullptr;   // rows of x at most; null: as if exact
+  decltype(&dot_exact<F32, 1>) exact_one, exact_some;
+  decltype(&split_for_gemv<NATURAL>) split;
+  decltype(&dot<Q8_0, 1>) one = nullptr, two = nullptr,
+                          four = nullptr;                  // rows of x at most; null: as if exact
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
   int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
+constexpr int SOME = VL == 16 ? 4 : 2;  // rows of x in float32
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type,      T::BLOCK,     T::SIZE,
-              T::SPAN,   T::MAX,       T::MINIMUM,
-              unpack<T>, dot_exact<T>, split_for_gemv<T::PAIRED>};
+  Format f = {type,
+              T::BLOCK,
+              T::SIZE,
+              T::SPAN,
+              T::MAX,
+              T::MINIMUM,
+              unpack<T>,
+              dot_exact<T, 1>,
+              dot_exact<T, SOME>,
+              split_for_gemv<ORDER<T>>};
   if constexpr (!T::DENSE) {
-    f.one = dot<T, 1>, f.four = dot<T, 4>;
+    f.one = dot<T, 1>, f.two = dot<T, 2>, f.four = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -240,135 +270,170 @@ struct Matrix {
 static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                  bool fast) {
   int64_t total = 0;
-  for (int i = 0; i < count; i++) total += matrices[i].N;
+  for (int i = 0; i < count; i++) total += (matrices[i].N + NW - 1) / NW;
   Rows vectors(x, fast ? rows : 0, K);
   for (int64_t r = 0; r < vectors.count; r++) quantize_row<32>(vectors, r, 1);
   matrices->format->split(vectors.q, vectors.count * vectors.room);
 #pragma omp parallel for schedule(guided, 16) if (total * K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
-    int64_t n = i;
-    while (n >= m->N) n -= m++->N;
+    int64_t n = i * NW;
+    for (; n >= m->N; m++) n -= (m->N + NW - 1) / NW * NW;
     const Format *f = m->format;
     const Bytes w = m->w + n * f->bytes(K);
+    const int64_t down = n + 1 < m->N ? f->bytes(K) : 0;
     if (fast && f->one)
       for (int64_t r = 0; r < rows; r += 4)
-        (rows - r > 1 ? f->four : f->one)(w, vectors, r, m->y + r * m->N + n, m->N);
+        (rows - r > 2   ? f->four
+         : rows - r > 1 ? f->two
+                        : f->one)(w, down, vectors, r, m->y + r * m->N + n, m->N);
     else
-      for (int64_t r = 0; r < rows; r++) m->y[r * m->N + n] = f->exact(w, x + r * K, K);
+      for (int64_t r = 0, step; r < rows; r += step) {
+        float *y = m->y + r * m->N + n;
+        step = rows - r < SOME ? 1 : SOME;
+        if (step > 1) f->exact_some(w, down, x + r * K, K, y, m->N);
+        else
+          for (int i = 0; i < NW && i < m->N - n; i++)
+            f->exact_one(w + i * down, 0, x + r * K, K, y + i, m->N);
+      }
   }
 }
 
 // ---- gemm, as in Goto and BLIS ------------------------------------------------------------------
-// x is packed in panels of MR rows; strips of W are unpacked, KC columns at a time; the microkernel
-// multiplies NR of their rows by a panel. Both consist of words of 32 bits: one float32 or two
-// int16. Sums of integers are scaled span by span; minima are taken off HELD columns at a time.
+// x is packed in panels of V vectors; strips of W are unpacked, KC columns at a time; the
+// microkernel multiplies some of their rows by a panel. Both consist of words of 32 bits: one
+// float32 or two int16. A row of x has S lanes of a panel, which take words in turn: integers only,
+// whose sums do not depend on that. They are scaled span by span; minima are taken off HELD columns
+// at a time.
 
-constexpr int V = 2, MR = V * VL, KC = 256, HELD = 1024, STRIP = 48, PANELS = 16;
+constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
+constexpr int KC = 256, HELD = 1024, STRIP = 48, LANES = 16 * MR;
+template <int V> constexpr int NR = VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 4 : 6;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
 
-// sums (NR, MR) += w (NR, count) . x (count, MR), in words; w has strides `down` and `right`
-template <class X>
-INLINE void microkernel(Sum<X> (&sums)[NR][V], const void *w, int64_t down, int64_t right,
+// sums (NR, V) += w (NR, count) . x (count, V vectors), in words; w has strides `down` and `right`
+template <class X, int S = 1, int V, int R>
+INLINE void microkernel(Sum<X> (&sums)[R][V], const void *w, int64_t down, int64_t right,
                         const void *x, int64_t count) {
   Bytes a = (Bytes)w, b = (Bytes)x;
   UNROLL_4
-  for (int64_t k = 0; k < count; k++, a += 4 * right, b += 4 * MR) {
+  for (int64_t k = 0; k < count; k += S, a += 4 * S * right, b += 4 * VL * V) {
     X v[V];
-    for (int i = 0; i < V; i++) v[i] = load<X>(b + 4 * VL * i);
-    for (int i = 0; i < 4 * MR; i += 64) __builtin_prefetch(b + i + 2048);  // panels lie in L2
     UNROLL
-    for (int n = 0; n < NR; n++) {
-      const X word = splat<X>(a + 4 * n * down);
-      for (int i = 0; i < V; i++) sums[n][i] = madd(sums[n][i], v[i], word);
+    for (int i = 0; i < V; i++) v[i] = load<X>(b + 4 * VL * i);
+    for (int i = 0; i < 4 * VL * V; i += 64) __builtin_prefetch(b + i + 2048);  // panels lie in L2
+    UNROLL
+    for (int n = 0; n < R; n++) {
+      const X words = splat<X, S>(a + 4 * n * down);
+      UNROLL
+      for (int i = 0; i < V; i++) sums[n][i] = madd(sums[n][i], v[i], words);
     }
   }
 }
 
-// The p-th MR of so many rows of n words, `stride` words apart -> (n, MR); the last row fills up
-static void turn(int64_t p, const void *rows, int64_t count, int64_t n, int64_t stride, void *to) {
-  auto row = [&](int64_t i) { return (Bytes)rows + 4 * stride * std::min(p * MR + i, count - 1); };
+// Rows of n words, `stride` words apart -> (n / UNIT, lanes): S lanes for each row, with its UNIT
+// words in turn; the last row fills up
+template <int UNIT, int S = UNIT>
+static void turn(const void *rows, int64_t count, int64_t n, int64_t stride, void *to, int lanes) {
   for (int64_t first = 0; first < n; first += 16)  // what is written at a time stays in L1
-    for (int64_t i = 0; i < MR; i += 4) {
-      const Bytes a = row(i), b = row(i + 1), c = row(i + 2), d = row(i + 3);
-      for (int64_t k = first; k < n && k < first + 16; k++) {
-        auto word = [&](Bytes row) { return load<float>(row + 4 * k); };  // whatever it is
-        store((float *)to + k * MR + i, f32x4{word(a), word(b), word(c), word(d)});
+    for (int64_t i = 0; i < lanes; i += 4) {
+      Bytes from[4];
+      for (int j = 0; j < 4; j++)
+        from[j] = (Bytes)rows + 4 * (stride * std::min((i + j) / S, count - 1) + j % UNIT);
+      for (int64_t k = first; k < n && k < first + 16; k += UNIT) {
+        auto word = [&](int j) { return load<float>(from[j] + 4 * k); };  // whatever it is
+        store((float *)to + k / UNIT * lanes + i, f32x4{word(0), word(1), word(2), word(3)});
       }
     }
 }
 
-// x (rows, K): words (panels, K / PER_WORD, MR); for int16 scales and sums (panels, K / 32, MR)
-template <class X> struct Panels {
+// x (rows, K): words (panels, K / PER_WORD, MR); for int16 scales and sums (panels, K / 32, lanes)
+template <class X, int V, int S> struct Panels {
+  enum { LANES = V * VL, MR = LANES / S };
   int64_t rows, K, count;
   Array<uint32_t> words;
   Array<float> scales, sums;
   Panels(const float *x, int64_t rows, int64_t K, int max)
       : rows(rows), K(K), count((rows + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
-    const int64_t groups = is_int16<X> ? count * MR * K / 32 : 0;
+    const int64_t groups = is_int16<X> ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
     Rows vectors(x, is_int16<X> ? rows : 0, K);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++) {
-      for (int64_t i = p * MR; is_int16<X> && i < (p + 1) * MR && i < rows; i++) {
-        (K % 128 ? quantize_row<32> : quantize_row<128>)(vectors, i, max);
-        split<32>(vectors.q + i * vectors.room, K);
-      }
-      if constexpr (!is_int16<X>) turn(p, x, rows, K, K, &words[p * MR * K]);
+      const int64_t r = p * MR, n = std::min<int64_t>(rows - r, MR), room = vectors.room;
+      if constexpr (!is_int16<X>) turn<S>(x + r * K, n, K, K, &words[r * K], LANES);
       else {
-        turn(p, vectors.q, rows, K / 2, vectors.room / 2, &words[p * MR * K / 2]);
-        turn(p, vectors.scales[1], rows, K / 32, vectors.room / 32, &scales[p * MR * K / 32]);
-        turn(p, vectors.sums[1], rows, K / 32, vectors.room / 32, &sums[p * MR * K / 32]);
+        for (int64_t i = r; i < r + n; i++) {
+          (K % 128 ? quantize_row<32> : quantize_row<128>)(vectors, i, max);
+          split<32>(vectors.q + i * room, K);
+        }
+        const int64_t to = p * LANES * K / 32, from = r * room / 32;
+        turn<S>(vectors.q + r * room, n, K / 2, room / 2, &words[r * K / 2], LANES);
+        turn<1, S>(vectors.scales[1] + from, n, K / 32, room / 32, &scales[to], LANES);
+        turn<1, S>(vectors.sums[1] + from, n, K / 32, room / 32, &sums[to], LANES);
       }
     }
   }
 };
 
-// total (NR, MR) += w (NR, count), of strides `down` and `right`, times x (count, MR), in float32
-INLINE void tile(float (*total)[MR], const void *w, int64_t down, int64_t right, const void *x,
+// total (NR, lanes) += w (NR, count), of strides `down` and `right`, times x (count, lanes)
+template <int V>
+INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t right, const void *x,
                  int64_t count) {
-  f32 sums[NR][V] = {};  // not what total is: GCC would keep half of that in memory
+  f32 sums[NR<V>][V] = {};  // not what total is: GCC would keep half of that in memory
   microkernel<f32>(sums, w, down, right, x, count);
   UNROLL
-  for (int j = 0; j < NR; j++)
-    for (int i = 0; i < V; i++) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
+  for (int j = 0; j < NR<V>; j++) UNROLL
+  for (int i = 0; i < V; i++) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
 }
 
 // The same with int16: w has a scale for each `span` columns, x (words) one for each 32
-INLINE void tile_int16(float (*total)[MR], const uint32_t (*w)[KC / 2], const float (*scales)[8],
+template <int V, int S>
+INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*scales)[8],
                        const uint32_t *x, const float *x_scales, int64_t span, int64_t spans) {
   for (int64_t g = 0; g < spans; g++) {
-    i32 sums[NR][V] = {};
-    microkernel<i16>(sums, w[0] + g * span / 2, KC / 2, 1, x + g * span / 2 * MR, span / 2);
+    i32 sums[NR<V>][V] = {};
+    microkernel<i16, S>(sums, w + g * span / 2, KC / 2, 1, x + g * span / 2 * (V * VL / S),
+                        span / 2);
     f32 x_scale[V];  // loaded once: a store to total might change them
-    for (int i = 0; i < V; i++) x_scale[i] = load<f32>(x_scales + g * span / 32 * MR + i * VL);
     UNROLL
-    for (int j = 0; j < NR; j++) {
+    for (int i = 0; i < V; i++) x_scale[i] = load<f32>(x_scales + g * span / 32 * V * VL + i * VL);
+    UNROLL
+    for (int j = 0; j < NR<V>; j++) {
       f32 scale = splat(scales[j][g]);
+      UNROLL
       for (int i = 0; i < V; i++) {
+        const i32 some = S == 2 ? add_pairs(sums[j][i]) : sums[j][i];
         f32 old = load<f32>(&total[j][i * VL]);
-        store(&total[j][i * VL], old + to_f32(sums[j][i]) * scale * x_scale[i]);
+        store(&total[j][i * VL], old + to_f32(some) * scale * x_scale[i]);
       }
     }
+    asm volatile("" : : : "memory");  // GCC would keep some of total in registers, others not
   }
 }
 
-template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
+template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<X, V, S> &x) {
+  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL;
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256);
-  std::atomic<int64_t> taken(0);  // strips, by a thread each
+  struct Scratch {  // of a thread; stacks may be small
+    uint32_t words[STRIP][KC / PER_WORD<X>];
+    float total[PANELS][STRIP][ALL], scales[STRIP][8], minima[HELD / 32][STRIP];
+  };
+  const auto memory = array<Scratch>(omp_get_max_threads());
+  std::atomic<int64_t> taken(0), started(0);  // strips, by a thread each; threads
 #pragma omp parallel
   {
-    alignas(64) uint32_t words[STRIP][KC / PER_WORD<X>] = {};
-    alignas(64) float total[PANELS][STRIP][MR], scales[STRIP][8] = {};
-    float minima[HELD / 32][STRIP] = {};
+    Scratch &s = memory[started++];
     uint8_t padded[1024];
+    memset(&s, 0, sizeof s.words);
+    memset(s.scales, 0, sizeof s.scales + sizeof s.minima);
     for (int64_t n = STRIP * taken++, next = n; n < m.N; n = next) {
       const int high = (int)std::min<int64_t>(m.N - n, STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
         const int64_t panels = std::min<int64_t>(x.count - first, PANELS);
-        memset(total, 0, panels * sizeof *total);
+        memset(s.total, 0, panels * sizeof *s.total);
         for (int64_t k = 0; k < K; k += KC) {
           const int64_t count = std::min<int64_t>(K - k, KC), end = k + count, held = k % HELD;
           if (end == K && first + PANELS >= x.count) next = STRIP * taken++;
@@ -376,57 +441,85 @@ template <class X> static void gemm(const Matrix &m, const Panels<X> &x) {
           for (int i = 0; i < high; i++) {
             Bytes blocks = m.w + f->bytes((n + i) * K + k);
             if (count < 256) blocks = pad(blocks, f->bytes(count), size, padded);
-            if constexpr (!is_int16<X>) f->unpack(blocks, (float *)words[i]);
+            if constexpr (!is_int16<X>) f->unpack(blocks, (float *)s.words[i]);
             else {
               float minimum[8];
-              f->unpack_int16(blocks, (int16_t *)words[i], scales[i], minimum);
-              for (int j = 0; f->minimum && j < 8; j++) minima[held / 32 + j][i] = minimum[j];
+              f->unpack_int16(blocks, (int16_t *)s.words[i], s.scales[i], minimum);
+              for (int j = 0; f->minimum && j < 8; j++) s.minima[held / 32 + j][i] = minimum[j];
             }
           }
           for (int64_t p = 0; p < panels; p++)
-            for (int i = 0; i < high; i += NR) {
-              for (int64_t j = i + p * NR / panels; j < i + (p + 1) * NR / panels; j++)
+            for (int i = 0; i < high; i += NR<V>) {
+              for (int64_t j = i + p * NR<V> / panels; j < i + (p + 1) * NR<V> / panels; j++)
                 prefetch(ahead + f->bytes(j * K), size + 63);
-              const int64_t at = ((first + p) * K + k) * MR;
+              const int64_t at = ((first + p) * K + k) * MR,
+                            group = ((first + p) * K + k) / 32 * ALL;
               const uint32_t *panel = &x.words[at / PER_WORD<X>];
-              if constexpr (!is_int16<X>) tile(total[p] + i, words[i], KC, 1, panel, count);
+              auto *total = s.total[p] + i;
+              if constexpr (!is_int16<X>) tile<V>(total, s.words[i], KC, 1, panel, count);
               else {
-                tile_int16(total[p] + i, words + i, scales + i, panel, &x.scales[at / 32], f->span,
-                           count / f->span);
+                tile_int16<V, S>(total, s.words[i], s.scales + i, panel, &x.scales[group], f->span,
+                                 count / f->span);
                 if (f->minimum && (end == K || end % HELD == 0))
-                  tile(total[p] + i, &minima[0][i], 1, STRIP, &x.sums[(at - held * MR) / 32],
-                       (held + count) / 32);
+                  tile<V>(total, &s.minima[0][i], 1, STRIP, &x.sums[group - held / 32 * ALL],
+                          (held + count) / 32);
               }
             }
         }
         for (int64_t r = first * MR; r < x.rows && r < (first + panels) * MR; r++)
-          for (int i = 0; i < high; i++) m.y[r * m.N + n + i] = total[r / MR - first][i][r % MR];
+          for (int i = 0; i < high; i++)
+            m.y[r * m.N + n + i] = s.total[r / MR - first][i][r % MR * S];
       }
     }
   }
+}
+template <class X, int V, int S>
+static void pack_and_gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K,
+                          int max) {
+  const Panels<X, V, S> panels(x, rows, K, max);
+  for (int i = 0; i < count; i++) gemm(m[i], panels);
+}
+typedef decltype(&pack_and_gemm<f32, 1, 1>) Gemm;
+// The panels that leave the fewest rows empty, wide ones if there are several
+template <class X> static Gemm find_gemm(int64_t rows) {
+  constexpr bool HALVES = VL == 16 && is_int16<X>;
+  static const struct {
+    int rows;
+    Gemm gemm;
+  } ALL[] = {{2 * VL, pack_and_gemm<X, 2, 1>},
+             {VL, pack_and_gemm<X, 1, 1>},
+             {(HALVES ? 3 : 4) * VL / 2, pack_and_gemm < X, HALVES ? 3 : 2, HALVES ? 2 : 1 > }};
+  Gemm best = nullptr;
+  int64_t least = INT64_MAX;
+  for (auto &some : ALL) {
+    const int64_t all = (rows + some.rows - 1) / some.rows * some.rows;
+    if (all < least) best = some.gemm, least = all;
+  }
+  return best;
 }
 
 // Each of the matrices times x (rows, K)
 static void multiply(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                      bool fast) {
-  while (rows <= 16 && count) {
-    int alike = 1;
-    while (alike < count && matrices[alike].format->split == matrices->format->split) alike++;
-    gemv(matrices, alike, x, rows, K, fast);
-    matrices += alike, count -= alike;
-  }
-  std::optional<Panels<f32>> exact_panels;
-  std::optional<Panels<i16>> fast_panels;
-  int64_t max = 0;
-  for (int i = 0; i < count; i++) max = std::max(max, matrices[i].format->max);
-  for (const Matrix *m = matrices; m < matrices + count; m++) {
-    if (fast && m->format->unpack_int16) {
-      if (!fast_panels) fast_panels.emplace(x, rows, K, (int)max);
-      gemm(*m, *fast_panels);
-    } else {
-      if (!exact_panels) exact_panels.emplace(x, rows, K, 0);
-      gemm(*m, *exact_panels);
+  while (count) {
+    auto integers = [&](const Format *f) { return fast && f->unpack_int16; };
+    int alike = 1, max = matrices->format->max;
+    for (; alike < count; alike++) {
+      const Format *f = matrices[alike].format;
+      if (rows <= FEW_ROWS ? f->split != matrices->format->split
+                           : integers(f) != integers(matrices->format))
+        break;
+      max = std::max(max, (int)f->max);
     }
+    if (rows <= FEW_ROWS) gemv(matrices, alike, x, rows, K, fast);
+    else {
+      Gemm gemm = find_gemm<f32>(rows);
+#ifdef MM
+      if (integers(matrices->format)) gemm = find_gemm<i16>(rows);
+#endif
+      gemm(matrices, alike, x, rows, K, max);
+    }
+    matrices += alike, count -= alike;
   }
 }
 
@@ -506,30 +599,31 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
 }
 
 // The same for up to MR tokens of one head, `row` numbers apart: the i-th sees length + i keys
-constexpr int64_t KEYS = 5 * NR;  // are converted to float32 at a time
+constexpr int NK = NR<V>;
+constexpr int64_t KEYS = 5 * NK;  // are converted to float32 at a time
 static int64_t scratch_size(int64_t length, int64_t D) {
-  return (2 * D + length + MR + 3 * NR) * MR + (KEYS + NR) * D;
+  return (2 * D + length + MR + 3 * NK) * MR + (KEYS + NK) * D;
 }
 template <class E>
 static void attend_many(const float *q, const E *keys, const E *values, float *y, float *scratch,
                         int64_t length, int64_t D, int64_t tokens, int64_t row) {
   const int64_t count = length + tokens - 1;
-  float *queries = scratch, *total = queries + D * MR, *p = total + (D + NR) * MR;
-  float *some = p + (count + NR) * MR;  // (KEYS, D) of keys or values
+  float *queries = scratch, *total = queries + D * MR, *p = total + (D + NK) * MR;
+  float *some = p + (count + NK) * MR;  // (KEYS, D) of keys or values
   f32 top[V], weight[V] = {};
   i32 lane = {};
   for (int i = 0; i < VL; i++) lane[i] = i;
   float scale = 1 / std::sqrt((float)D);
   for (int i = 0; i < V; i++) top[i] = splat(-INFINITY);
-  turn(0, q, tokens, D, row, queries);
-  std::fill_n(total, (D + NR) * MR, 0.f), std::fill_n(some, (KEYS + NR) * D, 0.f);
+  turn<1>(q, tokens, D, row, queries, MR);
+  std::fill_n(total, (D + NK) * MR, 0.f), std::fill_n(some, (KEYS + NK) * D, 0.f);
   for (int64_t from = 0; from < count; from += KEYS) {
     const int64_t n = count - from < KEYS ? count - from : KEYS;
     for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(keys + from * D + i));
-    for (int64_t s = from; s < from + n; s += NR) {
-      f32 sums[NR][V] = {};
+    for (int64_t s = from; s < from + n; s += NK) {
+      f32 sums[NK][V] = {};
       microkernel<f32>(sums, some + (s - from) * D, D, 1, queries, D);
-      for (int j = 0; j < NR; j++)
+      for (int j = 0; j < NK; j++)
         for (int i = 0; i < V; i++) {
           const auto seen = lane + (int)(VL * i + length) > (int)s + j;
           f32 score = seen ? sums[j][i] * scale : splat(-INFINITY);
@@ -546,8 +640,8 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
         store(p + s * MR + VL * i, e), weight[i] += e;
       }
     for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(values + from * D + i));
-    for (int64_t d = 0; d < D; d += NR) {
-      f32 sums[NR][V];
+    for (int64_t d = 0; d < D; d += NK) {
+      f32 sums[NK][V];
       memcpy(sums, total + d * MR, sizeof sums);
       microkernel<f32>(sums, some + d, 1, D, p + from * MR, n);
       memcpy(total + d * MR, sums, sizeof sums);
@@ -595,7 +689,7 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
       }
     }
   }
-  const int64_t step = T > 16 ? MR : 1, steps = (T + step - 1) / step;
+  const int64_t step = T > FEW_ROWS ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
   bool failed = false;
 #pragma omp parallel if (rows * (pos + T) > 64)
@@ -644,8 +738,9 @@ enum { DONE, NO_MEMORY, NOT_SUPPORTED };
 
 extern "C" {
 int32_t kernels_version() { return 1; }
-int32_t kernels_features() {  // bit 0: OpenMP; bit 1: AMX, with which torch's own gemm is faster
-  int32_t features = 0;
+// bit 0: OpenMP; bit 1: AMX, with which torch's own gemm is faster; from bit 8 on: FEW_ROWS
+int32_t kernels_features() {
+  int32_t features = FEW_ROWS << 8;
 #ifdef _OPENMP
   features |= 1;
 #endif

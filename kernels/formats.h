@@ -6,7 +6,6 @@
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_, GROUPS = 256 / GROUP_ };
   enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
-  enum { PAIRED = false };
 };
 // A float16 scale and perhaps another float16, a minimum less than zero, begin the block
 template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
@@ -21,69 +20,98 @@ struct Block256 : Block<256, SIZE_, GROUP_, MINIMUM_> {
 };
 template <int SIZE_> using Dense = Block32<SIZE_, -1>;
 
+// The order in which gemv takes 256 weights. Groups of 32 are taken by halves, so that two vectors
+// have the same groups in the same lanes and share an addition. PARITY: of K types, which have two
+// groups in the same bytes.
+enum Order { NATURAL, HALVES, PARITY };
+// The 16s that are unpacked to the i-th vector of bytes
+struct Sixteens {
+  int i;
+  Order order;
+  __attribute__((always_inline)) int operator[](int p) const {
+    const int a = i / 2, group = order == HALVES ? W / 16 * a + p : a / 2 * 4 + 2 * p + a % 2;
+    return order == NATURAL ? W / 16 * i + p : 2 * group + i % 2;
+  }
+};
+template <class T>
+constexpr Order ORDER = T::GROUP == 16   ? NATURAL
+                        : T::BLOCK == 32 ? HALVES
+                                         : PARITY;
+
 // Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
 struct Piece {
   int at, bit;
 };
 #ifdef MM
 INLINE __m256i load_pieces(Bytes b, int first, int second) {
-  if (first == second) return _mm256_broadcastsi128_si256(load<__m128i>(b + first));
-  return load<__m256i>(b + first);  // the second follows
+  const __m128i v = load<__m128i>(b + first);
+  if (second == first) return _mm256_broadcastsi128_si256(v);
+  if (second == first + 16) return load<__m256i>(b + first);
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(v), load<__m128i>(b + second), 1);
 }
 #endif
-// Bits `mask` of the i-th W weights, moved to bit `to` of a byte each; piece(j): of the j-th 16.
-// All but the bytes is constant where vectors are wide.
-template <class F> INLINE u8 bits(Bytes b, int i, F piece, int mask, int to = 0) {
-  const int j = W / 16 * i, first = piece(j).at;
+// Bits `mask` of W weights, moved to bit `to` of a byte each; piece(j): of the j-th 16. All but the
+// bytes is constant where vectors are wide.
+template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to = 0) {
+  const int first = piece(w[0]).at;
 #ifdef MM
-  const __m256i v = load_pieces(b, first, piece(j + 1).at);
+  const int second = piece(w[1]).at;
 #ifdef AVX512
-  const int third = piece(j + 2).at, last = piece(j + 3).at;
+  const int third = piece(w[2]).at, last = piece(w[3]).at;
   Mi all;
-  if (third == first + 32 && last == first + 48) all = load<Mi>(b + first);
-  else if (third == first) all = _mm512_broadcast_i64x4(v);
-  else if (piece(j + 1).at == first)
-    all = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load<__m128i>(b + first)), 0xf0,
-                                      load<__m128i>(b + third));
-  else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
+  if (second == first + 16 && third == first + 32 && last == first + 48) all = load<Mi>(b + first);
+  else if (second == first + 32 && third == first + 64 && last == first + 96) {
+    const Mi low = load<Mi>(b + first / 32 * 32), high = load<Mi>(b + first / 32 * 32 + 64);
+    all =
+        first % 32 ? _mm512_shuffle_i64x2(low, high, 0xdd) : _mm512_shuffle_i64x2(low, high, 0x88);
+  } else {
+    const __m256i v = load_pieces(b, first, second);
+    if (third == first && last == second) all = _mm512_broadcast_i64x4(v);
+    else if (second == first && last == third)
+      all = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load<__m128i>(b + first)), 0xf0,
+                                        load<__m128i>(b + third));
+    else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
+  }
 #else
-  const Mi all = v;
+  const Mi all = load_pieces(b, first, second);
 #endif
   u32 right = {}, left = {};
   for (int lane = 0; lane < VL; lane++) {
-    const int shift = piece(j + lane / 4).bit - to;
+    const int shift = piece(w[lane / 4]).bit - to;
     right[lane] = shift > 0 ? shift : 0, left[lane] = shift < 0 ? -shift : 0;
   }
   const u32 moved = (u32)all >> right << left;
 #else
-  const int shift = piece(j).bit - to;
+  const int shift = piece(w[0]).bit - to;
   const u32 all = load<u32>(b + first), moved = shift > 0 ? all >> shift : all << -shift;
 #endif
   return (u8)moved & (uint8_t)(mask << to);
 }
 // Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
-template <int SIZE> INLINE u8 nibbles(Bytes b, int i) {
-  return bits(b, i, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
+template <int SIZE> INLINE u8 nibbles(Bytes b, Sixteens w) {
+  return bits(b, w, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
 }
 // Of blocks of 256 in which 32 weights have the lowest bits of 32 bytes, the next 32 those above
-template <int BITS> INLINE u8 stacked(Bytes b, int i, int to = 0) {
+template <int BITS> INLINE u8 stacked(Bytes b, Sixteens w, int to = 0) {
   constexpr int PER = 8 / BITS;  // weights in a byte
   auto piece = [](int j) { return Piece{j / 2 / PER * 32 + j % 2 * 16, j / 2 % PER * BITS}; };
-  return bits(b, i, piece, (1 << BITS) - 1, to);
+  return bits(b, w, piece, (1 << BITS) - 1, to);
 }
 constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
 // Of blocks that hold the fifth bit of 32 weights in 32 bits
-template <int SIZE> INLINE u8 fifth(Bytes b, int i) {
-#if defined(AVX512)
-  const uint64_t high = load<uint32_t>(b + (2 * i + 1) * SIZE);
-  return (u8)_mm512_maskz_set1_epi8(load<uint32_t>(b + 2 * i * SIZE) | high << 32, 16);
+template <int SIZE> INLINE u8 fifth(Bytes b, Sixteens w) {
+  uint64_t high = 0;
+  for (int p = 0; p < W / 16; p++)
+    high |= (uint64_t)load<uint16_t>(b + w[p] / 2 * SIZE + w[p] % 2 * 2) << 16 * p;
+#ifdef AVX512
+  return (u8)_mm512_maskz_set1_epi8(high, 16);
 #else
   uint64_t v[W / 8];
-#if defined(AVX2)
+#ifdef AVX2
   for (int j = 0; j < W / 8; j++) v[j] = each(j);
-  store(v, _mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(b + i * SIZE)), load<Mi>(v)));
+  store(v, _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)high), load<Mi>(v)));
 #else
-  for (int j = 0; j < W / 8; j++) v[j] = each(b[i / 2 * SIZE + i % 2 * 2 + j]);
+  for (int j = 0; j < W / 8; j++) v[j] = each(high >> 8 * j & 255);
 #endif
   for (uint64_t &bytes : v) bytes &= 0x8040201008040201;
   return (u8)(load<u8>(v) != 0) & 16;
@@ -118,22 +146,20 @@ struct BF16 : Dense<64> {
   }
 };
 struct Q4_0 : Block32<18, 8> {
-  enum { PAIRED = PAIR_NIBBLES };
-  INLINE u8 values(Bytes b, int i) { return nibbles<18>(b + 2, i); }
+  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<18>(b + 2, w); }
 };
 struct Q4_1 : Block32<20, 0, true> {
-  enum { PAIRED = PAIR_NIBBLES };
-  INLINE u8 values(Bytes b, int i) { return nibbles<20>(b + 4, i); }
+  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<20>(b + 4, w); }
 };
 struct Q5_0 : Block32<22, 16> {
-  INLINE u8 values(Bytes b, int i) { return nibbles<22>(b + 6, i) | fifth<22>(b + 2, i); }
+  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<22>(b + 6, w) | fifth<22>(b + 2, w); }
 };
 struct Q5_1 : Block32<24, 0, true> {
-  INLINE u8 values(Bytes b, int i) { return nibbles<24>(b + 8, i) | fifth<24>(b + 4, i); }
+  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<24>(b + 8, w) | fifth<24>(b + 4, w); }
 };
 struct Q8_0 : Block32<34, 128> {
-  INLINE u8 values(Bytes b, int i) {
-    return bits(b, i, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
+  INLINE u8 values(Bytes b, Sixteens w) {
+    return bits(b, w, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
   }
 };
 struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, true> {
@@ -143,7 +169,7 @@ struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, true> {
       s[i] = v & each(15), m[i] = v >> 4 & each(15);
     }
   }
-  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 16, i); }
+  INLINE u8 values(Bytes b, Sixteens w) { return stacked<2>(b + 16, w); }
 };
 struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
@@ -154,21 +180,21 @@ struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
       s[i] = v | sign << 1 | sign << 2;  // less 32
     }
   }
-  INLINE u8 values(Bytes b, int i) { return stacked<2>(b + 32, i) | stacked<1>(b, i, 2); }
+  INLINE u8 values(Bytes b, Sixteens w) { return stacked<2>(b + 32, w) | stacked<1>(b, w, 2); }
 };
 struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, true> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 16, i); }
+  INLINE u8 values(Bytes b, Sixteens w) { return stacked<4>(b + 16, w); }
 };
 struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, true> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
-  INLINE u8 values(Bytes b, int i) { return stacked<4>(b + 48, i) | stacked<1>(b + 16, i, 4); }
+  INLINE u8 values(Bytes b, Sixteens w) { return stacked<4>(b + 48, w) | stacked<1>(b + 16, w, 4); }
 };
 struct Q6_K : Block256<210, 32, 32 * 128, 16, 208> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
-  INLINE u8 values(Bytes b, int i) {
+  INLINE u8 values(Bytes b, Sixteens w) {
     auto low = [](int j) { return Piece{j / 8 * 64 + j % 4 * 16, j / 4 % 2 * 4}; };
-    return bits(b, i, low, 15) | stacked<2>(b + 128, i, 4);
+    return bits(b, w, low, 15) | stacked<2>(b + 128, w, 4);
   }
 };
 
@@ -205,14 +231,29 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
 #endif
   }
 }
-// COUNT / GROUP numbers, each in the lanes of its group
-template <int GROUP, int COUNT = W> INLINE f32 spread(const void *p) {
-  if (COUNT <= GROUP) return splat<f32>(p);
+// Of 8 groups' numbers those of some 16s, in the lanes of each
+template <int GROUP> INLINE f32 spread(const f32x8 *v, Sixteens w) {
+  const f32x8 eight = v[w[0] * 16 / GROUP / 8];
+#ifdef MM
+  i32 lane = {};
+  for (int i = 0; i < VL; i++) lane[i] = w[i / 4] * 16 / GROUP % 8;
+#ifdef AVX512
+  return (f32)_mm512_permutexvar_ps((Mi)lane, _mm512_castps256_ps512((__m256)eight));
+#else
+  return (f32)_mm256_permutevar8x32_ps((__m256)eight, (Mi)lane);
+#endif
+#else
+  return splat(eight[w[0] * 16 / GROUP % 8]);
+#endif
+}
+// W / GROUP numbers, each in the lanes of its group
+template <int GROUP> INLINE f32 spread(const void *p) {
+  if (W <= GROUP) return splat<f32>(p);
 #ifdef MM
   // No more bytes than needed: a load that is wider than the store before it must wait
-  const __m128i some = COUNT == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
+  const __m128i some = W == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
   i32 lane = {};
-  for (int i = 0; i < VL; i++) lane[i] = COUNT / VL * i / GROUP;
+  for (int i = 0; i < VL; i++) lane[i] = 4 * i / GROUP;
 #ifdef AVX512
   return (f32)_mm512_permutexvar_epi32((Mi)lane, _mm512_castsi128_si512(some));
 #else
@@ -243,7 +284,7 @@ template <class T> static void unpack(Bytes w, float *y) {
     float s[T::GROUPS], m[T::GROUPS];
     read_scales<T>(w, s, m);
     unrolled<256 / W>([&](int i) INLINE_LAMBDA {
-      const u8 v = T::values(w, i);
+      const u8 v = T::values(w, {i, NATURAL});
       for (int p = 0; p < W; p += VL) {
         const int group = (W * i + p) / T::GROUP;
         f32 scaled = (to_f32(widen((Bytes)&v + p)) - (float)T::ZERO) * s[group];
@@ -270,7 +311,7 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
     for (int i = 0; T::MINIMUM && i < 8; i++) minima[i] = -minima[i];
   }
   unrolled<256 / W>([&](int i) INLINE_LAMBDA {
-    const u8 v = T::values(w, i);
+    const u8 v = T::values(w, {i, NATURAL});
     i16 even = (i16)((u16)v & 255) - (int16_t)T::ZERO, odd = (i16)((u16)v >> 8) - (int16_t)T::ZERO;
     if constexpr (T::BLOCK == 256) {
       const i16 factor = (i16)spread<T::GROUP>(factors + W * i / T::GROUP);

@@ -32,23 +32,23 @@
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 
-// VL: 32-bit lanes of a vector; NR: rows of W in a tile of gemm; MM(add_ps): the intrinsic
+// VL: 32-bit lanes of a vector; MM(add_ps): the intrinsic
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define AVX512
 #define MM(name) _mm512_##name
-constexpr int VL = 16, NR = 12;
+constexpr int VL = 16;
 typedef __m512 Mf;
 typedef __m512i Mi;
 typedef __m256i Mhalf;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define AVX2
 #define MM(name) _mm256_##name
-constexpr int VL = 8, NR = 6;
+constexpr int VL = 8;
 typedef __m256 Mf;
 typedef __m256i Mi;
 typedef __m128i Mhalf;
 #else
-constexpr int VL = 4, NR = 6;
+constexpr int VL = 4;
 #endif
 #if defined(AVX512) && defined(__AVX512VNNI__)
 #define VNNI(name) _mm512_##name##_epi32
@@ -70,11 +70,6 @@ typedef float f32x4 VECTOR(16);
 typedef float f32x8 VECTOR(32);
 typedef int32_t i32x8 VECTOR(32);
 constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
-#if defined(AVX2) && !defined(VNNI)
-constexpr bool PAIR_NIBBLES = true;  // gemv takes two blocks of nibbles at a time
-#else
-constexpr bool PAIR_NIBBLES = false;
-#endif
 template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
 template <class X>
 using Sum = typename std::conditional<is_int16<X>, i32, f32>::type;  // of products
@@ -85,14 +80,25 @@ template <class V> INLINE V load(const void *p) {
   return v;
 }
 template <class V> INLINE void store(void *p, const V &v) { memcpy(p, &v, sizeof v); }
-template <class V> INLINE V splat(const void *p) { return (V)(load<uint32_t>(p) - u32{}); }
+typedef uint64_t u64 VECTOR(4 * VL);
+template <class V, int WORDS = 1> INLINE V splat(const void *p) {  // one after the other
+  return WORDS == 2 ? (V)(load<uint64_t>(p) - u64{}) : (V)(load<uint32_t>(p) - u32{});
+}
 INLINE f32 splat(float f) { return f - f32{}; }
 INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
 INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
 INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
+#ifdef MM  // by parts of what lies in memory, GCC would leave it there
+INLINE float sum(f32x8 v) {
+  return sum((f32x4)_mm256_castps256_ps128((__m256)v) + (f32x4)_mm256_extractf128_ps((__m256)v, 1));
+}
+#else
 INLINE float sum(const f32x8 &v) { return sum(load<f32x4>(&v) + load<f32x4>((Bytes)&v + 16)); }
+#endif
 #ifdef AVX512
-INLINE float sum(const f32 &v) { return sum(load<f32x8>(&v) + load<f32x8>((Bytes)&v + 32)); }
+INLINE float sum(f32 v) {
+  return sum((f32x8)_mm512_castps512_ps256((Mf)v) + (f32x8)_mm512_extractf32x8_ps((Mf)v, 1));
+}
 #endif
 // f(0), f(1) ... f(N - 1), where vectors are wide with constants
 template <class F, int... I> INLINE void call(F f, std::integer_sequence<int, I...>) {
@@ -140,6 +146,15 @@ INLINE i32x8 widen8(const uint64_t &bytes) {
 #else
   typedef int8_t i8x8 VECTOR(8);
   return __builtin_convertvector(load<i8x8>(&bytes), i32x8);
+#endif
+}
+
+// Two neighbours' sum in both of their lanes
+INLINE i32 add_pairs(i32 v) {
+#ifdef AVX512
+  return v + (i32)_mm512_shuffle_epi32((Mi)v, _MM_PERM_CDAB);
+#else
+  return v;
 #endif
 }
 

@@ -106,7 +106,7 @@ def test_precision(kind, amx):
         x = torch.randn(rows, 512) * torch.logspace(-3, 3, 512)  # large and small side by side
         wanted = F.linear(x, weight)
         assert_close(exact(x), wanted, 1e-5)
-        assert_close(fast(x), wanted, 1e-2 if amx and rows > llama2.FEW_ROWS else 1e-4)
+        assert_close(fast(x), wanted, 1e-2 if amx and rows > llama2.AMX_ROWS else 1e-4)
     assert exact(torch.randn(2, 12, 512)).shape == (2, 12, 53)
     for rows in (2, 40):
         x = torch.randn(rows, 512)
@@ -287,7 +287,7 @@ def test_native_layers_that_round(tmp_path, vocabulary, amx):
         x = torch.randn(1, T, 256)
         rest = *theirs.rope(T), theirs.mask(T)
         wanted = by_blocks(plain.layers, x, *rest, theirs)
-        tolerance = 0.02 if amx and T > llama2.FEW_ROWS else 1e-3
+        tolerance = 0.02 if amx and T > llama2.AMX_ROWS else 1e-3
         assert_close(fast.layers(x, *rest, ours), wanted, tolerance)
         assert_close(ours.v, theirs.v, tolerance)
 

@@ -1,0 +1,166 @@
+"""What changes no bit of what the kernels compute: threads, batches, and how a prompt is split.
+
+There is one border, `kernels().few_rows`: rows on one side of it do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import llama2
+from test_llama2 import SCALES, needs, random_blocks
+
+pytestmark = needs("accelerate")
+CONFIG = llama2.Config(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+    max_position_embeddings=128,
+)
+KINDS = [kind for kind in llama2.GGML_TYPES if kind in SCALES or kind in llama2.DENSE]
+TOKENS = torch.arange(60).view(1, 60)
+
+
+@pytest.fixture(scope="module")
+def native():
+    """The kernels, as on a CPU without AMX: with it, torch multiplies many rows."""
+    found = llama2.kernels()
+    if not found.library:
+        pytest.skip(f"no compiled kernels here: {found.problem}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama2, "kernels", lambda: replace(found, amx=False))
+        yield found
+
+
+@pytest.fixture(params=["exact", "fast"])
+def exact(request):
+    return request.param == "exact"
+
+
+def weights(kind, rows, columns, seed):
+    """Random blocks (rows, bytes) of a type."""
+    if kind in llama2.DENSE:
+        torch.manual_seed(seed)
+        return (0.05 * torch.randn(rows, columns)).to(llama2.DENSE[kind]).view(torch.uint8)
+    return torch.from_numpy(random_blocks(kind, rows, columns, seed))
+
+
+def model_of(kind, exact):
+    """A model all of whose matrices are of one type, with the kernels."""
+    torch.manual_seed(0)
+    model = llama2.Llama(CONFIG).eval().requires_grad_(False)
+    for i, (name, module) in enumerate(list(model.named_modules())):
+        if isinstance(module, nn.Linear):
+            blocks = weights(kind, *module.weight.shape, seed=i)
+            model.set_submodule(name, llama2.QuantizedLinear(blocks, kind))
+    return llama2.accelerate(model, exact)
+
+
+def logits(model, parts, batch=1, half=True):
+    """Of all positions of TOKENS, read in these parts, the same in each row of a batch."""
+    cache = llama2.Cache(CONFIG, batch, 64, torch.float16 if half else torch.float32)
+    tokens = TOKENS[:, : sum(parts)].expand(batch, -1)
+    found = [model(part, cache, all_positions=True) for part in tokens.split(parts, 1)]
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_products_do_not_depend_on_how_many_rows_there_are(kind, exact, native):
+    """On one side of the border; of any width, by one thread or several."""
+    few, threads = native.few_rows, torch.get_num_threads()
+    assert 4 <= few <= 16
+    for K in (512, 288) if llama2.GGML_TYPES[kind][0] <= 32 else (512,):
+        blocks = llama2.QuantizedLinear(weights(kind, 331, K, seed=1), kind)
+        layer = llama2.NativeLinear(blocks, exact)
+        torch.manual_seed(2)
+        x = torch.randn(130, K) * torch.logspace(-1, 1, 130)[:, None]
+        alone, many = torch.cat([layer(row) for row in x.split(1)]), layer(x)
+        assert (alone - many).abs().max() <= 1e-3 * many.abs().max()
+        for rows in (*range(2, 27), 31, 32, 33, 40, 48, 49, 64, 65, 127):
+            wanted = alone if rows <= few else many
+            for x_part, y_part in zip(x.split(rows), wanted.split(rows), strict=True):
+                if (len(x_part) <= few) == (rows <= few):
+                    assert torch.equal(layer(x_part), y_part), (K, rows)
+        try:
+            torch.set_num_threads(1)
+            assert torch.equal(layer(x), many) and torch.equal(layer(x[:2]), alone[:2])
+            torch.set_num_threads(3)
+            assert torch.equal(layer(x), many) and torch.equal(layer(x[:2]), alone[:2])
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits_do_not_depend_on_threads_batch_or_split(kind, exact, native):
+    """Steps on one side of the border, then larger ones."""
+    few, threads = native.few_rows, torch.get_num_threads()
+    model = model_of(kind, exact)
+    wanted, many = logits(model, [1] * 24), logits(model, [60])
+    for parts in ([few, 24 - few], [2, 3, 4, 5, 6, 4], [6, 6, 6, 6]):
+        assert max(parts) > few or torch.equal(logits(model, parts), wanted)
+    assert torch.equal(logits(model, [2] * 12, batch=2)[1], wanted[0])
+    assert torch.equal(logits(model, [1] * 24, batch=4)[3], wanted[0])
+    for parts in ([30, 30], [17, 33, 10], [few + 1, 59 - few], [few + 1, few + 1, 58 - 2 * few]):
+        assert torch.equal(logits(model, parts), many), parts
+    assert torch.equal(logits(model, [30, 30], batch=3)[2], many[0])
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(logits(model, [60]), many)
+        assert torch.equal(logits(model, [1] * 24), wanted)
+    finally:
+        torch.set_num_threads(threads)
+    largest = wanted.abs().max()
+    assert (wanted - many[:, :24]).abs().max() <= (2e-2 if kind != "F32" else 1e-3) * largest
+
+
+SMALL_STACKS = """
+import sys, threading
+sys.path[:0] = sys.argv[1:]
+import torch
+import llama2
+import test_bits
+models = [test_bits.model_of(kind, exact) for kind in ("Q4_K", "F16") for exact in (True, False)]
+with torch.no_grad():
+    wanted = [test_bits.logits(model, [60, ]) for model in models]
+    def work():
+        try:
+            with torch.no_grad():
+                for model, y in zip(models, wanted):
+                    assert torch.equal(test_bits.logits(model, [60]), y)
+                    test_bits.logits(model, [1, 3, 9])
+                    layer = model.layers[0].mlp.down_proj
+                    layer(torch.randn(130, 512)), layer(torch.randn(4, 512))
+            print("done")
+        except BaseException as error:
+            print(repr(error))
+    threading.stack_size(131072)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="stacks are set by the linker")
+@pytest.mark.skipif("san" in os.environ.get("CXX", ""), reason="sanitizers make frames larger")
+def test_stacks_of_128_kilobytes_are_large_enough(native):
+    """Of Python's threads, and of OpenMP's."""
+    folders = os.path.dirname(__file__), os.path.dirname(llama2.__file__)
+    run = subprocess.run(
+        [sys.executable, "-c", SMALL_STACKS, *folders],
+        env={**os.environ, "OMP_STACKSIZE": "128k", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert run.returncode == 0 and run.stdout.split() == ["done"] * 2, run.stderr + run.stdout
