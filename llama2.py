@@ -2047,10 +2047,8 @@ def save_pretrained(
     files = {"config.json": settings, "generation_config.json": ids}
     for file_name, content in (files | tokenizer.hf_files(config)).items():
         with replacing(folder / file_name) as file:
-            plain = (
-                content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
-            )
-            file.write(plain)
+            is_json = not isinstance(content, bytes)
+            file.write(json.dumps(content, indent=2).encode() if is_json else content)
 
 
 def hf_rope(config: Config) -> dict[str, Any]:
@@ -2275,6 +2273,7 @@ class Tokenizer:
     """SentencePiece, from a tokenizer.model or a GGUF file. Text never becomes a control token."""
 
     utf8_errors = "replace_each_byte"  # what becomes of bytes that are not UTF-8
+    hf_class = "LlamaTokenizer"  # in tokenizer_config.json
 
     def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
         import sentencepiece
@@ -2426,24 +2425,17 @@ class Tokenizer:
 
     def hf_files(self, config: Config) -> dict[str, Any]:
         """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
-        settings: dict[str, Any] = {
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": self.add_bos,
-            "add_eos_token": False,
-            "legacy": False,
-            "clean_up_tokenization_spaces": False,
-        }
-        for role, token_id in (
-            ("bos", self.bos_id),
-            ("eos", config.eos_token_id),
-            ("unk", self.sp.unk_id()),
-        ):
-            if 0 <= token_id < self.vocab_size:
-                settings[f"{role}_token"] = self.pieces[token_id]
-        if self.chat_template:
-            settings["chat_template"] = self.chat_template
-        model = self.sp.serialized_model_proto()
-        return {"tokenizer.model": model, "tokenizer_config.json": settings}
+        ids = {"bos_token": self.bos_id, "eos_token": config.eos_token_id}
+        settings: dict[str, Any]
+        settings = {role: self.pieces[i] for role, i in ids.items() if 0 <= i < self.vocab_size}
+        settings |= {"chat_template": self.chat_template} if self.chat_template else {}
+        settings |= {"tokenizer_class": self.hf_class, "legacy": False}
+        settings |= {"add_bos_token": self.add_bos, "clean_up_tokenization_spaces": False}
+        return {"tokenizer_config.json": settings, **self.hf_model()}
+
+    def hf_model(self) -> dict[str, Any]:
+        """The file that holds the vocabulary, for hf_files()."""
+        return {"tokenizer.model": self.sp.serialized_model_proto()}
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
@@ -2489,7 +2481,7 @@ class Tokenizer:
 class BytePairTokenizer(Tokenizer):
     """Byte-level BPE, as Llama 3 has it, by the package tokenizers. Its pieces spell bytes."""
 
-    utf8_errors = "replace"
+    utf8_errors, hf_class = "replace", "PreTrainedTokenizerFast"
 
     def __init__(self, keys: dict[str, Any], path: Path) -> None:
         try:
@@ -2532,6 +2524,27 @@ class BytePairTokenizer(Tokenizer):
     def encode_text(self, text: str, first: bool) -> list[int]:
         """encode() without BOS, of text that UTF-8 can hold."""
         return self.bpe.encode(text, add_special_tokens=False).ids
+
+    def hf_model(self) -> dict[str, Any]:
+        """tokenizer.json, with the control tokens that `bpe` does not know and BOS in front."""
+        content = json.loads(self.bpe.to_str())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"] = [
+            {"id": i, "content": piece, "special": kind == CONTROL, **flags}
+            for i, (piece, kind) in enumerate(zip(self.pieces, self.types))
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+        content["model"]["vocab"] |= self.special_ids  # else they would be numbered anew
+        content["decoder"] = AS_BYTES | {"use_regex": True}
+        if self.add_bos:
+            bos, text = self.pieces[self.bos_id], {"Sequence": {"id": "A", "type_id": 0}}
+            content["post_processor"] = {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, text],
+                "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}},
+            }
+        return {"tokenizer.json": content}
 
     def decode_ids(self, ids: list[int]) -> str:
         """decode() of ids that are in range."""

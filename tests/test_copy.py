@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_llama3 import CONFIG as CONFIG_3
+from test_llama3 import directory, published_json
 
 import llama2
 from test_llama2 import SCRIPT, TOKENS, assert_close, quantised
@@ -269,6 +271,27 @@ def test_rope_scaling_in_a_folder(small, tmp_path, factor):
     tokens = TOKENS[:1, :60]
     assert_close(theirs(tokens).logits, other(tokens), 1e-5)
     assert_close(llama2.load(tmp_path / "folder")[0](tokens), other(tokens), 1e-5)
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "smollm"])
+@torch.no_grad()
+def test_byte_level_vocabularies_in_a_folder(tmp_path, pre):
+    """tokenizer.json as transformers and we read it: ids, control tokens, texts."""
+    pytest.importorskip("tokenizers")
+    published = directory(tmp_path / "a", published_json(pre))
+    model = llama2.Llama(CONFIG_3).eval()
+    llama2.save_pretrained(model, published, tmp_path / "folder")
+    again, ours = llama2.load(tmp_path / "folder")
+    assert_close(again(TOKENS[:1, :9]), model(TOKENS[:1, :9]), 1e-6)
+    texts = ["Hello world's  123456\n\n", " whole stone \u00e9\u6587", "<|eot_id|><tool>"]
+    assert [ours.encode(text) for text in texts] == [published.encode(text) for text in texts]
+    assert (ours.types, ours.bos_id) == (published.types, published.bos_id)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    for text in texts[:2]:
+        assert theirs.encode(text) == published.encode(text)
+        assert theirs.decode(published.encode(text), skip_special_tokens=True) == text
+    assert theirs.convert_tokens_to_ids("<|eot_id|>") == published.special_id("<|eot_id|>")
 
 
 def test_what_cannot_be_saved(small, tmp_path):
