@@ -2052,12 +2052,16 @@ def save_pretrained(
 
 
 def hf_rope(config: Config) -> dict[str, Any]:
-    """config.json's keys for the rotary embedding, before transformers 5 and since."""
+    """config.json's keys for RoPE, before transformers 5 and since. ValueError for odd factors."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling_factor != 1:
         rope = {"rope_type": "linear", "factor": config.rope_scaling_factor}
-    if config.rope_freq_factors is not None:
-        raise ValueError("config.json cannot hold these rope_freq_factors")
+    if factors := config.rope_freq_factors:  # as Llama 3.1 and 3.2 have them, or not at all
+        rope = {"rope_type": "llama3", "factor": round(max(factors), 3), "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        published = llama3_divisors(lambda key, *_: rope[key], config)
+        if max(abs(a - b) for a, b in zip(factors, published)) > 1e-4:
+            raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
     scaling = {"rope_scaling": rope} if len(rope) > 1 else {}
     return scaling | {"rope_parameters": {**rope, "rope_theta": config.rope_theta}}
 

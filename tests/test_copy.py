@@ -256,13 +256,26 @@ def test_quantised_weights_as_a_folder(small, tmp_path, dtype):
     )
 
 
-@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("scaling", ["none", "linear", "llama3"])
 @torch.no_grad()
-def test_rope_scaling_in_a_folder(small, tmp_path, factor):
+def test_rope_scaling_in_a_folder(small, tmp_path, scaling):
     transformers = pytest.importorskip("transformers")
     model, tokenizer = llama2.load(small, trainable=True)
-    changed = llama2.replace(model.config, rope_scaling_factor=factor, rope_theta=20000.0)
-    other = llama2.Llama(changed)
+    changed = {"rope_scaling_factor": 4.0 if scaling == "linear" else 1.0, "rope_theta": 20000.0}
+    if scaling == "llama3":
+        options = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        options |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+        plain = transformers.LlamaConfig(
+            hidden_size=model.config.hidden_size,
+            num_attention_heads=model.config.num_attention_heads,
+            rope_parameters={**options, "rope_theta": 20000.0},
+        )
+        compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
+        frequencies = 20000.0 ** -(
+            torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
+        )
+        changed["rope_freq_factors"] = tuple((frequencies / compute(plain, "cpu")[0]).tolist())
+    other = llama2.Llama(llama2.replace(model.config, **changed))
     other.load_state_dict(model.state_dict())
     llama2.save_pretrained(other, tokenizer, tmp_path / "folder")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -271,6 +284,9 @@ def test_rope_scaling_in_a_folder(small, tmp_path, factor):
     tokens = TOKENS[:1, :60]
     assert_close(theirs(tokens).logits, other(tokens), 1e-5)
     assert_close(llama2.load(tmp_path / "folder")[0](tokens), other(tokens), 1e-5)
+    odd = llama2.replace(model.config, rope_freq_factors=(3.0,) * (model.config.head_dim // 2))
+    with pytest.raises(ValueError, match="rope_freq_factors"):
+        llama2.save_pretrained(llama2.Llama(odd), tokenizer, tmp_path / "odd")
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "smollm"])
