@@ -68,7 +68,9 @@ def test_details_name_functions_tests_and_lines_that_exist():
 def table(text: str, header: str) -> list[list[str]]:
     """The cells of the rows of a page's table, whose first header cell is `header`."""
     lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    start = next(
+        i for i, line in enumerate(lines) if line.startswith(f"| {header} |".replace("  ", " "))
+    )
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
@@ -86,9 +88,28 @@ def test_readme_shows_the_attention_that_runs():
 def test_chat_formats_have_a_row_in_readme_and_an_oracle():
     formats = list(llama2.CHAT_FORMAT_NAMES)
     assert first_cells("chat format") == formats, "README's table of chat formats"
-    assert {name for _, name, _ in test_chat.FORMATS} == set(formats), "test_chat.FORMATS"
-    frozen = {name.rstrip("+") for name, _ in test_chat.IDS}
-    assert frozen >= set(formats), "test_chat.IDS"
+    (more,) = re.findall(r"^NAMES = ({.*})$", page(ROOT / "tests" / "test_llama3.py"), re.MULTILINE)
+    oracles = {name for _, name, _ in test_chat.FORMATS} | set(ast.literal_eval(more).values())
+    assert oracles == set(formats), "the oracles: test_chat.FORMATS, test_llama3.NAMES"
+    frozen = {name.rstrip("+") for name, _ in test_chat.IDS} | set(ast.literal_eval(more).values())
+    assert frozen == set(formats), "the frozen ids: test_chat.IDS, test_llama3.CHAT_IDS"
+
+
+REFUSED = {  # what config.json may say of a model, and README's words for what is not supported
+    "model_type": "other architectures",
+    "quantization_config": "GPTQ, AWQ and bitsandbytes",
+    "attention_bias": "biases",
+    "mlp_bias": "biases",
+    "hidden_act": "other activations",
+    "partial_rotary_factor": "head sizes",
+    "rope_type": "RoPE scaling",
+}
+
+
+def test_what_is_refused_is_in_readme():
+    assert llama2.HF_ACCEPTED.keys() == REFUSED.keys(), "README's row of what is rejected"
+    (row,) = [row[1] for row in table(page(README), "") if "rejected" in row[0]]
+    assert not [words for words in REFUSED.values() if words not in row]
 
 
 def test_quantised_types_are_listed_in_readme():
