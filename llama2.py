@@ -449,6 +449,7 @@ import weakref
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from functools import partial
@@ -782,9 +783,31 @@ class Weight:
         out = torch.empty(self.shape, dtype=dtype, device=device)
         flat = out.view(len(rows), -1)
         step = max(1, CHUNK // flat.shape[1])
-        for i in range(0, len(rows), step):
+
+        def convert(i: int) -> None:
             flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
+
+        starts = range(0, len(rows), step)
+        if not self.is_rare:
+            for i in starts:
+                convert(i)
+            return out
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy has one thread
+            list(pool.map(convert, starts))
         return out
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether it is a matrix of blocks that only gguf can dequantise: IQ1 to IQ4, TQ, MXFP4."""
+        return self.ggml_type not in GGML_TYPES and len(self.shape) == 2
+
+    def in_16_bits(self) -> Weight:
+        """What takes a rare type's place in memory: F16, or BF16 where its numbers do not fit F16."""
+        for ggml_type in ("F16", "BF16"):
+            dense = self.dense(DENSE[ggml_type])
+            if 2**-10 < dense.abs().max() < math.inf:
+                break
+        return Weight(ggml_type, self.shape, [dense.view(torch.uint8)])
 
     def release(self, copy: Tensor) -> None:
         """Drop the source's pages beside a copy of them. Only for a source that nobody else has."""
@@ -1602,16 +1625,18 @@ def build_model(
 ) -> Llama:
     """Read the weights, one after the other, into a model. `dtype` is that of the activations.
 
-    Quantised weights keep their blocks. Dense ones are converted to `dtype`, but 16-bit matrices
-    stay as they are beside float32 activations: half the memory, the same numbers. `trainable`: all
-    become dense float32 parameters that require gradients; else none does.
+    Quantised weights keep their blocks, but rare types become 16-bit ones. Dense ones are converted
+    to `dtype`, but 16-bit matrices stay as they are beside float32 activations: half the memory, the
+    same numbers. `trainable`: all become dense float32 parameters that require gradients.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
     weights = checkpoint.private_weights()
     for name, weight in show_progress(weights.items(), "loading", progress):
-        name = name.removesuffix(".weight")
+        name, source = name.removesuffix(".weight"), weight
+        if weight.is_rare and dtype == torch.float32 and not trainable:
+            weight = weight.in_16_bits()
         if trainable or not keeps_blocks(weight, dtype):
             kept = weight.dense(dtype, device)
             model.get_submodule(name).weight = nn.Parameter(kept, requires_grad=trainable)
@@ -1621,7 +1646,7 @@ def build_model(
         else:
             kept = weight.read().to(device)
             model.set_submodule(name, QuantizedLinear(kept, weight.ggml_type))
-        weight.release(kept)
+        source.release(kept)
     embedding = model.embed_tokens
     if checkpoint.config.tie_word_embeddings and isinstance(embedding, QuantizedEmbedding):
         model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
@@ -1732,16 +1757,21 @@ def memory_plan(
     """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
     config, item = checkpoint.config, dtype.itemsize
     weights = list(checkpoint.weights.values())
-    kept = [w for w in weights if keeps_blocks(w, dtype)]
-    other = [w for w in weights if not keeps_blocks(w, dtype)]
-    unpacked = max((math.prod(w.shape) for w in kept), default=0)  # at a time, on a GPU
+
+    def size(w: Weight) -> int:
+        if w.is_rare:
+            return 2 * math.prod(w.shape)  # in_16_bits()
+        return w.nbytes if keeps_blocks(w, dtype) else item * math.prod(w.shape)
+
+    blocks = [w for w in weights if w.is_rare or keeps_blocks(w, dtype)]
+    unpacked = max((math.prod(w.shape) for w in blocks), default=0)  # at a time, on a GPU
     if torch.device(device).type == "cpu":
         unpacked = min(unpacked, 2 * CHUNK)
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
     heads = config.num_hidden_layers * config.num_key_value_heads
     activations = min(context, PREFILL_CHUNK) * (widths * item + context)
     return {
-        "weights": sum(w.nbytes for w in kept) + item * sum(math.prod(w.shape) for w in other),
+        "weights": sum(map(size, weights)),
         "cache": 2 * heads * config.head_dim * context * (cache_dtype or dtype).itemsize,
         "overhead": activations + 10 * unpacked,  # float32, integers, dtype
     }
@@ -1792,6 +1822,9 @@ def choose_dtypes(
 ) -> tuple[torch.dtype, torch.dtype, bool]:
     """The dtypes of activations and cache, and `exact`: False for large models with "auto"."""
     dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
+    matrices = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
+    if name == "auto" and device.type == "cuda" and matrices == {"F16"}:
+        dtype = torch.float16  # bfloat16 would round them
     exact = name != "auto" or not is_large(checkpoint)
     return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
 

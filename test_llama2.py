@@ -241,6 +241,8 @@ def quantised(vocabulary, path, kinds, config=WIDE, keys=None):
             else:
                 blocks = gguf.quants.quantize(weights[name], kind)
             weights[name] = gguf.quants.dequantize(blocks, kind)
+            if kind.name not in llama2.GGML_TYPES:  # these are kept in 16 bits
+                weights[name] = weights[name].astype(np.float16).astype(np.float32)
             assert np.isfinite(weights[name]).all()
         stored[gguf_name(name)] = (blocks, kind)
     if config.tie_word_embeddings:

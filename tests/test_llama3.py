@@ -10,13 +10,19 @@ import json
 import random
 import sys
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 import llama2
 from test_llama2 import (
+    config_keys,
     dialogue,
+    gguf_name,
     make_weights,
+    some_pieces,
+    vocabulary_keys,
     write_gguf,
     write_hf,
 )
@@ -567,6 +573,76 @@ def test_hostile_rope_scaling(tmp_path, rope, said):
     path = hf_model(tmp_path / "hf", published_json(), change=change)
     with pytest.raises(ValueError, match=said):
         llama2.open_checkpoint(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Rare types of weights
+
+
+def mxfp4(exponents):
+    """Rows of 16 blocks of MXFP4, with these exponents in turn: bytes and their values."""
+    blocks = np.random.RandomState(0).randint(0, 256, (64, 16, 17)).astype(np.uint8)
+    blocks[..., 0] = np.resize(np.array(exponents, np.uint8), (64, 16))
+    blocks = blocks.reshape(64, -1)
+    return blocks, gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4)
+
+
+@pytest.mark.parametrize(
+    "exponents, kept",
+    [([120, 124, 127], "F16"), ([120, 143], "BF16"), ([60, 63], "BF16"), ([255], "BF16")],
+    ids=["usual", "large", "tiny", "not finite"],
+)
+def test_rare_types_are_kept_in_16_bits(exponents, kept, monkeypatch):
+    """F16 is finer; what its range does not hold stays in BF16, which is as wide as float32."""
+    blocks, wanted = mxfp4(exponents)
+    weight = llama2.Weight("MXFP4", wanted.shape, [torch.from_numpy(blocks)])
+    for chunk in (2**20, 2**12):  # at once, and a few rows per thread
+        monkeypatch.setattr(llama2, "CHUNK", chunk)
+        found = weight.in_16_bits()
+        assert (found.ggml_type, found.shape, found.nbytes) == (kept, wanted.shape, wanted.size * 2)
+        dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kept]
+        assert torch.equal(
+            found.shards[0].view(dtype).nan_to_num(),
+            torch.from_numpy(wanted).to(dtype).nan_to_num(),
+        )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_rare_types(tmp_path, tied):
+    """Two bytes a weight, as the plan says, beside float32 activations as beside 16-bit ones."""
+    shape = vars(CONFIG) | {"hidden_size": 64, "tie_word_embeddings": tied, "vocab_size": 320}
+    config = llama2.Config(**shape)
+    tensors, kind = {}, gguf.GGMLQuantizationType.MXFP4
+    for name, w in make_weights(config).items():
+        rare = (gguf.quants.quantize(w, kind), kind)
+        tensors[gguf_name(name)] = w if w.ndim == 1 else rare
+    keys = vocabulary_keys(sentencepiece_of(config.vocab_size, tmp_path)) | config_keys(config)
+    checkpoint = llama2.open_checkpoint(write_gguf(tmp_path / "x.gguf", keys, tensors))
+    model = llama2.build_model(checkpoint)
+    matrices = sum(w.size for w in make_weights(config).values() if w.ndim == 2)
+    norms = sum(w.size for w in make_weights(config).values() if w.ndim == 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        plan = llama2.memory_plan(checkpoint, 10, dtype)
+        assert plan["weights"] == 2 * matrices + dtype.itemsize * norms
+    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    assert sum(held.values()) == 2 * matrices + 4 * norms
+    assert type(model.lm_head) is llama2.QuantizedLinear and model.lm_head.ggml_type == "F16"
+
+
+def sentencepiece_of(size, path):
+    """A SentencePiece vocabulary of that size."""
+    keys = some_pieces("259:\u2581 260:a", size)
+    return llama2.Tokenizer.from_gguf(write_gguf(path / "vocabulary.gguf", keys)).sp
+
+
+def test_16_bits_on_cuda(tmp_path):
+    """Files of float16 stay float16 there, all others become bfloat16."""
+    device = torch.device("cuda")
+    for kind, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", torch.bfloat16)):
+        weights = {"a": llama2.Weight(kind, (32, 32), []), "b": llama2.Weight("F32", (32,), [])}
+        checkpoint = llama2.Checkpoint("", CONFIG, weights, lambda: None)
+        assert llama2.choose_dtypes("auto", device, checkpoint)[0] == dtype
+        assert llama2.choose_dtypes("bfloat16", device, checkpoint)[0] == torch.bfloat16
 
 
 # --------------------------------------------------------------------------------------------------
