@@ -221,7 +221,8 @@ def swap(model):
 
 def assign(model):
     state = {
-        key: 2 * t if t.is_floating_point() else t.clone() for key, t in model.state_dict().items()
+        key: copy.deepcopy(t) if key.endswith(("blocks", "_extra_state")) else 2 * t
+        for key, t in model.state_dict().items()
     }
     model.load_state_dict(state, assign=True)
 
