@@ -158,7 +158,14 @@ def test_the_changelog_begins_with_this_version():
 
 def test_recipes_name_what_exists():
     text = page(ROOT / "CONTRIBUTING.md")
-    for name in ("CHAT_FORMATS", "Sampling", "sample", "parse_args", "GGML_TYPES"):
+    for name in (
+        "CHAT_FORMATS",
+        "Sampling",
+        "SAMPLING_LIMITS",
+        "sample",
+        "parse_args",
+        "GGML_TYPES",
+    ):
         assert f"`{name}" in text and hasattr(llama2, name), name
     for name in ("TEMPLATES", "FORMATS", "IDS"):
         assert f"`{name}`" in text and hasattr(test_chat, name), name
