@@ -597,16 +597,14 @@ def greedy_engine(
 def our_engine(
     s: Setting, checkpoint: llama2.Checkpoint, model: llama2.Llama, room: int, batch: int = 1
 ) -> Engine:
-    """llama2.py with the cache and the compiled steps of its command line."""
-    _, dtype, _ = llama2.choose_dtypes(s.args.dtype, s.device, checkpoint)
-    cache, forward = llama2.Cache(model.config, batch, room, dtype, s.device), model
-    large = llama2.is_large(checkpoint)
-    if s.device.type == "cuda" and (large if s.args.compile is None else s.args.compile):
-        forward = llama2.CompiledStep(model, cache)
+    """llama2.py with the cache of its command line."""
+    compile = s.args.compile is not False
+    _, dtype, _ = llama2.choose_dtypes(s.args.dtype, s.device, checkpoint, compile)
+    cache = llama2.Cache(model.config, batch, room, dtype, s.device)
 
     def step(tokens: Tensor) -> Tensor:
-        for chunk in tokens.split(llama2.PREFILL_CHUNK, 1):
-            logits = forward(chunk, cache)
+        for chunk in tokens.split(llama2.prefill_chunk(s.device), 1):
+            logits = model(chunk, cache)
         return logits
 
     return greedy_engine(

@@ -472,7 +472,8 @@ Unpacked = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 def half(b: Tensor, at: int) -> Tensor:
     """The float16 at byte `at` of each block: (n, bytes) -> (n, 1)."""
-    return b[:, at : at + 2].view(torch.float16).float()
+    low, high = b[:, at : at + 1].short(), b[:, at + 1 : at + 2].short()
+    return (low | high << 8).view(torch.float16).float()
 
 
 def unpack_bits(b: Tensor, width: int, n: int) -> Tensor:
@@ -1769,7 +1770,7 @@ def memory_plan(
         unpacked = min(unpacked, 2 * CHUNK)
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
     heads = config.num_hidden_layers * config.num_key_value_heads
-    activations = min(context, PREFILL_CHUNK) * (widths * item + context)
+    activations = min(context, prefill_chunk(torch.device(device))) * (widths * item + context)
     return {
         "weights": sum(map(size, weights)),
         "cache": 2 * heads * config.head_dim * context * (cache_dtype or dtype).itemsize,
@@ -1792,7 +1793,9 @@ def free_memory(device: torch.device) -> float:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = re.search(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
         free = min(free, limit - used + int(cached[1] if cached else 0))
-    return free / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes share it
+    return free / max(
+        1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    )  # torchrun's processes share it
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -1818,15 +1821,22 @@ def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
 
 
 def choose_dtypes(
-    name: str, device: torch.device, checkpoint: Checkpoint
+    name: str, device: torch.device, checkpoint: Checkpoint, compile: bool = True
 ) -> tuple[torch.dtype, torch.dtype, bool]:
-    """The dtypes of activations and cache, and `exact`: False for large models with "auto"."""
+    """The dtypes of activations and cache, and `exact`: False for large models with "auto".
+
+    On a CPU the cache has 16 bits where kernels attend: torch would convert all of it anew for
+    every token.
+    """
     dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
-    matrices = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
-    if name == "auto" and device.type == "cuda" and matrices == {"F16"}:
+    matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
+    if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
         dtype = torch.float16  # bfloat16 would round them
     exact = name != "auto" or not is_large(checkpoint)
-    return dtype, torch.float16 if device.type == "cpu" and not exact else dtype, exact
+    have_kernels = part_3("have_kernels")
+    native = have_kernels and compile and not exact and device.type == "cpu" and have_kernels()
+    blocks = all(weight.is_rare or keeps_blocks(weight, dtype) for weight in matrices)
+    return dtype, torch.float16 if native and blocks else dtype, exact
 
 
 def show_bytes(size: float) -> str:
@@ -3006,6 +3016,11 @@ CHAT_CONTEXT = 8192  # tokens that a chat makes room for if not told: a file may
 Item = TypeVar("Item")
 
 
+def prefill_chunk(device: torch.device) -> int:
+    """Prompt tokens per forward pass: more on a GPU, where each pass dequantises whole matrices."""
+    return PREFILL_CHUNK if device.type == "cpu" else 4 * PREFILL_CHUNK
+
+
 class PaddedCache(Cache):
     """A Cache for prompts of different lengths, aligned at their ends.
 
@@ -3130,14 +3145,13 @@ def generate_batch(
     top: int | None = None,
     cache: Cache | None = None,
     past: Sequence[int] = (),
-    step: Callable[[Tensor, Cache], Tensor] | None = None,
 ) -> Stream[list[int | None]]:
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn. `top`: the report keeps scores, and those of so many likeliest ids.
-    `cache`: the prompts continue what it holds, `past`, which penalties count. `step`: runs the
-    model, such as a CompiledStep of that cache. ValueError for options and prompts out of range.
+    `cache`: the prompts continue what it holds, `past`, which penalties count. ValueError for
+    options and prompts out of range.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -3168,8 +3182,8 @@ def generate_batch(
             start = time.perf_counter()
             if CACHE_USERS[cache] is not report:
                 raise ValueError("the cache was used by another generation: this one cannot go on")
-            for chunk in tokens.to(weight.device).split(PREFILL_CHUNK, dim=1):
-                logits = (step or model)(chunk, cache)
+            for chunk in tokens.to(weight.device).split(prefill_chunk(weight.device), dim=1):
+                logits = model(chunk, cache)
             logits, ids = logits[:, :vocab_size], [0] * len(rows)  # 0 in finished rows
             active = [i for i, reason in enumerate(report.stop_reasons) if not reason]
             texts = [[*past, *rows[i], *report.new_ids[i]] for i in active if sampling.adjusts]
@@ -3396,8 +3410,11 @@ def score(
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         stop = min(start + SCORE_CHUNK, len(ids) - 1)
         logits = model(tokens[:, start:stop], cache, all_positions=True)[0]  # (t, V)
-        scores = logits[:, :vocab_size].log_softmax(-1)
-        logprobs[start:stop] = scores.gather(-1, tokens[0, start + 1 : stop + 1, None])[:, 0]
+        scores, following = (
+            logits[:, :vocab_size].log_softmax(-1),
+            tokens[0, start + 1 : stop + 1, None],
+        )
+        logprobs[start:stop] = scores.gather(-1, following.to(scores.device))[:, 0]
         top_logprobs[start:stop], top_ids[start:stop] = scores.topk(top)
     return logprobs, top_logprobs, top_ids
 
@@ -3416,10 +3433,12 @@ import signal
 import subprocess
 import tempfile
 import warnings
+import weakref
+from threading import current_thread, main_thread
 
 from torch import distributed
 
-__all__ += ["accelerate", "CompiledStep"]
+__all__ += ["accelerate"]
 
 # --------------------------------------------------------------------------------------------------
 # 15. CPU kernels
@@ -3434,8 +3453,9 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
     unless `exact` (4e-3); a warning says what is missing. On CUDA: compiled dequantisation.
     """
     device = model.norm.weight.device.type
-    if device == "cuda":
+    if device == "cuda" and compile:
         replace_linears(model, CompiledLinear)
+        put(model, "layers", CompiledLayers(model.layers))
     if device != "cpu" or not any(isinstance(m, QuantizedLinear) for m in model.modules()):
         return model
     found = kernels() if compile else Kernels(problem="switched off")
@@ -3444,7 +3464,10 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
         put(model, "layers", NativeLayers(model.layers))
         return model
     if compile:
-        warnings.warn(f"quantised weights will be slow: {found.problem}", stacklevel=2)
+        advice = (
+            "; exact=False (--dtype auto) takes torch's faster, rounding products" if exact else ""
+        )
+        warnings.warn(f"quantised weights will be slow: {found.problem}{advice}", stacklevel=2)
     if not exact:
         replace_linears(model, PackedLinear)
     return model
@@ -3493,6 +3516,11 @@ def kernels() -> Kernels:
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
     return Kernels(problem="; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
+
+
+def have_kernels() -> bool:
+    """Whether kernels() may find a library: there are a source and a compiler."""
+    return KERNELS_SOURCE.is_file() and bool(compilers())
 
 
 def open_library(path: Path, compile_seconds: float = 0.0) -> Kernels:
@@ -3646,7 +3674,8 @@ class Snapshot:
         self.values = list(map(dict.get, self.places, self.names))
         self.tensors = [*root.parameters(), *root.buffers()]
         self.addresses = [t.data_ptr() for t in self.tensors]
-        self.hooks = [h for m in parts for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self.overrides = [h for m in parts for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self.overrides += [vars(part)["forward"] for part in parts if "forward" in vars(part)]
 
     def holds(self) -> bool:
         """Whether nothing has been replaced, added to the root, or moved."""
@@ -3655,13 +3684,18 @@ class Snapshot:
         return len(self.children) == self.count and all(same) and not moved
 
 
-def usable_kernels(x: Tensor) -> Kernels:
-    """The kernels. Unfit where there are none, and where torch differentiates, traces or compiles."""
+def check_untransformed(x: Tensor) -> None:
+    """Unfit where torch differentiates, traces, transforms or compiles what is done."""
     need(isinstance(x, Tensor) and not torch.compiler.is_compiling())
     need(not (torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()))
     need(not (x.requires_grad and torch.is_grad_enabled()))
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     need(not (forward_mode or torch._C._are_functorch_transforms_active()))
+
+
+def usable_kernels(x: Tensor) -> Kernels:
+    """The kernels. Unfit where there are none, or where only torch will do."""
+    check_untransformed(x)
     need(kernels().library is not None)
     return kernels()
 
@@ -3776,7 +3810,7 @@ class NativeLayers(FastLayers):
         if self.memory is None or not self.memory[0].holds():
             self.memory = Snapshot(self), self.pack()
         snapshot, packed = self.memory  # another thread may replace it meanwhile
-        need(packed is not None and not any(snapshot.hooks))
+        need(packed is not None and not any(snapshot.overrides))
         structs, exact, shape, _ = packed
         half = k.dtype == torch.float16
         need(not (B * T > AMX_ROWS and native.amx and not exact))
@@ -3806,7 +3840,6 @@ class NativeLayers(FastLayers):
             for i, block in enumerate(self):
                 parts: list[Any] = list(block.modules())
                 need([type(part) for part in parts] == PARTS)
-                need(not any("forward" in vars(part) for part in parts))
                 _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
                 linears, norms, D = (q, k, v, o, gate, up, down), (norm1, norm2), attention.head_dim
                 C, inner, wide, kv = (part.out_features for part in (o, gate, q, k))
@@ -3857,21 +3890,27 @@ class PackedLinear(QuantizedLinear):
     are rounded to 16 bits (4e-3 relative). More than FEW_ROWS rows are multiplied in bfloat16.
     """
 
-    packed: Tensor
-    scales: Tensor
-
     def __init__(self, linear: QuantizedLinear) -> None:
         super().__init__(linear.blocks, linear.ggml_type)
         self.group, self.one_digit = 0, self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
         features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11
         self.has_bfloat16 = any(features.get(f"{name}bf16") for name in ("avx512_", "amx_", ""))
+        self.packed_from = torch.empty(0), 0
+        self.pack_all()
+
+    def pack_all(self) -> None:
+        """Pack the blocks if types and memory allow it, and they are not what was packed already."""
+        blocks = self.blocks
+        version = 0 if blocks.is_inference() else blocks._version
+        if self.packed_from[0].data_ptr() == blocks.data_ptr() and self.packed_from[1] == version:
+            return
+        self.packed_from, self.group = (blocks.detach(), version), 0
         has_int4 = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
-        fits = free_memory(self.blocks.device) >= 4 * self.blocks.nbytes  # the repacked copy
-        if self.ggml_type not in DENSE and has_int4 and self.out_features % 16 == 0 and fits:
-            pairs = [self.pack(rows) for rows in self.blocks.split(256)]
-            self.register_buffer("packed", torch.cat([packed for packed, _ in pairs]))
-            scales = torch.cat([scales for _, scales in pairs], 1)  # (groups, out, 2)
-            self.register_buffer("scales", scales)
+        fits = free_memory(blocks.device) >= 4 * blocks.nbytes  # the repacked copy
+        if self.ggml_type not in DENSE and has_int4 and len(blocks) % 16 == 0 and fits:
+            pairs = [self.pack(rows) for rows in blocks.split(256)]
+            self.packed = torch.cat([packed for packed, _ in pairs])
+            self.scales = torch.cat([scales for _, scales in pairs], 1)  # (groups, out, 2)
 
     def pack(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Some rows as torch's 4-bit matrix, which means (digit - 8) * scale + zero."""
@@ -3901,6 +3940,7 @@ class PackedLinear(QuantizedLinear):
         if self.ggml_type in ("F16", "BF16"):
             w = self.blocks.view(DENSE[self.ggml_type])
             return F.linear(x.to(w.dtype), w).to(x.dtype)
+        self.pack_all()
         if not self.group:
             return super().forward(x)
         rows = x.reshape(-1, K).bfloat16()
@@ -3916,115 +3956,151 @@ class PackedLinear(QuantizedLinear):
 
 
 @functools.cache
-def compiled_dequantize() -> Callable[[Tensor, str], Tensor]:
-    """dequantize() compiled into one loop."""
-    return torch.compile(dequantize, dynamic=True)
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+    """A function by torch.compile, which takes seconds when it is called first."""
+    # By default Inductor writes what took many operations to memory: here that would be all of W.
+    options: Any = {"realize_reads_threshold": 64, "realize_opcount_threshold": 1000}
+    return torch.compile(function, dynamic=dynamic, options=options)
+
+
+def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
+    """One row x (..., in) times W^T, summed as W is unpacked: compiled, W is never in memory."""
+    # Views of another size keep x from being computed anew for each row of W.
+    x32 = x.float().flatten().view(torch.int16).view(torch.float32)
+    return (dequantize(blocks, ggml_type) * x32).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def dequantize_as(blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> Tensor:
+    """dequantize() to a dtype: compiled, nothing is written in float32."""
+    return dequantize(blocks, ggml_type).to(dtype)
 
 
 class CompiledLinear(QuantizedLinear):
-    """QuantizedLinear for a GPU. In a compiled step, few rows are multiplied as W is unpacked."""
+    """QuantizedLinear for a GPU: one row is multiplied as W is unpacked; for more, W is written."""
 
     def __init__(self, linear: QuantizedLinear) -> None:
         super().__init__(linear.blocks, linear.ggml_type)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        if torch.compiler.is_compiling() and x.numel() <= FEW_ROWS * self.in_features:
-            w = dequantize(self.blocks, self.ggml_type)
-            return (w * x.float()[..., None, :]).sum(-1).to(x.dtype)
-        w = compiled_dequantize()(self.blocks, self.ggml_type)
-        return F.linear(x, w.to(x.dtype))
+        outer = not torch.compiler.is_compiling()  # not within a compiled step
+        if x.numel() == self.in_features and not (x.requires_grad and torch.is_grad_enabled()):
+            multiply = compiled(multiply_row) if outer else multiply_row
+            return multiply(x, self.blocks, self.ggml_type)
+        unpack = compiled(dequantize_as, dynamic=True) if outer else dequantize_as
+        return F.linear(x, unpack(self.blocks, self.ggml_type, x.dtype))
 
 
 class StaticCache(Cache):
-    """A Cache for compiled steps of one token: no shape changes, for its position is a tensor."""
+    """One layer of a cache in a compiled step: nothing but tensors changes from token to token."""
 
-    def __init__(self, cache: Cache, window: int) -> None:
-        vars(self).update(vars(cache))  # the same tensors
-        self.padding: Tensor | None = vars(cache).get("padding")  # of a PaddedCache
-        self.window = window  # attention is over so many slots, less those that are still empty
-        self.slot = torch.zeros(1, dtype=torch.int64, device=cache.k.device)  # the position
-
-    def rope(self, T: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the position: (1, D/2), with padding (B, 1, D/2)."""
-        where = self.slot if self.padding is None else (self.slot - self.padding)[:, None]
-        return self.cos[where], self.sin[where]
-
-    def mask(self, T: int) -> Tensor:
-        """Which slots are filled: (1, window), with padding (B, 1, 1, window)."""
-        column = torch.arange(self.window, device=self.slot.device)
-        mask = (column <= self.slot)[None]
-        if self.padding is None:
-            return mask
-        return mask & (column >= self.padding[:, None, None, None])
+    def __init__(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
+        self.k, self.v, self.slot = k, v, slot  # (B, G, window, D), its position (1,)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, G, 1, D) of one layer; return the window, (B, G, window, D)."""
-        self.k[layer].index_copy_(2, self.slot, k.type_as(self.k))
-        self.v[layer].index_copy_(2, self.slot, v.type_as(self.v))
-        keys, values = self.k[layer, :, :, : self.window], self.v[layer, :, :, : self.window]
-        return keys.type_as(k), values.type_as(v)
-
-    def advance(self, T: int) -> None:
-        """The position is set from outside, by CompiledStep."""
+        """Store k, v (B, G, 1, D) in the slot; return the window, (B, G, window, D)."""
+        self.k[:, :, self.slot] = k.type_as(self.k)
+        self.v[:, :, self.slot] = v.type_as(self.v)
+        return self.k.type_as(k), self.v.type_as(v)
 
 
 class CompiledStep:
-    """model(tokens, cache) with its one-token steps compiled, on CUDA captured as a graph.
+    """One token through all blocks, for one cache and a window of its slots; on CUDA a graph.
 
-    There is one per window, which doubles as the cache fills, so that few empty slots are read.
+    Blocks are alike, so that the first one is compiled for all, and for windows of any size.
     """
 
-    def __init__(self, model: Llama, cache: Cache, **options: Any) -> None:
-        self.model, self.cache, self.options = model, cache, options  # options of torch.compile
-        device = cache.k.device
-        self.tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
-        self.steps: dict[int, tuple[StaticCache, Callable[[], Tensor]]] = {}  # by window
+    def __init__(self, blocks: Sequence[nn.Module], x: Tensor, cos: Tensor, k: Tensor, v: Tensor):
+        self.blocks = blocks
+        self.graph: Any = None
+        self.x, self.cos, self.sin = (torch.zeros_like(t) for t in (x, cos, cos))
+        self.slot = torch.zeros(1, dtype=torch.int64, device=x.device)
+        self.mask = torch.zeros(len(x), 1, 1, k.shape[3], dtype=torch.bool, device=x.device)
+        self.caches = [StaticCache(*layer, self.slot) for layer in zip(k, v)]
+        torch._dynamo.maybe_mark_dynamic(self.mask, 3)
+        for cache in self.caches:
+            torch._dynamo.maybe_mark_dynamic(cache.k, 2)
+            torch._dynamo.maybe_mark_dynamic(cache.v, 2)
 
-    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """As model(tokens, cache). Raises ValueError for any cache but the one it was made for."""
-        if cache is not self.cache or tokens.shape[0] != cache.batch_size:
-            found = f"not for {len(tokens)} rows or another cache"
-            raise ValueError(f"the compiled step is for its cache of {len(self.tokens)}, {found}")
-        if tokens.shape[1] > 1:
-            return self.model(tokens, cache)
-        end = cache.slots(1).stop
-        window = min(max(512, 1 << (end - 1).bit_length()), cache.max_seq_len)
-        if window not in self.steps:
-            self.steps[window] = self.capture(window)
-        static, step = self.steps[window]
-        self.tokens.copy_(tokens)
-        static.slot.fill_(cache.pos)
-        logits = step()  # (B, V)
-        cache.advance(1)
-        return logits
+    def __call__(
+        self, pos: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """x (B, 1, C) at position pos -> (B, 1, C)."""
+        for static, value in ((self.x, x), (self.cos, cos), (self.sin, sin)):
+            static.copy_(value)
+        self.slot.fill_(pos)
+        self.mask.zero_()[..., : pos + 1] = True if mask is None else mask
+        if not x.is_cuda:
+            return self.run()
+        if self.graph is None:
+            with torch.cuda.device(x.device):
+                self.capture()
+        self.graph.replay()
+        return self.y.clone()
 
-    def capture(self, window: int) -> tuple[StaticCache, Callable[[], Tensor]]:
-        """Compile the step for one window. What it stores in the cache is overwritten later."""
-        static = StaticCache(self.cache, window)
-        static.slot.fill_(self.cache.pos)
-        forward = torch.compile(self.model, **self.options)
-        if self.tokens.device.type != "cuda":
-            return static, lambda: forward(self.tokens, static)
+    def run(self) -> Tensor:
+        """The blocks, compiled."""
+        x = self.x
+        for block, cache in zip(self.blocks, self.caches):
+            x = compiled(Block.forward)(block, x, self.cos, self.sin, self.mask, cache)
+        return x
+
+    def capture(self) -> None:
+        """Record what runs on the device. Before that it compiles and warms up, as torch asks."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(3):  # compile and warm up before the capture, as torch.cuda.graph asks
-                forward(self.tokens, static)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.run()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.no_grad():
-            logits = forward(self.tokens, static)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.y = self.run()
 
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
 
-        return static, replay
+class CompiledLayers(FastLayers):
+    """Layers whose steps of one token are compiled. Windows double as the cache fills, so that few
+    empty slots are read."""
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+        """For one token, no gradients, a Cache of ours, and unchanged blocks without hooks."""
+        check_untransformed(x)
+        check_plain(cache, Cache, PaddedCache)
+        need(x.dim() == 3 and x.shape[1] == 1 and not torch.is_grad_enabled())
+        if self.memory is None or not self.memory[0].holds():
+            plain = {type(part) for block in self for part in block.modules()} <= {*PARTS, *LINEARS}
+            self.memory = Snapshot(self), weakref.WeakKeyDictionary() if plain else None
+        snapshot, steps = self.memory
+        need(steps is not None and not any(snapshot.overrides) and len(cache.k) == len(self))
+        k, v, pos = cache.k, cache.v, cache.pos
+        window = min(max(512, 1 << pos.bit_length()), k.shape[3])
+        key = k.data_ptr(), v.data_ptr(), k.shape, k.dtype, x.shape, x.dtype, cos.shape
+        if cache not in steps or steps[cache][0] != key:
+            steps[cache] = key, {}
+        made = steps[cache][1]
+        if window not in made:
+            narrow = k[:, :, :, :window], v[:, :, :, :window]
+            made[window] = CompiledStep([*self], x, cos, *narrow)
+        return made[window](pos, x, cos, sin, mask)
+
+
+LINEARS = (nn.Linear, QuantizedLinear, CompiledLinear)
 
 
 # --------------------------------------------------------------------------------------------------
 # 17. Several devices
+
+
+@contextmanager
+def default_signals() -> Iterator[None]:
+    """Within it, Ctrl-C and SIGTERM end the process at once."""
+    numbers = (signal.SIGINT, signal.SIGTERM) * (current_thread() is main_thread())
+    handlers = [(number, signal.signal(number, signal.SIG_DFL)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
 
 
 class Ranks:
@@ -4033,8 +4109,14 @@ class Ranks:
     def __init__(self) -> None:
         if not distributed.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            patience = datetime.timedelta(days=30)  # in a chat, the others wait for rank 0's reader
-            distributed.init_process_group(backend, timeout=patience)
+            minutes, days = datetime.timedelta(minutes=5), datetime.timedelta(days=30)
+            with default_signals():  # no Python runs while it waits for the others
+                store, rank, count = next(distributed.rendezvous("env://", timeout=minutes))
+                store.set_timeout(minutes)
+                # In a chat, the others wait for rank 0's reader.
+                distributed.init_process_group(
+                    backend, store=store, rank=rank, world_size=count, timeout=days
+                )
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
@@ -4084,7 +4166,15 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
 
 
 def connect_ranks(model: Llama, ranks: Ranks) -> None:
-    """Join a model of rank_part() with those of the other ranks: all give the same logits."""
+    """Join a model of rank_part() with those of the other ranks: all give rank 0's logits.
+
+    They come on the CPU, where all draw the same ids from them, if they are given the same seed.
+    """
+
+    def share(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
+        logits = logits.cpu()
+        distributed.broadcast(logits, 0)
+        return logits
 
     def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
         distributed.all_reduce(y)
@@ -4098,6 +4188,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj")):
             module.register_forward_hook(add)
+    model.register_forward_hook(share)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.norm.weight.device)
     for module, x in ((model.embed_tokens, token), (model.lm_head, model.norm.weight[None])):
         widths = ranks.gather(module(x).shape[-1])
@@ -4415,7 +4506,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     checkpoint = checkpoint.allow_context(args.context)
     config, template = checkpoint.config, checkpoint.chat_template
     context = args.context or config.max_position_embeddings
-    dtype, cache_dtype, exact = choose_dtypes(args.dtype, device, checkpoint)
+    dtype, cache_dtype, exact = choose_dtypes(
+        args.dtype, device, checkpoint, args.compile is not False
+    )
     if ranks:  # torch does their attention: it would convert the cache at every token
         cache_dtype = dtype
     plan = partial(memory_plan, checkpoint, dtype=dtype, device=device, cache_dtype=cache_dtype)
@@ -4442,10 +4535,6 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     cache = Cache(config, 1, size, cache_dtype, device)
     session = Session(model, tokenizer, [cache], chat_format)
     options = {"sampling": args.sampling, "max_new_tokens": most, "stop": args.stop}
-    compiled_step = part_3("CompiledStep")
-    wanted = is_large(checkpoint) if args.compile is None else args.compile
-    if compiled_step and wanted and device.type == "cuda" and not ranks:
-        options["step"] = compiled_step(model, cache)
     if args.chat:
         report = chat(session, options, args, ranks)
     else:

@@ -25,6 +25,12 @@ def main(root: Path, out: Path, forms: list[str]) -> None:
         prompt, draws = tokens[0].tolist(), [llama2.Sampling(t, top_p=1, seed=3) for t in (0, 1)]
         texts = [list(llama2.generate(model, prompt, draw, 6)) for draw in draws]
         found[form] = (model(tokens), *texts, held)
+        # Where rounding differs between ranks, rank 0's logits are everyone's; hooks are called.
+        model.register_forward_hook(lambda module, args, y: y * (1 - rank), prepend=True)
+        called, part = [], model.layers[0].mlp.down_proj
+        part.register_forward_hook(lambda *args, heard=called: heard.append(1))
+        drawn = list(llama2.generate(model, prompt, draws[1], 6))
+        assert group.gather(drawn) == [drawn] * ranks and drawn == texts[1] and len(called) == 6
     group.close()
     torch.save(found, out / str(rank))
 

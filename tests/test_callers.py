@@ -572,14 +572,6 @@ def test_gradients_pass_the_kernels(models):
     assert norms[0] > 0 and torch.isclose(*norms, rtol=1e-4)
 
 
-def test_a_compiled_step_is_for_one_cache(models):
-    cache = llama2.Cache(CONFIG)
-    step = llama2.CompiledStep(models[0], cache, backend="eager")
-    for tokens, other in (([[1], [2]], llama2.Cache(CONFIG, 2)), ([[1]], llama2.Cache(CONFIG))):
-        with pytest.raises(ValueError, match="compiled step"):
-            step(torch.tensor(tokens), other)
-
-
 @pytest.mark.parametrize(
     "shape, dtype", [((4, 33), torch.uint8), ((4, 34), torch.int8), ((68,), torch.uint8)]
 )

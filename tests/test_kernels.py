@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import math
 import os
 import shutil
@@ -18,7 +20,6 @@ from gguf import GGMLQuantizationType as Kind
 
 import llama2
 from test_llama2 import (
-    CONFIG,
     SCALES,
     TOKENS,
     WIDE,
@@ -30,7 +31,7 @@ from test_llama2 import (
     random_blocks,
 )
 
-pytestmark = needs("accelerate", "CompiledStep")
+pytestmark = needs("accelerate")
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +314,6 @@ def test_native_layers_leave_the_rest_to_the_blocks(tmp_path, vocabulary, native
     x, cache = torch.randn(2, 3, 256), llama2.Cache(config, 2)
     check(x, cache, fell_back=False)
     check(x, llama2.PaddedCache(config, torch.tensor([0, 1])))
-    check(x[:, :1], llama2.StaticCache(cache, 8))
     check(x, cache, rest=False)
     check(x.mT.contiguous().mT, cache)
     seen = []
@@ -395,59 +395,43 @@ def test_fast_layers_without_a_compiler(kind, monkeypatch):
     assert_close(scarce(x), F.linear(x, weight), 1.5e-2)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch, "_convert_weight_to_int4pack_for_cpu"), reason="needs torch's int4 product"
+)
+@torch.no_grad()
+def test_packed_layers_follow_their_blocks():
+    """Blocks changed in place, loaded, replaced or copied; what is packed is no part of the state."""
+    blocks, _ = wide_blocks("Q4_0")
+    other, weight = blocks.flip(0), wide_blocks("Q4_0")[1].flip(0)
+    x = torch.randn(2, 512)
+    for change in (
+        lambda layer: layer.blocks.copy_(other),
+        lambda layer: layer.load_state_dict({**layer.state_dict(), "blocks": other}),
+        lambda layer: setattr(layer, "blocks", other.clone()),
+        lambda layer: setattr(layer.blocks, "data", other.clone()),
+    ):
+        layer = llama2.PackedLinear(llama2.QuantizedLinear(blocks.clone(), "Q4_0"))
+        assert not torch.allclose(layer(x), F.linear(x, weight), atol=1)
+        change(layer)
+        assert_close(layer(x), F.linear(x, weight), 1.5e-2)
+        assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+        keys = llama2.QuantizedLinear(blocks, "Q4_0").state_dict().keys()
+        assert layer.group and layer.state_dict().keys() == keys
+
+
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("exact", [True, False])
 @torch.no_grad()
 def test_without_a_compiler_a_warning_says_so(tmp_path, vocabulary, exact):
     """And the model runs all the same."""
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_0"])
-    with pytest.warns(UserWarning, match="will be slow: no C.. compiler"):
+    with pytest.warns(UserWarning, match="will be slow: no C.. compiler") as found:
         loaded, _ = llama2.load(path, accelerated=True, exact=exact)
+    assert ("exact=False" in str(found[0].message)) == exact  # what makes it faster
     packed = [m for m in loaded.modules() if isinstance(m, llama2.PackedLinear)]
     assert bool(packed) != exact
     wanted = make_model(WIDE, weights)(TOKENS[:2, :7])
     assert_close(loaded(TOKENS[:2, :7]), wanted, 1e-4 if exact else 0.05)
-
-
-# --------------------------------------------------------------------------------------------------
-# Compiled steps
-
-
-@pytest.mark.parametrize("padding", [None, [0, 3]])
-@torch.no_grad()
-def test_compiled_steps_equal_plain_ones(model, padding):
-    """One window after another, with the eager backend: the tensors of a step, not the compiler."""
-    if padding is None:
-        caches = [llama2.Cache(CONFIG, 2) for _ in range(2)]
-    else:
-        caches = [llama2.PaddedCache(CONFIG, torch.tensor(padding)) for _ in range(2)]
-    torch.compiler.reset()
-    compiled = llama2.CompiledStep(model, caches[1], backend="eager", fullgraph=True)
-    for part in TOKENS[:2].split([20, 1, 1, 3, 1, 14], dim=1):
-        assert_close(compiled(part, caches[1]), model(part, caches[0]), 1e-5)
-    assert caches[0].pos == caches[1].pos == 40
-    caches[1].truncate(30)
-    caches[0].truncate(30)
-    assert_close(compiled(TOKENS[:2, :1], caches[1]), model(TOKENS[:2, :1], caches[0]), 1e-5)
-    with pytest.raises(ValueError, match="another"):
-        compiled(TOKENS[:2, :1], caches[0])
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q2_K", "Q8_0", "Q3_K", "Q4_K", "Q6_K"])
-@torch.no_grad()
-def test_layers_compile_as_one_graph(kind, monkeypatch):
-    """What a GPU runs: traced whole, few rows as one fused sum, many as a product of matrices."""
-    blocks = torch.from_numpy(random_blocks(kind, 40, 256, seed=0))
-    monkeypatch.setattr(llama2, "compiled_dequantize", lambda: llama2.dequantize)
-    plain = llama2.QuantizedLinear(blocks, kind)
-    for layer in [plain] * (kind == "Q4_0") + [llama2.CompiledLinear(plain)]:
-        torch.compiler.reset()  # the limit on recompilations is for all tests together
-        traced = torch.compile(layer, backend="eager", fullgraph=True)
-        for rows in (1, 4, 40):
-            x = torch.randn(rows, 256)
-            wanted = F.linear(x, llama2.dequantize(blocks, kind))
-            assert_close(traced(x), wanted, 1e-5)
-            assert_close(layer(x), wanted, 1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,7 +457,7 @@ def test_large_models_are_accelerated_and_rounded_unless_told_otherwise(
     path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q8_0"])
     built, build = [], llama2.build_model
     monkeypatch.setattr(
-        llama2, "build_model", lambda *args: built.append(build(*args)) or built[-1]
+        llama2, "build_model", lambda *a, **k: built.append(build(*a, **k)) or built[-1]
     )
     monkeypatch.setattr(llama2, "is_large", lambda checkpoint: large)
     status, out, _ = cli("--prompt", "The fox", "--max-new-tokens", 5, *args, model=path)
@@ -492,6 +476,36 @@ def test_large_models_are_accelerated_and_rounded_unless_told_otherwise(
         loaded, _ = llama2.load(path, accelerated=choice)
         found = {m.exact for m in loaded.modules() if isinstance(m, llama2.NativeLinear)}
         assert found == ({True} if choice or (choice is None and large) else set())
+
+
+@pytest.mark.parametrize(
+    "kinds, change, cache",
+    [
+        (["Q8_0"], {}, torch.float16),
+        (["F16"], {}, torch.float16),
+        (["Q8_0", "F32"], {}, torch.float32),
+        (["Q8_0"], {"compile": False}, torch.float32),
+        (["Q8_0"], {"compilers": list}, torch.float32),
+        (["Q8_0"], {"name": "float32"}, torch.float32),
+        (["Q8_0"], {"name": "bfloat16"}, torch.bfloat16),
+        (["Q8_0"], {"device": "cuda"}, torch.bfloat16),
+        (["F16"], {"device": "cuda"}, torch.float16),
+        (["BF16"], {"device": "cuda"}, torch.bfloat16),
+        (["F16", "Q8_0"], {"device": "cuda"}, torch.bfloat16),
+    ],
+)
+def test_caches_of_16_bits_are_for_kernels(monkeypatch, cli_path, kinds, change, cache):
+    """Torch would convert all of it for every token."""
+    checkpoint = llama2.open_checkpoint(cli_path)
+    monkeypatch.setattr(llama2, "is_large", lambda checkpoint: True)
+    monkeypatch.setattr(llama2, "compilers", change.get("compilers", lambda: [["g++"]]))
+    for (name, weight), kind in zip(checkpoint.weights.items(), itertools.cycle(kinds)):
+        if len(weight.shape) == 2:
+            checkpoint.weights[name] = dataclasses.replace(weight, ggml_type=kind)
+    device = torch.device(change.get("device", "cpu"))
+    compile = change.get("compile", True)
+    found = llama2.choose_dtypes(change.get("name", "auto"), device, checkpoint, compile)
+    assert found[1] == cache and found[2] == ("name" in change)
 
 
 def test_only_large_files_are_worth_a_compiler(cli_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
 
 import launch
@@ -89,3 +93,34 @@ def test_the_parts_of_all_ranks_are_the_whole(forms):
                 if pieces[0].dim() == 1:
                     pieces = pieces[:1]
                 assert torch.equal(torch.cat(pieces, axis), weight.dense(torch.float32)), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_waiting_for_others_can_be_ended(number):
+    """A rendezvous that cannot be complete: one rank of two."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = subprocess.Popen(
+        [*launch.command(SCRIPT), "--prompt", "x"],
+        env={**os.environ, **ranks, **address},
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while True:  # until it listens for the other
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(20) in (-number, 128 + number)
+
+
+@pytest.mark.parametrize("size", ["0", "", "2"])
+def test_memory_is_shared_by_the_processes_of_a_machine(monkeypatch, size):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = llama2.free_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
+    assert 0.5 < llama2.free_memory(torch.device("cpu")) * max(1, int(size or 1)) / alone < 2
