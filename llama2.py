@@ -472,7 +472,7 @@ Unpacked = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 def half(b: Tensor, at: int) -> Tensor:
     """The float16 at byte `at` of each block: (n, bytes) -> (n, 1)."""
-    low, high = b[:, at : at + 1].short(), b[:, at + 1 : at + 2].short()
+    low, high = (b[:, i : i + 1].view(torch.uint8).short() for i in (at, at + 1))
     return (low | high << 8).view(torch.float16).float()
 
 
