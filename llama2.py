@@ -3426,6 +3426,7 @@ def score(
 import ctypes
 import datetime
 import hashlib
+import importlib.util
 import operator
 import shlex
 import shutil
@@ -3434,7 +3435,6 @@ import subprocess
 import tempfile
 import warnings
 import weakref
-from threading import current_thread, main_thread
 
 from torch import distributed
 
@@ -3450,12 +3450,21 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
     On a CPU: kernels/cpu.cpp, compiled once per machine. `exact` keeps activations in float32 (1e-6
     relative per layer); else they become 16-bit integers with a scale per group (6e-5), with AMX
     and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 products,
-    unless `exact` (4e-3); a warning says what is missing. On CUDA: compiled dequantisation.
+    unless `exact` (4e-3); a warning says what is missing. On CUDA: steps compiled by torch.
     """
     device = model.norm.weight.device.type
     if device == "cuda" and compile:
+        if importlib.util.find_spec("triton") is None:
+            warnings.warn(
+                "steps will be slow: torch.compile needs the package triton", stacklevel=2
+            )
+            return model
         replace_linears(model, CompiledLinear)
         put(model, "layers", CompiledLayers(model.layers))
+        note = (
+            "the first new token waits for torch.compile: up to a minute, less from its disk cache"
+        )
+        warnings.warn(note, stacklevel=2)
     if device != "cpu" or not any(isinstance(m, QuantizedLinear) for m in model.modules()):
         return model
     found = kernels() if compile else Kernels(problem="switched off")
@@ -3464,9 +3473,7 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
         put(model, "layers", NativeLayers(model.layers))
         return model
     if compile:
-        advice = (
-            "; exact=False (--dtype auto) takes torch's faster, rounding products" if exact else ""
-        )
+        advice = "; exact=False (--dtype auto) takes torch's faster products" if exact else ""
         warnings.warn(f"quantised weights will be slow: {found.problem}{advice}", stacklevel=2)
     if not exact:
         replace_linears(model, PackedLinear)
@@ -3763,6 +3770,7 @@ class NativeLinear(QuantizedLinear):
 class FastLayers(Layers):
     """Layers with a faster forward for the common case; whatever is not that goes to the blocks."""
 
+    run: Callable[..., Tensor]  # forward() the fast way; raises Unfit before anything is stored
     memory: Any = None  # what run() keeps for the next call
 
     def __getstate__(self) -> dict[str, Any]:
@@ -3780,10 +3788,6 @@ class FastLayers(Layers):
             return self.run(x, cos, sin, mask, cache)
         except Unfit:
             return super().forward(x, cos, sin, mask, cache)
-
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """forward() the fast way. Raises Unfit before anything is stored."""
-        raise Unfit
 
 
 def check_plain(cache: Any, *classes: type[Cache]) -> None:
@@ -3841,46 +3845,32 @@ class NativeLayers(FastLayers):
                 parts: list[Any] = list(block.modules())
                 need([type(part) for part in parts] == PARTS)
                 _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
-                linears, norms, D = (q, k, v, o, gate, up, down), (norm1, norm2), attention.head_dim
-                C, inner, wide, kv = (part.out_features for part in (o, gate, q, k))
-                shapes = [
-                    (wide, C),
-                    (kv, C),
-                    (kv, C),
-                    (C, wide),
-                    (inner, C),
-                    (inner, C),
-                    (C, inner),
-                ]
-                need([(part.out_features, part.in_features) for part in linears] == shapes)
+                linears, D = (q, k, v, o, gate, up, down), attention.head_dim
+                C, inner, wide, kv = (linear.out_features for linear in (o, gate, q, k))
+                sizes = [(linear.out_features, linear.in_features) for linear in linears]
+                need(sizes[:4] == [(wide, C), (kv, C), (kv, C), (C, wide)])
+                need(sizes[4:] == [(inner, C), (inner, C), (C, inner)])
                 need(kv % D == 0 and wide % kv == 0)
                 need(attention.layer == i and norm1.eps == norm2.eps)
                 numbers: list[int] = []
                 for linear in linears:
-                    blocks, struct_linear = linear.pack()
+                    blocks, packed = linear.pack()
                     held.append(blocks)
-                    numbers += struct_linear
-                for norm in norms:
+                    numbers += packed
+                    kinds.add((linear.exact, (C, kv // D, D)))
+                for norm in (norm1, norm2):
                     held.append(norm.weight.detach())
                     numbers.append(address(held[-1], torch.float32, (C,)))
                 structs.append(struct.pack("30qdq", *numbers, norm1.eps, D))
-                kinds |= {(linear.exact, (C, kv // D, D)) for linear in linears}
             ((exact, shape),) = kinds
         except (Unfit, ValueError):  # of several kinds
             return None
         return structs, exact, shape, held
 
 
-# The modules of a Block that the kernels can run.
-PARTS = [
-    Block,
-    RMSNorm,
-    CausalSelfAttention,
-    *[NativeLinear] * 4,
-    RMSNorm,
-    MLP,
-    *[NativeLinear] * 3,
-]
+# The modules of a Block that the kernels can run, in order.
+PARTS: list[type] = [Block, RMSNorm, CausalSelfAttention, *4 * [NativeLinear], RMSNorm, MLP]
+PARTS += 3 * [NativeLinear]
 
 
 class PackedLinear(QuantizedLinear):
@@ -4011,20 +4001,16 @@ class CompiledStep:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], x: Tensor, cos: Tensor, k: Tensor, v: Tensor):
-        self.blocks = blocks
-        self.graph: Any = None
-        self.x, self.cos, self.sin = (torch.zeros_like(t) for t in (x, cos, cos))
+        self.blocks, self.x = blocks, torch.zeros_like(x)
+        self.cos, self.sin = torch.zeros_like(cos), torch.zeros_like(cos)
         self.slot = torch.zeros(1, dtype=torch.int64, device=x.device)
         self.mask = torch.zeros(len(x), 1, 1, k.shape[3], dtype=torch.bool, device=x.device)
         self.caches = [StaticCache(*layer, self.slot) for layer in zip(k, v)]
-        torch._dynamo.maybe_mark_dynamic(self.mask, 3)
-        for cache in self.caches:
-            torch._dynamo.maybe_mark_dynamic(cache.k, 2)
-            torch._dynamo.maybe_mark_dynamic(cache.v, 2)
+        for t, dim in [(self.mask, 3), *((t, 2) for c in self.caches for t in (c.k, c.v))]:
+            torch._dynamo.maybe_mark_dynamic(t, dim)
+        self.graph: Any = None
 
-    def __call__(
-        self, pos: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def __call__(self, pos: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x (B, 1, C) at position pos -> (B, 1, C)."""
         for static, value in ((self.x, x), (self.cos, cos), (self.sin, sin)):
             static.copy_(value)
@@ -4032,10 +4018,10 @@ class CompiledStep:
         self.mask.zero_()[..., : pos + 1] = True if mask is None else mask
         if not x.is_cuda:
             return self.run()
-        if self.graph is None:
-            with torch.cuda.device(x.device):
+        with torch.cuda.device(x.device):
+            if self.graph is None:
                 self.capture()
-        self.graph.replay()
+            self.graph.replay()
         return self.y.clone()
 
     def run(self) -> Tensor:
@@ -4059,22 +4045,27 @@ class CompiledStep:
 
 
 class CompiledLayers(FastLayers):
-    """Layers whose steps of one token are compiled. Windows double as the cache fills, so that few
-    empty slots are read."""
+    """Layers whose steps of one token are compiled.
+
+    There is a step for each cache and window of its slots. Windows double as the cache fills, so
+    that few empty slots are read.
+    """
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """For one token, no gradients, a Cache of ours, and unchanged blocks without hooks."""
+        """For one token, no gradients, a Cache of ours, and blocks of ours without hooks."""
         check_untransformed(x)
         check_plain(cache, Cache, PaddedCache)
         need(x.dim() == 3 and x.shape[1] == 1 and not torch.is_grad_enabled())
         if self.memory is None or not self.memory[0].holds():
-            plain = {type(part) for block in self for part in block.modules()} <= {*PARTS, *LINEARS}
-            self.memory = Snapshot(self), weakref.WeakKeyDictionary() if plain else None
+            kinds = {type(part) for block in self for part in block.modules()}
+            ours = kinds <= {*PARTS, nn.Linear, QuantizedLinear, CompiledLinear}
+            self.memory = Snapshot(self), weakref.WeakKeyDictionary() if ours else None
         snapshot, steps = self.memory
-        need(steps is not None and not any(snapshot.overrides) and len(cache.k) == len(self))
         k, v, pos = cache.k, cache.v, cache.pos
+        need(steps is not None and not any(snapshot.overrides) and len(k) == len(self))
         window = min(max(512, 1 << pos.bit_length()), k.shape[3])
-        key = k.data_ptr(), v.data_ptr(), k.shape, k.dtype, x.shape, x.dtype, cos.shape
+        tensors = [(t.data_ptr(), t.shape, t.dtype) for t in (k, v)]  # others may come in the cache
+        key = *tensors, x.shape, x.dtype, cos.shape, torch.is_inference_mode_enabled()
         if cache not in steps or steps[cache][0] != key:
             steps[cache] = key, {}
         made = steps[cache][1]
@@ -4084,23 +4075,8 @@ class CompiledLayers(FastLayers):
         return made[window](pos, x, cos, sin, mask)
 
 
-LINEARS = (nn.Linear, QuantizedLinear, CompiledLinear)
-
-
 # --------------------------------------------------------------------------------------------------
 # 17. Several devices
-
-
-@contextmanager
-def default_signals() -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM end the process at once."""
-    numbers = (signal.SIGINT, signal.SIGTERM) * (current_thread() is main_thread())
-    handlers = [(number, signal.signal(number, signal.SIG_DFL)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in handlers:
-            signal.signal(number, handler)
 
 
 class Ranks:
@@ -4109,14 +4085,19 @@ class Ranks:
     def __init__(self) -> None:
         if not distributed.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            minutes, days = datetime.timedelta(minutes=5), datetime.timedelta(days=30)
-            with default_signals():  # no Python runs while it waits for the others
-                store, rank, count = next(distributed.rendezvous("env://", timeout=minutes))
-                store.set_timeout(minutes)
-                # In a chat, the others wait for rank 0's reader.
-                distributed.init_process_group(
-                    backend, store=store, rank=rank, world_size=count, timeout=days
-                )
+            # A process that waits for the others runs no Python: signals end it at once.
+            numbers = signal.SIGINT, signal.SIGTERM
+            handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+            few, patience = datetime.timedelta(minutes=5), datetime.timedelta(days=30)
+            try:
+                store, rank, count = next(distributed.rendezvous("env://", timeout=few))
+                store.set_timeout(few)
+                group = {"store": store, "rank": rank, "world_size": count}
+                # In a chat, the others wait for rank 0's reader: patience.
+                distributed.init_process_group(backend, timeout=patience, **group)
+            finally:
+                for number, handler in zip(numbers, handlers):
+                    signal.signal(number, handler)
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
