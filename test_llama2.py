@@ -827,7 +827,8 @@ def test_sections_refer_upwards():
         ("gguf_config", "gguf_stop_ids"),
         ("gguf_config", "PRE_TOKENIZERS"),
         ("check_saved", "read_fields"),
-        ("memory_plan", "PREFILL_CHUNK"),
+        ("memory_plan", "prefill_chunk"),
+        ("accelerate", "CompiledLayers"),
         ("accelerate", "CompiledLinear"),
     }
     assert downwards <= known
