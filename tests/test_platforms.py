@@ -72,6 +72,7 @@ def test_quantised_files_prefer_the_cpu_to_mps(monkeypatch):
     """MPS is taken for dense weights, or when it is asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(llama2, "checked_device", torch.device)  # there is none here
     for types, device in ((["F32", "F16"], "mps"), (["F32", "Q4_0"], "cpu")):
         weights = {str(i): SimpleNamespace(ggml_type=name) for i, name in enumerate(types)}
         checkpoint = SimpleNamespace(weights=weights)
