@@ -788,13 +788,8 @@ class Weight:
         def convert(i: int) -> None:
             flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
 
-        starts = range(0, len(rows), step)
-        if not self.is_rare:
-            for i in starts:
-                convert(i)
-            return out
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy has one thread
-            list(pool.map(convert, starts))
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # gguf computes in one thread
+            list((pool.map if self.is_rare else map)(convert, range(0, len(rows), step)))
         return out
 
     @property
@@ -1010,17 +1005,13 @@ class GGUF:
             weight = map_weight(self.bytes, name, ggml_type, shape, base + offset)
             self.tensors[name], end = weight, base + offset + weight.nbytes
 
-    def take(self, size: int, item: str) -> int:
-        """Advance by `size` bytes; returns where they begin. ValueError beyond the file's header."""
-        start, self.offset = self.offset, self.offset + size
+    def unpack(self, letters: str, item: str) -> tuple:
+        """The next little-endian values, as struct's letters name them. ValueError beyond the end."""
+        start, size = self.offset, struct.calcsize("<" + letters)
+        self.offset += size
         if self.offset > min(len(self.bytes), MAX_METADATA):
             raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
-        return start
-
-    def unpack(self, letters: str, item: str) -> tuple:
-        """The next little-endian values, as struct's letters name them."""
-        letters = "<" + letters
-        return struct.unpack_from(letters, self.bytes, self.take(struct.calcsize(letters), item))
+        return struct.unpack_from("<" + letters, self.bytes, start)
 
     def strings(self, item: str, count: int = 1) -> list[str]:
         """The next strings, each a length of 8 bytes and UTF-8: Llama 3 has 400,000 of them."""
@@ -1029,7 +1020,9 @@ class GGUF:
             size = int.from_bytes(data[self.offset : self.offset + 8], "little")
             self.offset += 8 + size
             if self.offset > end:
-                raise ValueError(f"{item} needs {size} bytes, beyond the file or {end} bytes")
+                raise ValueError(
+                    f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes"
+                )
             texts.append(data[self.offset - size : self.offset])
         try:
             return [text.decode() for text in texts]
@@ -2208,19 +2201,17 @@ def sentencepiece_model(path: Path, keys: Mapping) -> bytes:
     return vocabulary + bytes_field(2, trainer) + bytes_field(3, normalizer)
 
 
-def token_text(path: Path, token: Any) -> str:
-    """The text of an added token in a Hugging Face directory. Raises ValueError if it has none."""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"{path}: {str(token)[:40]!r} is no token")
-    return well_formed(text)
-
-
 def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
     files = [read_json(path / name) if (path / name).exists() else {} for name in names]
-    content = partial(token_text, path / names[2])
+
+    def content(token: Any) -> str:
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
+        return well_formed(text)
+
     texts: dict[int, str] = {}
     decoder = lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
     for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
@@ -2331,12 +2322,13 @@ class Tokenizer:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
             self.sp_no_prefix = sentencepiece.SentencePieceProcessor(model_proto=no_prefix)
             self.pieces: list[str] = self.sp.id_to_piece([*range(self.sp.vocab_size())])
+            # Whether decode() takes off the space that encode() puts in front.
+            self.strips_space = self.sp.decode(["\u2581a"]) == "a"
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
         self.source, self.vocab_size = Path(source), len(self.pieces)
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
-        self.strips_space = self.sp.decode(["\u2581a"]) == "a"  # the one that encode() put there
         self.chat_template = ""  # in Jinja; it is recognised, never executed
 
     @classmethod
@@ -2398,10 +2390,10 @@ class Tokenizer:
     def from_keys(cls, path: Path, keys: dict[str, Any]) -> Tokenizer:
         """A vocabulary from a GGUF file's keys, of whichever kind it is."""
         require(path, keys, {"tokenizer.ggml.model": ("llama", "gpt2")})
-        is_bpe = keys["tokenizer.ggml.model"] == "gpt2"
-        found = (
-            BytePairTokenizer(keys, path) if is_bpe else cls(sentencepiece_model(path, keys), path)
-        )
+        if keys["tokenizer.ggml.model"] == "gpt2":
+            found: Tokenizer = BytePairTokenizer(keys, path)
+        else:
+            found = cls(sentencepiece_model(path, keys), path)
         found.add_bos = lookup(path, keys, "tokenizer.ggml.add_bos_token", bool, found.add_bos)
         found.chat_template = lookup(path, keys, "tokenizer.chat_template", str, "")
         found.metadata = keys  # for save_gguf()
@@ -2427,15 +2419,8 @@ class Tokenizer:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
         if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
             raise ValueError(f"a {type(ids).__name__} is no list of token ids")  # noqa: TRY004
-        ids = list(ids)
-        for token_id in ids:
-            self.check(token_id)
-        with naming(self.source, "damaged: "):
-            return self.decode_ids(ids)
-
-    def decode_ids(self, ids: list[int]) -> str:
-        """decode() of ids that are known to be in range."""
-        return self.sp.decode(ids)
+        decoder = StreamDecoder(self)
+        return "".join([*map(decoder.decode, ids), decoder.flush()])
 
     def check(self, token_id: int) -> None:
         """Raises ValueError for what is no id of the vocabulary."""
@@ -2546,27 +2531,17 @@ class BytePairTokenizer(Tokenizer):
         texts = [p for p, kind in zip(self.pieces, self.types) if kind == USER_DEFINED]
         kinds = enumerate(zip(self.pieces, self.types))
         vocab = {piece: i for i, (piece, kind) in kinds if kind in (NORMAL, USER_DEFINED)}
-        steps = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}
-        empty = {"type": "BPE", "vocab": {}, "merges": []}
-        with naming(path, "tokenizer.ggml.tokens, .merges: "):
-            if len({*self.pieces}) < self.vocab_size:
-                raise ValueError("a piece is there twice")
-            try:
-                self.bpe = tokenizers.Tokenizer.from_str(
-                    json.dumps(
-                        {
-                            "version": "1.0",
-                            "added_tokens": [],
-                            "pre_tokenizer": steps,
-                            "model": empty,
-                        }
-                    )
-                )
-                pairs = [tuple(merge.split(" ")) for merge in merges]
-                self.bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
-                self.bpe.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in texts])
-            except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
-                raise ValueError(error) from None
+        words = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}
+        empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+        if len({*self.pieces}) < self.vocab_size:
+            raise ValueError(f"{path}: tokenizer.ggml.tokens has duplicates")
+        try:
+            self.bpe = tokenizers.Tokenizer.from_str(json.dumps(empty | {"pre_tokenizer": words}))
+            pairs = [tuple(merge.split(" ")) for merge in merges]
+            self.bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
+            self.bpe.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in texts])
+        except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
+            raise ValueError(printable(f"{path}: tokenizer.ggml.merges: {error}"[:400])) from None
 
     def encode_text(self, text: str, first: bool) -> list[int]:
         """encode() without BOS, of text that UTF-8 can hold."""
@@ -2592,10 +2567,6 @@ class BytePairTokenizer(Tokenizer):
                 "special_tokens": {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}},
             }
         return {"tokenizer.json": content}
-
-    def decode_ids(self, ids: list[int]) -> str:
-        """decode() of ids that are in range."""
-        return b"".join(self.piece(i)[0] for i in ids).decode("utf-8", "replace")
 
     def piece(self, token_id: int) -> tuple[bytes, int]:
         """The bytes that a token stands for, which may be a part of a character."""
