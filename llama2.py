@@ -2790,7 +2790,8 @@ def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tup
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
         found, order = ", ".join(map(str, roles)) or "no message", "user, assistant, ..., user"
-        raise ValueError(f"accepted is: system (or not), {order}; found: {found}")
+        advice = "join messages of one role in a row"
+        raise ValueError(f"must be: system (or not), {order}; {advice}; found: {found}")
     checked: list[tuple[str, str]] = []
     for role, message in zip(roles, messages):
         content = message.get("content")
@@ -3284,18 +3285,23 @@ class Session:
         return cls(model, tokenizer, caches, chat_format)
 
     def take(self, ids: Sequence[int]) -> Cache:
-        """The cache that holds the most of a prompt, if that is half of it, else the oldest.
+        """The cache whose prompt goes on in `ids`, else the oldest with what another shares with it.
 
-        It is truncated to what it shares with the prompt, less one id: there must be one to read.
+        It holds the beginning of `ids` minus one token, so that something is left to run.
         """
         shared = {}
         for cache, held in self.held.items():
             pairs = enumerate(zip(itertools.chain(*held), ids))
             same = next((i for i, (a, b) in pairs if a != b), sum(map(len, held)))
             shared[cache] = min(same, cache.pos, max(len(ids) - 1, 0))
-        best = max(shared, key=shared.__getitem__)
-        cache = best if 2 * shared[best] >= len(ids) else next(iter(shared))
-        cache.truncate(shared[cache])
+        cache = best = max(shared, key=shared.__getitem__)
+        n = shared[best]
+        if 10 * n < 9 * len(self.held[best][0]):  # all but the end: an answer is encoded anew
+            cache = next(iter(shared))
+        if cache is not best:
+            cache.k[:, :, :, :n], cache.v[:, :, :, :n] = best.k[:, :, :, :n], best.v[:, :, :, :n]
+            cache.pos = n
+        cache.truncate(n)
         self.held[cache] = self.held.pop(cache)
         return cache
 
@@ -3320,22 +3326,30 @@ class Session:
         return rows
 
     def stream_text(
-        self, ids: Sequence[int], chat: bool = False, echo: bool = False, **options: Any
+        self,
+        ids: Sequence[int],
+        chat: bool = False,
+        echo: bool = False,
+        reuse: bool = True,
+        **options: Any,
     ) -> Stream[str]:
         """As stream_text() of the whole prompt; the report counts the ids that had to be read.
 
-        `chat`: it is an answer. `echo`: the prompt's text and scores come first.
+        `chat`: it is an answer. `echo`: the prompt's text and scores come first. `reuse`: what a
+        cache holds is not read again (where rounding differs, the text may depend on it).
         """
         prompt, top, scores = self.tokenizer.decode(ids), options.get("top"), []
         if chat:
             options["chat_format"] = self.chat_format
         if echo and top is not None:
             scores = self.score(ids, top)
-        cache = self.take(ids)
+        cache = self.take(ids if reuse or scores else [])
         options |= {"first": not prompt, "cache": cache, "past": ids[: cache.pos]}
         stream = stream_text(self.model, self.tokenizer, ids[cache.pos :], **options)
         self.held[cache] = list(ids), stream.report.new_ids[0]
-        stream.report.scores[0] += scores
+        if scores:
+            stream.report.scores[0] += scores
+            stream.report.prompt_tokens = len(ids)
         if echo:
             stream.items = itertools.chain([prompt], stream.items)
         return stream

@@ -7,19 +7,22 @@
 
 The event loop talks to clients. A thread beside it runs the model for one request after another, in
 the order they came, each until its client hangs up. The caches of the last prompts are kept: of a
-chat that goes on, only what is new is computed.
+chat that goes on, only what is new is computed. What is not supported is refused, never ignored.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,10 @@ try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     import llama2
 except ImportError as error:
@@ -41,7 +46,20 @@ except ImportError as error:
 
 MAX_BODY, MAX_PROMPTS, MAX_WAITING = 10**6, 128, 64  # bytes, prompts in a request, queued requests
 MAX_CACHES, CACHE_BYTES = 4, 2**32  # conversations that are kept, if they fit; one at least
+MAX_CONNECTIONS, IDLE_SECONDS = 200, 60  # macOS allows a process 256 open files, Linux 1024
 TURN = anyio.Lock()  # with the model: first come, first served
+once = functools.cache(llama2.note)
+LIMITS = llama2.SAMPLING_LIMITS | {
+    "temperature": (0, 2), "seed": (-(2**63), 2**63 - 1), "logprobs": (0, 20),
+    "top_logprobs": (0, 20), "max_tokens": (0, 2**31 - 1), "max_completion_tokens": (0, 2**31 - 1),
+}  # fmt: skip
+# Fields that change nothing here, and those that would with any but these values.
+IGNORED = "user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls"
+NEUTRAL: dict[str, list] = {
+    "n": [1], "best_of": [1], "suffix": [""], "tools": [[]], "functions": [[]], "echo": [False],
+    "tool_choice": ["none", "auto"], "function_call": ["none", "auto"], "modalities": [["text"]],
+    "response_format": [{"type": "text"}], "top_logprobs": [0],
+}  # fmt: skip
 
 
 class Refusal(HTTPException):
@@ -62,61 +80,101 @@ def refuse(request: Any, error: Any) -> Response:
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
-def get(body: dict, name: str, kind: type, default: Any = None, low: int = 0, high: int = 0) -> Any:
-    """A field, or its default if it is absent or null; numbers are limited."""
-    value = body.get(name)
+def take(body: dict, name: str, kind: type, default: Any = None) -> Any:
+    """Remove a field and return its value, or its default if it is absent or null."""
+    value = body.pop(name, None)
     if value is None:
         return default
+    limits = LIMITS[name] if kind in (int, float) else ()
     fits = type(value) is kind or (kind is float and type(value) is int)  # but true is not 1
-    if not fits or (high and not low <= value <= high):
-        needed = f"{kind.__name__} from {low} to {high}" if high else kind.__name__
-        raise Refusal(400, f"{name} is {json.dumps(value)[:40]}; needed is {needed}", param=name)
+    if not fits or (limits and not limits[0] <= value <= limits[1]):
+        needed = f"{kind.__name__}{' from {} to {}' if limits else ''}".format(*limits)
+        raise Refusal(400, f"{name} is {json.dumps(value)[:40]}; must be {needed}", param=name)
     return value
+
+
+def refuse_others(body: dict) -> None:
+    """Raises Refusal for fields that were not taken, unless they mean nothing."""
+    for name, value in body.items():
+        found, neutral = json.dumps(value), [json.dumps(v) for v in NEUTRAL.get(name, [None])]
+        if value is not None and name not in IGNORED.split() and found not in neutral:
+            must = (
+                f"is {found[:40]}; must be {neutral[0]}" if name in NEUTRAL else "is no known field"
+            )
+            raise Refusal(400, f"{name[:40]} {must}", param=name)
+
+
+def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
+    """The fields of Sampling. A seed may be negative."""
+    values: dict = {}
+    for item in fields(llama2.Sampling):
+        if item.name in LIMITS:
+            kind = float if type(item.default) is float else int
+            values[item.name] = take(body, item.name, kind, item.default)
+    values["seed"] = values["seed"] and values["seed"] % 2**63
+    try:
+        bias = {int(key): value for key, value in take(body, "logit_bias", dict, {}).items()}
+        sampling = llama2.Sampling(**values, logit_bias=bias)
+        sampling.adjust(llama2.torch.zeros(vocab_size), ())  # do the ids exist?
+    except ValueError as error:
+        raise Refusal(400, f"logit_bias: {error}", param="logit_bias") from None
+    return sampling
 
 
 class Job:
     """A checked request for completions, and the response to it."""
 
-    def __init__(self, session: llama2.Session, model: str, body: dict, field: str) -> None:
-        self.session, self.chat = session, field == "messages"
-        self.stream = get(body, "stream", bool, False)
-        self.include_usage = get(get(body, "stream_options", dict, {}), "include_usage", bool)
-        limit = get(body, "max_tokens", int, session.context if self.chat else 16, 0, 2**31 - 1)
-        seed, stop = get(body, "seed", int, None, -(2**63), 2**63 - 1), body.get("stop")
+    def __init__(self, session: llama2.Session, about: dict, reuse: bool, body: dict, field: str):
+        self.session, self.chat, prompt = session, field == "messages", body.pop(field, None)
+        self.stream, stop = take(body, "stream", bool, False), body.pop("stop", None)
+        options = take(body, "stream_options", dict, {})
+        self.include_usage = take(options, "include_usage", bool) or not self.stream
         stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
         if len(stops) > 16 or not all(isinstance(s, str) and 1 <= len(s) <= 256 for s in stops):
-            told = f"stop is {json.dumps(stop)[:40]}; needed: up to 16 texts of 1 to 256 characters"
+            told = f"stop is {json.dumps(stop)[:40]}; must be up to 16 texts of 1 to 256 characters"
             raise Refusal(400, told, param="stop")
-        get(body, "n", int, 1, 1, 1)
-        get(body, "model", str)  # any: there is one
+        top = take(body, "logprobs", bool if self.chat else int)
+        if self.chat:
+            top = take(body, "top_logprobs", int, 0) if top else None
+        most = take(body, "max_tokens", int, session.context if self.chat else 16)
+        # A seed promises the same text, and rounding may differ with what is read at a time.
+        reuse &= take(body, "cache_prompt", bool, body.get("seed") is None)
+        take(body, "model", str)  # any: there is one
         self.options = {  # of stream_text()
             "chat": self.chat,
-            "echo": not self.chat and get(body, "echo", bool, False),
-            "top": None if self.chat else get(body, "logprobs", int, None, 0, 5),
-            "max_new_tokens": get(body, "max_completion_tokens", int, limit, 0, 2**31 - 1),
-            "sampling": llama2.Sampling(
-                temperature=get(body, "temperature", float, 0.8, 0, 2),
-                top_p=get(body, "top_p", float, 0.95, 0, 1),
-                seed=seed and seed % 2**63,
-            ),
+            "echo": not self.chat and take(body, "echo", bool, False),
+            "top": top,
+            "max_new_tokens": take(body, "max_completion_tokens", int, most),
+            "sampling": take_sampling(body, session.tokenizer.vocab_size),
             "stop": stops,
+            "reuse": reuse,
         }
-        self.prompts = session.encode(body.get(field), self.chat)
+        refuse_others(body | options)
+        messages = prompt if self.chat and isinstance(prompt, list) else []
+        for message in (m for m in messages if isinstance(m, dict)):
+            for name in message.keys() - {"role", "content"}:
+                if message[name]:
+                    raise ValueError(f"{name[:40]} in a message is not supported")
+            if message.get("role") == "developer":
+                message["role"] = "system"
+        self.prompts = session.encode(prompt, self.chat)
         if len(self.prompts) > MAX_PROMPTS:
-            raise ValueError(f"there are {len(self.prompts)}; accepted are up to {MAX_PROMPTS}")
+            raise ValueError(f"there are {len(self.prompts)}; must be at most {MAX_PROMPTS}")
         longest = max(map(len, self.prompts))
         if longest + min(self.options["max_new_tokens"], 1) > session.context:
             told = f"{field}: {longest} tokens; the context holds {session.context} in all"
             raise Refusal(400, told, param=field, code="context_length_exceeded")
         kind = ("chat.completion" + ".chunk" * self.stream) if self.chat else "text_completion"
-        self.about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": kind, "model": model}
-        self.about["created"] = int(time.time())
+        name = f"{'chat' * self.chat}cmpl-{secrets.token_hex(12)}"
+        self.about = {"id": name, "object": kind, "created": int(time.time()), **about}
+        self.log = ""  # what it did
         self.replies: asyncio.Queue = asyncio.Queue()  # and None at their end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer, as a response of Starlette does, until the client hangs up."""
         if TURN.statistics().tasks_waiting >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
+        scope["job"] = self
 
         async def watch() -> None:  # who was sent the whole answer counts as gone, too
             while (await receive())["type"] != "http.disconnect":
@@ -148,69 +206,112 @@ class Job:
 
     def complete(self) -> None:
         """Continue the prompts."""
-        choices, reports = [], []
+        choices, reports, start = [], [], time.perf_counter()
         finish = self.reply if self.stream else choices.append
         for index, ids in enumerate(self.prompts):
             choice: dict = {"index": index, "logprobs": None, "finish_reason": None}
             if self.chat and self.stream:
                 self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
             pieces, text = self.session.stream_text(ids, **self.options), ""
+            reports.append(pieces.report)
             for piece in pieces:
                 text += piece
                 if self.stream:
-                    self.reply(choice | self.said(piece))
-            reports.append(pieces.report)
+                    self.reply(choice | self.content(piece))
             stopped = pieces.report.stop_reasons[0].startswith("stop")
             choice["finish_reason"] = "stop" if stopped else "length"
             if self.options["top"] is not None:
                 choice["logprobs"] = self.table(pieces.report.scores[0])
-            finish(choice | self.said("" if self.stream else text))
-        if self.include_usage or not self.stream:
-            old, new = sum(map(len, self.prompts)), sum(report.new_tokens for report in reports)
-            cached = {"cached_tokens": old - sum(report.prompt_tokens for report in reports)}
-            usage = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
-            self.reply(*choices, usage={**usage, "prompt_tokens_details": cached})
+            finish(choice | self.content("" if self.stream else text))
+        old, new = sum(map(len, self.prompts)), sum(report.new_tokens for report in reports)
+        cached = old - sum(report.prompt_tokens for report in reports)
+        rate = new / (time.perf_counter() - start)
+        self.log = f" read {old - cached} + {cached} cached, made {new}, {rate:.1f} tokens/s"
+        if self.include_usage:
+            usage: dict = {
+                "prompt_tokens": old,
+                "completion_tokens": new,
+                "total_tokens": old + new,
+            }
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+            self.reply(*choices, usage=usage)
 
-    def said(self, text: str) -> dict:
+    def content(self, text: str) -> dict:
         if not self.chat:
             return {"text": text}
         whole = {"message": {"role": "assistant", "content": text}}
         return {"delta": {"content": text}} if self.stream else whole
 
     def table(self, scores: list[llama2.Score]) -> dict:
-        """OpenAI's form of log-probabilities."""
-        names = [piece.replace("\u2581", " ") for piece in self.session.tokenizer.pieces]
+        """OpenAI's form of log-probabilities; a token's own comes first, named as its text."""
+        tokenizer, rows = self.session.tokenizer, []
+        for score in scores:
+            row: dict[str, dict] = {}
+            for token_id, logprob in {score.token_id: score.logprob, **(score.top or {})}.items():
+                data = tokenizer.piece(token_id)[0]  # maybe a part of a character
+                text = data.decode(errors="backslashreplace") if row else score.text
+                text = tokenizer.pieces[token_id] if row and text in ("", *row) else text
+                row[text] = {"token": text, "logprob": logprob, "bytes": [*data]}
+            rows.append([*row.values()])
+        if self.chat:
+            return {"content": [{**row[0], "top_logprobs": row} for row in rows], "refusal": None}
+        tops = [{entry["token"]: entry["logprob"] for entry in row} for row in rows]
         starts = itertools.accumulate((len(score.text) for score in scores), initial=0)
         return {
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.logprob for score in scores],
-            "top_logprobs": [s.top and {names[i]: p for i, p in s.top.items()} for s in scores],
+            "top_logprobs": [score.top and top for score, top in zip(scores, tops, strict=True)],
             "text_offset": list(starts)[:-1],
         }
 
 
-def make_app(session: llama2.Session, name: str, api_key: bytes | None) -> Any:
+class Connection(H11Protocol):
+    """Of too many connections, the oldest one that waits for no answer is closed."""
+
+    most = MAX_CONNECTIONS
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        self.loop.call_later(IDLE_SECONDS, lambda: self.cycle or transport.abort())
+        if len(self.connections) > self.most:
+            once(f"more than {self.most} connections: the oldest idle ones are closed")
+            min(filter(Connection.idle, self.connections), key=lambda c: c.since).transport.abort()
+
+    def idle(self) -> bool:
+        """Whether it has sent no whole request, or has its answer."""
+        return not self.cycle or self.cycle.more_body or self.cycle.response_complete
+
+
+def make_app(session: llama2.Session, name: str, args: Any) -> Any:
     """The ASGI application."""
+    names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
+    known_host = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
 
     def tokenize(body: dict, field: str) -> Response:
-        text, special = body.get(field), get(body, "add_special", bool, False)
+        text, special = body.pop(field, None), take(body, "add_special", bool, False)
         ids = session.tokenizer.encode(text, special and session.tokenizer.add_bos)
+        refuse_others(body)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     def detokenize(body: dict, field: str) -> Response:
-        return JSONResponse({"content": session.tokenizer.decode(body.get(field))})
+        text = session.tokenizer.decode(body.pop(field, None))
+        refuse_others(body)
+        return JSONResponse({"content": text})
 
     async def post(handle: Any, field: str, request: Any) -> Any:
-        try:
+        body = None
+        with suppress(ValueError, RecursionError):
             body = await request.json()
-            if not isinstance(body, dict):
-                raise ValueError("the body is not a JSON object")  # noqa: TRY004
+        if not isinstance(body, dict):
+            raise Refusal(400, "the body must be a JSON object")
+        try:
             return await anyio.to_thread.run_sync(handle, body, field)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"{field}: {error}", param=field) from None
 
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "llama2.py"}
-    job = partial(Job, session, name)
+    job = partial(Job, session, {"model": name}, args.prompt_cache)
     routes = [
         Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
         Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
@@ -222,33 +323,68 @@ def make_app(session: llama2.Session, name: str, api_key: bytes | None) -> Any:
     errors = {HTTPException: refuse, Exception: refuse}
     app = Starlette(routes=routes, exception_handlers=errors, max_body_size=MAX_BODY)
 
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        right = secrets.compare_digest(given, b"Bearer " + (api_key or b""))
-        wrong = refuse(None, Refusal(401, "the API key is wrong", code="invalid_api_key"))
-        await (app if right or scope["path"] == "/health" else wrong)(scope, receive, send)
+    def check(path: str, headers: dict[bytes, bytes]) -> Refusal | None:
+        """Why a request is refused: a wrong key or, without one, another site's page."""
+        host, origin = (headers.get(key, b"").decode("latin-1") for key in (b"host", b"origin"))
+        if args.api_key is not None:
+            given = headers.get(b"authorization", b"")
+            if path != "/health" and not secrets.compare_digest(given, b"Bearer " + args.api_key):
+                return Refusal(401, "the API key is wrong", code="invalid_api_key")
+        elif not known_host.fullmatch(host):  # a page that rebinds its name
+            return Refusal(403, f"the host {host[:60]!r} is refused without --api-key")
+        elif origin not in ("", f"http://{host}", args.cors) and args.cors != "*":
+            return Refusal(403, f"the origin {origin[:60]!r} is refused without --cors")
+        elif headers.get(b"content-type", b"").startswith((b"text/plain", b"multipart/")):  # a form
+            return Refusal(415, "the content type must be application/json")
+        return None
 
-    return app if api_key is None else guarded
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        status = 0
+
+        async def watched(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        wrong = check(scope["path"], dict(scope["headers"]))
+        try:
+            await (refuse(None, wrong) if wrong else app)(scope, receive, watched)
+        finally:
+            if not args.quiet:
+                done = (
+                    f"{time.strftime('%H:%M:%S')} {llama2.printable(scope['path'])[:60]} {status}"
+                )
+                llama2.note(done + getattr(scope.get("job"), "log", ""))
+
+    if args.cors is None:
+        return guarded
+    return CORSMiddleware(guarded, [args.cors], allow_methods=["*"], allow_headers=["*"])
 
 
 def main() -> None:
     """Load the model and serve it."""
-    parser = llama2.Parser(prog="server.py", description="Serve a Llama 2 model.")
+    parser = llama2.Parser(prog="server.py", description="Serve a Llama model.")
     add = parser.add_argument
     add("--model", metavar="PATH", type=Path, default=llama2.DEFAULT_MODEL)
+    add("--chat-format", choices=llama2.CHAT_FORMAT_NAMES, help="default: what its template says")
     add("--host", default="127.0.0.1", help="default: %(default)s, for this machine alone")
     add("--port", type=int, default=8080, help="default: %(default)s; 0 finds a free one")
     add("--api-key", metavar="KEY", type=os.fsencode, help="needed for all but /health")
+    add("--cors", metavar="ORIGIN", help="a site whose pages may use the server; *: any")
     add("--context", metavar="N", type=int, help="tokens of a prompt and its answer at most")
+    hidden = "read every prompt anew: neither times nor usage tell of others' prompts"
+    add("--no-prompt-cache", dest="prompt_cache", action="store_false", help=hidden)
+    add("--quiet", action="store_true", help="no log of requests")
     try:
         args = parser.parse_args()
-        session = llama2.Session.open(args.model, args.context, MAX_CACHES, CACHE_BYTES)
+        limits = (args.context, MAX_CACHES, CACHE_BYTES)
+        session = llama2.Session.open(args.model, *limits, args.chat_format)
         listener = socket.create_server((args.host, args.port))
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         sys.exit(llama2.fail(error, "server.py"))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
-    app = make_app(session, llama2.well_formed(args.model.resolve().stem), args.api_key)
-    options = {"http": "h11", "ws": "none", "lifespan": "off", "log_level": "critical"}
+    app = make_app(session, llama2.well_formed(args.model.resolve().stem), args)
+    options = {"http": Connection, "ws": "none", "lifespan": "off", "log_level": "critical"}
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, **options))
 
     @session.model.register_forward_pre_hook  # before each pass of the model
@@ -259,6 +395,8 @@ def main() -> None:
 
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if not session.chat_format:
+            llama2.note(llama2.describe_chat_format(session.tokenizer.chat_template))
         llama2.note(f"listening on http://{args.host}:{listener.getsockname()[1]}")
         server.run([listener])
 

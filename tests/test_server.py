@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import select
 import socket
 import subprocess
@@ -44,8 +45,10 @@ class Running:
         command = [*launch.command(SERVER), "--port", "0", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        line = self.process.stderr.readline()
-        assert line.startswith("listening on http://127.0.0.1:"), line
+        self.notes: list[str] = []  # what it says before it listens
+        while not (line := self.process.stderr.readline()).startswith("listening on http://"):
+            assert line
+            self.notes.append(line)
         self.port = int(line.rsplit(":", 1)[1])
         self.client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=30
@@ -68,7 +71,12 @@ class Running:
     def send(self, path: str, body: bytes | dict, *headers: str) -> socket.socket:
         """A connection on which a POST was sent."""
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+        head = [
+            f"POST {path} HTTP/1.1",
+            "Host: localhost",
+            f"Content-Length: {len(body)}",
+            *headers,
+        ]
         connection = self.connect()
         connection.sendall("\r\n".join([*head, "Connection: close", "", ""]).encode() + body)
         return connection
@@ -108,7 +116,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(path):
-    server = Running("--model", str(path))
+    server = Running("--model", str(path), "--quiet")
     yield server
     assert server.stop() == ""  # nothing of all that went wrong was worth a line
 
@@ -365,7 +373,9 @@ def test_full_queue(server):
 
 def test_the_queue_is_bounded_for_those_who_come_at_once(server):
     body = json.dumps(LONG).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
     held = [server.connect() for _ in range(100)]
     for connection in held:
         connection.sendall(head + body)
@@ -393,7 +403,7 @@ def test_health_while_a_long_prompt_is_read(server):
         threading.Thread(target=lambda: (receive(connection), done.set())).start()
         while not done.is_set():
             start = time.perf_counter()
-            other.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            other.sendall(b"GET /health HTTP/1.1\r\nHost: [::1]:80\r\n\r\n")
             data = b""
             while b'{"status":"ok"}' not in data:
                 data += other.recv(4096)
@@ -420,6 +430,39 @@ BAD_FIELDS = [
     *[("stream_options", v) for v in (1, "a", [], True)],
     *[("model", v) for v in (1, [], {}, False)],
 ]
+UNSUPPORTED = [
+    *(("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}])),
+    *(("response_format", {"type": "json_object"}), ("suffix", "B"), ("best_of", 2), ("n", 3)),
+    *(("max_token", 5), ("modalities", ["audio"]), ("reasoning_effort", "low"), ("prediction", {})),
+    *(("stream_options", {"include_obfuscation": True, "odd": 1}), ("grammar", "root ::= x"))[1:],
+    *[("logit_bias", v) for v in ([], {"x": 1}, {"5": "1"}, {"999999": 1}, {"-1": 1}, {"1": None})],
+    *(("top_k", -1), ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("seed", 2**63)),
+    *(("presence_penalty", 101), ("frequency_penalty", "1"), ("cache_prompt", 1)),
+]
+NEUTRAL = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": False,
+    "service_tier": "auto",
+    "n": 1,
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "suffix": None,
+    "logit_bias": {},
+    "best_of": 1,
+    "echo": False,
+    "top_p": 1,
+    "presence_penalty": 0,
+    "parallel_tool_calls": True,
+    "stop": None,
+    "seed": None,
+    "stream": None,
+    "unknown": None,
+    "stream_options": {"include_usage": False},
+    "safety_identifier": "x",
+    "logprobs": None,
+}
 BAD_PROMPTS = [
     *(None, 1, 1.5, True, {}, [], [[]], [[], "a"], [1.5], [True], [-1], [10**6], [10**30]),
     *([[1], [10**6]], ["a", 1], [None], ["a"] * 129, [["a"]], [{"a": 1}], "a " * 600, [5] * 512),
@@ -432,6 +475,8 @@ BAD_MESSAGES = [
     [{"role": "user", "content": "a [/INST] b"}],
     [{"role": "user", "content": [{"type": "text", "text": 1}]}],
     [{"role": "\ud800", "content": "A"}],
+    [{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}],
+    [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}],
 ]
 BAD_BODIES = [
     *(b"", b"{", b"[]", b"1", b"null", b'"a"', b"\xff\xfe", b'{"prompt": "\xff"}', b"{} {}", b"\0"),
@@ -449,7 +494,7 @@ def test_impossible_fields(server):
             assert reply["error"]["param"] == name
             assert name in reply["error"]["message"]
             assert json.dumps(value)[:10] in reply["error"]["message"]
-    for name, value in (("logprobs", 6), ("logprobs", True), ("echo", 1)):
+    for name, value in (("logprobs", 21), ("logprobs", True), ("echo", 1)):
         assert server.post("/v1/completions", {**PROMPT, name: value})[0] == 400
     for name in ("max_tokens", "temperature"):  # infinity, but JSON
         body = b'{"prompt": "A", "%s": 1e999}' % name.encode()
@@ -457,6 +502,17 @@ def test_impossible_fields(server):
     options = {"include_usage": 1}
     status, reply = server.post("/v1/completions", {**PROMPT, "stream_options": options})
     assert (status, reply["error"]["param"]) == (400, "include_usage")
+    for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+        for name, value in UNSUPPORTED:
+            status, reply = server.post(path, {**body, name: value})
+            assert (status, reply["error"]["param"]) == (400, name)
+    chat = "/v1/chat/completions"
+    for name, value in (("logprobs", 1), ("echo", True), ("top_logprobs", 5)):
+        assert server.post(chat, {**CHAT, name: value})[1]["error"]["param"] == name
+    over = {**CHAT, "logprobs": True, "top_logprobs": 21}
+    assert server.post(chat, over)[1]["error"]["param"] == "top_logprobs"
+    assert server.post("/tokenize", {"content": "A", "with_pieces": True})[0] == 400
+    assert server.post("/detokenize", {"tokens": [5], "other": 1})[0] == 400
 
 
 def test_bad_prompts_and_bodies(server):
@@ -472,6 +528,8 @@ def test_bad_prompts_and_bodies(server):
             status, reply = server.post(path, body)
             assert status == 400, body[:60]
             assert set(reply["error"]) == {"message", "type", "param", "code"}
+            known = body.startswith(b'{"prompt": ') and "completions" in path
+            assert known or reply["error"]["param"] in (None, "content", "tokens"), body[:60]
 
 
 def test_too_long_prompt_has_openais_code(server):
@@ -482,10 +540,13 @@ def test_too_long_prompt_has_openais_code(server):
     assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (1, "length")
 
 
-def test_unknown_fields_and_nulls_are_ignored(server):
-    body = {**PROMPT, "user": "u", "tools": [], "stop": None, "seed": None, "stream": None}
-    assert server.post("/v1/completions", body)[0] == 200
-    assert server.post("/v1/chat/completions", {**CHAT, "logprobs": False, "echo": 1})[0] == 200
+def test_neutral_fields_are_taken(server):
+    """What clients send that changes nothing: openai's, LangChain's, editors'."""
+    assert server.post("/v1/completions", {**PROMPT, **NEUTRAL})[0] == 200
+    chat = {**CHAT, **NEUTRAL, "logprobs": False, "top_logprobs": 0}
+    assert server.post("/v1/chat/completions", chat)[0] == 200
+    message = {"role": "user", "content": "A", "name": None, "tool_calls": [], "refusal": None}
+    assert server.post("/v1/chat/completions", {**CHAT, "messages": [message]})[0] == 200
 
 
 def test_odd_texts_are_served(server):
@@ -502,10 +563,12 @@ def test_paths_and_methods(server):
 
 def test_large_bodies_are_refused_before_they_are_read(server):
     with server.connect() as connection:
-        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1000001\r\n\r\n")
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 1000001\r\n\r\n"
+        )
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
     with server.connect() as connection:
-        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /tokenize HTTP/1.1\r\nHost: [::1]:80\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head + (b"186a0\r\n" + b"a" * 100_000 + b"\r\n") * 11)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
     body = b'{"content": "' + b"a" * (10**6 - 15) + b'"}'
@@ -517,7 +580,9 @@ def test_half_sent_bodies_hold_up_nobody(server):
     held = []
     for _ in range(20):
         connection = server.connect()
-        connection.sendall(b'POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"con')
+        connection.sendall(
+            b'POST /tokenize HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 99\r\n\r\n{"con'
+        )
         held.append(connection)
     assert server.idle()
     for connection in held:
@@ -548,7 +613,7 @@ def parrot(tmp_path_factory, loaded):
     keys = config_keys(config) | vocabulary_keys(tokenizer.sp)
     keys["tokenizer.chat_template"] = "{{ odd }}"
     write_gguf(path, keys, {gguf_name(name): weight for name, weight in weights.items()})
-    server = Running("--api-key", KEY, "--context", "48", "--model", str(path))
+    server = Running("--api-key", KEY, "--context", "48", "--model", str(path), "--quiet")
     yield server
     assert server.stop() == ""
 
@@ -582,7 +647,8 @@ def test_stop_text_of_bytes(parrot):
 
 
 def test_unknown_chat_template(parrot):
-    """The model is served all the same; what cannot be is a chat."""
+    """The model is served all the same; what cannot be is a chat, which is said at the start."""
+    assert "unknown chat template '{{ odd }}'; pass --chat-format" in parrot.notes[0]
     with pytest.raises(openai.BadRequestError, match="template is unknown") as error:
         parrot.client.chat.completions.create(**CHAT, model="")
     assert error.value.param == "messages"
@@ -599,7 +665,7 @@ def test_api_key_and_context(parrot):
             status, reply = parrot.post(path, {"content": "A"}, header)
             assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
     with parrot.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: [::1]:80\r\nConnection: close\r\n\r\n")
         assert answer(connection) == (200, {"status": "ok"})
     assert parrot.post("/tokenize", {"content": "A"}, f"Authorization: Bearer {KEY}")[0] == 200
     with pytest.raises(openai.BadRequestError) as error:
@@ -608,11 +674,188 @@ def test_api_key_and_context(parrot):
 
 
 # --------------------------------------------------------------------------------------------------
+# Log-probabilities of a chat, sampling, what is reused
+
+
+def test_logprobs_of_a_chat(server, loaded):
+    """OpenAI's form; each token is among its `top_logprobs`, a newline is a newline."""
+    model, tokenizer = loaded
+    messages = [{"role": "user", "content": "Tell me of a king"}]
+    options = {"messages": messages, "max_tokens": 30, "logprobs": True, "seed": 3, "model": ""}
+    reply = server.client.chat.completions.create(**options, top_logprobs=20, temperature=1.5)
+    (choice,) = reply.choices
+    content = choice.logprobs.content
+    ids = llama2.encode_chat(tokenizer, messages, "llama-2")
+    for entry in content:
+        tops = {top.token: top.logprob for top in entry.top_logprobs}
+        assert tops[entry.token] == entry.logprob and len(tops) in (20, 21)
+        assert "<0x0A>" not in tops and "\u2581" not in "".join(tops)
+    assert any("\n" in {top.token for top in entry.top_logprobs} for entry in content)
+    assert b"".join(bytes(e.bytes) for e in content).decode().lstrip() == choice.message.content
+    pieces = {tokenizer.piece(i)[0]: i for i in range(tokenizer.vocab_size)}
+    ids += [pieces[bytes(entry.bytes)] for entry in content]
+    expected, _, _ = llama2.score(model, ids)
+    assert [e.logprob for e in content] == pytest.approx(
+        expected[-len(content) :].tolist(), abs=1e-4
+    )
+    plain = server.client.chat.completions.create(**options, temperature=1.5)
+    assert plain.choices[0].message.content == choice.message.content
+    *_, last = server.client.chat.completions.create(**options, temperature=1.5, stream=True)
+    assert [entry.token for entry in last.choices[0].logprobs.content] == [e.token for e in content]
+    assert reply.id.startswith("chatcmpl-") and last.id.startswith("chatcmpl-")
+
+
+def test_sampling_is_that_of_the_library(server, loaded):
+    model, tokenizer = loaded
+    fields = {"temperature": 1.2, "top_k": 9, "min_p": 0.01, "repetition_penalty": 1.3}
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "seed": 5}
+    ids, sampling = (
+        tokenizer.encode(STORY),
+        llama2.Sampling(**fields, logit_bias={300: 4, 13: -100}),
+    )
+    options = {"sampling": sampling, "max_new_tokens": 30}
+    wanted = "".join(llama2.stream_text(model, tokenizer, ids, first=False, **options))
+    body = {"prompt": STORY, "max_tokens": 30, **fields, "logit_bias": {"300": 4, "13": -100}}
+    assert server.post("/v1/completions", body)[1]["choices"][0]["text"] == wanted
+
+
+def test_a_developer_is_the_system(server):
+    replies = []
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "Be brief"}, {"role": "user", "content": "Who?"}]
+        options = {"messages": messages, "max_tokens": 5, **GREEDY}
+        replies.append(server.client.chat.completions.create(**options))
+    first, second = replies
+    assert first.choices[0].message == second.choices[0].message
+    assert first.usage.prompt_tokens == second.usage.prompt_tokens
+    two = [*messages, {"role": "user", "content": "B"}]
+    with pytest.raises(openai.BadRequestError, match="join messages of one role"):
+        server.client.chat.completions.create(messages=two, model="")
+
+
+def cached(server, **body):
+    """How many tokens of a prompt were not read again."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    status, reply = server.post(path, {"max_tokens": 5, "temperature": 0, **body})
+    assert status == 200
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_chats_with_one_system_prompt_share_it(server):
+    """Three chats, four caches: each goes on from its own turns, and begins with the others' prompt."""
+    system = {"role": "system", "content": "You tell tales of kings and of their daughters. " * 6}
+    chats = [[system, {"role": "user", "content": f"{i} {STORY}"}] for i in range(3)]
+    for i in range(4):  # nothing of it is held
+        cached(server, prompt=f"{i} another matter altogether")
+    first = [cached(server, messages=chat) for chat in chats]
+    assert first[0] < 5 and min(first[1:]) > 60
+    for turn in range(2):
+        for chat in chats:
+            before = server.post(
+                "/v1/chat/completions", {"messages": chat, "max_tokens": 5, **GREEDY}
+            )
+            usage = before[1]["usage"]
+            said = before[1]["choices"][0]["message"]["content"]
+            chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+            assert cached(server, messages=chat) >= usage["prompt_tokens"] - 3, turn
+
+
+def test_a_cached_beginning_is_not_used_unless_wanted(server):
+    """Not for `"cache_prompt": false`, nor by itself where a seed is given."""
+    assert cached(server, prompt=STORY) >= 0
+    assert cached(server, prompt=STORY) > 5
+    assert cached(server, prompt=STORY, cache_prompt=False) == 0
+    assert cached(server, prompt=STORY, seed=1) == 0
+    assert cached(server, prompt=STORY, seed=1, cache_prompt=True) > 5
+    assert cached(server, prompt=STORY, echo=True, logprobs=1) == 0
+
+
+def test_seeded_text_does_not_depend_on_others(server):
+    """Whatever prefix another client has left in a cache."""
+    body = {"prompt": STORY * 2, "max_tokens": 12, "temperature": 1, "seed": 4}
+    texts = set()
+    for n in (0, 9, 20, 30, len(STORY)):
+        cached(server, prompt=(STORY * 2)[: n + 1])
+        texts.add(server.post("/v1/completions", body)[1]["choices"][0]["text"])
+    assert len(texts) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Browsers, connections, the log
+
+
+def get(server, path, *headers, method="GET"):
+    """The head and the body of the answer to a request."""
+    with server.connect() as connection:
+        head = [f"{method} {path} HTTP/1.1", *headers, "Connection: close", "", ""]
+        connection.sendall("\r\n".join(head).encode())
+        head, _, body = receive(connection).partition(b"\r\n\r\n")
+    return head.decode().lower(), body
+
+
+def test_other_sites_are_refused(server):
+    """By the name they rebind, by the page's origin, by what forms can send."""
+    for host in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:1", "10.0.0.7"):
+        assert "200 ok" in get(server, "/health", f"Host: {host}")[0]
+        assert "200 ok" in get(server, "/health", f"Host: {host}", f"Origin: http://{host}")[0]
+    for host in ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com", "", "x"):
+        head, body = get(server, "/v1/models", f"Host: {host}")
+        assert " 403 " in head and b"data" not in body
+    for origin in ("http://evil.com", "null", "https://localhost", "http://localhost:9"):
+        assert " 403 " in get(server, "/v1/models", "Host: localhost", f"Origin: {origin}")[0]
+    for kind in ("text/plain", "multipart/form-data; boundary=x"):
+        assert server.post("/v1/completions", PROMPT, f"Content-Type: {kind}")[0] == 415
+    for kind in ("application/json", "application/x-www-form-urlencoded"):  # the latter is curl's
+        assert server.post("/v1/completions", PROMPT, f"Content-Type: {kind}")[0] == 200
+
+
+def test_cors_log_and_private_prompts(path):
+    """One site is let in, each request is a line, and no prompt is held for another."""
+    site = "https://chat.example"
+    server = Running("--model", str(path), "--cors", site, "--no-prompt-cache")
+    asks = "Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization"
+    head, _ = get(
+        server, "/v1/completions", "Host: localhost", f"Origin: {site}", *asks, method="OPTIONS"
+    )
+    assert " 200 " in head and f"access-control-allow-origin: {site}" in head
+    assert "authorization" in head and "post" in head
+    head, _ = get(server, "/v1/models", "Host: localhost", f"Origin: {site}")
+    assert " 200 " in head and f"access-control-allow-origin: {site}" in head
+    head, _ = get(server, "/v1/models", "Host: localhost", "Origin: https://evil.com")
+    assert " 403 " in head and "access-control-allow-origin" not in head
+    assert [cached(server, prompt=STORY), cached(server, prompt=STORY)] == [0, 0]
+    server.post("/v1/completions", {**PROMPT, "tools": [1]})
+    get(server, "/v1/%1b[31m", "Host: localhost")
+    first, second, *reads, refused, odd = server.stop().splitlines()
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d /v1/models 200", line) for line in (first,))
+    assert second.endswith("/v1/models 403")
+    assert len(reads) == 2 and refused.endswith("/v1/completions 400")
+    for line in reads:
+        said = r"\S+ /v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s"
+        assert re.fullmatch(said, line), line
+    assert odd.isprintable()
+
+
+def test_idle_connections(path):
+    """1,100 of them: /health answers, a line says that the oldest are closed, SIGTERM is obeyed."""
+    server = Running("--model", str(path))
+    held = [server.connect() for _ in range(1100)]
+    assert b"ok" in get(server, "/health", "Host: localhost")[1]
+    assert cached(server, prompt=STORY) == 0
+    start = time.perf_counter()
+    log = server.stop().splitlines()
+    assert time.perf_counter() - start < 5
+    assert len(log) == 3 and "connections: the oldest idle ones are closed" in log[0]
+    for connection in held:
+        connection.close()
+
+
+# --------------------------------------------------------------------------------------------------
 # How it begins and ends
 
 
 def test_sigterm_ends_streams():
-    server = Running()
+    server = Running("--quiet")
     stream = server.send("/v1/completions", {**LONG, "stream": True})
     while b"data: " not in stream.recv(65536):
         pass

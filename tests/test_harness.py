@@ -1,0 +1,96 @@
+"""lm-evaluation-harness against examples/server.py: its sums and verdicts are llama2.score's.
+
+Needs the package lm_eval, which takes seconds to import: skipped without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+lm_eval = pytest.importorskip("lm_eval")
+
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
+from test_server import Running
+
+import llama2
+
+QUESTIONS = [  # a beginning, four ends; the first is the right one
+    ("Once upon a time there was a", ["king", "railway", "committee", "theorem"]),
+    ("The king had three", ["sons", "printers", "percent", "oxygen"]),
+    ("The wolf knocked at the", ["door", "algebra", "Monday", "colour"]),
+    ("The princess was as beautiful as the", ["day", "tax", "engine", "grammar"]),
+    ("He cut off the dragon's", ["head", "invoice", "theory", "minute"]),
+    ("They were married and lived", ["happily", "electric", "beneath of", "sixteen"]),
+    ("The old woman said,", ['"Good day', "seven seven", "the the", "of of"]),
+    ("In the middle of the", ["forest", "quickly", "invented", "because"]),
+    ("She gave him a golden", ["apple", "whereas", "yesterday", "politely"]),
+    ("When the morning came, he went", ["away", "blue", "parliament", "eleventh"]),
+]
+TASK = """
+task: ten_questions
+dataset_path: json
+dataset_kwargs: {{data_files: {}}}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: 0
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The bundled model in float32, its tokenizer for transformers, the questions as a task."""
+    path = tmp_path_factory.mktemp("harness")
+    model, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
+    llama2.save_gguf(llama2.open_checkpoint(llama2.DEFAULT_MODEL), path / "model.gguf", "F32")
+    llama2.save_pretrained(model, tokenizer, path / "hf")
+    rows = [{"question": question, "choices": choices} for question, choices in QUESTIONS]
+    (path / "questions.json").write_text("\n".join(map(json.dumps, rows)))
+    (path / "ten_questions.yaml").write_text(TASK.format(path / "questions.json"))
+    server = Running("--model", str(path / "model.gguf"), "--quiet")
+    yield server, path
+    assert server.stop() == ""
+
+
+@pytest.mark.parametrize("backend", ["local-completions", "gguf"])
+def test_harness_agrees_with_score(server, backend):
+    running, path = server
+    url = f"http://127.0.0.1:{running.port}"
+    arguments = {"base_url": url}
+    if backend == "local-completions":
+        arguments = {"base_url": f"{url}/v1/completions", "model": "fairytales"}
+        arguments |= {"tokenizer": str(path / "hf"), "add_bos_token": True, "batch_size": 8}
+    found = lm_eval.simple_evaluate(
+        model=backend,
+        model_args=arguments,
+        tasks=["ten_questions"],
+        task_manager=TaskManager(include_path=str(path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    print(make_table(found))
+    model, tokenizer = llama2.load(path / "model.gguf")
+    right, verdicts = 0, []
+    for sample in found["samples"]["ten_questions"]:
+        doc, sums = sample["doc"], []
+        for choice, (response,) in zip(doc["choices"], sample["resps"], strict=True):
+            logprob, is_greedy = float(response[0]), response[1] in (True, "True")
+            ids = tokenizer.encode(f"{doc['question']} {choice}")
+            start = len(tokenizer.encode(doc["question"])) - 1
+            wanted, _, likeliest = (column[start:] for column in llama2.score(model, ids, top=1))
+            assert logprob == pytest.approx(wanted.sum().item(), abs=1e-4), (doc, choice)
+            assert is_greedy == (likeliest[:, 0].tolist() == ids[start + 1 :]), (doc, choice)
+            sums.append(logprob)
+            verdicts.append(is_greedy)
+        right += sums.index(max(sums)) == 0
+    assert len(verdicts) == 40 and any(verdicts) and not all(verdicts)
+    assert found["results"]["ten_questions"]["acc,none"] == right / 10 >= 0.8
