@@ -2857,7 +2857,6 @@ def encode_chat(
 # --------------------------------------------------------------------------------------------------
 # 13. Sampling
 
-
 SAMPLING_LIMITS = {  # what its numbers may be
     "temperature": (0, sys.float_info.max), "top_k": (0, math.inf), "top_p": (0, 1),
     "min_p": (0, 1), "repetition_penalty": (0.01, 100), "presence_penalty": (-100, 100),
@@ -2907,9 +2906,7 @@ class Sampling:
         logits, penalty = logits.float().clone(), self.repetition_penalty
         for token_id, bias in (self.logit_bias or {}).items():
             if not 0 <= token_id < len(logits):
-                raise ValueError(
-                    f"logit_bias has the id {token_id}; must be 0 to {len(logits) - 1}"
-                )
+                raise ValueError(f"logit_bias has the id {token_id}; must be below {len(logits)}")
             logits[token_id] += bias
         counts = Counter(i for i in ids[-PENALTY_WINDOW:] if i < len(logits))
         if counts:
@@ -2957,12 +2954,10 @@ def sample(
     # every device. What ends before the last of the likeliest, and its equals, needs no others.
     k, top_p, total = min(sampling.top_k or V, V), sampling.top_p, weights.sum(-1, keepdim=True)
     filtered = k < V or top_p < 1 or sampling.min_p > 0
-    for n in (V,) if LIKELIEST < k < V or V <= LIKELIEST else (LIKELIEST, V):
-        places = torch.arange(V, device=weights.device).expand_as(weights)
-        if n < V:
-            places = weights.topk(n).indices.sort(-1).values
-        values = weights.gather(-1, places).cpu()
-        values, order = values.sort(dim=-1, descending=True, stable=True)
+    every = torch.arange(V, device=weights.device).expand_as(weights)
+    for n in (min(max(LIKELIEST, sampling.top_k + 1), V), V):
+        places = weights.topk(n).indices.sort(-1).values if n < V else every
+        values, order = weights.gather(-1, places).cpu().sort(dim=-1, descending=True, stable=True)
         sums = values.cumsum(-1, dtype=torch.float64)
         mass = sums[..., k - 1 : k] if k < V else total.cpu().double()
         kept = (values > 0) & (values >= sampling.min_p)
@@ -2973,9 +2968,8 @@ def sample(
         end = last if filtered else place
         if (values.gather(-1, end) > values[..., -1:]).all():
             break
-    return (
-        places.gather(-1, order.gather(-1, place).to(places.device)).squeeze(-1).where(finite, -1)
-    )
+    place = order.gather(-1, place).to(places.device)
+    return places.gather(-1, place).squeeze(-1).where(finite, -1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,27 +2,23 @@
 
     pip install "starlette>=1.6" "anyio>=4.1" uvicorn
     python examples/server.py --model llama-2-7b-chat.Q4_0.gguf   # without: the small bundled one
-    curl http://127.0.0.1:8080/v1/chat/completions \\
-        -d '{"messages": [{"role": "user", "content": "Hello"}], "stream": true}'
+    curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time"}'
 
 The event loop talks to clients. A thread beside it runs the model for one request after another, in
-the order they came, each until its client hangs up. The caches of the last prompts are kept: of a
-chat that goes on, only what is new is computed. What is not supported is refused, never ignored.
+the order they came, each until its client hangs up. Of a chat that goes on, only what is new is
+computed: the last caches are kept. What is not supported is refused; guard.py refuses other sites.
 """
 
 import asyncio
-import functools
 import itertools
 import json
 import os
-import re
 import secrets
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
     import anyio.from_thread
     import uvicorn
+    from guard import Connection, guard
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.middleware.cors import CORSMiddleware
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     import llama2
 except ImportError as error:
@@ -46,19 +41,18 @@ except ImportError as error:
 
 MAX_BODY, MAX_PROMPTS, MAX_WAITING = 10**6, 128, 64  # bytes, prompts in a request, queued requests
 MAX_CACHES, CACHE_BYTES = 4, 2**32  # conversations that are kept, if they fit; one at least
-MAX_CONNECTIONS, IDLE_SECONDS = 200, 60  # macOS allows a process 256 open files, Linux 1024
 TURN = anyio.Lock()  # with the model: first come, first served
-once = functools.cache(llama2.note)
 LIMITS = llama2.SAMPLING_LIMITS | {
     "temperature": (0, 2), "seed": (-(2**63), 2**63 - 1), "logprobs": (0, 20),
     "top_logprobs": (0, 20), "max_tokens": (0, 2**31 - 1), "max_completion_tokens": (0, 2**31 - 1),
 }  # fmt: skip
 # Fields that change nothing here, and those that would with any but these values.
 IGNORED = "user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls"
-NEUTRAL: dict[str, list] = {
-    "n": [1], "best_of": [1], "suffix": [""], "tools": [[]], "functions": [[]], "echo": [False],
-    "tool_choice": ["none", "auto"], "function_call": ["none", "auto"], "modalities": [["text"]],
-    "response_format": [{"type": "text"}], "top_logprobs": [0],
+NEUTRAL = {
+    ("n", "1"), ("best_of", "1"), ("suffix", '""'), ("tools", "[]"), ("functions", "[]"),
+    ("tool_choice", '"none"'), ("tool_choice", '"auto"'), ("function_call", '"none"'),
+    ("function_call", '"auto"'), ("modalities", '["text"]'), ("echo", "false"),
+    ("top_logprobs", "0"), ("response_format", '{"type": "text"}'),
 }  # fmt: skip
 
 
@@ -93,24 +87,10 @@ def take(body: dict, name: str, kind: type, default: Any = None) -> Any:
     return value
 
 
-def refuse_others(body: dict) -> None:
-    """Raises Refusal for fields that were not taken, unless they mean nothing."""
-    for name, value in body.items():
-        found, neutral = json.dumps(value), [json.dumps(v) for v in NEUTRAL.get(name, [None])]
-        if value is not None and name not in IGNORED.split() and found not in neutral:
-            must = (
-                f"is {found[:40]}; must be {neutral[0]}" if name in NEUTRAL else "is no known field"
-            )
-            raise Refusal(400, f"{name[:40]} {must}", param=name)
-
-
 def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
     """The fields of Sampling. A seed may be negative."""
-    values: dict = {}
-    for item in fields(llama2.Sampling):
-        if item.name in LIMITS:
-            kind = float if type(item.default) is float else int
-            values[item.name] = take(body, item.name, kind, item.default)
+    defaults = {name: getattr(llama2.Sampling, name) for name in llama2.SAMPLING_LIMITS}
+    values = {k: take(body, k, int if v is None else type(v), v) for k, v in defaults.items()}
     values["seed"] = values["seed"] and values["seed"] % 2**63
     try:
         bias = {int(key): value for key, value in take(body, "logit_bias", dict, {}).items()}
@@ -127,7 +107,7 @@ class Job:
     def __init__(self, session: llama2.Session, about: dict, reuse: bool, body: dict, field: str):
         self.session, self.chat, prompt = session, field == "messages", body.pop(field, None)
         self.stream, stop = take(body, "stream", bool, False), body.pop("stop", None)
-        options = take(body, "stream_options", dict, {})
+        options, _ = take(body, "stream_options", dict, {}), take(body, "model", str)
         self.include_usage = take(options, "include_usage", bool) or not self.stream
         stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
         if len(stops) > 16 or not all(isinstance(s, str) and 1 <= len(s) <= 256 for s in stops):
@@ -139,7 +119,6 @@ class Job:
         most = take(body, "max_tokens", int, session.context if self.chat else 16)
         # A seed promises the same text, and rounding may differ with what is read at a time.
         reuse &= take(body, "cache_prompt", bool, body.get("seed") is None)
-        take(body, "model", str)  # any: there is one
         self.options = {  # of stream_text()
             "chat": self.chat,
             "echo": not self.chat and take(body, "echo", bool, False),
@@ -149,14 +128,14 @@ class Job:
             "stop": stops,
             "reuse": reuse,
         }
-        refuse_others(body | options)
+        body |= options
         messages = prompt if self.chat and isinstance(prompt, list) else []
         for message in (m for m in messages if isinstance(m, dict)):
-            for name in message.keys() - {"role", "content"}:
-                if message[name]:
-                    raise ValueError(f"{name[:40]} in a message is not supported")
-            if message.get("role") == "developer":
-                message["role"] = "system"
+            if others := [k for k in message if k not in ("role", "content") and message[k]]:
+                raise ValueError(f"{others[0][:40]} in a message is not supported")
+            message["role"] = (
+                "system" if message.get("role") == "developer" else message.get("role")
+            )
         self.prompts = session.encode(prompt, self.chat)
         if len(self.prompts) > MAX_PROMPTS:
             raise ValueError(f"there are {len(self.prompts)}; must be at most {MAX_PROMPTS}")
@@ -167,14 +146,15 @@ class Job:
         kind = ("chat.completion" + ".chunk" * self.stream) if self.chat else "text_completion"
         name = f"{'chat' * self.chat}cmpl-{secrets.token_hex(12)}"
         self.about = {"id": name, "object": kind, "created": int(time.time()), **about}
-        self.log = ""  # what it did
+        self.log: list[str] = []  # tokens and their speed
         self.replies: asyncio.Queue = asyncio.Queue()  # and None at their end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer, as a response of Starlette does, until the client hangs up."""
         if TURN.statistics().tasks_waiting >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
-        scope["job"] = self
+
+        scope["log"] = self.log
 
         async def watch() -> None:  # who was sent the whole answer counts as gone, too
             while (await receive())["type"] != "http.disconnect":
@@ -226,14 +206,10 @@ class Job:
         old, new = sum(map(len, self.prompts)), sum(report.new_tokens for report in reports)
         cached = old - sum(report.prompt_tokens for report in reports)
         rate = new / (time.perf_counter() - start)
-        self.log = f" read {old - cached} + {cached} cached, made {new}, {rate:.1f} tokens/s"
+        self.log.append(f"read {old - cached} + {cached} cached, made {new}, {rate:.1f} tokens/s")
         if self.include_usage:
-            usage: dict = {
-                "prompt_tokens": old,
-                "completion_tokens": new,
-                "total_tokens": old + new,
-            }
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+            usage = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+            usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
             self.reply(*choices, usage=usage)
 
     def content(self, text: str) -> dict:
@@ -265,50 +241,32 @@ class Job:
         }
 
 
-class Connection(H11Protocol):
-    """Of too many connections, the oldest one that waits for no answer is closed."""
-
-    most = MAX_CONNECTIONS
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.since = self.loop.time()
-        self.loop.call_later(IDLE_SECONDS, lambda: self.cycle or transport.abort())
-        if len(self.connections) > self.most:
-            once(f"more than {self.most} connections: the oldest idle ones are closed")
-            min(filter(Connection.idle, self.connections), key=lambda c: c.since).transport.abort()
-
-    def idle(self) -> bool:
-        """Whether it has sent no whole request, or has its answer."""
-        return not self.cycle or self.cycle.more_body or self.cycle.response_complete
-
-
 def make_app(session: llama2.Session, name: str, args: Any) -> Any:
     """The ASGI application."""
-    names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
-    known_host = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
 
     def tokenize(body: dict, field: str) -> Response:
         text, special = body.pop(field, None), take(body, "add_special", bool, False)
         ids = session.tokenizer.encode(text, special and session.tokenizer.add_bos)
-        refuse_others(body)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     def detokenize(body: dict, field: str) -> Response:
-        text = session.tokenizer.decode(body.pop(field, None))
-        refuse_others(body)
-        return JSONResponse({"content": text})
+        return JSONResponse({"content": session.tokenizer.decode(body.pop(field, None))})
 
     async def post(handle: Any, field: str, request: Any) -> Any:
-        body = None
-        with suppress(ValueError, RecursionError):
-            body = await request.json()
-        if not isinstance(body, dict):
+        body: Any = None
+        with suppress(ValueError, RecursionError, AttributeError):
+            body = {k: v for k, v in (await request.json()).items() if v is not None}
+        if body is None:
             raise Refusal(400, "the body must be a JSON object")
         try:
-            return await anyio.to_thread.run_sync(handle, body, field)
+            reply = await anyio.to_thread.run_sync(handle, body, field)
+            for key, found in ((key, json.dumps(value)) for key, value in body.items()):
+                if key not in IGNORED.split() and (key, found) not in NEUTRAL:
+                    told = f"{key[:40]} is {found[:40]}, which is not supported"
+                    raise Refusal(400, told, param=key)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"{field}: {error}", param=field) from None
+        return reply
 
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "llama2.py"}
     job = partial(Job, session, {"model": name}, args.prompt_cache)
@@ -323,42 +281,8 @@ def make_app(session: llama2.Session, name: str, args: Any) -> Any:
     errors = {HTTPException: refuse, Exception: refuse}
     app = Starlette(routes=routes, exception_handlers=errors, max_body_size=MAX_BODY)
 
-    def check(path: str, headers: dict[bytes, bytes]) -> Refusal | None:
-        """Why a request is refused: a wrong key or, without one, another site's page."""
-        host, origin = (headers.get(key, b"").decode("latin-1") for key in (b"host", b"origin"))
-        if args.api_key is not None:
-            given = headers.get(b"authorization", b"")
-            if path != "/health" and not secrets.compare_digest(given, b"Bearer " + args.api_key):
-                return Refusal(401, "the API key is wrong", code="invalid_api_key")
-        elif not known_host.fullmatch(host):  # a page that rebinds its name
-            return Refusal(403, f"the host {host[:60]!r} is refused without --api-key")
-        elif origin not in ("", f"http://{host}", args.cors) and args.cors != "*":
-            return Refusal(403, f"the origin {origin[:60]!r} is refused without --cors")
-        elif headers.get(b"content-type", b"").startswith((b"text/plain", b"multipart/")):  # a form
-            return Refusal(415, "the content type must be application/json")
-        return None
-
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        status = 0
-
-        async def watched(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        wrong = check(scope["path"], dict(scope["headers"]))
-        try:
-            await (refuse(None, wrong) if wrong else app)(scope, receive, watched)
-        finally:
-            if not args.quiet:
-                done = (
-                    f"{time.strftime('%H:%M:%S')} {llama2.printable(scope['path'])[:60]} {status}"
-                )
-                llama2.note(done + getattr(scope.get("job"), "log", ""))
-
-    if args.cors is None:
-        return guarded
-    return CORSMiddleware(guarded, [args.cors], allow_methods=["*"], allow_headers=["*"])
+    say = (lambda text: None) if args.quiet else llama2.note
+    return guard(app, partial(refuse, None), Refusal, say, args.host, args.api_key, args.cors)
 
 
 def main() -> None:
@@ -377,8 +301,8 @@ def main() -> None:
     add("--quiet", action="store_true", help="no log of requests")
     try:
         args = parser.parse_args()
-        limits = (args.context, MAX_CACHES, CACHE_BYTES)
-        session = llama2.Session.open(args.model, *limits, args.chat_format)
+        sizes = (args.context, MAX_CACHES, CACHE_BYTES)
+        session = llama2.Session.open(args.model, *sizes, args.chat_format)
         listener = socket.create_server((args.host, args.port))
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         sys.exit(llama2.fail(error, "server.py"))
