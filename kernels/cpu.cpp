@@ -29,9 +29,9 @@ struct Rows {
   Array<float> memory;
   int16_t *q;
   float *scales[2], *sums[2];
-  Rows(const float *x, int64_t count, int64_t K)
+  Rows(const float *x, int64_t count, int64_t K, bool integers)
       : x(x), count(count), K(K), room((K + 255) / 256 * 256) {
-    const int64_t n = (count + 3) / 4 * 4 * room / 32;
+    const int64_t n = integers ? (count + 3) / 4 * 4 * room / 32 : 0;
     memory = array<float>(22 * n);
     if (K < room || count % 4) std::fill_n(memory.get(), 22 * n, 0.f);
     q = (int16_t *)memory.get();
@@ -124,94 +124,100 @@ template <int N> INLINE i32 multiply(const u8 *w, Bytes x) {
   return total;
 }
 
+// 256 weights, from the k-th of K on, and some that follow into L2
+template <class T> INLINE Bytes blocks_of(Bytes w, int64_t k, int64_t K, uint8_t *padded) {
+  const Bytes b = w + k / 256 * T::SIZE256;
+  prefetch(b + AHEAD, T::SIZE256);
+  if (T::BLOCK == 256 || k + 256 <= K) return b;
+  return pad(b, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
+}
+
 // NW rows of W (K), `down` bytes apart, times R rows of x, from `row` on -> y (R, NW), rows
-// `stride` numbers apart
+// `stride` numbers apart. Few rows of x are multiplied by one of W at a time: in one run of memory.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 template <class T, int R>
 static void dot(Bytes w, int64_t down, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int GROUPS = T::GROUPS, WIDE = T::GROUP == 32, SHARE = T::GROUP / 16;
-  const int64_t room = x.room, K = x.K;
-  const float *x_scales = &x.scales[WIDE][row * room / T::GROUP];
-  const float *x_sums = &x.sums[WIDE][row * room / T::GROUP];
-  Bytes q = (Bytes)(x.q + row * room);
-  f32 total[NW][R] = {};
-  f32x8 low[NW][R] = {};
-  for (int64_t k = 0; k < K; k += 256, w += T::SIZE256, q += 512) {
-    uint8_t padded[NW][T::SIZE256];
-    Bytes b[NW];
-    f32x8 scales[NW][R][GROUPS / 8];
-    UNROLL
-    for (int n = 0; n < NW; n++) {
-      b[n] = w + n * down;
-      prefetch(b[n] + AHEAD, T::SIZE256);
-      if (T::BLOCK < 256 && k + 256 > K)
-        b[n] = pad(b[n], (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded[n]);
-      f32x8 s[GROUPS / 8], m[GROUPS / 8];
-      read_scales<T>(b[n], (float *)s, (float *)m);
+  constexpr int N = R < 4 ? 1 : NW;
+  const int64_t room = x.room, start = row * room;
+  for (int first = 0; first < NW; first += N) {
+    f32 total[N][R] = {};
+    f32x8 low[N][R] = {};
+    for (int64_t k = 0; k < x.K; k += 256) {
+      uint8_t padded[N][T::SIZE256];
+      Bytes b[N];
+      f32x8 scales[N][R][GROUPS / 8];
       UNROLL
-      for (int r = 0; r < R; r++)
-        for (int g = 0; g < GROUPS / 8; g++) {
-          const int64_t at = (r * room + k) / T::GROUP + 8 * g;
-          scales[n][r][g] = s[g] * load<f32x8>(x_scales + at);
-          // Minima or zero points times sums of x are taken off at the end
-          low[n][r] += (T::MINIMUM ? m[g] : s[g]) * load<f32x8>(x_sums + at);
-        }
-    }
-    unrolled<256 / W / SHARE>([&](int i) INLINE_LAMBDA {
-      u8 v[NW][SHARE];
-      UNROLL
-      for (int n = 0; n < NW; n++) UNROLL
-      for (int j = 0; j < SHARE; j++) v[n][j] = T::values(b[n], {SHARE * i + j, ORDER<T>});
-      UNROLL
-      for (int r = 0; r < R; r++) UNROLL
-      for (int n = 0; n < NW; n++) {
-        const f32 products = to_f32(multiply<SHARE>(v[n], q + 2 * (r * room + SHARE * W * i)));
-        total[n][r] += products * spread<T::GROUP>(scales[n][r], {SHARE * i, ORDER<T>});
+      for (int n = 0; n < N; n++) {
+        b[n] = blocks_of<T>(w + (first + n) * down, k, x.K, padded[n]);
+        f32x8 s[GROUPS / 8], m[GROUPS / 8];
+        read_scales<T>(b[n], (float *)s, (float *)m);
+        UNROLL
+        for (int r = 0; r < R; r++)
+          for (int g = 0; g < GROUPS / 8; g++) {
+            const int64_t at = (start + r * room + k) / T::GROUP + 8 * g;
+            scales[n][r][g] = s[g] * load<f32x8>(x.scales[WIDE] + at);
+            // Minima or zero points times sums of x are taken off at the end
+            low[n][r] += (T::MINIMUM ? m[g] : s[g]) * load<f32x8>(x.sums[WIDE] + at);
+          }
       }
-    });
+      unrolled<256 / W / SHARE>([&](int i) INLINE_LAMBDA {
+        u8 v[N][SHARE];
+        UNROLL
+        for (int n = 0; n < N; n++) UNROLL
+        for (int j = 0; j < SHARE; j++) v[n][j] = T::values(b[n], {SHARE * i + j, ORDER<T>});
+        UNROLL
+        for (int r = 0; r < R; r++) UNROLL
+        for (int n = 0; n < N; n++) {
+          const auto q = (Bytes)(x.q + start + r * room + k + SHARE * W * i);
+          const f32 scale = spread<T::GROUP>(scales[n][r], {SHARE * i, ORDER<T>});
+          total[n][r] += to_f32(multiply<SHARE>(v[n], q)) * scale;
+        }
+      });
+    }
+    for (int r = 0; r < R && row + r < x.count; r++)
+      for (int n = 0; n < N; n++)
+        y[r * stride + (down ? first + n : 0)] =
+            sum(total[n][r]) - sum(low[n][r]) * (T::MINIMUM ? 1 : T::ZERO);
   }
-  for (int r = 0; r < R && row + r < x.count; r++)
-    for (int n = 0; n < NW; n++)
-      y[r * stride + (down ? n : 0)] =
-          sum(total[n][r]) - sum(low[n][r]) * (T::MINIMUM ? 1 : T::ZERO);
 }
 
-// The same in float32; a row of x alone with one of W, for memory is faster in one run
+// The same in float32
 template <class T, int R>
-static void dot_exact(Bytes w, int64_t down, const float *x, int64_t K, float *y, int64_t stride) {
+static void dot_exact(Bytes w, int64_t down, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int N = R == 1 ? 1 : NW;
-  f32 total[N][R][32 / VL] = {};
-  for (int64_t k = 0; k < K; k += 256, w += T::SIZE256, x += 256) {
-    uint8_t padded[N][T::SIZE256];
-    alignas(64) float line[N][256];
-    Bytes b[N];
-    for (int n = 0; n < N; n++) {
-      b[n] = w + n * down;
-      prefetch(b[n] + AHEAD, T::SIZE256);
-      if (k + 256 > K) b[n] = pad(b[n], (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded[n]);
-      if (!T::DENSE) unpack<T>(b[n], line[n]);
-    }
-    for (int i = 0; i < 256 && i < K - k; i += 32) UNROLL
-    for (int j = 0; j < 32 / VL; j++) {
-      f32 v[N];
-      UNROLL
-      for (int n = 0; n < N; n++)
-        if constexpr (T::DENSE) v[n] = T::load(b[n], i + VL * j);
-        else v[n] = load<f32>(line[n] + i + VL * j);
-      UNROLL
-      for (int r = 0; r < R; r++) {
-        const f32 some = load<f32>(x + r * K + i + VL * j);
+  const int64_t K = x.K, rows = std::min<int64_t>(x.count - row, R);
+  const float *from[R];
+  for (int r = 0; r < R; r++) from[r] = x.x + (row + std::min<int64_t>(r, rows - 1)) * K;
+  for (int first = 0; first < NW; first += N) {
+    f32 total[N][R][32 / VL] = {};
+    for (int64_t k = 0; k < K; k += 256) {
+      uint8_t padded[N][T::SIZE256];
+      alignas(64) float line[N][256];
+      Bytes b[N];
+      for (int n = 0; n < N; n++) {
+        b[n] = blocks_of<T>(w + (first + n) * down, k, K, padded[n]);
+        if (!T::DENSE) unpack<T>(b[n], line[n]);
+      }
+      for (int i = 0; i < 256 && i < K - k; i += 32) UNROLL
+      for (int j = 0; j < 32 / VL; j++) {
+        f32 v[N];
         UNROLL
-        for (int n = 0; n < N; n++) total[n][r][j] += v[n] * some;
+        for (int n = 0; n < N; n++)
+          if constexpr (T::DENSE) v[n] = T::load(b[n], i + VL * j);
+          else v[n] = load<f32>(line[n] + i + VL * j);
+        UNROLL
+        for (int r = 0; r < R; r++) UNROLL
+        for (int n = 0; n < N; n++) total[n][r][j] += v[n] * load<f32>(from[r] + k + i + VL * j);
       }
     }
+    for (int r = 0; r < rows; r++)
+      for (int n = 0; n < N; n++) {
+        UNROLL
+        for (int j = 1; j < 32 / VL; j++) total[n][r][0] += total[n][r][j];
+        y[r * stride + (down ? first + n : 0)] = sum(total[n][r][0]);
+      }
   }
-  for (int r = 0; r < R; r++)
-    for (int n = 0; n < N; n++) {
-      UNROLL
-      for (int j = 1; j < 32 / VL; j++) total[n][r][0] += total[n][r][j];
-      y[r * stride + (down ? n : 0)] = sum(total[n][r][0]);
-    }
 }
 
 // ---- The table of formats -----------------------------------------------------------------------
@@ -219,26 +225,18 @@ static void dot_exact(Bytes w, int64_t down, const float *x, int64_t K, float *y
 struct Format {
   int64_t type, block, size, span, max;
   bool minimum;
-  decltype(&::unpack<F32>) unpack;
-  decltype(&dot_exact<F32, 1>) exact_one, exact_some;
-  decltype(&split_for_gemv<NATURAL>) split;
-  decltype(&dot<Q8_0, 1>) one = nullptr, two = nullptr,
-                          four = nullptr;                  // rows of x at most; null: as if exact
-  decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
+  decltype(&::unpack<F32>) unpack = nullptr;
+  decltype(&split_for_gemv<NATURAL>) split = nullptr;
+  decltype(&dot<Q8_0, 1>) exact = nullptr, exact_some = nullptr;         // 1 or SOME rows of x
+  decltype(&dot<Q8_0, 1>) one = nullptr, two = nullptr, four = nullptr;  // null: as if exact
+  decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;                // null: as if exact
   int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
-constexpr int SOME = VL == 16 ? 4 : 2;  // rows of x in float32
+constexpr int SOME = VL == 16 ? 4 : 2;  // for more rows, AVX2 has not enough registers
 template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type,
-              T::BLOCK,
-              T::SIZE,
-              T::SPAN,
-              T::MAX,
-              T::MINIMUM,
-              unpack<T>,
-              dot_exact<T, 1>,
-              dot_exact<T, SOME>,
-              split_for_gemv<ORDER<T>>};
+  Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
+  f.unpack = unpack<T>, f.split = split_for_gemv<ORDER<T>>;
+  f.exact = dot_exact<T, 1>, f.exact_some = dot_exact<T, SOME>;
   if constexpr (!T::DENSE) {
     f.one = dot<T, 1>, f.two = dot<T, 2>, f.four = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
@@ -271,31 +269,26 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
                  bool fast) {
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += (matrices[i].N + NW - 1) / NW;
-  Rows vectors(x, fast ? rows : 0, K);
-  for (int64_t r = 0; r < vectors.count; r++) quantize_row<32>(vectors, r, 1);
-  matrices->format->split(vectors.q, vectors.count * vectors.room);
+  Rows vectors(x, rows, K, fast);
+  for (int64_t r = 0; fast && r < rows; r++) quantize_row<32>(vectors, r, 1);
+  if (fast) matrices->format->split(vectors.q, rows * vectors.room);
 #pragma omp parallel for schedule(guided, 16) if (total * K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
     int64_t n = i * NW;
     for (; n >= m->N; m++) n -= (m->N + NW - 1) / NW * NW;
     const Format *f = m->format;
-    const Bytes w = m->w + n * f->bytes(K);
-    const int64_t down = n + 1 < m->N ? f->bytes(K) : 0;
-    if (fast && f->one)
-      for (int64_t r = 0; r < rows; r += 4)
-        (rows - r > 2   ? f->four
-         : rows - r > 1 ? f->two
-                        : f->one)(w, down, vectors, r, m->y + r * m->N + n, m->N);
-    else
-      for (int64_t r = 0, step; r < rows; r += step) {
-        float *y = m->y + r * m->N + n;
-        step = rows - r < SOME ? 1 : SOME;
-        if (step > 1) f->exact_some(w, down, x + r * K, K, y, m->N);
-        else
-          for (int i = 0; i < NW && i < m->N - n; i++)
-            f->exact_one(w + i * down, 0, x + r * K, K, y + i, m->N);
-      }
+    const bool integers = fast && f->one;
+    const int64_t size = f->bytes(K), down = n + 1 < m->N ? size : 0;
+    for (int64_t r = 0, step; r < rows; r += step) {
+      const int64_t left = rows - r, some = VL == 16 ? 3 : 2;
+      const auto d = integers ? (left > 2   ? f->four
+                                 : left > 1 ? f->two
+                                            : f->one)
+                              : (left < some ? f->exact : f->exact_some);
+      step = integers ? 4 : left < some ? 1 : SOME;
+      d(m->w + n * size, down, vectors, r, m->y + r * m->N + n, m->N);
+    }
   }
 }
 
@@ -358,7 +351,7 @@ template <class X, int V, int S> struct Panels {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
     const int64_t groups = is_int16<X> ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
-    Rows vectors(x, is_int16<X> ? rows : 0, K);
+    Rows vectors(x, rows, K, is_int16<X>);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++) {
       const int64_t r = p * MR, n = std::min<int64_t>(rows - r, MR), room = vectors.room;
@@ -386,6 +379,11 @@ INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t ri
   UNROLL
   for (int j = 0; j < NR<V>; j++) UNROLL
   for (int i = 0; i < V; i++) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
+}
+template <int V>  // the same once for all who call it
+__attribute__((noinline)) static void some_tile(float (*total)[V * VL], const void *w, int64_t down,
+                                                int64_t right, const void *x, int64_t count) {
+  tile<V>(total, w, down, right, x, count);
 }
 
 // The same with int16: w has a scale for each `span` columns, x (words) one for each 32
@@ -419,7 +417,7 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
   const int64_t K = x.K, size = f->bytes(256);
   struct Scratch {  // of a thread; stacks may be small
     uint32_t words[STRIP][KC / PER_WORD<X>];
-    float total[PANELS][STRIP][ALL], scales[STRIP][8], minima[HELD / 32][STRIP];
+    float scales[STRIP][8], minima[HELD / 32][STRIP], total[PANELS][STRIP][ALL];
   };
   const auto memory = array<Scratch>(omp_get_max_threads());
   std::atomic<int64_t> taken(0), started(0);  // strips, by a thread each; threads
@@ -427,8 +425,7 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
   {
     Scratch &s = memory[started++];
     uint8_t padded[1024];
-    memset(&s, 0, sizeof s.words);
-    memset(s.scales, 0, sizeof s.scales + sizeof s.minima);
+    memset(&s, 0, sizeof s - sizeof s.total);
     for (int64_t n = STRIP * taken++, next = n; n < m.N; n = next) {
       const int high = (int)std::min<int64_t>(m.N - n, STRIP);
       for (int64_t first = 0; first < x.count; first += PANELS) {
@@ -452,17 +449,16 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
             for (int i = 0; i < high; i += NR<V>) {
               for (int64_t j = i + p * NR<V> / panels; j < i + (p + 1) * NR<V> / panels; j++)
                 prefetch(ahead + f->bytes(j * K), size + 63);
-              const int64_t at = ((first + p) * K + k) * MR,
-                            group = ((first + p) * K + k) / 32 * ALL;
-              const uint32_t *panel = &x.words[at / PER_WORD<X>];
+              const int64_t at = (first + p) * K + k, group = at / 32 * ALL;
+              const uint32_t *panel = &x.words[at * MR / PER_WORD<X>];
               auto *total = s.total[p] + i;
               if constexpr (!is_int16<X>) tile<V>(total, s.words[i], KC, 1, panel, count);
               else {
                 tile_int16<V, S>(total, s.words[i], s.scales + i, panel, &x.scales[group], f->span,
                                  count / f->span);
                 if (f->minimum && (end == K || end % HELD == 0))
-                  tile<V>(total, &s.minima[0][i], 1, STRIP, &x.sums[group - held / 32 * ALL],
-                          (held + count) / 32);
+                  some_tile<V>(total, &s.minima[0][i], 1, STRIP, &x.sums[group - held / 32 * ALL],
+                               (held + count) / 32);
               }
             }
         }
@@ -480,22 +476,13 @@ static void pack_and_gemm(const Matrix *m, int count, const float *x, int64_t ro
   for (int i = 0; i < count; i++) gemm(m[i], panels);
 }
 typedef decltype(&pack_and_gemm<f32, 1, 1>) Gemm;
-// The panels that leave the fewest rows empty, wide ones if there are several
+// With the panels that leave the fewest rows empty, wide ones if there are several
 template <class X> static Gemm find_gemm(int64_t rows) {
-  constexpr bool HALVES = VL == 16 && is_int16<X>;
-  static const struct {
-    int rows;
-    Gemm gemm;
-  } ALL[] = {{2 * VL, pack_and_gemm<X, 2, 1>},
-             {VL, pack_and_gemm<X, 1, 1>},
-             {(HALVES ? 3 : 4) * VL / 2, pack_and_gemm < X, HALVES ? 3 : 2, HALVES ? 2 : 1 > }};
-  Gemm best = nullptr;
-  int64_t least = INT64_MAX;
-  for (auto &some : ALL) {
-    const int64_t all = (rows + some.rows - 1) / some.rows * some.rows;
-    if (all < least) best = some.gemm, least = all;
-  }
-  return best;
+  auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
+  const Gemm wide = pack_and_gemm<X, 2, 1>, narrow = pack_and_gemm<X, 1, 1>;
+  if constexpr (VL == 16 && is_int16<X>)
+    if (filled(24) < std::min(filled(16), filled(32))) return pack_and_gemm<X, 3, 2>;
+  return filled(VL) < filled(2 * VL) ? narrow : wide;
 }
 
 // Each of the matrices times x (rows, K)
@@ -621,12 +608,12 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
     const int64_t n = count - from < KEYS ? count - from : KEYS;
     for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(keys + from * D + i));
     for (int64_t s = from; s < from + n; s += NK) {
-      f32 sums[NK][V] = {};
-      microkernel<f32>(sums, some + (s - from) * D, D, 1, queries, D);
+      alignas(64) float sums[NK][MR] = {};
+      some_tile<V>(sums, some + (s - from) * D, D, 1, queries, D);
       for (int j = 0; j < NK; j++)
         for (int i = 0; i < V; i++) {
           const auto seen = lane + (int)(VL * i + length) > (int)s + j;
-          f32 score = seen ? sums[j][i] * scale : splat(-INFINITY);
+          f32 score = seen ? load<f32>(&sums[j][VL * i]) * scale : splat(-INFINITY);
           top[i] = max(score, top[i]);
           store(p + (s + j) * MR + VL * i, score);
         }
@@ -640,12 +627,8 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
         store(p + s * MR + VL * i, e), weight[i] += e;
       }
     for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(values + from * D + i));
-    for (int64_t d = 0; d < D; d += NK) {
-      f32 sums[NK][V];
-      memcpy(sums, total + d * MR, sizeof sums);
-      microkernel<f32>(sums, some + d, 1, D, p + from * MR, n);
-      memcpy(total + d * MR, sums, sizeof sums);
-    }
+    for (int64_t d = 0; d < D; d += NK)
+      some_tile<V>((float (*)[MR])(total + d * MR), some + d, 1, D, p + from * MR, n);
   }
   for (f32 &w : weight) w = 1 / w;
   for (int64_t i = 0; i < tokens; i++)

@@ -38,6 +38,20 @@ constexpr Order ORDER = T::GROUP == 16   ? NATURAL
                         : T::BLOCK == 32 ? HALVES
                                          : PARITY;
 
+// The numbers f(0), f(1) ... in four lanes each
+template <class F> INLINE u32 by_16s(F f) {
+#ifdef MM
+  const uint32_t a = f(0), b = f(1);
+#ifdef AVX512
+  const uint32_t c = f(2), d = f(3);
+  return u32{a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
+#else
+  return u32{a, a, a, a, b, b, b, b};
+#endif
+#else
+  return (uint32_t)f(0) - u32{};
+#endif
+}
 // Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
 struct Piece {
   int at, bit;
@@ -67,25 +81,17 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
   } else {
     const __m256i v = load_pieces(b, first, second);
     if (third == first && last == second) all = _mm512_broadcast_i64x4(v);
-    else if (second == first && last == third)
-      all = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load<__m128i>(b + first)), 0xf0,
-                                        load<__m128i>(b + third));
     else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
   }
 #else
   const Mi all = load_pieces(b, first, second);
 #endif
-  u32 right = {}, left = {};
-  for (int lane = 0; lane < VL; lane++) {
-    const int shift = piece(w[lane / 4]).bit - to;
-    right[lane] = shift > 0 ? shift : 0, left[lane] = shift < 0 ? -shift : 0;
-  }
-  const u32 moved = (u32)all >> right << left;
 #else
-  const int shift = piece(w[0]).bit - to;
-  const u32 all = load<u32>(b + first), moved = shift > 0 ? all >> shift : all << -shift;
+  const u32 all = load<u32>(b + first);
 #endif
-  return (u8)moved & (uint8_t)(mask << to);
+  const u32 right = by_16s([&](int p) INLINE_LAMBDA { return std::max(piece(w[p]).bit - to, 0); });
+  const u32 left = by_16s([&](int p) INLINE_LAMBDA { return std::max(to - piece(w[p]).bit, 0); });
+  return (u8)((u32)all >> right << left) & (uint8_t)(mask << to);
 }
 // Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
 template <int SIZE> INLINE u8 nibbles(Bytes b, Sixteens w) {
@@ -235,8 +241,7 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
 template <int GROUP> INLINE f32 spread(const f32x8 *v, Sixteens w) {
   const f32x8 eight = v[w[0] * 16 / GROUP / 8];
 #ifdef MM
-  i32 lane = {};
-  for (int i = 0; i < VL; i++) lane[i] = w[i / 4] * 16 / GROUP % 8;
+  const u32 lane = by_16s([&](int p) INLINE_LAMBDA { return w[p] * 16 / GROUP % 8; });
 #ifdef AVX512
   return (f32)_mm512_permutexvar_ps((Mi)lane, _mm512_castps256_ps512((__m256)eight));
 #else
@@ -244,21 +249,6 @@ template <int GROUP> INLINE f32 spread(const f32x8 *v, Sixteens w) {
 #endif
 #else
   return splat(eight[w[0] * 16 / GROUP % 8]);
-#endif
-}
-// W / GROUP numbers, each in the lanes of its group
-template <int GROUP> INLINE f32 spread(const void *p) {
-  if (W <= GROUP) return splat<f32>(p);
-#ifdef MM
-  // No more bytes than needed: a load that is wider than the store before it must wait
-  const __m128i some = W == 4 * GROUP ? load<__m128i>(p) : _mm_loadl_epi64((const __m128i *)p);
-  i32 lane = {};
-  for (int i = 0; i < VL; i++) lane[i] = 4 * i / GROUP;
-#ifdef AVX512
-  return (f32)_mm512_permutexvar_epi32((Mi)lane, _mm512_castsi128_si512(some));
-#else
-  return (f32)_mm256_permutevar8x32_epi32(_mm256_castsi128_si256(some), (Mi)lane);
-#endif
 #endif
 }
 // Some bytes into L2. AHEAD: beyond what hardware fetches at a page's end (F16 1.6 times as fast)
@@ -295,13 +285,13 @@ template <class T> static void unpack(Bytes w, float *y) {
 }
 // The same as int16, even ones of 32 first, with a scale for each SPAN and, negated, the minima
 template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
-  alignas(32) uint32_t factors[16];  // twice an int16
+  f32x8 factors[2];  // twice an int16
   if constexpr (T::BLOCK == 256) {
     uint64_t integers[2], minimum[2];
     T::integers(w, integers, minimum);
     for (int i = 0; i < T::GROUPS / 8; i++) {
       i32x8 v = widen8(integers[i]);
-      store(factors + 8 * i, v << 16 | (v & 0xffff));
+      factors[i] = (f32x8)(v << 16 | (v & 0xffff));
     }
     for (int i = 0; i < 256 / T::SPAN; i++) scale[i] = half(w + T::D);
     if constexpr (T::MINIMUM)
@@ -314,7 +304,7 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
     const u8 v = T::values(w, {i, NATURAL});
     i16 even = (i16)((u16)v & 255) - (int16_t)T::ZERO, odd = (i16)((u16)v >> 8) - (int16_t)T::ZERO;
     if constexpr (T::BLOCK == 256) {
-      const i16 factor = (i16)spread<T::GROUP>(factors + W * i / T::GROUP);
+      const i16 factor = (i16)spread<T::GROUP>(factors, {i, NATURAL});
       even *= factor, odd *= factor;
     }
 #ifdef AVX512
