@@ -133,7 +133,7 @@ import llama2
 import test_bits
 models = [test_bits.model_of(kind, exact) for kind in ("Q4_K", "F16") for exact in (True, False)]
 with torch.no_grad():
-    wanted = [test_bits.logits(model, [60, ]) for model in models]
+    wanted = [test_bits.logits(model, [60]) for model in models]
     def work():
         try:
             with torch.no_grad():
@@ -142,12 +142,14 @@ with torch.no_grad():
                     test_bits.logits(model, [1, 3, 9])
                     layer = model.layers[0].mlp.down_proj
                     layer(torch.randn(130, 512)), layer(torch.randn(4, 512))
-            print("done")
+            ends.append("done")
         except BaseException as error:
-            print(repr(error))
+            ends.append(repr(error))
+    ends = []
     threading.stack_size(131072)
     threads = [threading.Thread(target=work) for _ in range(2)]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
+    print(*ends)
 """
 
 
