@@ -3747,7 +3747,10 @@ class NativeLinear(QuantizedLinear):
 
 
 class FastLayers(Layers):
-    """Layers with a faster forward for the common case; whatever is not that goes to the blocks."""
+    """Layers with a faster forward for the common case; whatever is not that goes to the blocks.
+
+    Replaced parts, methods of an instance and hooks are obeyed; patches of whole classes are not seen.
+    """
 
     run: Callable[..., Tensor]  # forward() the fast way; raises Unfit before anything is stored
     memory: Any = None  # what run() keeps for the next call
