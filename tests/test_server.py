@@ -828,14 +828,15 @@ def test_cors_log_and_private_prompts(path):
     assert [cached(server, prompt=STORY), cached(server, prompt=STORY)] == [0, 0]
     server.post("/v1/completions", {**PROMPT, "tools": [1]})
     get(server, "/v1/%1b[31m", "Host: localhost")
-    first, second, *reads, refused, odd = server.stop().splitlines()
-    assert all(re.fullmatch(r"\d\d:\d\d:\d\d /v1/models 200", line) for line in (first,))
-    assert second.endswith("/v1/models 403")
-    assert len(reads) == 2 and refused.endswith("/v1/completions 400")
+    log = server.stop().splitlines()  # a line is written when all is done: in any order
+    assert all(re.match(r"\d\d:\d\d:\d\d /", line) and line.isprintable() for line in log)
+    found = sorted(line.partition(" ")[2] for line in log)
+    odd, *reads, refused, models, foreign = found
     for line in reads:
-        said = r"\S+ /v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s"
+        said = r"/v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s"
         assert re.fullmatch(said, line), line
-    assert odd.isprintable()
+    assert (len(reads), odd, refused) == (2, r"/v1/\x1b[31m 404", "/v1/completions 400")
+    assert (models, foreign) == ("/v1/models 200", "/v1/models 403")
 
 
 def test_idle_connections(path):
@@ -847,7 +848,7 @@ def test_idle_connections(path):
     start = time.perf_counter()
     log = server.stop().splitlines()
     assert time.perf_counter() - start < 5
-    assert len(log) == 3 and "connections: the oldest idle ones are closed" in log[0]
+    assert len(log) == 3 and "connections: idle ones are closed" in log[0]
     for connection in held:
         connection.close()
 
