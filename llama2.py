@@ -1,14 +1,14 @@
 """Llama 2 in one file of PyTorch: run it, read it beside the paper, copy the part you need.
 
     python llama2.py --prompt "Once upon a time"               # the small bundled model
-    python llama2.py --model llama-2-7b-chat.Q4_0.gguf --chat  # the real thing
+    python llama2.py --model llama-2-7b-chat.Q4_0.gguf --chat  # a real model
 
     import llama2
     model, tokenizer = llama2.load("llama-2-7b.Q4_0.gguf")     # or a Meta or Hugging Face folder
     for token_id in llama2.generate(model, tokenizer.encode("Hello")): ...
     logits = model(tokens, llama2.Cache(model.config))         # (B, T) int64 -> (B, V) float32
 
-It has four parts. I is the model, in torch alone: cut it out and paste it anywhere. II runs it on
+Four parts: I is the model, in torch alone; cut it out and paste it anywhere. II runs it on
 real files: weights, tokenizer, chat, sampling. III makes it faster and larger: delete it, and
 kernels/ beside it, and everything still works. IV is the command line.
 
@@ -96,7 +96,9 @@ class Config:
         if C % H or C // H % 2:
             raise ValueError(f"hidden_size {C} must be num_attention_heads {H} x an even size")
         if H % G:
-            raise ValueError(f"num_attention_heads {H} is no multiple of num_key_value_heads {G}")
+            raise ValueError(
+                f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
+            )
         factors, count = self.rope_freq_factors or (), self.head_dim // 2
         if self.rope_freq_factors is not None and len(factors) != count:
             raise ValueError(f"rope_freq_factors has {len(factors)} values; it must have {count}")
@@ -163,7 +165,7 @@ class Cache:
     """What one pass hands to the next: keys, values, RoPE tables, causal masks, the position.
 
     It is allocated once, for `max_seq_len` tokens (default: the model's context), and it owns the
-    position, so that no caller can be off by one. `dtype` may have fewer bits than the model's.
+    position, so no caller can be off by one. `dtype` may have fewer bits than the model's.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class Cache:
         """Where the next T tokens are stored. Raises ValueError when they do not fit."""
         if self.pos + T > self.max_seq_len:
             raise ValueError(
-                f"the cache holds {self.max_seq_len} tokens: {self.pos} are stored, {T} more came"
+                f"the cache holds {self.max_seq_len} tokens: {self.pos} are stored, {T} do not fit"
             )
         return slice(self.pos, self.pos + T)
 
@@ -418,7 +420,7 @@ class Llama(nn.Module):
             x = self.embed_tokens(tokens)  # (B, T, C)
             x = self.layers(x, cos, sin, mask, cache)
             if not all_positions:
-                x = x[:, -1]  # (B, C): the rest of the largest matrix product would be thrown away
+                x = x[:, -1]  # (B, C): the other rows of the largest matrix product would go unused
             # float32 island 4 of 4: what is sampled from.
             logits = self.lm_head(self.norm(x)).float()
 
@@ -564,12 +566,12 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     import gguf
     import numpy
 
-    with numpy.errstate(all="ignore"):  # what is not finite is found at the logits
+    with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
         array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
     return torch.from_numpy(array)
 
 
-CHUNK = 2**20  # weights dequantised at a time: they stay in the processor's cache
+CHUNK = 2**20  # weights dequantised at a time, so that they stay in the CPU's cache
 
 
 class Quantized(nn.Module):
@@ -660,8 +662,8 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
     ("lm_head", "output", "output", 0),
 )
 
-# The names of all settings. Those that a file may leave out have Config's defaults, except that the
-# number of key/value heads is then that of the query heads.
+# The names of all settings. Optional ones default to Config's values, except that the
+# number of key/value heads defaults to that of the query heads.
 SETTINGS = (  # Config and Hugging Face, GGUF, Meta, whether it is needed
     ("hidden_size", "llama.embedding_length", "dim", True),
     ("intermediate_size", "llama.feed_forward_length", "", True),
@@ -754,7 +756,7 @@ class Weight:
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
     def read(self) -> Tensor:
-        """uint8 (rows, bytes per row) in Meta's order: the mapped file itself if nothing moves."""
+        """uint8 (rows, bytes per row) in Meta's order: a view of the file if nothing moves."""
         data = self.shards[0] if len(self.shards) == 1 else torch.cat(self.shards, self.axis)
         if self.hf_head_dim:
             data = rows_from_hf(data, self.hf_head_dim)
@@ -777,7 +779,7 @@ class Weight:
         return replace(self, shape=tuple(shape), shards=[s for s in shards if s.numel()])
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """The weight as a dense tensor, converted a few rows at a time; mapped if it fits as is."""
+        """The weight as a dense tensor, a few rows at a time; a view of the file if unchanged."""
         rows = self.read()
         if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape).to(device)
@@ -825,7 +827,7 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
-    context_limit: str = "the model's context"  # what limits it; empty where no file tells
+    context_limit: str = "the model's context"  # what limits it; empty where no file says
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
     path: str = ""
 
@@ -853,8 +855,8 @@ class Checkpoint:
         if context is None:
             return self
         if context < 1 or (context > most and self.context_limit):
-            limit = self.context_limit or "or more"
-            raise ValueError(f"--context {context}; accepted is 1 to {most}, {limit}")
+            limit = self.context_limit or "or more if the model was trained for it"
+            raise ValueError(f"--context {context}; expected 1 to {most}, {limit}")
         config = replace(self.config, max_position_embeddings=max(context, most))
         return replace(self, config=config)
 
@@ -870,7 +872,7 @@ MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata, in a tokenizer.json
 
 
 def printable(text: str) -> str:
-    """Text from a file for a terminal: control, format and unassigned characters become "?"."""
+    """Text from a file, safe for a terminal: unprintable characters become "?"."""
     text = " ".join(text.split())
     return "".join(c if c.isprintable() else "?" for c in text)
 
@@ -880,7 +882,7 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-# What readers raise on damaged files: their own errors, those of struct, json and zipfile.
+# What the readers raise on damaged files: their own errors and those of struct, json, zipfile.
 DAMAGED: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (AttributeError, RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile)
 
@@ -896,7 +898,7 @@ def naming(path: Path, problem: str = "") -> Iterator[None]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading, if it is a regular one: opening a pipe may block."""
+    """Open a regular file for reading; opening a pipe could block. Raises ValueError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path}: not a regular file")
     return path.open("rb")
@@ -920,7 +922,7 @@ def map_weight(source: MappedFile, name: str, ggml_type: str, shape: tuple, star
         raise ValueError(f"{name} of type {ggml_type} has the sizes {list(shape)}")
     end = start + weight.nbytes
     if end > len(source):
-        raise ValueError(f"{name} ends at byte {end}, the file at {len(source)}: cut off?")
+        raise ValueError(f"{name} ends at byte {end}, the file at {len(source)}: truncated?")
     rows = torch.frombuffer(source, dtype=torch.uint8)[start:end]
     weight.shards.append(rows.view(math.prod(shape[:-1]), -1))
     return weight
@@ -947,11 +949,11 @@ def require(path: Path, settings: dict[str, Any], accepted: dict[str, tuple]) ->
         if found not in values:
             value = "missing" if found is None else str(found)[:60]
             known = " or ".join("none" if v is None else str(v) for v in values)
-            raise ValueError(f"{path}: no Llama model: {key} is {value}; accepted is {known}")
+            raise ValueError(f"{path}: unsupported model: {key} is {value}; expected {known}")
 
 
 def read_config(column: int, get: Callable, **known: Any) -> Config:
-    """A Config: fields as `known`, the others by get(key, ...) of the keys in SETTINGS' column."""
+    """A Config: the fields `known`, and the rest by get(key, ...) from SETTINGS' column."""
     for row in SETTINGS:
         field, key, default = row[0], row[column], getattr(Config, row[0])
         if field == "num_key_value_heads":
@@ -982,26 +984,26 @@ class GGUF:
         if magic != b"GGUF":
             raise ValueError(f"starts with {magic!r}, not with b'GGUF'")
         if self.version not in (2, 3):
-            raise ValueError(f"version {self.version:#x}; 2 and 3, little-endian, are read")
+            raise ValueError(f"version {self.version:#x}; expected 2 or 3, little-endian")
         tensor_count, key_count = self.unpack("QQ", "header")
         if max(tensor_count, key_count) > MAX_ENTRIES:
             raise ValueError(f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}")
         for i in range(key_count):
             (key,) = self.strings(f"key {i} of {key_count}")
             if key in self.metadata:
-                raise ValueError(f"the key {key!r} stands twice")
+                raise ValueError(f"duplicate key {key!r}")
             (value_type,) = self.unpack("I", key)
             self.metadata[key] = self.value(value_type, key)
         infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
         align = self.get("general.alignment", int, 32)
         if not 8 <= align <= 2**20 or align & (align - 1):  # as gguf.md has it
-            raise ValueError(f"general.alignment is {align}, no power of 2 from 8")
+            raise ValueError(f"general.alignment is {align}; expected a power of 2 from 8 to 2**20")
         base = end = -(-self.offset // align) * align
         for offset, name, ggml_type, shape in sorted(infos):
             if name in self.tensors:
-                raise ValueError(f"the tensor {name!r} stands twice")
+                raise ValueError(f"duplicate tensor {name!r}")
             if offset % align or base + offset < end:
-                raise ValueError(f"{name}: offset {offset} overlaps or is not aligned")
+                raise ValueError(f"{name}: offset {offset} is not aligned or overlaps another")
             weight = map_weight(self.bytes, name, ggml_type, shape, base + offset)
             self.tensors[name], end = weight, base + offset + weight.nbytes
 
@@ -1052,7 +1054,7 @@ class GGUF:
         (name,) = self.strings(item)
         (n_dims,) = self.unpack("I", name)
         if not 1 <= n_dims <= 4:
-            raise ValueError(f"{name} has {n_dims} dimensions; 1 to 4 are possible")
+            raise ValueError(f"{name} has {n_dims} dimensions; expected 1 to 4")
         *dims, number, offset = self.unpack(f"{n_dims}QIQ", name)  # the fastest comes first
         types = {ggml_type.value: ggml_type for ggml_type in gguf.GGMLQuantizationType}
         if number not in types:
@@ -1073,7 +1075,7 @@ def gguf_tensors(file: GGUF) -> dict[str, Weight]:
     if parts > 1:
         stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
         if file.get("split.no", int, 0) or not is_first:
-            raise ValueError(f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
+            raise ValueError(f"one of {parts} parts; pass the first, NAME-00001-of-{parts:05}.gguf")
         for i in range(2, parts + 1):
             part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
             if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
@@ -1083,7 +1085,7 @@ def gguf_tensors(file: GGUF) -> dict[str, Weight]:
 
 
 def gguf_stop_ids(path: Path, keys: Mapping) -> tuple[int, ...]:
-    """The ids that end a text besides EOS: the end of a turn, of a message."""
+    """The ids besides EOS that end a text: end of turn, end of message."""
     get = partial(lookup, path, keys)
     eos = get("tokenizer.ggml.eos_token_id", int, 2)
     ids = dict.fromkeys(get(f"tokenizer.ggml.{end}_token_id", int, eos) for end in ("eot", "eom"))
@@ -1107,7 +1109,7 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
     vocab_size, _ = matrix_shape(tensors, "token_embd")
     tokens = len(get("tokenizer.ggml.tokens", list))
     if tokens != vocab_size:
-        raise ValueError(f"{tokens} tokens but {vocab_size} embedding rows")
+        raise ValueError(f"the vocabulary has {tokens} tokens, the embedding {vocab_size} rows")
     config = read_config(
         1,
         get,
@@ -1137,13 +1139,13 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         try:
             dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
         except NotImplementedError:
-            raise ValueError(f"{name} is of the type {weight.ggml_type}: not a weight") from None
+            raise ValueError(f"{name} is {weight.ggml_type}, which is not a weight type") from None
     divisors = tensors.pop("rope_freqs.weight", None)
     config = gguf_config(file, tensors)
     weights = rename(tensors, 1, config)
     if divisors is not None:
         if divisors.shape != (config.head_dim // 2,):
-            raise ValueError(f"rope_freqs.weight is {list(divisors.shape)}; needed is head_dim / 2")
+            raise ValueError(f"rope_freqs.weight is {list(divisors.shape)}; expected head_dim / 2")
         factors = divisors.dense(torch.float32).tolist()
         config = replace(config, rope_freq_factors=tuple(factors))
     parts, known = file.get("split.count", int, 1), {row[1] for row in SETTINGS}
@@ -1180,7 +1182,7 @@ def name_map(column: int, config: Config) -> dict[str, str]:
 def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str, Weight]:
     """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(tensors):  # before anything that size is built
-        raise ValueError(f"{config.num_hidden_layers} layers but {len(tensors)} tensors")
+        raise ValueError(f"{config.num_hidden_layers} layers, but only {len(tensors)} tensors")
     names = name_map(column, config)
     if config.tie_word_embeddings:
         del names["lm_head.weight"]
@@ -1197,22 +1199,22 @@ def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str,
     for ours, their in names.items():
         found, parameter = tensors[their].shape, first[re.sub(r"\.\d+\.", ".0.", ours)]
         if found != parameter.shape:
-            raise ValueError(f"{their} is {list(found)}; needed is {list(parameter.shape)}")
+            raise ValueError(f"{their} is {list(found)}; expected {list(parameter.shape)}")
     return {ours: tensors[their] for ours, their in names.items()}
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object in which no key stands twice. Raises ValueError or RecursionError."""
+    """A JSON object without duplicate keys. Raises ValueError or RecursionError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key is duplicated")
         return found
 
     content = json.loads(text, object_pairs_hook=unique)
     if type(content) is not dict:
-        raise ValueError(f"it is of type {type(content).__name__}")
+        raise ValueError(f"it is a JSON {type(content).__name__}")
     return content
 
 
@@ -1225,7 +1227,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Weight]:
     """The tensors of a .safetensors file or one of torch.save; nothing is executed. ValueError."""
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
-    with naming(path, "damaged, or not a file of tensors alone: "):
+    with naming(path, "damaged, or it holds more than tensors: "):
         return read(MappedFile.open(path))
 
 
@@ -1233,24 +1235,24 @@ def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
     """Hugging Face's format: the size of a header, the header in JSON, the tensors without gaps."""
     size = int.from_bytes(source[:8], "little")
     if not size <= min(len(source) - 8, MAX_HEADER):
-        raise ValueError(f"a header of {size} bytes; accepted are up to {MAX_HEADER}")
+        raise ValueError(f"a header of {size} bytes; expected at most {MAX_HEADER}")
     header = parse_json(source[8 : 8 + size])
     header.pop("__metadata__", None)
     if len(header) > MAX_ENTRIES:
-        raise ValueError(f"{len(header)} tensors; accepted are up to {MAX_ENTRIES}")
+        raise ValueError(f"{len(header)} tensors; expected at most {MAX_ENTRIES}")
     weights, base = {}, 8 + size
     end = base
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         ggml_type, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if ggml_type not in DENSE:
-            raise ValueError(f"{name} is of type {ggml_type}; accepted are {', '.join(DENSE)}")
+            raise ValueError(f"{name} has the type {ggml_type}; expected {', '.join(DENSE)}")
         weights[name] = map_weight(source, name, ggml_type, tuple(shape), end)
         needed = [end - base, end - base + weights[name].nbytes]
         if [start, stop] != needed:
-            raise ValueError(f"{name} lies at bytes {start} to {stop}; needed are {needed}")
+            raise ValueError(f"{name} is at bytes {start} to {stop}; expected {needed}")
         end = base + stop
     if end != len(source):
-        raise ValueError(f"the tensors end at byte {end}, the file at {len(source)}")
+        raise ValueError(f"the tensors end at byte {end}, but the file at {len(source)}")
     return weights
 
 
@@ -1262,18 +1264,18 @@ def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
         size, at, record = struct.unpack_from("<QQ8xQ", source, end - 36)
         end = record if record == end - 76 else -1
     if magic != b"PK\5\6" or comment or at + size != end or size > MAX_HEADER:
-        raise ValueError("the zip's directory is not at its end, or is too long: cut off?")
+        raise ValueError("the zip's directory is not at its end, or is too long: truncated?")
     files, last = {}, 0
     archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek and read
     for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
         name, begin = entry.orig_filename, entry.header_offset
         if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
-            raise ValueError(f"{name[:60]} is compressed or encrypted, as torch.save never does")
+            raise ValueError(f"{name[:60]} is compressed or encrypted, which torch.save never does")
         local, *lengths = struct.unpack_from("<4s22xHH", source, begin)
         start = begin + 30 + sum(lengths)
         local += source[begin + 30 : begin + 30 + lengths[0]]
         if local != b"PK\3\4" + name.encode() or begin < last or name in files:
-            raise ValueError(f"{name[:60]} in the zip overlaps, stands twice or has two names")
+            raise ValueError(f"{name[:60]} in the zip overlaps, is duplicated or has two names")
         last = start + entry.file_size
         files[name] = start, entry.file_size
     if last > at:
@@ -1289,17 +1291,17 @@ class Storage(NamedTuple):
     numel: int
 
 
-# How many values a pickle's opcodes take from the stack, and those that put a constant there.
+# The number of values that a pickle's opcodes take from the stack; the opcodes of constants.
 PICKLE_TAKES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "SETITEM": 2, "BINPERSID": 1}
 PICKLE_TAKES |= {"REDUCE": 2, "BUILD": 1, "STOP": 1}
 PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
-    """A pickle of dicts and tuples of text, numbers, storages, and what `known` functions make.
+    """A restricted pickle reader: dicts and tuples of strings, numbers and what `known` makes.
 
-    It knows only the opcodes of a state dict, and calls nothing else. No value is hashed, compared
-    or shown before its type is known: a tuple may hold itself 2**60 times. Raises DAMAGED errors.
+    It has only the opcodes of a state dict, and calls nothing but `known`. No value is hashed,
+    compared or printed before its type is checked: a tuple may hold itself 2**60 times.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -1308,12 +1310,12 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
     for count, (opcode, value, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if count > 2**18 or len(stack) > 2**12:  # 35 opcodes a tensor; SETITEMS takes 2000 values
-            raise ValueError("a pickle longer than a state dict's")
+            raise ValueError("the pickle is longer than a state dict's")
         start = len(stack) - PICKLE_TAKES.get(name, 0)
         if name in ("TUPLE", "SETITEMS"):
             start = marks.pop()
         if start < 0:
-            raise ValueError(f"{name} takes more than there is")
+            raise ValueError(f"{name} takes more values than the stack holds")
         items = stack[start:]
         del stack[start:]
         match name:
@@ -1336,7 +1338,7 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
             case "SETITEM" | "SETITEMS":
                 for key, item in zip(items[::2], items[1::2], strict=True):
                     if type(key) is not str or key in stack[-1]:
-                        raise ValueError("a key that is no text, or stands twice")
+                        raise ValueError("a key that is not a string, or is duplicated")
                     stack[-1][key] = item
             case "GLOBAL" if value in known:
                 stack.append(known[value])
@@ -1347,7 +1349,7 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
                 stack.append(function(*arguments))
             case "BUILD":  # an OrderedDict's attributes, such as _metadata
                 if type(items[0]) is not dict or type(stack[-1]) is not dict:
-                    raise ValueError("a tensor with attributes of its own")
+                    raise ValueError("a tensor with extra attributes")
             case "STOP":
                 return items[0]
             case _:
@@ -1357,7 +1359,7 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
 def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     """What torch.save wrote: a zip of a pickle and of storages."""
     if source[:4] != b"PK\3\4":
-        raise ValueError("not a zip, as torch.save writes since version 1.6 (2020)")
+        raise ValueError("not a zip; files of torch before 1.6 (2020) are not supported")
     files = zip_files(source)
     (pickled,) = (name for name in files if name.endswith("/data.pkl"))
     folder = pickled.removesuffix("data.pkl")
@@ -1367,10 +1369,10 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
 
     def storage(kind: str, dtype: str, key: str, device: Any, numel: int, *view: Any) -> Storage:
         if not all(type(text) is str for text in (kind, dtype, key)) or any(view):
-            raise ValueError("a storage that is a view of another, or none")
+            raise ValueError("a storage that is missing, or a view of another")
         start, size = files[f"{folder}data/{key}"]
         if type(numel) is not int or size != numel * DENSE[dtype].itemsize:
-            raise ValueError(f"a storage of {size} bytes, not of what its tensors need")
+            raise ValueError(f"a storage of {size} bytes, which does not match its size")
         return Storage(dtype, start, numel)
 
     def tensor(
@@ -1380,13 +1382,13 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
         counts = [offset, *shape, *stride]
         plain = type(base) is Storage and all(type(n) is int and n >= 0 for n in counts)
         if not plain or stride != (*shape[1:], 1) or len(shape) > 2 or any(more):
-            raise ValueError("a tensor that is not contiguous, or not as it lies in the file")
+            raise ValueError("a tensor that is not contiguous in the file")
         if offset + math.prod(shape) > base.numel:
             raise ValueError(f"a tensor {list(shape)} that is not within its storage")
         at = base.start + offset * DENSE[base.ggml_type].itemsize
         return map_weight(source, "a tensor", base.ggml_type, shape, at)
 
-    known: dict[str, Any] = {  # what a state dict's pickle may name: what stands for it
+    known: dict[str, Any] = {  # names that a state dict's pickle may use: their replacements
         "collections OrderedDict": lambda: {},  # noqa: PIE807 (unlike dict, it takes no arguments)
         "torch._utils _rebuild_tensor_v2": tensor,
         "torch._utils _rebuild_parameter": lambda tensor, grad, hooks: tensor,
@@ -1397,10 +1399,10 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     start, size = files[pickled]
     weights = unpickle(source[start : start + min(size, MAX_HEADER)], known, storage)
     if type(weights) is not dict or len(weights) > MAX_ENTRIES:
-        raise ValueError(f"a {type(weights).__name__}; accepted is a dict of {MAX_ENTRIES} tensors")
+        raise ValueError(f"a {type(weights).__name__}; expected at most {MAX_ENTRIES} tensors")
     for name, weight in weights.items():
         if type(weight) is not Weight:
-            raise ValueError(f"{name} is of type {type(weight).__name__}; accepted are tensors")
+            raise ValueError(f"{name} is of type {type(weight).__name__}; expected a tensor")
     if sum(weight.nbytes for weight in weights.values()) > 2 * len(source):
         raise ValueError("its tensors share bytes")  # embed_tokens and lm_head may
     return weights
@@ -1421,7 +1423,7 @@ META_SETTINGS += " rope_theta max_seq_len max_batch_size"
 def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     """Open Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
     if [file.name for file in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(f"of the shards up to {files[-1].name} there are {len(files)}")
+        raise ValueError(f"{len(files)} shards up to {files[-1].name}: some are missing")
     shards = [read_tensors(file) for file in files]
     axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
     for name, weight in shards[0].items():
@@ -1442,18 +1444,18 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     get = partial(lookup, params, settings)
     odd = [key for key in settings if settings[key] and key not in META_SETTINGS.split()]
     if odd:
-        raise ValueError(f"{params}: {odd[0]} is not of Llama 2; accepted are {META_SETTINGS}")
+        raise ValueError(f"{params}: unknown key {odd[0]}; expected {META_SETTINGS}")
     vocab_size, columns = matrix_shape(tensors, "tok_embeddings")
     intermediate, _ = matrix_shape(tensors, "layers.0.feed_forward.w1")
     config = read_config(2, get, vocab_size=vocab_size, intermediate_size=intermediate)
     if columns != config.hidden_size:
-        found = f"have {columns} columns of tok_embeddings, dim is {config.hidden_size}"
+        found = f"have {columns} columns of tok_embeddings, but dim is {config.hidden_size}"
         raise ValueError(f"{len(files)} shards {found}: are shards missing?")
     formula = int(int(8 * columns / 3) * get("ffn_dim_multiplier", float, 1.0))
     multiple = get("multiple_of", int, 256)
     formula = -(-formula // max(multiple, 1)) * multiple  # rounded up
     if formula != intermediate:
-        raise ValueError(f"{params}: {formula} rows of w1 follow; the shards have {intermediate}")
+        raise ValueError(f"{params}: w1 should have {formula} rows; the shards have {intermediate}")
     weights = rename(tensors, 2, config)
     file = find_tokenizer(*(at / "tokenizer.model" for at in (path, path.resolve().parent)))
     tokenizer = partial(Tokenizer.from_file, file, vocab_size)
@@ -1530,7 +1532,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     if settings.get("model_type") == "mistral":
         window = min(context, get("sliding_window", int, context))
         if window < 1:
-            raise ValueError(f"{file}: sliding_window is {window}; accepted is a positive number")
+            raise ValueError(f"{file}: sliding_window is {window}; expected a positive number")
     base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
     index = path / f"{base}.index.json"
     if index.exists():  # without one, all files that are there
@@ -1541,7 +1543,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         for name, weight in read_tensors(part).items():
             ours = name.removeprefix("model.")
             if ours in tensors:
-                raise ValueError(f"{part}: {name} stands in another file, too")
+                raise ValueError(f"{part}: {name} is also in another file")
             if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
@@ -1591,7 +1593,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 return open_directory(path, files)
         found = sorted(os.listdir(path))[:5] if path.is_dir() else ["one file of a directory"]
         raise ValueError(
-            f"found {', '.join(found) or 'nothing'}; accepted is a .gguf file, or a"
+            f"found {', '.join(found) or 'nothing'}; expected a .gguf file, or a"
             " directory with params.json and consolidated.00.pth (Meta) or with config.json and"
             " model*.safetensors or pytorch_model*.bin (Hugging Face)"
         )
@@ -1605,7 +1607,7 @@ def show_progress(items: Collection, label: str, show: bool) -> Iterable:
 
 
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether a weight stays in memory as it is in the file, for activations of `dtype`."""
+    """Whether a weight stays in the file's blocks in memory, for activations of `dtype`."""
     dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
     return len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES.keys() - dense
 
@@ -1617,7 +1619,7 @@ def build_model(
     progress: bool = False,
     trainable: bool = False,
 ) -> Llama:
-    """Read the weights, one after the other, into a model. `dtype` is that of the activations.
+    """Read the weights into a model, one at a time. `dtype` is the dtype of the activations.
 
     Quantised weights keep their blocks, but rare types become 16-bit ones. Dense ones are converted
     to `dtype`, but 16-bit matrices stay as they are beside float32 activations: half the memory, the
@@ -1698,7 +1700,7 @@ def refuse_training(model: nn.Module, inputs: tuple, logits: Tensor) -> None:
 
 
 def is_large(checkpoint: Checkpoint) -> bool:
-    """Whether faster layers are worth a compiler's seconds: above 64 MiB of weights."""
+    """Whether compiling kernels pays: for more than 64 MiB of weights."""
     return sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
 
 
@@ -1713,7 +1715,7 @@ def load(
     """A .gguf file, a Meta or Hugging Face directory, or a Checkpoint -> model and tokenizer.
 
     Nothing in the model is trainable, unless `trainable`: then all of it is, in dense float32.
-    `accelerated`: use accelerate() of part III (default: if the model is large), which may round
+    `accelerated`: use accelerate() of part III (default: if the model is large), which rounds
     activations to 16 bits unless `exact`. ValueError or FileNotFoundError says what is wrong.
     """
     device, chosen = checked_device(device), DTYPES.get(str(dtype), dtype) or torch.float32
@@ -1748,7 +1750,7 @@ def memory_plan(
     device: torch.device | str = "cpu",
     cache_dtype: torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Bytes of memory for weights, cache and the rest while it runs, for one row of `context`."""
+    """Bytes of memory for weights, cache and temporaries of one row of `context` tokens."""
     config, item = checkpoint.config, dtype.itemsize
     weights = list(checkpoint.weights.values())
 
@@ -1772,10 +1774,10 @@ def memory_plan(
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a process can allocate on a device; infinity where that is unknown (Windows)."""
+    """Bytes that a process can allocate on a device; infinity if unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if not Path("/proc/meminfo").exists():  # not Linux: all there is
+    if not Path("/proc/meminfo").exists():  # not Linux: all of the machine's memory
         try:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (AttributeError, ValueError, OSError):
@@ -1805,7 +1807,7 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
-    """auto: CUDA, else MPS for dense weights, else the CPU. ValueError for what is not there."""
+    """auto: CUDA, else MPS for dense weights, else the CPU. ValueError if it is not available."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":  # MPS would unpack quantised weights anew for every token
         dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
@@ -1848,10 +1850,10 @@ def check_memory(plan: dict[str, int], context: int, device: torch.device, free:
     if sum(plan.values()) <= free:
         return
     room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
-    advice = "a file of fewer bits (--save with --type Q4_0 makes one) or more devices (torchrun)"
+    advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
     raise ValueError(
-        f"the model needs {show_plan(plan)}, {free / 1e9:.1f} GB are free on {device};"
-        f" what may fit: {f'--context {room}' if room > 0 else advice}"
+        f"the model needs {show_plan(plan)}, but {device} has {free / 1e9:.1f} GB free;"
+        f" try {f'--context {room}' if room > 0 else advice}"
     )
 
 
@@ -1908,13 +1910,13 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     settings = {key: value for key, value in settings.items() if value not in ("", [], -1)}
     for key, value in settings.items():
         if not fits(value):
-            raise ValueError(f"{key} is {str(value)[:40]}, which a GGUF file cannot hold")
+            raise ValueError(f"{key} is {str(value)[:40]}, which GGUF cannot represent")
     return settings
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` once the block has ended well; else nothing is left of it.
+    """A new file that becomes `path` when the block succeeds, and is deleted when it fails.
 
     A file that is replaced passes on its permissions. ValueError if it is read-only.
     """
@@ -1924,7 +1926,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         problem = "read-only" if stat.S_ISREG(mode) else "not a regular file"
         raise ValueError(f"{path}: cannot be replaced: {problem}")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no such folder")
+        raise FileNotFoundError(f"{path}: no such folder")
     for old in path.parent.glob(f".{'[0-9a-f]' * 16}.unfinished"):  # of a run that was killed
         with suppress(OSError):
             if old.stat().st_mtime < time.time() - 3600:
@@ -1942,7 +1944,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
-# What vocabularies treat differently: spaces, NFKC forms, control and zero-width characters, tags.
+# Texts that vocabularies split differently: spaces, NFKC forms, control characters, tags.
 ODD_TEXT = "  two  spaces  a\tb\r\n\n \0\x7f\u200b\ufeff\u2028 \u3000\uff21 \ufb01 \u2460 e\u0301"
 ODD_TEXT += " \u2581\u2581a \u4e16 \U0001f469\u200d\U0001f680 <s><unk> ABC abc 4,567.89 "
 
@@ -1958,7 +1960,7 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, unfinished: Path, 
         near = type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-6)
         if ours != theirs and not near:
             raise ValueError(
-                f"{path}: a GGUF file cannot hold {item.name} {ours}: it would be {theirs}"
+                f"{path}: GGUF cannot represent {item.name} {ours}: it would be {theirs}"
             )
     rebuilt = saved.tokenizer()
     pieces = [piece.replace("\u2581", " ") for piece in rebuilt.pieces]
@@ -1966,8 +1968,8 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, unfinished: Path, 
     for text in ("", ODD_TEXT, *ODD_TEXT.split(" "), *joined, *pieces):
         ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
         if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
-            found = f"{text[:20]!r} has the ids {ids[:9]}, would have {others[:9]}"
-            raise ValueError(f"{path}: a GGUF file cannot hold this vocabulary: {found}")
+            found = f"{text[:20]!r} has the ids {ids[:9]}, but from the file {others[:9]}"
+            raise ValueError(f"{path}: GGUF cannot represent this vocabulary: {found}")
 
 
 def save_gguf(
@@ -1986,7 +1988,7 @@ def save_gguf(
     import numpy
 
     if ggml_type is not None and ggml_type not in SAVE_TYPES:
-        raise ValueError(f"cannot write the type {ggml_type}; accepted are {', '.join(SAVE_TYPES)}")
+        raise ValueError(f"cannot write the type {ggml_type}; expected {', '.join(SAVE_TYPES)}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
     types, value_types = gguf.GGMLQuantizationType, gguf.GGUFValueType
     config, names = checkpoint.config, name_map(1, checkpoint.config)
@@ -2179,7 +2181,7 @@ def read_pieces(path: Path, keys: Mapping) -> tuple[list[str], list[int], int, i
     # Some converters mark BOS and EOS as NORMAL, the unknown token as CONTROL: SentencePiece refuses.
     types[bos], types[eos], types[unk] = CONTROL, CONTROL, CONTROL if is_bpe else UNKNOWN
     for i in ends:
-        if types[i] == USER_DEFINED:  # text that says the same would become this token
+        if types[i] == USER_DEFINED:  # typed text would otherwise become this token
             types[i] = CONTROL
     return pieces, types, bos, eos
 
@@ -2202,14 +2204,14 @@ def sentencepiece_model(path: Path, keys: Mapping) -> bytes:
 
 
 def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
-    """What a Hugging Face directory adds to tokenizer.model: texts by id, and the special ones."""
+    """Tokens that a Hugging Face directory adds to tokenizer.model: texts by id; special ones."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
     files = [read_json(path / name) if (path / name).exists() else {} for name in names]
 
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str) or not text or "\0" in text:
-            raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is no token")
+            raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is not a token")
         return well_formed(text)
 
     texts: dict[int, str] = {}
@@ -2289,7 +2291,7 @@ def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
             keys["scores"] = sentencepiece_scores(pieces, types, merges)
         else:
             found = f"pre_tokenizer {str(pre)[:150]}, normalizer {str(normalizer)[:80]}"
-            raise ValueError(f"{found}; accepted are those of Llama 2 and 3, SmolLM2")
+            raise ValueError(f"{found}; expected that of Llama 2, Llama 3 or SmolLM2")
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
@@ -2328,7 +2330,7 @@ class Tokenizer:
             raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
         self.source, self.vocab_size = Path(source), len(self.pieces)
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
-        self.add_bos = add_bos  # whether a prompt begins with BOS: so in every Llama 2
+        self.add_bos = add_bos  # whether a prompt begins with BOS, as in every Llama 2
         self.chat_template = ""  # in Jinja; it is recognised, never executed
 
     @classmethod
@@ -2376,7 +2378,7 @@ class Tokenizer:
         for i, text in added.items():
             pieces[i], types[i] = text, CONTROL if text in controls else USER_DEFINED
         for i in ends & {i for i, kind in enumerate(types) if kind == USER_DEFINED}:
-            types[i] = CONTROL  # text that says the same would become this token
+            types[i] = CONTROL  # typed text would otherwise become this token
         return self.from_keys(self.source, keys)
 
     @classmethod
@@ -2405,7 +2407,7 @@ class Tokenizer:
         `first`: it begins a text, where SentencePiece adds a space.
         """
         if not isinstance(text, str):
-            raise ValueError(f"a {type(text).__name__} is no text")  # noqa: TRY004
+            raise ValueError(f"a {type(text).__name__} is not text")  # noqa: TRY004
         bos = self.add_bos if bos is None else bos
         if bos and self.bos_id < 0:
             raise ValueError(f"{self.source}: the vocabulary has no BOS token; pass bos=False")
@@ -2418,14 +2420,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
         if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
-            raise ValueError(f"a {type(ids).__name__} is no list of token ids")  # noqa: TRY004
+            raise ValueError(f"a {type(ids).__name__} is not a list of token ids")  # noqa: TRY004
         decoder = StreamDecoder(self)
         return "".join([*map(decoder.decode, ids), decoder.flush()])
 
     def check(self, token_id: int) -> None:
-        """Raises ValueError for what is no id of the vocabulary."""
+        """Raises ValueError for an id that is not in the vocabulary."""
         if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"token id {token_id}; accepted is 0 to {self.vocab_size - 1}")
+            raise ValueError(f"token id {token_id}; expected 0 to {self.vocab_size - 1}")
 
     @functools.cached_property
     def types(self) -> list[int]:
@@ -2481,7 +2483,7 @@ class Tokenizer:
             ("denormalisation", dict(read_fields(model.get(5, b""))).get(2)),
         ):
             if found:
-                unfit = f"a GGUF file cannot hold this vocabulary: {problem}"
+                unfit = f"GGUF cannot represent this vocabulary: {problem}"
                 raise ValueError(f"{self.source}: {unfit}")
         sp = self.sp
         return {
@@ -2587,7 +2589,7 @@ codecs.register_error(
 class StreamDecoder:
     """Ids -> text, one by one; a character of several byte tokens comes out once it is whole.
 
-    `first`: the space that encode() puts in front of a text is taken off.
+    `first`: drop the space that encode() adds at the start of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
@@ -2606,7 +2608,7 @@ class StreamDecoder:
         return text + self.utf8.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for bytes that never became a character."""
+        """The rest at the end: U+FFFD for bytes that did not complete a character."""
         text = self.utf8.decode(b"", final=True)
         self.utf8.reset()
         return text
@@ -2628,13 +2630,13 @@ class ChatFormat:
     user: str
     assistant: str
     system: str
-    tags: tuple[str, ...]  # where a role begins or ends: they end an answer, as EOS does
+    tags: tuple[str, ...]  # begin or end a role; like EOS, they end an answer
     start: str = ""
     cue: str = ""  # after the last question: the model continues from there
     template_lacks: tuple[str, ...] = ()
-    system_in: str = ""  # "first" or "last": the question that it is part of; else it stands alone
+    system_in: str = ""  # "first" or "last": the question that includes it
     strips: tuple[str, ...] = ()  # the roles whose messages are stripped of white space
-    needs_tokens: bool = False  # only for vocabularies that have a token for each tag
+    needs_tokens: bool = False  # only for vocabularies with a token for each tag
     default_system: str | None = None  # where none is given; only for templates that say so
 
     def suits(self, template: str) -> bool:
@@ -2740,7 +2742,7 @@ def recognise_chat_format(template: str) -> str:
         if row.suits(template):
             return row.name
     start, names = " ".join(template.split())[:60], ", ".join(CHAT_FORMAT_NAMES)
-    raise ValueError(f"unknown chat template {start!r}; pass --chat-format, one of {names}")
+    raise ValueError(f"unknown chat template {start!r}; choose one with --chat-format: {names}")
 
 
 def describe_chat_format(template: str) -> str:
@@ -2770,28 +2772,28 @@ def find_chat_format(name: str | None, tokenizer: Tokenizer) -> tuple[ChatFormat
         ids = {tag: token_id for tag, token_id in found.items() if token_id is not None}
         if row.name == name and (len(ids) == len(row.tags) or not row.needs_tokens):
             return row, ids
-    raise ValueError(f"unknown chat format {name!r}; accepted are {', '.join(CHAT_FORMAT_NAMES)}")
+    raise ValueError(f"unknown chat format {name!r}; choose from {', '.join(CHAT_FORMAT_NAMES)}")
 
 
 def chat_stops(
     tokenizer: Tokenizer, chat_format: str | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The ids and texts that end an answer: EOS and all tags. No message may hold these texts."""
+    """The ids and texts that end an answer: EOS and all tags. No message may hold the texts."""
     row, ids = find_chat_format(chat_format, tokenizer)
     control = [tag for tag, token_id in ids.items() if tokenizer.types[token_id] == CONTROL]
     return (tokenizer.eos_id, *ids.values()), tuple(tag for tag in row.tags if tag not in control)
 
 
 def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tuple[str, str]]:
-    """Roles and texts. ValueError for roles out of order, contents that are no text, tags in it."""
+    """(role, text) pairs. ValueError for roles out of order, contents that are not text, tags."""
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
-        raise ValueError("accepted is a list of messages, each with role and content")
+        raise ValueError("expected a list of messages, each with role and content")
     roles: list[Any] = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
         found, order = ", ".join(map(str, roles)) or "no message", "user, assistant, ..., user"
         advice = "join messages of one role in a row"
-        raise ValueError(f"must be: system (or not), {order}; {advice}; found: {found}")
+        raise ValueError(f"expected the roles [system,] {order}; {advice}; found: {found}")
     checked: list[tuple[str, str]] = []
     for role, message in zip(roles, messages):
         content = message.get("content")
@@ -2800,7 +2802,7 @@ def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tup
                 content = "\n".join(part["text"] for part in content)
         if not isinstance(content, str):  # which is not quoted: it does not belong in a log
             kind = type(content).__name__
-            raise ValueError(f"the {role} message is a {kind}, not a text")  # noqa: TRY004
+            raise ValueError(f"the {role} message is a {kind}, not text")  # noqa: TRY004
         for tag in tags:
             if tag in content:
                 raise ValueError(f"the {role} message contains the reserved tag {tag}")
@@ -2820,7 +2822,7 @@ def encode_chat(
     Llama 3.1's system message (None: the one that its template names, the same every day).
     (llama.cpp and `"legacy": true` add a space after each control token, which no template has.)
     Raises ValueError for roles out of order (system?, user, assistant, ..., user) and for tags in a
-    message, which would let it speak for others.
+    message, which could impersonate another role.
     """
     row, tag_ids = find_chat_format(chat_format, tokenizer)
     turns = check_messages(messages, chat_stops(tokenizer, chat_format)[1])
@@ -2847,7 +2849,7 @@ def encode_chat(
     parts += literal(row.cue)
     ids: list[int] = []
     for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
-        some = list(group)  # texts that stand together are encoded together
+        some = list(group)  # adjacent texts are encoded together
         ids += tokenizer.encode("".join(some), bos=False, first=not ids) if is_text else some
     if min(ids) < 0:
         raise ValueError(f"the vocabulary has no BOS or EOS token; the format {row.name} needs it")

@@ -1885,7 +1885,7 @@ DEVICES = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_avail
         ("--max-new-tokens -1", "--max-new-tokens -1"),
         ("--max-new-tokens many", "--max-new-tokens"),
         ("--context 0", "--context 0"),
-        ("--context 401", "401; accepted is 1 to 400"),
+        ("--context 401", "401; expected 1 to 400"),
         ("--context 2", "the context holds 2"),
         ("--threads 0", "--threads 0"),
         ("--threads 100000", "--threads 100000"),
@@ -2056,20 +2056,20 @@ def changed(source, target, **changes):
 
 
 REFUSED_DIRECTORIES = [
-    ("hf", {"model_type": "falcon"}, "model_type is falcon; accepted is llama or mistral"),
+    ("hf", {"model_type": "falcon"}, "model_type is falcon; expected llama or mistral"),
     ("hf", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
-    ("hf", {"attention_bias": True}, "attention_bias is True; accepted is False"),
-    ("hf", {"hidden_act": "gelu"}, "hidden_act is gelu; accepted is silu"),
-    ("hf", {"head_dim": 32}, "head_dim is 32; accepted is 16"),
+    ("hf", {"attention_bias": True}, "attention_bias is True; expected False"),
+    ("hf", {"hidden_act": "gelu"}, "hidden_act is gelu; expected silu"),
+    ("hf", {"head_dim": 32}, "head_dim is 32; expected 16"),
     ("hf", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is yarn"),
     ("bin", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is dynamic"),
     ("hf", {"hidden_size": "128"}, "hidden_size is '128', not int"),
     ("hf", {"num_hidden_layers": None}, "num_hidden_layers is missing"),
-    ("hf", {"intermediate_size": 96}, r"gate_proj.weight is \[160, 128\]; needed is \[96, 128\]"),
+    ("hf", {"intermediate_size": 96}, r"gate_proj.weight is \[160, 128\]; expected \[96, 128\]"),
     ("hf", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
     ("hf", {"vocab_size": 319}, "embed_tokens.weight is"),
-    ("meta1", {"use_scaled_rope": True}, "use_scaled_rope is not of Llama 2"),
-    ("meta1", {"ffn_dim_multiplier": 1.3}, "rows of w1 follow"),
+    ("meta1", {"use_scaled_rope": True}, "unknown key use_scaled_rope"),
+    ("meta1", {"ffn_dim_multiplier": 1.3}, "w1 should have"),
     ("meta1", {"dim": 512}, "are shards missing"),
     ("meta1", {"n_heads": 0}, "num_attention_heads is 0"),
 ]
@@ -2109,7 +2109,7 @@ def test_missing_files_are_named(forms, tmp_path):
     with pytest.raises(ValueError, match="2 shards have 64 columns .* are shards missing"):
         llama2.open_checkpoint(directory)
     (tmp_path / "d").mkdir()
-    with pytest.raises(ValueError, match=r"found nothing; accepted is a \.gguf file, or"):
+    with pytest.raises(ValueError, match=r"found nothing; expected a \.gguf file, or"):
         llama2.open_checkpoint(tmp_path / "d")
     with pytest.raises(ValueError, match="one file of a directory"):
         llama2.open_checkpoint(forms[0] / "meta1" / "consolidated.00.pth")
@@ -2188,8 +2188,8 @@ def test_memory_plan_and_refusal():
     need, options = sum(plan.values()), (plan, 4096, torch.device("cpu"))
     llama2.check_memory(*options, need)
     for free, message in (
-        (need - 1, r"needs weights 13\.5 .* are free on cpu; what may fit: --context 4095"),
-        (10e9, r"10\.0 GB are free .* a file of fewer bits \(--save .* or more devices"),
+        (need - 1, r"needs weights 13\.5 .* GB free; try --context 4095"),
+        (10e9, r"10\.0 GB free.* fewer bits per weight \(--save .* or more devices"),
     ):
         with pytest.raises(ValueError, match=message):
             llama2.check_memory(*options, free)

@@ -307,7 +307,7 @@ def test_what_ends_an_answer_cannot_be_typed(tokenizers, name, tokens, ids, text
         (dialogue("u:a a:b"), "user, assistant$"),
         ([{"content": "a"}], "None"),
         ([{"role": "user"}], "None"),
-        ([{"role": "user", "content": ["a"]}], "a list, not a text"),
+        ([{"role": "user", "content": ["a"]}], "a list, not text"),
         ([{"role": ["user"], "content": "a"}], "user"),
     ],
 )
@@ -413,20 +413,20 @@ def test_what_ends_a_text_is_a_control_token(tmp_path, real):
         ({"added_tokens": {"<a>": True}}, "True"),
         ({"added_tokens": {"<a>": None}}, "None"),
         ({"added_tokens": {"<a>": [32000]}}, "32000"),
-        ({"added_tokens": {"": 32000}}, "no token"),
+        ({"added_tokens": {"": 32000}}, "not a token"),
         ({"added_tokens": {"<a>": 7251}}, r"7251.*hi.*<a>"),
-        ({"added_tokens": {"\0": 32000}}, "no token"),
+        ({"added_tokens": {"\0": 32000}}, "not a token"),
         ({"added_tokens": {"hi": 32000}}, "already defined"),
         ({"added_tokens": {"x" * 10**6: 32000}}, "too long"),
         ({"added_tokens": ["<a>"]}, "JSON"),
         ({"tokenizer_config": {"added_tokens_decoder": ["<a>"]}}, "not dict"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "<a>"}}}}, "'x'"),
         ({"tokenizer_config": {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}}, "999"),
-        ({"tokenizer_config": {"added_tokens_decoder": {"32000": {"content": 5}}}}, "no token"),
-        ({"tokenizer_config": {"added_tokens_decoder": {"32000": 5}}}, "no token"),
-        ({"tokenizer_config": {"added_tokens_decoder": {"32000": {}}}}, "no token"),
-        ({"special_tokens_map": {"eos_token": 5}}, "no token"),
-        ({"special_tokens_map": {"additional_special_tokens": [[]]}}, "no token"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"32000": {"content": 5}}}}, "not a token"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"32000": 5}}}, "not a token"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"32000": {}}}}, "not a token"),
+        ({"special_tokens_map": {"eos_token": 5}}, "not a token"),
+        ({"special_tokens_map": {"additional_special_tokens": [[]]}}, "not a token"),
         (
             {"tokenizer_config": {"added_tokens_decoder": added_tokens_decoder({"<s>": True})}},
             "already defined",
@@ -637,7 +637,7 @@ def test_mistral_windows_are_checked(tmp_path, small, window):
 
 @pytest.mark.parametrize("model_type", ["falcon", "mixtral", 5, ["llama"], {"a": 1}])
 def test_other_model_types_are_refused(tmp_path, small, model_type):
-    with pytest.raises(ValueError, match="model_type is .*; accepted is llama or mistral"):
+    with pytest.raises(ValueError, match="model_type is .*; expected llama or mistral"):
         llama2.open_checkpoint(hf_directory(tmp_path / "hf", small, {"model_type": model_type}))
 
 
@@ -652,7 +652,7 @@ def test_code_llama_in_metas_form(tmp_path, small):
     assert checkpoint.config.rope_theta == 1e6
     assert checkpoint.config.max_position_embeddings == 4096
     for bad in (0, -5):
-        with pytest.raises(ValueError, match=f"--context {bad}; accepted is 1 to 4096, or more"):
+        with pytest.raises(ValueError, match=f"--context {bad}; expected 1 to 4096, or more"):
             checkpoint.allow_context(bad)
     assert checkpoint.allow_context(100).config.max_position_embeddings == 4096
     larger = checkpoint.allow_context(5000)
@@ -736,5 +736,5 @@ def test_context_beyond_the_window(cli, tmp_path, small):
     change = {"model_type": "mistral", "sliding_window": 40}
     path = hf_directory(tmp_path / "hf", small, change)
     status, _, err = cli("--context", 41, "--prompt", "a", model=path)
-    assert status == 2 and "--context 41; accepted is 1 to 40, the model's sliding window" in err
+    assert status == 2 and "--context 41; expected 1 to 40, the model's sliding window" in err
     assert cli("--context", 40, "--prompt", "a", "--max-new-tokens", 2, model=path)[0] == 0

@@ -230,7 +230,7 @@ def test_interrupt_while_torch_is_imported(cli_path):
         (llama2, "build_model", 1, "", False),
         (llama2.Llama, "forward", 1, "ab", True),
         (llama2.Llama, "forward", 5, "ab", True),
-        (llama2.StreamDecoder, "decode", 3, "ab", True),
+        (llama2.StreamDecoder, "decode", 8, "ab", True),
     ],
     ids=["opening", "loading", "prefill", "generating", "decoding"],
 )
