@@ -1025,11 +1025,11 @@ class GGUF:
                 raise ValueError(
                     f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes"
                 )
-            texts.append(data[self.offset - size : self.offset])
-        try:
-            return [text.decode() for text in texts]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{item} is not UTF-8: {error}") from None
+            try:
+                texts.append(data[self.offset - size : self.offset].decode())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{item} is not UTF-8: {error}") from None
+        return texts
 
     def value(self, value_type: int, item: str) -> Any:
         """The next metadata value: a number, a string or a list of either."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 
 import gguf
 import numpy as np
@@ -818,6 +819,26 @@ def test_hostile_tokenizer_json(tmp_path, path, value, said):
 def test_tokenizer_json_that_is_none(tmp_path, text):
     with pytest.raises(ValueError, match="tokenizer.json"):
         directory(tmp_path, text)
+
+
+def test_a_large_vocabulary(tmp_path):
+    """0.8 million values, as the largest vocabularies have, are read; twice as many are refused."""
+    pytest.importorskip("tokenizers")
+    content = published_json()
+    words = [f"{a}{b}" for a in SPELLED[:200] for b in SPELLED]  # 51,200 pairs of bytes
+    words = [w for w in words if w not in ID]
+    content["model"]["vocab"] = {piece: ID[piece] for piece in TEXT_PIECES}
+    content["model"]["vocab"] |= {word: SIZE + i for i, word in enumerate(words)}
+    merges = [[word[0], word[1]] for word in words]
+    content["model"]["merges"] = merges + merges * 5  # 0.7 million
+    config = llama2.Config(**vars(CONFIG) | {"vocab_size": SIZE + len(words)})
+    start = time.perf_counter()
+    found = directory(tmp_path, content, config)
+    assert found.vocab_size == SIZE + len(words) and time.perf_counter() - start < 20
+    assert found.encode("ab", bos=False) == [SIZE + words.index("ab")]
+    content["model"]["merges"] = merges * 12
+    with pytest.raises(ValueError, match="more than 1048576 values"):
+        directory(tmp_path, content, config)
 
 
 def test_a_merge_that_sentencepiece_would_add(tmp_path, rebuilt):
