@@ -2540,6 +2540,9 @@ class BytePairTokenizer(Tokenizer):
         try:
             self.bpe = tokenizers.Tokenizer.from_str(json.dumps(empty | {"pre_tokenizer": words}))
             pairs = [tuple(merge.split(" ")) for merge in merges]
+            for left, right in pairs:
+                if not (left in vocab and right in vocab and left + right in vocab):
+                    raise ValueError(f"{left!r} and {right!r} are not pieces that make another")
             self.bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
             self.bpe.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in texts])
         except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
