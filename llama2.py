@@ -3034,6 +3034,7 @@ class Report:
         self.prompt_tokens = prompt_tokens
         self.prompt_seconds = 0.0  # until the first new token is known
         self.new_seconds = 0.0  # for all but the first; the consumer's own time is not counted
+        self.drafted = 0  # new tokens that took no pass of their own
         self.new_ids: list[list[int]] = [[] for _ in room]
         self.scores: list[list[Score]] = [[] for _ in room]  # if asked for; with the id that stops
         self.room = room  # for new tokens, per row; fewer than `limit` where the context ends
@@ -3116,13 +3117,14 @@ def generate_batch(
     top: int | None = None,
     cache: Cache | None = None,
     past: Sequence[int] = (),
+    step: Callable[[Tensor, Cache], Tensor] | None = None,
 ) -> Stream[list[int | None]]:
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn. `top`: the report keeps scores, and those of so many likeliest ids.
-    `cache`: the prompts continue what it holds, `past`, which penalties count. ValueError for
-    options and prompts out of range.
+    `cache`: the prompts continue what it holds, `past`, which penalties count. `step`: runs the
+    model instead of it, such as Drafts of part III. ValueError for options and prompts out of range.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -3154,7 +3156,7 @@ def generate_batch(
             if CACHE_USERS[cache] is not report:
                 raise ValueError("the cache was used by another generation: this one cannot go on")
             for chunk in tokens.to(weight.device).split(prefill_chunk(weight.device), dim=1):
-                logits = model(chunk, cache)
+                logits = (step or model)(chunk, cache)
             logits, ids = logits[:, :vocab_size], [0] * len(rows)  # 0 in finished rows
             active = [i for i, reason in enumerate(report.stop_reasons) if not reason]
             texts = [[*past, *rows[i], *report.new_ids[i]] for i in active if sampling.adjusts]
@@ -3255,6 +3257,8 @@ class Session:
         # The prompt in each cache and what was generated; the cache that was used last is the last.
         self.held: dict[Cache, tuple[Sequence[int], list[int]]]
         self.held = {cache: ([], []) for cache in caches}
+        drafts = part_3("Drafts")
+        self.step = drafts(model) if drafts else None
 
     @classmethod
     def open(
@@ -3344,6 +3348,7 @@ class Session:
             scores = self.score(ids, top)
         cache = self.take(ids if reuse or scores else [])
         options |= {"first": not prompt, "cache": cache, "past": ids[: cache.pos]}
+        options.setdefault("step", self.step)
         stream = stream_text(self.model, self.tokenizer, ids[cache.pos :], **options)
         self.held[cache] = list(ids), stream.report.new_ids[0]
         if scores:
@@ -3422,7 +3427,7 @@ import weakref
 
 from torch import distributed
 
-__all__ += ["accelerate"]
+__all__ += ["accelerate", "DraftModel", "Drafts", "prompt_lookup"]
 
 # --------------------------------------------------------------------------------------------------
 # 15. CPU kernels
@@ -4164,6 +4169,138 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
         module.register_forward_hook(partial(concatenate, start, sum(widths)))
 
 
+# --------------------------------------------------------------------------------------------------
+# 18. Drafts. Texts are str of chr(id) here, which str.rfind() searches fast
+
+
+def prompt_lookup(text: str, n: int) -> str:
+    """What followed the longest run of the last ids, two or more, that stands earlier: up to n ids.
+
+    github.com/apoorvumang/prompt-lookup-decoding
+    """
+    run, end = 1, len(text) - 1  # where the most recent such run ends
+    while run <= 16 and (place := text.rfind(text[-run:], 0, end)) >= 0:
+        run, end = run + 1, place + run
+    return text[end : end + n] if run > 2 else ""
+
+
+class DraftModel:
+    """Proposes what a smaller model of the same vocabulary would say; `cache` is for it alone."""
+
+    def __init__(self, model: Llama, cache: Cache) -> None:
+        self.model, self.cache, self.text = model, cache, ""
+
+    def __call__(self, text: str, n: int) -> str:
+        """The n likeliest ids after these, one after the other; none where the cache is full."""
+        options: dict = {"stop_ids": (), "cache": self.cache}
+        same = min(self.cache.pos, len(text) - 1)
+        while text[:same] != self.text[:same]:
+            same -= 1
+        self.cache.truncate(same)
+        with suppress(ValueError):  # too many ids, or of what this has not seen
+            new = generate(self.model, [*map(ord, text[same:])], Sampling(0), n, **options)
+            self.text = text + "".join(map(chr, new))
+            return self.text[len(text) :]
+        return ""
+
+
+class Drafts:
+    """A `step` for generate(): reads with an id those that may follow. Same text in less time.
+
+    Up to kernels().few_rows ids at once have the logits that each has alone, to the last bit. These
+    wait until the ids are drawn, or others are and the cache forgets them. `propose`: text and n ->
+    up to n ids that may follow; at most `most` are read, none where that saves no time. For one row
+    and the kernels on a CPU, without hooks on the model; else the model runs as without drafts.
+    """
+
+    def __init__(self, model: Llama, propose: Callable = prompt_lookup, most: int = 3) -> None:
+        self.model, self.propose, self.most = model, propose, most
+        self.texts: Any = weakref.WeakKeyDictionary()  # what each cache holds
+        self.place: Any = None  # the generation and the position where these come next:
+        self.guess = ""  # ids
+        self.waiting: list[Tensor] = []  # logits (1, V) after the first of them
+        self.right, self.saved = 0.4, 0.0  # lately: share of right guesses, seconds saved
+        self.alone = 0.0  # seconds of a pass without guesses
+
+    def read(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """tokens (1, T) -> the logits (T, V) that each has alone. Raises Unfit beforehand."""
+        parts: list[Any] = [self.model, *self.model.children()]
+        kinds = [Llama, type(parts[1]), NativeLayers, RMSNorm, NativeLinear]
+        changes = [vars(part).get("forward") for part in parts]
+        for part in parts:
+            changes += [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        need([type(m) for m in parts] == kinds and {*changes} <= {refuse_training, None})
+        (_, embed, layers, norm, head), T = parts, tokens.shape[1]
+        head.pack()
+        x = layers.run(embed(tokens), *cache.rope(T), cache.mask(T), cache)
+        cache.advance(T)
+        return head(norm(x))[0].float()
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """tokens (B, T) -> logits (B, V) after the last; the cache advances by T."""
+        (B, T), pos = tokens.shape, cache.pos
+        report: Any = CACHE_USERS.get(cache)
+        if B > 1 or type(self.model.layers) is not NativeLayers:
+            return self.model(tokens, cache)
+        text = self.texts.get(cache, "")[:pos].ljust(pos, chr(sys.maxunicode))
+        text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
+        known = self.guess if T == 1 and report and self.place == (report, pos) else ""
+        right, self.place = known[:1] == text[-1], (report, len(text))
+        self.guess, self.waiting = (known[1:], self.waiting) if right else ("", [])
+        if known:
+            self.right += (right - self.right) / 8
+        if self.waiting:
+            cache.advance(1)
+            self.saved += self.alone
+            report.drafted += 1
+            return self.waiting.pop(0)
+        start = time.perf_counter()
+        most = min(self.most, kernels().few_rows - 1, cache.max_seq_len - len(text))
+        n = sum(self.right**i > 0.5 for i in range(1, most + 1)) if T == 1 else 0
+        # Guesses that are not read show how many are right, too: unless they have cost too much.
+        if self.saved >= -self.alone:
+            guess = self.propose(text, max(n, 1))
+            self.guess = guess * (max(guess, default="") < chr(self.model.config.vocab_size))
+        begun = time.perf_counter()
+        try:
+            need(self.guess[:n] != "")
+            draft = tokens.new_tensor([[*map(ord, self.guess[:n])]])
+            logits = self.read(torch.cat([tokens, draft], 1), cache)
+        except Unfit:
+            logits = self.model(tokens, cache)
+        cache.truncate(len(text))
+        self.waiting, taken = [*logits[1:, None]], time.perf_counter() - begun
+        if T > 1:
+            return logits
+        if self.waiting:
+            self.saved += self.alone - taken
+        else:
+            self.alone = (7 * (self.alone or taken) + taken) / 8
+        self.saved = 0.99 * min(self.saved, 2 * self.alone) - (begun - start)
+        return logits[:1]
+
+
+def open_drafts(model: Llama, tokenizer: Tokenizer, draft: str, context: int) -> Drafts | None:
+    """--draft: so many ids by prompt_lookup, or a smaller model's file; None without kernels.
+
+    ValueError if that model has another vocabulary or does not fit into memory.
+    """
+    if type(model.layers) is not NativeLayers:
+        return None
+    if draft.isdecimal():
+        return Drafts(model, most=int(draft))
+    checkpoint, device = open_checkpoint(draft), torch.device("cpu")
+    ours, theirs = tokenizer.pieces, checkpoint.tokenizer().pieces
+    if ours != theirs:
+        count = f"{len(theirs)} tokens; the model's {len(ours)} are others"
+        raise ValueError(f"{draft}: {count} from id {len(os.path.commonprefix([ours, theirs]))} on")
+    plan = memory_plan(checkpoint, context, torch.float32, device, torch.float16)
+    check_memory(plan, context, device, free_memory(device))
+    smaller, _ = load(checkpoint, accelerated=True, exact=False)
+    return Drafts(model, DraftModel(smaller, Cache(smaller.config, 1, context, torch.float16)))
+
+
 # ==================================================================================================
 # Part IV: Command line
 # ==================================================================================================
@@ -4176,7 +4313,7 @@ import warnings
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
-# 18. Command line
+# 19. Command line
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
 
@@ -4230,6 +4367,7 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     dtype = "of the activations (default: on a CPU float32, in large models rounded to 16 bits)"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
+    add("--draft", metavar="N|FILE", help="ids to guess, 0 none, or a smaller model that guesses")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: of the matrices (default: as they are)")
@@ -4338,8 +4476,11 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     parts.append(f"generated {report.new_tokens} tokens")
     if report.new_seconds:  # of all tokens but the first, with the one that stopped it
         stopped = report.stop_reasons[0].startswith("stop token")
-        rate = (report.new_tokens - 1 + stopped) / report.new_seconds
-        parts[-1] += f", {rate:.1f} tokens/s, {rate * weight_bytes(model) / 1e9:.1f} GB/s"
+        count, seconds = report.new_tokens - 1 + stopped, report.new_seconds
+        read = (count - report.drafted) * weight_bytes(model)
+        parts[-1] += f", {count / seconds:.1f} tokens/s, {read / seconds / 1e9:.1f} GB/s"
+        if report.drafted:
+            parts.append(f"{report.drafted} of them drafted")
     if peak := peak_memory(model.norm.weight.device):
         parts.append(f"peak memory {peak / 1e9:.2f} GB")
     return "; ".join([*parts, f"seed {seed}", f"stopped: {', '.join(report.stop_reasons)}"])
@@ -4503,6 +4644,12 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     cache = Cache(config, 1, size, cache_dtype, device)
     session = Session(model, tokenizer, [cache], chat_format)
     options = {"sampling": args.sampling, "max_new_tokens": most, "stop": args.stop}
+    if args.draft is not None:
+        open_drafts = part_3("open_drafts")
+        if drafts := open_drafts and open_drafts(model, tokenizer, args.draft, size):
+            options["step"] = drafts
+        elif not args.quiet:
+            note("llama2.py: no drafts: they need the kernels on a CPU")
     if args.chat:
         report = chat(session, options, args, ranks)
     else:
