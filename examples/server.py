@@ -95,7 +95,7 @@ def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
     try:
         bias = {int(key): value for key, value in take(body, "logit_bias", dict, {}).items()}
         sampling = llama2.Sampling(**values, logit_bias=bias)
-        sampling.adjust(llama2.torch.zeros(vocab_size), ())  # do the ids exist?
+        llama2.sample(llama2.torch.zeros(vocab_size), llama2.Sampling(0, logit_bias=bias))
     except ValueError as error:
         raise Refusal(400, f"logit_bias: {error}", param="logit_bias") from None
     return sampling

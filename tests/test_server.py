@@ -511,6 +511,9 @@ def test_impossible_fields(server):
         assert server.post(chat, {**CHAT, name: value})[1]["error"]["param"] == name
     over = {**CHAT, "logprobs": True, "top_logprobs": 21}
     assert server.post(chat, over)[1]["error"]["param"] == "top_logprobs"
+    bans = {"logit_bias": dict.fromkeys(map(str, range(4096)), -1e39)}
+    status, reply = server.post("/v1/completions", {**PROMPT, **bans})
+    assert status == 400 and "leaves no token" in reply["error"]["message"]
     assert server.post("/tokenize", {"content": "A", "with_pieces": True})[0] == 400
     assert server.post("/detokenize", {"tokens": [5], "other": 1})[0] == 400
 
