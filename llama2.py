@@ -3448,7 +3448,7 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
                 "steps will be slow: torch.compile needs the package triton", stacklevel=2
             )
             return model
-        replace_linears(model, CompiledLinear)
+        replace_linears(model, lambda linear: CompiledLinear(linear.blocks, linear.ggml_type))
         put(model, "layers", CompiledLayers(model.layers))
         note = (
             "the first new token waits for torch.compile: up to a minute, less from its disk cache"
@@ -3768,10 +3768,6 @@ class FastLayers(Layers):
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "memory"}
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # .to() and the like: weights move
-        self.memory = None
-        return super()._apply(*args, **kwargs)
-
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
@@ -3959,9 +3955,6 @@ def dequantize_as(blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> Tensor:
 
 class CompiledLinear(QuantizedLinear):
     """QuantizedLinear for a GPU: one row is multiplied as W is unpacked; for more, W is written."""
-
-    def __init__(self, linear: QuantizedLinear) -> None:
-        super().__init__(linear.blocks, linear.ggml_type)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
