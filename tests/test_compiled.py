@@ -195,7 +195,7 @@ def test_products_compile_as_one_graph(kind, monkeypatch):
     """What a GPU runs: traced whole, one row as a sum, more as a product of matrices."""
     blocks = torch.from_numpy(random_blocks(kind, 40, 256, seed=0))
     monkeypatch.setattr(llama2, "compiled", lambda function, dynamic=None: function)
-    layer = llama2.CompiledLinear(llama2.QuantizedLinear(blocks, kind))
+    layer = llama2.CompiledLinear(blocks, kind)
     torch.compiler.reset()  # the limit on recompilations is for all tests together
     traced = torch.compile(layer, backend="eager", fullgraph=True)
     wanted = llama2.dequantize(blocks, kind)
@@ -212,7 +212,7 @@ def test_gradients_pass_a_compiled_product(monkeypatch):
     blocks = torch.from_numpy(random_blocks("Q8_0", 40, 256, seed=0))
     monkeypatch.setattr(llama2, "compiled", lambda function, dynamic=None: function)
     x = torch.randn(1, 256, requires_grad=True)
-    llama2.CompiledLinear(llama2.QuantizedLinear(blocks, "Q8_0"))(x).sum().backward()
+    llama2.CompiledLinear(blocks, "Q8_0")(x).sum().backward()
     assert_close(x.grad, llama2.dequantize(blocks, "Q8_0").sum(0, keepdim=True), 1e-5)
 
 
