@@ -4185,14 +4185,14 @@ class DraftModel:
 
     def __call__(self, text: str, n: int) -> str:
         """The n likeliest ids after these, one after the other; none where the cache is full."""
-        options: dict = {"stop_ids": (), "cache": self.cache}
-        same = min(self.cache.pos, len(text) - 1)
+        cache, same = self.cache, min(self.cache.pos, len(text) - 1)
         while text[:same] != self.text[:same]:
             same -= 1
-        self.cache.truncate(same)
-        with suppress(ValueError):  # too many ids, or of what this has not seen
-            new = generate(self.model, [*map(ord, text[same:])], Sampling(0), n, **options)
-            self.text = text + "".join(map(chr, new))
+        cache.truncate(same)
+        new = [*map(ord, text[same:])]
+        with suppress(ValueError):  # too many ids, or some that are not known
+            draft = generate(self.model, new, Sampling(0), n, stop_ids=(), cache=cache)
+            self.text = text + "".join(map(chr, draft))
             return self.text[len(text) :]
         return ""
 
