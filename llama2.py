@@ -2982,7 +2982,7 @@ def sample(
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
-CHAT_CONTEXT = 8192  # tokens that a chat makes room for if not told: a file may claim any context
+CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
 
 Item = TypeVar("Item")
 
@@ -3028,16 +3028,16 @@ class Score(NamedTuple):
 
 
 class Report:
-    """What a generation did so far: the new ids of each row, why it stopped, how long it took."""
+    """A generation's record so far: the new ids of each row, why it stopped, how long it took."""
 
     def __init__(self, prompt_tokens: int, room: Sequence[int], limit: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.prompt_seconds = 0.0  # until the first new token is known
-        self.new_seconds = 0.0  # for all but the first; the consumer's own time is not counted
+        self.new_seconds = 0.0  # for all but the first; time spent by the consumer is not counted
         self.drafted = 0  # new tokens that took no pass of their own
         self.new_ids: list[list[int]] = [[] for _ in room]
         self.scores: list[list[Score]] = [[] for _ in room]  # if asked for; with the id that stops
-        self.room = room  # for new tokens, per row; fewer than `limit` where the context ends
+        self.room = room  # new tokens at most, per row; fewer than `limit` where the context ends
         self.ends = ["max new tokens" if n == limit else "context full" for n in room]
         self.stop_reasons = ["" if n else end for n, end in zip(room, self.ends, strict=True)]
 
@@ -3070,7 +3070,7 @@ class Report:
 
 
 class Stream(Iterator[Item]):
-    """What a generation yields, as it comes; `report` says at any time what was done so far."""
+    """An iterator over a generation, with its `report`, which is up to date after each item."""
 
     def __init__(self, items: Iterator[Item], report: Report) -> None:
         self.items, self.report = items, report
@@ -3085,7 +3085,7 @@ def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
     bad = [i for i in ids if not 0 <= i < config.vocab_size]
     if not ids or bad:
         problem = f"holds the token id {bad[0]}" if bad else "is empty"
-        raise ValueError(f"the prompt {problem}; accepted are ids below {config.vocab_size}")
+        raise ValueError(f"the prompt {problem}; expected ids below {config.vocab_size}")
     if len(ids) > limit:
         raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {limit}")
     return ids
@@ -3102,7 +3102,7 @@ def generate(
     max_new_tokens: int = 256,
     **options: Any,
 ) -> Stream[int]:
-    """Continue a prompt: yields new ids, without a stop id. Options are generate_batch()'s."""
+    """Continue a prompt: yields new ids, without the stop id. Takes generate_batch()'s options."""
     batch = generate_batch(model, [ids], sampling, max_new_tokens, **options)
     return Stream((row for (row,) in batch if row is not None), batch.report)
 
@@ -3130,7 +3130,7 @@ def generate_batch(
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
     rows = [check_prompt(config, prompt, limit) for prompt in prompts]
     if not rows:
-        raise ValueError("no prompts; accepted is one or more")
+        raise ValueError("no prompts; expected at least one")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; must be 0 or more")
     longest = max(map(len, rows))
@@ -3178,7 +3178,7 @@ def generate_batch(
 
 
 def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
-    """Split text into what can be shown, what may begin a stop text, and the stop text found."""
+    """Split text into what can be shown, a possible beginning of a stop text, and the stop text."""
     found = [(text.index(stop), stop) for stop in stops if stop in text]
     if found:
         place, stop = min(found)
@@ -3201,7 +3201,7 @@ def stream_text(
 ) -> Stream[str]:
     """generate() as text, piece by piece, until a `stop` text comes. `first`: see StreamDecoder.
 
-    `chat_format`: as an answer in it, which no white space begins and its tags end, too.
+    `chat_format`: treat it as an answer: strip leading white space, stop at the format's tags.
     """
     strip, config = chat_format is not None, model.config
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -3254,7 +3254,7 @@ class Session:
     ) -> None:
         self.model, self.tokenizer, self.chat_format = model, tokenizer, chat_format
         self.context = caches[0].max_seq_len
-        # The prompt in each cache and what was generated; the cache that was used last is the last.
+        # The prompt and the new ids in each cache, the most recently used cache last.
         self.held: dict[Cache, tuple[Sequence[int], list[int]]]
         self.held = {cache: ([], []) for cache in caches}
         drafts = part_3("Drafts")
@@ -3269,7 +3269,7 @@ class Session:
         memory: float,
         chat_format: str | None = None,
     ) -> Session:
-        """Load a model where and as it runs best; its caches are `count`, or what `memory` holds.
+        """Load a model on the best device, with `count` caches or as many as `memory` holds.
 
         With an unknown chat template and without `chat_format` it completes texts alone.
         """
@@ -3309,9 +3309,9 @@ class Session:
         return cache
 
     def encode(self, prompt: Any, chat: bool = False) -> list[list[int]]:
-        """The ids of a text, of ids, of several of these, or of a chat's messages.
+        """Token ids of a text, a list of ids, a list of either, or a chat's messages.
 
-        ValueError for what the model cannot read.
+        Raises ValueError for anything else.
         """
         if chat:
             if self.chat_format is None:
@@ -3323,7 +3323,7 @@ class Session:
             if isinstance(ids, str):
                 ids = self.tokenizer.encode(ids, self.tokenizer.add_bos)
             if not isinstance(ids, list):
-                raise ValueError("accepted is a text, a list of token ids, or a list of these")  # noqa: TRY004
+                raise ValueError("expected text, token ids, or a list of either")  # noqa: TRY004
             self.tokenizer.decode(ids)
             rows.append(check_prompt(self.model.config, ids, len(ids)))
         return rows
@@ -3336,7 +3336,7 @@ class Session:
         reuse: bool = True,
         **options: Any,
     ) -> Stream[str]:
-        """As stream_text() of the whole prompt; the report counts the ids that had to be read.
+        """stream_text() of the whole prompt; the report counts only the ids that were not cached.
 
         `chat`: it is an answer. `echo`: the prompt's text and scores come first. `reuse`: what a
         cache holds is not read again (where rounding differs, the text may depend on it).
@@ -3359,7 +3359,7 @@ class Session:
         return stream
 
     def score(self, ids: Sequence[int], top: int = 0) -> list[Score]:
-        """score() of each id, None of the first; a prompt of these ids then goes on from there."""
+        """score() of each id (None for the first); a prompt that begins so reuses the cache."""
         cache = self.take([])
         self.held[cache] = list(ids), []
         scored = score(self.model, ids, top, cache, self.tokenizer.vocab_size)
@@ -3380,11 +3380,11 @@ def score(
     cache: Cache | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """T ids -> the log-probability of each given those before it, float32 (T - 1,).
+    """T ids -> log-probability of each id given those before it, float32 (T - 1,).
 
     Also the `top` likeliest of each place, log-probabilities and ids (T - 1, top). `cache`: the ids
-    continue what it holds; all but the last are added. `vocab_size`: as if no ids were beyond it.
-    Raises generate()'s ValueErrors.
+    continue what it holds; all but the last are added. `vocab_size`: ignore logits beyond it.
+    Raises ValueError as generate() does.
     """
     config, weight = model.config, model.norm.weight
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
@@ -3434,11 +3434,11 @@ __all__ += ["accelerate", "DraftModel", "Drafts", "prompt_lookup"]
 
 
 def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
-    """Replace the products with quantised weights by faster ones; returns the model.
+    """Replace the quantised linear layers by faster ones; returns the model.
 
     On a CPU: kernels/cpu.cpp, compiled once per machine. `exact` keeps activations in float32 (1e-6
     relative per layer); else they become 16-bit integers with a scale per group (6e-5), with AMX
-    and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 products,
+    and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 matmul,
     unless `exact` (4e-3); a warning says what is missing. On CUDA: steps compiled by torch.
     """
     device = model.norm.weight.device.type
@@ -3491,7 +3491,7 @@ AMX_ROWS = 48  # up to here the kernels are: 1.1B, Q4_K_M, 32 rows 166 ms by VNN
 
 @dataclass
 class Kernels:
-    """kernels/cpu.cpp as a library, or the problem that there is none."""
+    """kernels/cpu.cpp as a library, or the reason why there is none."""
 
     library: ctypes.CDLL | None = None
     problem: str = ""
@@ -3531,7 +3531,7 @@ def open_library(path: Path, compile_seconds: float = 0.0) -> Kernels:
     except AttributeError as error:
         raise OSError(f"{path}: {error}") from None
     if version != KERNELS_VERSION:
-        raise OSError(f"{KERNELS_SOURCE} is version {version}; needed is {KERNELS_VERSION}")
+        raise OSError(f"{KERNELS_SOURCE} is version {version}; expected {KERNELS_VERSION}")
     if not features & 1:
         warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
     return Kernels(library, "", compile_seconds, bool(features & 2), features >> 8)
@@ -3548,11 +3548,11 @@ def compilers() -> list[list[str]]:
 
 
 def kernel_folder() -> Path:
-    """Where compiled kernels are kept: ours, and writable by nobody else. Raises OSError."""
+    """The folder of compiled kernels: the user's own, writable by nobody else. Raises OSError."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     folder = (base if base.is_absolute() else Path.home() / ".cache") / "llama2.py"
     if not folder.is_absolute():
-        raise OSError(f"{folder} is no absolute path: set XDG_CACHE_HOME")
+        raise OSError(f"{folder} is not an absolute path: set XDG_CACHE_HOME")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours(folder):
         raise OSError(f"{folder} belongs to another user, or others may write to it")
@@ -3648,7 +3648,7 @@ def need(fits: bool) -> None:
 
 
 def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Where t lies, for C++. Unfit unless it is contiguous CPU memory of this dtype and shape."""
+    """t's address, for C++. Unfit unless it is contiguous CPU memory of this dtype and shape."""
     need(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided)
     need(t.dtype == dtype and t.shape == shape and t.is_contiguous() and not t.is_neg())
     return t.data_ptr()
@@ -3701,7 +3701,7 @@ def check_status(status: int) -> None:
     if status == 1:
         raise MemoryError("the kernels ran out of memory")
     if status:
-        raise RuntimeError(f"the kernels refused a matrix: status {status}")
+        raise RuntimeError(f"the kernels rejected a matrix: status {status}")
 
 
 class NativeLinear(QuantizedLinear):
@@ -3813,7 +3813,7 @@ class NativeLayers(FastLayers):
             address(t, torch.float16 if half else torch.float32, (L, B, G, room, D)) for t in (k, v)
         ]
         y = x.clone()
-        step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C is heard between calls
+        step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C works between calls
         run_layers: Any = native.library.run_layers  # type: ignore[union-attr]
         for i in range(0, L, step):
             layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes
@@ -4092,12 +4092,12 @@ class Ranks:
         return values
 
     def close(self) -> None:
-        """Leave the group: threads of it that still run may abort a process that ends."""
+        """Leave the group: its threads could otherwise abort the process at exit."""
         distributed.destroy_process_group()
 
 
 def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
-    """What one of `count` devices holds: a part of every matrix (Megatron-LM, arXiv:1909.08053, 3).
+    """One of `count` ranks' part of every matrix (Megatron-LM, arXiv:1909.08053, section 3).
 
     Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
     same columns of the last. ValueError for more ranks than heads or blocks.
@@ -4106,7 +4106,7 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
     if kv_heads % count:
         counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        raise ValueError(f"{count} ranks for {kv_heads} key/value heads; accepted are {counts}")
+        raise ValueError(f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     for name, weight in list(weights.items()):
@@ -4312,14 +4312,14 @@ DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
 
 
 def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
-    """What read() returns; with several processes, on each of them what it returns on rank 0."""
+    """Rank 0's read(), broadcast to all ranks; without ranks, read()."""
     if ranks is None:
         return read()
     return ranks.gather(read() if ranks.rank == 0 else None)[0]
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are raised, not printed with the usage."""
+    """Raises ValueError for a wrong command line instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -4337,9 +4337,9 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--model", metavar="PATH", type=Path, help=".gguf file or directory")
     prompt("--prompt", **text, help="text to continue (default: stdin)")
     prompt("--prompt-file", metavar="FILE", type=Path, help="the prompt, read from a file")
-    add("--chat", action="store_true", help="converse; the prompt is the first question")
-    add("--system", **text, help="with --chat: what it is told beforehand")
-    named = "default: what the model's chat template says"
+    add("--chat", action="store_true", help="chat; the prompt is the first question")
+    add("--system", **text, help="with --chat: the system prompt")
+    named = "default: recognised from the model's chat template"
     add("--chat-format", choices=CHAT_FORMAT_NAMES, help=named)
     most = "default: 256, with --chat what the context holds"
     add("--max-new-tokens", metavar="N", type=int, help=most)
@@ -4352,21 +4352,21 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--repetition-penalty", **number, help="divides logits of recent tokens (1: off)")
     add("--presence-penalty", **number, help="taken off logits of recent tokens (0: off)")
     add("--frequency-penalty", **number, help="the same for each time they occur (0: off)")
-    add("--seed", metavar="N", type=int, default=0, help="default: 0; -1 draws another each time")
-    add("--stop", **text, action="append", default=[], help="end before this text; repeatable")
+    add("--seed", metavar="N", type=int, default=0, help="default: 0; -1: a random one")
+    add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
-    add("--context", metavar="N", type=int, help="tokens at most (default: all that the model can)")
+    add("--context", metavar="N", type=int, help="most tokens in all (default: the model's)")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    dtype = "of the activations (default: on a CPU float32, in large models rounded to 16 bits)"
+    dtype = "of the activations (default on a CPU: float32, rounded to 16 bits in large models)"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
     add("--draft", metavar="N|FILE", help="ids to guess, 0 none, or a smaller model that guesses")
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: for more than 64 MiB")
+    add("--compile", action=argparse.BooleanOptionalAction, help="default: for models above 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
-    add("--type", choices=SAVE_TYPES, help="with --save: of the matrices (default: as they are)")
+    add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
     add("--force", action="store_true", help="with --save: replace an existing file")
     add("--info", action="store_true", help="describe the model and exit")
-    add("--quiet", action="store_true", help="nothing on stderr but errors")
+    add("--quiet", action="store_true", help="print only errors to stderr")
     version = f"llama2.py {__version__}, torch {torch.__version__}"
     add("--version", action="version", version=version)
     args = parser.parse_args(argv)
@@ -4374,9 +4374,9 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
         if getattr(args, option) is not None and not getattr(args, needed):
             parser.error(f"--{option.replace('_', '-')} needs --{needed}")
     if "" in args.stop:
-        parser.error("--stop needs a text that is not empty")
+        parser.error("--stop must not be empty")
     if args.threads is not None and not 1 <= args.threads <= (os.cpu_count() or 1):
-        parser.error(f"--threads {args.threads}; accepted is 1 to {os.cpu_count()}")
+        parser.error(f"--threads {args.threads}; expected 1 to {os.cpu_count()}")
     if args.seed == -1:
         args.seed = shared(torch.seed, ranks) % 2**31
     if (args.max_new_tokens or 0) < 0:
@@ -4409,8 +4409,8 @@ def fail(message: object, program: str = "llama2.py") -> int:
 
 
 def tune_process() -> None:
-    """Save the time that garbage collection and memory from the system cost."""
-    gc.freeze()  # not to go through all of torch's objects: 2 % of generation
+    """Reduce the cost of garbage collection and of memory from the system."""
+    gc.freeze()  # skip torch's objects when collecting: 2 % of generation
     with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed memory: 10 % of a prompt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
@@ -4418,7 +4418,7 @@ def tune_process() -> None:
 
 
 def weight_bytes(model: Llama) -> int:
-    """Bytes of weights that a decoded token reads: all but the embedding (one row of it)."""
+    """Bytes of weights read per generated token: all but the embedding (one row of it)."""
     modules = (model.layers, model.norm, model.lm_head)
     return sum(t.nbytes for m in modules for t in (*m.parameters(), *m.buffers()))
 
@@ -4467,7 +4467,7 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     if report.prompt_seconds:
         parts[-1] += f", {report.prompt_tokens / report.prompt_seconds:.1f} tokens/s"
     parts.append(f"generated {report.new_tokens} tokens")
-    if report.new_seconds:  # of all tokens but the first, with the one that stopped it
+    if report.new_seconds:  # of all tokens but the first, including the one that stopped it
         stopped = report.stop_reasons[0].startswith("stop token")
         count, seconds = report.new_tokens - 1 + stopped, report.new_seconds
         read = (count - report.drafted) * weight_bytes(model)
@@ -4529,7 +4529,7 @@ def chat(session: Session, options: dict, args: argparse.Namespace, ranks: Any) 
     say(f"{model}, format {form}, {size} tokens; {CHAT_KEYS}")
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
-    report, room = None, size - min(options["max_new_tokens"], size // 4)  # less an answer
+    report, room = None, size - min(options["max_new_tokens"], size // 4)  # minus an answer
     first = [args.prompt] if args.prompt is not None else []
     for question in itertools.chain(first, iter(partial(shared, read_question, ranks), None)):
         command = question.split()[0] if question.startswith("/") else ""
@@ -4539,7 +4539,7 @@ def chat(session: Session, options: dict, args: argparse.Namespace, ranks: Any) 
         if command in ("/help", "/reset"):
             say(CHAT_HELP if command == "/help" else "the conversation is forgotten")
         elif command:
-            fail(f"{command} is no command; {CHAT_HELP}")
+            fail(f"unknown command {command}; {CHAT_HELP}")
         if command or not question.strip():
             continue
         turns = [*messages, {"role": "user", "content": question}]
@@ -4554,7 +4554,7 @@ def chat(session: Session, options: dict, args: argparse.Namespace, ranks: Any) 
             fail(error)
             continue
         if dropped := (len(messages) + 1 - len(turns)) // 2:
-            say(f"context full: forgot the oldest {dropped} turn{'s' * (dropped > 1)}")
+            say(f"context full: dropped the oldest {dropped} turn{'s' * (dropped > 1)}")
         stream = session.stream_text(ids, chat=True, **options)
         report, answer = stream.report, show(stream)
         if report.stop_reasons[0] in ("context full", "max new tokens"):
@@ -4611,7 +4611,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     dtype, cache_dtype, exact = choose_dtypes(
         args.dtype, device, checkpoint, args.compile is not False
     )
-    if ranks:  # torch does their attention: it would convert the cache at every token
+    if ranks:  # torch runs their attention, and would convert the cache for every token
         cache_dtype = dtype
     plan = partial(memory_plan, checkpoint, dtype=dtype, device=device, cache_dtype=cache_dtype)
     if args.info:
@@ -4679,11 +4679,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as in `| head`: whoever read has seen enough
+    except BrokenPipeError:  # as in `| head`: the reader has closed the pipe
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
-        # What a user got wrong, all ranks find: rank 0 says it. RuntimeError is torch's (memory
-        # that ran out, an operation that a device lacks): each rank says its own.
+        # All ranks see a user's mistake: rank 0 alone reports it. RuntimeError is torch's (out of
+        # memory, an unsupported operation): each rank reports its own.
         return fail(error) if rank == 0 or isinstance(error, RuntimeError) else 2
     finally:
         for stream in (sys.stdout, sys.stderr):

@@ -4,7 +4,7 @@
     python examples/server.py --model llama-2-7b-chat.Q4_0.gguf   # without: the small bundled one
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time"}'
 
-The event loop talks to clients. A thread beside it runs the model for one request after another, in
+The event loop talks to clients. A second thread runs the model, one request at a time in the
 the order they came, each until its client hangs up. Of a chat that goes on, only what is new is
 computed: the last caches are kept. What is not supported is refused; guard.py refuses other sites.
 """
@@ -40,7 +40,7 @@ except ImportError as error:
     sys.exit(2)
 
 MAX_BODY, MAX_PROMPTS, MAX_WAITING = 10**6, 128, 64  # bytes, prompts in a request, queued requests
-MAX_CACHES, CACHE_BYTES = 4, 2**32  # conversations that are kept, if they fit; one at least
+MAX_CACHES, CACHE_BYTES = 4, 2**32  # conversations kept, if they fit; at least one
 TURN = anyio.Lock()  # with the model: first come, first served
 LIMITS = llama2.SAMPLING_LIMITS | {
     "temperature": (0, 2), "seed": (-(2**63), 2**63 - 1), "logprobs": (0, 20),
@@ -57,7 +57,7 @@ NEUTRAL = {
 
 
 class Refusal(HTTPException):
-    """An error for the client; `about` may hold OpenAI's `param`, the wrong field, and `code`."""
+    """An error for the client; `about` may hold OpenAI's `param` (the wrong field) and `code`."""
 
     def __init__(self, status: int, message: str, **about: str) -> None:
         super().__init__(status, message, {"Retry-After": "2"} if status == 503 else None)
@@ -102,7 +102,7 @@ def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
 
 
 class Job:
-    """A checked request for completions, and the response to it."""
+    """A validated completion request, and its response."""
 
     def __init__(self, session: llama2.Session, about: dict, reuse: bool, body: dict, field: str):
         self.session, self.chat, prompt = session, field == "messages", body.pop(field, None)
@@ -156,7 +156,7 @@ class Job:
 
         scope["log"] = self.log
 
-        async def watch() -> None:  # who was sent the whole answer counts as gone, too
+        async def watch() -> None:  # a client that got the whole answer has disconnected, too
             while (await receive())["type"] != "http.disconnect":
                 pass
             group.cancel_scope.cancel()
@@ -293,9 +293,9 @@ def main() -> None:
     add("--chat-format", choices=llama2.CHAT_FORMAT_NAMES, help="default: what its template says")
     add("--host", default="127.0.0.1", help="default: %(default)s, for this machine alone")
     add("--port", type=int, default=8080, help="default: %(default)s; 0 finds a free one")
-    add("--api-key", metavar="KEY", type=os.fsencode, help="needed for all but /health")
+    add("--api-key", metavar="KEY", type=os.fsencode, help="required for every path but /health")
     add("--cors", metavar="ORIGIN", help="a site whose pages may use the server; *: any")
-    add("--context", metavar="N", type=int, help="tokens of a prompt and its answer at most")
+    add("--context", metavar="N", type=int, help="maximum tokens of a prompt and its answer")
     hidden = "read every prompt anew: neither times nor usage tell of others' prompts"
     add("--no-prompt-cache", dest="prompt_cache", action="store_false", help=hidden)
     add("--quiet", action="store_true", help="no log of requests")
