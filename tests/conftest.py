@@ -4,12 +4,14 @@ Where pytest-xdist is installed, a plain `pytest` uses every core; naming files,
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 from test_llama2 import (  # noqa: F401
     cli,
