@@ -1,4 +1,4 @@
-"""Llama 2 in one file of PyTorch: run it, read it beside the paper, copy the part you need.
+"""Llama 2 and 3 in one file of PyTorch: run it, read it beside the paper, copy the part you need.
 
     python llama2.py --prompt "Once upon a time"               # the small bundled model
     python llama2.py --model llama-2-7b-chat.Q4_0.gguf --chat  # a real model
@@ -2324,13 +2324,13 @@ class Tokenizer:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
             self.sp_no_prefix = sentencepiece.SentencePieceProcessor(model_proto=no_prefix)
             self.pieces: list[str] = self.sp.id_to_piece([*range(self.sp.vocab_size())])
-            # Whether decode() takes off the space that encode() puts in front.
-            self.strips_space = self.sp.decode(["\u2581a"]) == "a"
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
         self.source, self.vocab_size = Path(source), len(self.pieces)
         self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
         self.add_bos = add_bos  # whether a prompt begins with BOS, as in every Llama 2
+        # Whether encode() puts a space in front, which decode() takes off.
+        self.strips_space = self.sp.encode("a") != self.sp_no_prefix.encode("a")
         self.chat_template = ""  # in Jinja; it is recognised, never executed
 
     @classmethod
@@ -4327,7 +4327,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argparse.Namespace:
     """The command line. Raises ValueError for a wrong one."""
-    parser = Parser(prog="llama2.py", description="Run Llama 2 models.")
+    parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
 
     def decode(argument: str) -> str:
         return os.fsencode(argument).decode("utf-8", "replace")  # the shell passes any bytes
