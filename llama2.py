@@ -2960,7 +2960,8 @@ def sample(
     k, top_p, total = min(sampling.top_k or V, V), sampling.top_p, weights.sum(-1, keepdim=True)
     filtered = k < V or top_p < 1 or sampling.min_p > 0
     every = torch.arange(V, device=weights.device).expand_as(weights)
-    for n in (min(max(LIKELIEST, sampling.top_k + 1), V), V):
+    first = max(LIKELIEST, sampling.top_k + 1)
+    for n in (min(first, V), min(16 * first, V), V):
         places = weights.topk(n).indices.sort(-1).values if n < V else every
         values, order = weights.gather(-1, places).cpu().sort(dim=-1, descending=True, stable=True)
         sums = values.cumsum(-1, dtype=torch.float64)

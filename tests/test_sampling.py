@@ -116,6 +116,7 @@ def test_draws_are_random():
         {"top_k": 5},
         {"top_k": 90},
         {"top_k": 150, "top_p": 1.0},
+        {"top_k": 6, "top_p": 1.0},
         {"top_p": 1.0, "min_p": 0.01},
         {"repetition_penalty": 1.5},
     ],
@@ -149,6 +150,10 @@ def test_little_is_sorted(monkeypatch):
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     llama2.sample(4 * logits)
     assert max(sizes) <= llama2.LIKELIEST
+    monkeypatch.setattr(llama2, "LIKELIEST", 100)
+    sizes.clear()
+    llama2.sample(2 * logits)
+    assert sizes[-1] == 1600
     llama2.sample(0.1 * logits)
     assert max(sizes) == 5000
 
