@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 
@@ -56,7 +57,8 @@ def test_by_inductor():
     token = torch.zeros(1, 1, dtype=torch.int64)
     cache = llama2.Cache(config)
     cache.pos = 40000  # its window has 65,536 slots: 8.4 MB of keys and values a layer
-    torch._logging.set_logs(inductor_metrics=True)  # that is what counts
+    with contextlib.suppress(ValueError):  # an older torch
+        torch._logging.set_logs(inductor_metrics=True)  # that is what counts
     try:
         fast(token, cache)
     finally:
@@ -99,6 +101,19 @@ def test_steps_equal_plain_ones(model, padding, monkeypatch):
         ours.truncate(30), theirs.truncate(30)
         assert_close(fast(TOKENS[:2, :1], ours), plain(TOKENS[:2, :1], theirs), 1e-5)
     assert len(made) == 2  # one for each cache
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_generation(model):
+    """Every way to generate takes the steps, as it takes any layers."""
+    results = []
+    for each in pair(model):
+        greedy, prompts = llama2.Sampling(temperature=0), [[1, 5, 9], [1, 7]]
+        alone = [list(llama2.generate(each, ids, greedy, max_new_tokens=8)) for ids in prompts]
+        together = list(llama2.generate_batch(each, prompts, greedy, max_new_tokens=8))
+        results.append((alone, together))
+    assert results[0] == results[1] and len(results[0][0][0]) == 8
+    assert len(each.layers.memory[1]) <= 3  # steps go with their caches
 
 
 def another_block(model):
