@@ -1,9 +1,10 @@
-"""llama2.py with less around it: copied alone into a folder, and without its part III."""
+"""The house: llama2.py copied alone into a folder, without its part III, and how long its parts are."""
 
 from __future__ import annotations
 
 import builtins
 import importlib.util
+import re
 import sys
 
 import pytest
@@ -61,3 +62,29 @@ def test_import_is_quick(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", spy)
     importlib.import_module("llama2")
     assert "json" in found and found - sys.stdlib_module_names == {"torch"}
+
+
+BUDGETS = {  # lines of each part of llama2.py: at most, as designed, and what they are for
+    "head": (60, 60, "what it is, how to run it, letters of dimensions, papers: one screen"),
+    "I": (410, 410, "the model: read beside the paper in one sitting"),
+    "II": (3000, 2300, "three forms of files, two kinds of vocabularies; no input is trusted"),
+    "III": (890, 660, "kernels, compiled steps, devices, drafts: what must be worth its deletion"),
+    "IV": (415, 390, "options, the chat loop, the report"),
+}
+
+
+@pytest.mark.parametrize("part", BUDGETS)
+def test_parts_keep_their_budgets(part):
+    """Lines are paid for by readers: a part that grows must say why."""
+    pieces = re.split(rf"# {'=' * 98}\n# Part (\w+): ", SCRIPT.read_text("utf-8"))
+    sizes = [text.count("\n") for text in pieces[::2]]
+    lines = dict(zip(["head", *pieces[1::2]], sizes, strict=True))
+    assert lines.keys() == BUDGETS.keys()
+    most, designed, reason = BUDGETS[part]
+    assert lines[part] <= most, (
+        f"part {part} ({reason}) has {lines[part]} lines; at most {most}, designed for {designed}."
+        " Look for what no user would miss: a second way to do one thing, a check or message written"
+        " twice, an option nobody needs, code that only tests call. Do not join lines or drop comments"
+        " for it. If all that is left earns its place, the number is raised here, and the reason says"
+        " what for: a decision about the design, to be explained in the commit."
+    )
