@@ -82,7 +82,7 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
   }
 }
 // Each 256 of n numbers q, in place, in gemv's order and as multiply() takes them
-template <Order ORDER> static void split_for_gemv(int16_t *q, int64_t n) {
+template <int ORDER> static void split_for_gemv(int16_t *q, int64_t n) {
   for (int16_t *end = q + n; q < end; q += 256) {
     int16_t old[256];
     memcpy(old, q, sizeof old);
@@ -165,12 +165,12 @@ static void dot(Bytes w, int64_t down, const Rows &x, int64_t row, float *y, int
         u8 v[N][SHARE];
         UNROLL
         for (int n = 0; n < N; n++) UNROLL
-        for (int j = 0; j < SHARE; j++) v[n][j] = T::values(b[n], {SHARE * i + j, ORDER<T>});
+        for (int j = 0; j < SHARE; j++) v[n][j] = T::values(b[n], {SHARE * i + j, T::ORDER});
         UNROLL
         for (int r = 0; r < R; r++) UNROLL
         for (int n = 0; n < N; n++) {
           const auto q = (Bytes)(x.q + start + r * room + k + SHARE * W * i);
-          const f32 scale = spread<T::GROUP>(scales[n][r], {SHARE * i, ORDER<T>});
+          const f32 scale = spread<T::GROUP>(scales[n][r], {SHARE * i, T::ORDER});
           total[n][r] += to_f32(multiply<SHARE>(v[n], q)) * scale;
         }
       });
@@ -235,7 +235,7 @@ struct Format {
 constexpr int SOME = VL == 16 ? 4 : 2;  // for more rows, AVX2 has not enough registers
 template <class T> static constexpr Format format(int64_t type) {
   Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
-  f.unpack = unpack<T>, f.split = split_for_gemv<ORDER<T>>;
+  f.unpack = unpack<T>, f.split = split_for_gemv<T::ORDER>;
   f.exact = dot_exact<T, 1>, f.exact_some = dot_exact<T, SOME>;
   if constexpr (!T::DENSE) {
     f.one = dot<T, 1>, f.two = dot<T, 2>, f.four = dot<T, 4>;
@@ -402,7 +402,10 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
       f32 scale = splat(scales[j][g]);
       UNROLL
       for (int i = 0; i < V; i++) {
-        const i32 some = S == 2 ? add_pairs(sums[j][i]) : sums[j][i];
+        i32 some = sums[j][i];
+#ifdef AVX512
+        if (S == 2) some += (i32)_mm512_shuffle_epi32((Mi)some, _MM_PERM_CDAB);
+#endif
         f32 old = load<f32>(&total[j][i * VL]);
         store(&total[j][i * VL], old + to_f32(some) * scale * x_scale[i]);
       }

@@ -2,10 +2,34 @@
 #pragma once
 #include "vectors.h"
 
+// The order in which gemv takes 256 weights. Groups of 32 are taken by halves, so that two vectors
+// have the same groups in the same lanes and share an addition. PARITY: of K types, which have two
+// groups in the same bytes.
+enum { NATURAL, HALVES, PARITY };
+struct Sixteens {  // that are unpacked to the i-th vector of bytes
+  int i, order;
+  __attribute__((always_inline)) int operator[](int p) const {
+    const int a = i / 2, group = order == HALVES ? W / 16 * a + p : a / 2 * 4 + 2 * p + a % 2;
+    return order == NATURAL ? W / 16 * i + p : 2 * group + i % 2;
+  }
+};
+template <class F> INLINE u32 by_16s(F f) {  // f(0), f(1) ... in four lanes each, as one constant
+#if defined(AVX512)
+  const uint32_t a = f(0), b = f(1), c = f(2), d = f(3);
+  return u32{a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
+#elif defined(AVX2)
+  const uint32_t a = f(0), b = f(1);
+  return u32{a, a, a, a, b, b, b, b};
+#else
+  return (uint32_t)f(0) - u32{};
+#endif
+}
+
 // BLOCK weights in SIZE bytes, in groups of GROUP. SPAN: columns of int16 that share a scale
 template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_, GROUPS = 256 / GROUP_ };
   enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
+  enum { ORDER = GROUP_ == 16 ? NATURAL : BLOCK_ == 32 ? HALVES : PARITY };
 };
 // A float16 scale and perhaps another float16, a minimum less than zero, begin the block
 template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
@@ -20,38 +44,6 @@ struct Block256 : Block<256, SIZE_, GROUP_, MINIMUM_> {
 };
 template <int SIZE_> using Dense = Block32<SIZE_, -1>;
 
-// The order in which gemv takes 256 weights. Groups of 32 are taken by halves, so that two vectors
-// have the same groups in the same lanes and share an addition. PARITY: of K types, which have two
-// groups in the same bytes.
-enum Order { NATURAL, HALVES, PARITY };
-// The 16s that are unpacked to the i-th vector of bytes
-struct Sixteens {
-  int i;
-  Order order;
-  __attribute__((always_inline)) int operator[](int p) const {
-    const int a = i / 2, group = order == HALVES ? W / 16 * a + p : a / 2 * 4 + 2 * p + a % 2;
-    return order == NATURAL ? W / 16 * i + p : 2 * group + i % 2;
-  }
-};
-template <class T>
-constexpr Order ORDER = T::GROUP == 16   ? NATURAL
-                        : T::BLOCK == 32 ? HALVES
-                                         : PARITY;
-
-// The numbers f(0), f(1) ... in four lanes each
-template <class F> INLINE u32 by_16s(F f) {
-#ifdef MM
-  const uint32_t a = f(0), b = f(1);
-#ifdef AVX512
-  const uint32_t c = f(2), d = f(3);
-  return u32{a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
-#else
-  return u32{a, a, a, a, b, b, b, b};
-#endif
-#else
-  return (uint32_t)f(0) - u32{};
-#endif
-}
 // Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
 struct Piece {
   int at, bit;

@@ -149,15 +149,6 @@ INLINE i32x8 widen8(const uint64_t &bytes) {
 #endif
 }
 
-// Two neighbours' sum in both of their lanes
-INLINE i32 add_pairs(i32 v) {
-#ifdef AVX512
-  return v + (i32)_mm512_shuffle_epi32((Mi)v, _MM_PERM_CDAB);
-#else
-  return v;
-#endif
-}
-
 struct float16 {
   uint16_t bits;
 };
