@@ -170,9 +170,6 @@ class RandomWeight(llama2.Weight):
             blocks[..., scale_bytes(self.ggml_type)] = 4  # 2**-14 and a little
         return blocks.flatten(1).repeat(-(-rows // few), 1)[:rows]
 
-    def release(self, copy: Tensor) -> None:
-        """No page of a file."""
-
 
 def random_weights(config: llama2.Config, ggml_type: str) -> dict[str, llama2.Weight]:
     """Random weights of one type; norms are float32, as in files."""

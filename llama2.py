@@ -632,9 +632,7 @@ class QuantizedEmbedding(Quantized):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
-        if (
-            tokens.is_cuda and not torch.compiler.is_compiling()
-        ):  # there torch's check ends the process
+        if tokens.is_cuda and not torch.compiler.is_compiling():  # torch would end the process
             wrong = (tokens < 0) | (tokens >= len(self.blocks))
             if not torch.cuda.is_current_stream_capturing() and wrong.any():
                 raise IndexError("index out of range in self")
@@ -706,15 +704,17 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str,
 
 
 class MappedFile(mmap.mmap):
-    """A file mapped into memory, private and writable. ValueError if that is not possible."""
+    """A regular file mapped into memory, private and writable. ValueError if it cannot be mapped."""
 
     path: Path
     identity: tuple[int, ...]
 
     @classmethod
-    def open(cls, path: Path) -> MappedFile:
-        """Map a regular file."""
-        with open_file(path) as file:
+    def open(cls, path: Path, before: MappedFile | None = None) -> MappedFile:
+        """Map a file, nothing whose opening could block; the same as `before`, if that is given."""
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"{path}: not a regular file")
+        with path.open("rb") as file:
             try:
                 mapped = cls(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:  # empty, or larger than the address space
@@ -722,14 +722,9 @@ class MappedFile(mmap.mmap):
             status = os.fstat(file.fileno())
         mapped.path = path
         mapped.identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        if before is not None and mapped.identity != before.identity:
+            raise ValueError(f"{path}: the file has changed since it was opened")
         return mapped
-
-    def again(self) -> MappedFile:
-        """The same file in other memory. ValueError if it is another file by now."""
-        other = MappedFile.open(self.path)
-        if other.identity != self.identity:
-            raise ValueError(f"{self.path}: the file has changed since it was opened")
-        return other
 
 
 @dataclass
@@ -807,15 +802,10 @@ class Weight:
                 break
         return Weight(ggml_type, self.shape, [dense.view(torch.uint8)])
 
-    def release(self, copy: Tensor) -> None:
-        """Drop the source's pages beside a copy of them. Only for a source that nobody else has."""
-        held = copy.untyped_storage().data_ptr() == self.shards[0].untyped_storage().data_ptr()
-        if self.source is not None and not held and hasattr(mmap, "MADV_DONTNEED"):
-            for shard in self.shards:
-                start = int(shard.storage_offset())
-                stop = start + (len(shard) - 1) * shard.stride(0) + shard.shape[1]
-                start = start // mmap.PAGESIZE * mmap.PAGESIZE
-                self.source.madvise(mmap.MADV_DONTNEED, start, stop - start)
+    def release(self) -> None:
+        """Drop the pages of its file that were read. Only while nobody has changed any of them."""
+        if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.source.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass
@@ -833,21 +823,16 @@ class Checkpoint:
 
     def private_weights(self) -> dict[str, Weight]:
         """The weights, mapped anew: whoever changes them changes neither file nor checkpoint."""
-        maps: dict[MappedFile, MappedFile] = {}
-
-        def again(weight: Weight) -> Weight:
-            if weight.source is None:
-                return weight
-            if weight.source not in maps:
-                maps[weight.source] = weight.source.again()
-            source = maps[weight.source]
-            memory = torch.frombuffer(source, dtype=torch.uint8)
-            shards = [
-                memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in weight.shards
-            ]
-            return replace(weight, source=source, shards=shards)
-
-        return {name: again(weight) for name, weight in self.weights.items()}
+        again = functools.cache(lambda source: MappedFile.open(source.path, before=source))
+        weights = dict(self.weights)
+        for name, weight in weights.items():
+            if weight.source is not None:
+                source = again(weight.source)  # each file once
+                memory = torch.frombuffer(source, dtype=torch.uint8)
+                places = [(t.shape, t.stride(), t.storage_offset()) for t in weight.shards]
+                shards = [memory.as_strided(*place) for place in places]
+                weights[name] = replace(weight, source=source, shards=shards)
+        return weights
 
     def allow_context(self, context: int | None) -> Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
@@ -897,21 +882,12 @@ def naming(path: Path, problem: str = "") -> Iterator[None]:
         raise ValueError(printable(text[:400])) from None
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading; opening a pipe could block. Raises ValueError."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path}: not a regular file")
-    return path.open("rb")
-
-
 def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
     """The content of a file. Raises ValueError if it is empty or longer than `limit`."""
-    with open_file(path) as file:
-        content = file.read(limit + 1)
-    if not 0 < len(content) <= limit:
-        found = f"longer than {limit} bytes" if content else "empty"
-        raise ValueError(f"{path}: damaged: the file is {found}")
-    return content
+    source = MappedFile.open(path)
+    if len(source) > limit:
+        raise ValueError(f"{path}: damaged: {len(source)} bytes; expected at most {limit}")
+    return source[:]
 
 
 def map_weight(source: MappedFile, name: str, ggml_type: str, shape: tuple, start: int) -> Weight:
@@ -929,9 +905,14 @@ def map_weight(source: MappedFile, name: str, ggml_type: str, shape: tuple, star
 
 
 def lookup(path: Path, settings: Mapping, key: str, expected: type, default: Any = None) -> Any:
-    """The value of `key`. ValueError if it is not `expected`, or missing without a default."""
+    """The value of `key`. ValueError if it is not `expected`, or missing without a default.
+
+    A number may be given for each layer, as a list, if all are the same.
+    """
     value = settings.get(key)
     value = default if value is None else value
+    if expected is int and isinstance(value, list) and value and value[1:] == value[:-1]:
+        value = value[0]
     if value is None:
         raise ValueError(f"{path}: the key {key} is missing")
     fits = isinstance(value, (int, float) if expected is float else expected)
@@ -973,7 +954,9 @@ class GGUF:
     def __init__(self, path: str | Path) -> None:
         self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
         self.bytes = MappedFile.open(self.path)
+        self.end = min(len(self.bytes), MAX_METADATA)  # of what is read here
         self.metadata: dict[str, Any] = {}
+        self.get = partial(lookup, self.path, self.metadata)
         self.tensors: dict[str, Weight] = {}
         with naming(self.path):
             self.read()
@@ -1007,28 +990,26 @@ class GGUF:
             weight = map_weight(self.bytes, name, ggml_type, shape, base + offset)
             self.tensors[name], end = weight, base + offset + weight.nbytes
 
-    def unpack(self, letters: str, item: str) -> tuple:
-        """The next little-endian values, as struct's letters name them. ValueError beyond the end."""
-        start, size = self.offset, struct.calcsize("<" + letters)
-        self.offset += size
-        if self.offset > min(len(self.bytes), MAX_METADATA):
+    def take(self, size: int, item: str) -> bytes:
+        """The next bytes. ValueError beyond the end."""
+        start, self.offset = self.offset, self.offset + size
+        if self.offset > self.end:
             raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
-        return struct.unpack_from("<" + letters, self.bytes, start)
+        return self.bytes[start : self.offset]
+
+    def unpack(self, letters: str, item: str) -> tuple:
+        """The next little-endian values, as struct's letters name them."""
+        return struct.unpack("<" + letters, self.take(struct.calcsize("<" + letters), item))
 
     def strings(self, item: str, count: int = 1) -> list[str]:
         """The next strings, each a length of 8 bytes and UTF-8: Llama 3 has 400,000 of them."""
-        texts, data, end = [], self.bytes, min(len(self.bytes), MAX_METADATA)
-        for _ in range(count):
-            size = int.from_bytes(data[self.offset : self.offset + 8], "little")
-            self.offset += 8 + size
-            if self.offset > end:
-                raise ValueError(
-                    f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes"
-                )
-            try:
-                texts.append(data[self.offset - size : self.offset].decode())
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{item} is not UTF-8: {error}") from None
+        texts = []
+        try:
+            for _ in range(count):
+                size = int.from_bytes(self.take(8, item), "little")
+                texts.append(self.take(size, item).decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{item} is not UTF-8: {error}") from None
         return texts
 
     def value(self, value_type: int, item: str) -> Any:
@@ -1056,17 +1037,10 @@ class GGUF:
         if not 1 <= n_dims <= 4:
             raise ValueError(f"{name} has {n_dims} dimensions; expected 1 to 4")
         *dims, number, offset = self.unpack(f"{n_dims}QIQ", name)  # the fastest comes first
-        types = {ggml_type.value: ggml_type for ggml_type in gguf.GGMLQuantizationType}
+        types = {ggml_type.value: ggml_type.name for ggml_type in gguf.GGMLQuantizationType}
         if number not in types:
             raise ValueError(f"{name} has the unknown type {number}")
-        return offset, name, types[number].name, tuple(dims[::-1])
-
-    def get(self, key: str, expected: type, default: Any = None) -> Any:
-        """The value of `key`, checked as lookup() does. A count may be given for each layer."""
-        value = self.metadata.get(key)
-        if expected is int and isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
-        return lookup(self.path, {key: value}, key, expected, default)
+        return offset, name, types[number], tuple(dims[::-1])
 
 
 def gguf_tensors(file: GGUF) -> dict[str, Weight]:
@@ -1106,14 +1080,10 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
         accepted["tokenizer.ggml.pre"] = tuple(PRE_TOKENIZERS)
     require(file.path, file.metadata, accepted)
     factor = get(f"{scaling}factor", float, get("llama.rope.scale_linear", float, 1.0))
-    vocab_size, _ = matrix_shape(tensors, "token_embd")
-    tokens = len(get("tokenizer.ggml.tokens", list))
-    if tokens != vocab_size:
-        raise ValueError(f"the vocabulary has {tokens} tokens, the embedding {vocab_size} rows")
     config = read_config(
         1,
         get,
-        vocab_size=vocab_size,
+        vocab_size=len(get("tokenizer.ggml.tokens", list)),
         rope_scaling_factor=1.0 if get(f"{scaling}type", str, "") == "none" else factor or 1.0,
         tie_word_embeddings="output.weight" not in tensors,
         stop_token_ids=gguf_stop_ids(file.path, file.metadata),
@@ -1125,8 +1095,8 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
 
 # Keys of a GGUF that follow from its tensors, or that its tokenizer knows: they are written anew.
 DERIVED = re.compile(
-    r"general\.(architecture|file_type|quantization_version|alignment)|split\.|quantize\.|tokenizer\."
-    r"|llama\.rope\.scal"
+    r"general\.(architecture|file_type|quantization_version|alignment)"
+    r"|(llama\.rope\.scal|quantize\.|split\.|tokenizer\.)"
 )
 
 
@@ -1149,6 +1119,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         factors = divisors.dense(torch.float32).tolist()
         config = replace(config, rope_freq_factors=tuple(factors))
     parts, known = file.get("split.count", int, 1), {row[1] for row in SETTINGS}
+    others = {k: v for k, v in file.metadata.items() if k not in known and not DERIVED.match(k)}
     return Checkpoint(
         format=f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1),
         config=config,
@@ -1156,18 +1127,8 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         tokenizer=lambda: Tokenizer.from_gguf(file),
         chat_template=file.get("tokenizer.chat_template", str, ""),
         path=str(file.path),
-        metadata={
-            k: v for k, v in file.metadata.items() if k not in known and not DERIVED.match(k)
-        },
+        metadata=others,
     )
-
-
-def matrix_shape(tensors: dict[str, Weight], name: str) -> tuple[int, ...]:
-    """Rows and columns of a matrix. Raises ValueError if it is missing."""
-    weight = tensors.get(name + ".weight")
-    if weight is None or len(weight.shape) != 2:
-        raise ValueError(f"the matrix {name}.weight is missing")
-    return weight.shape
 
 
 def name_map(column: int, config: Config) -> dict[str, str]:
@@ -1228,7 +1189,10 @@ def read_tensors(path: Path) -> dict[str, Weight]:
     """The tensors of a .safetensors file or one of torch.save; nothing is executed. ValueError."""
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     with naming(path, "damaged, or it holds more than tensors: "):
-        return read(MappedFile.open(path))
+        tensors = read(MappedFile.open(path))
+        if len(tensors) > MAX_ENTRIES:
+            raise ValueError(f"{len(tensors)} tensors; expected at most {MAX_ENTRIES}")
+        return tensors
 
 
 def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
@@ -1238,8 +1202,6 @@ def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
         raise ValueError(f"a header of {size} bytes; expected at most {MAX_HEADER}")
     header = parse_json(source[8 : 8 + size])
     header.pop("__metadata__", None)
-    if len(header) > MAX_ENTRIES:
-        raise ValueError(f"{len(header)} tensors; expected at most {MAX_ENTRIES}")
     weights, base = {}, 8 + size
     end = base
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -1283,14 +1245,6 @@ def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
     return files
 
 
-class Storage(NamedTuple):
-    """What holds the numbers of tensors in a file of torch.save."""
-
-    ggml_type: str
-    start: int  # in the file
-    numel: int
-
-
 # The number of values that a pickle's opcodes take from the stack; the opcodes of constants.
 PICKLE_TAKES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "SETITEM": 2, "BINPERSID": 1}
 PICKLE_TAKES |= {"REDUCE": 2, "BUILD": 1, "STOP": 1}
@@ -1321,10 +1275,10 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
         match name:
             case "PROTO":
                 pass
-            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
-                stack.append(value)
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
                 stack.append(PICKLE_CONSTANTS[name])
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                stack.append(value)
             case "EMPTY_DICT":
                 stack.append({})
             case "MARK":
@@ -1367,26 +1321,24 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     if source[start : start + min(size, 9)] not in (b"", b"little"):
         raise ValueError("its numbers are big-endian")
 
-    def storage(kind: str, dtype: str, key: str, device: Any, numel: int, *view: Any) -> Storage:
-        if not all(type(text) is str for text in (kind, dtype, key)) or any(view):
+    def storage(kind: str, dtype: str, key: str, device: Any, numel: int, *view: Any) -> Weight:
+        if [type(item) for item in (kind, dtype, key, numel)] != [str, str, str, int] or any(view):
             raise ValueError("a storage that is missing, or a view of another")
         start, size = files[f"{folder}data/{key}"]
-        if type(numel) is not int or size != numel * DENSE[dtype].itemsize:
+        if size != numel * DENSE[dtype].itemsize:
             raise ValueError(f"a storage of {size} bytes, which does not match its size")
-        return Storage(dtype, start, numel)
+        return map_weight(source, "a storage", dtype, (numel,), start)
 
-    def tensor(
-        base: Storage, offset: int, shape: tuple, stride: tuple, grad: Any, hooks: Any, *more: Any
-    ) -> Weight:
-        """torch._utils._rebuild_tensor_v2"""
+    def tensor(base: Weight, offset: int, shape: tuple, stride: tuple, *options: Any) -> Weight:
+        """torch._utils._rebuild_tensor_v2. Options: requires_grad, hooks, metadata."""
         counts = [offset, *shape, *stride]
-        plain = type(base) is Storage and all(type(n) is int and n >= 0 for n in counts)
-        if not plain or stride != (*shape[1:], 1) or len(shape) > 2 or any(more):
+        plain = type(base) is Weight and all(type(n) is int and n >= 0 for n in counts)
+        if not plain or stride != (*shape[1:], 1) or len(shape) > 2 or any(options[2:]):
             raise ValueError("a tensor that is not contiguous in the file")
-        if offset + math.prod(shape) > base.numel:
+        if offset + math.prod(shape) > math.prod(base.shape):
             raise ValueError(f"a tensor {list(shape)} that is not within its storage")
-        at = base.start + offset * DENSE[base.ggml_type].itemsize
-        return map_weight(source, "a tensor", base.ggml_type, shape, at)
+        at = base.shards[0].storage_offset() + offset * base.block[1]
+        return map_weight(source, "a tensor", base.ggml_type, shape, int(at))
 
     known: dict[str, Any] = {  # names that a state dict's pickle may use: their replacements
         "collections OrderedDict": lambda: {},  # noqa: PIE807 (unlike dict, it takes no arguments)
@@ -1398,8 +1350,8 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     }
     start, size = files[pickled]
     weights = unpickle(source[start : start + min(size, MAX_HEADER)], known, storage)
-    if type(weights) is not dict or len(weights) > MAX_ENTRIES:
-        raise ValueError(f"a {type(weights).__name__}; expected at most {MAX_ENTRIES} tensors")
+    if type(weights) is not dict:
+        raise ValueError(f"a {type(weights).__name__}; expected a dict of tensors")
     for name, weight in weights.items():
         if type(weight) is not Weight:
             raise ValueError(f"{name} is of type {type(weight).__name__}; expected a tensor")
@@ -1445,8 +1397,9 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     odd = [key for key in settings if settings[key] and key not in META_SETTINGS.split()]
     if odd:
         raise ValueError(f"{params}: unknown key {odd[0]}; expected {META_SETTINGS}")
-    vocab_size, columns = matrix_shape(tensors, "tok_embeddings")
-    intermediate, _ = matrix_shape(tensors, "layers.0.feed_forward.w1")
+    matrix = partial(lookup, path, tensors, expected=Weight)
+    vocab_size, columns = matrix("tok_embeddings.weight").shape
+    intermediate, _ = matrix("layers.0.feed_forward.w1.weight").shape
     config = read_config(2, get, vocab_size=vocab_size, intermediate_size=intermediate)
     if columns != config.hidden_size:
         found = f"have {columns} columns of tok_embeddings, but dim is {config.hidden_size}"
@@ -1507,9 +1460,8 @@ ROPE_KEYS |= {"high_freq_factor", "original_max_position_embeddings"}
 
 def llama3_divisors(get: Callable, config: Config) -> tuple[float, ...]:
     """What Llama 3.1 divides its rotary frequencies by: 1 for short waves, `factor` for long ones."""
-    factor, low, high = (
-        get(key, float) for key in ("factor", "low_freq_factor", "high_freq_factor")
-    )
+    factor = get("factor", float)
+    low, high = (get(f"{end}_freq_factor", float) for end in ("low", "high"))
     original = get("original_max_position_embeddings", int, config.max_position_embeddings)
     pair = torch.arange(0, config.head_dim, 2) / config.head_dim
     waves = original / (2 * math.pi * config.rope_theta**pair)  # in the original context
@@ -1642,7 +1594,7 @@ def build_model(
         else:
             kept = weight.read().to(device)
             model.set_submodule(name, QuantizedLinear(kept, weight.ggml_type))
-        source.release(kept)
+        source.release()
     embedding = model.embed_tokens
     if checkpoint.config.tie_word_embeddings and isinstance(embedding, QuantizedEmbedding):
         model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
@@ -1751,23 +1703,20 @@ def memory_plan(
     cache_dtype: torch.dtype | None = None,
 ) -> dict[str, int]:
     """Bytes of memory for weights, cache and temporaries of one row of `context` tokens."""
-    config, item = checkpoint.config, dtype.itemsize
-    weights = list(checkpoint.weights.values())
-
-    def size(w: Weight) -> int:
-        if w.is_rare:
-            return 2 * math.prod(w.shape)  # in_16_bits()
-        return w.nbytes if keeps_blocks(w, dtype) else item * math.prod(w.shape)
-
-    blocks = [w for w in weights if w.is_rare or keeps_blocks(w, dtype)]
-    unpacked = max((math.prod(w.shape) for w in blocks), default=0)  # at a time, on a GPU
-    if torch.device(device).type == "cpu":
+    config, item, device = checkpoint.config, dtype.itemsize, torch.device(device)
+    weights = unpacked = 0
+    for weight in checkpoint.weights.values():
+        count, kept = math.prod(weight.shape), keeps_blocks(weight, dtype)
+        weights += 2 * count if weight.is_rare else weight.nbytes if kept else item * count
+        if weight.is_rare or kept:
+            unpacked = max(unpacked, count)  # at a time, on a GPU
+    if device.type == "cpu":
         unpacked = min(unpacked, 2 * CHUNK)
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
     heads = config.num_hidden_layers * config.num_key_value_heads
-    activations = min(context, prefill_chunk(torch.device(device))) * (widths * item + context)
+    activations = min(context, prefill_chunk(device)) * (widths * item + context)
     return {
-        "weights": sum(map(size, weights)),
+        "weights": weights,
         "cache": 2 * heads * config.head_dim * context * (cache_dtype or dtype).itemsize,
         "overhead": activations + 10 * unpacked,  # float32, integers, dtype
     }
@@ -1777,20 +1726,19 @@ def free_memory(device: torch.device) -> float:
     """Bytes that a process can allocate on a device; infinity if unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if not Path("/proc/meminfo").exists():  # not Linux: all of the machine's memory
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            return math.inf
-    found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-    free, group = int(found[1]) * 1024 if found else math.inf, Path("/sys/fs/cgroup")
+    free, meminfo, group = math.inf, Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    with suppress(AttributeError, ValueError, OSError):  # all of the machine's memory
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not meminfo.exists():  # not Linux
+        return free
+    for kilobytes in re.findall(r"MemAvailable:\s+(\d+)", meminfo.read_text()):
+        free = 1024 * int(kilobytes)
     with suppress(OSError, ValueError):  # the limit of a container, if it has one
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = re.search(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, limit - used + int(cached[1] if cached else 0))
-    return free / max(
-        1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    )  # torchrun's processes share it
+        cached = re.findall(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - used + sum(map(int, cached)))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # of torchrun, which share it
+    return free / max(1, processes)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -1847,25 +1795,15 @@ def show_plan(plan: dict[str, int]) -> str:
 
 def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    if sum(plan.values()) <= free:
-        return
     room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
     advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
-    raise ValueError(
-        f"the model needs {show_plan(plan)}, but {device} has {free / 1e9:.1f} GB free;"
-        f" try {f'--context {room}' if room > 0 else advice}"
-    )
+    advice = f"--context {room}" if room > 0 else advice
+    if sum(plan.values()) > free:
+        found = f"{device} has {free / 1e9:.1f} GB free"
+        raise ValueError(f"the model needs {show_plan(plan)}, but {found}; try {advice}")
 
 
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
-
-
-def save_type(weight: Weight, ggml_type: str | None) -> str:
-    """The type to write: F32 for vectors, F16 if rows are not whole blocks, else `ggml_type`."""
-    if len(weight.shape) == 1:
-        return "F32"
-    target = replace(weight, ggml_type=ggml_type or weight.ggml_type)
-    return target.ggml_type if weight.shape[-1] % target.block[0] == 0 else "F16"
 
 
 def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
@@ -1893,12 +1831,10 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
         return lowest <= value < lowest + 2**32 if type(value) is int else abs(value) < 3.4e38
 
     config = checkpoint.config
-    kept = {key: value for key, value in checkpoint.metadata.items() if fits(value)}
-    settings = (
-        kept
-        | tokenizer.vocabulary(config.vocab_size)
-        | {key: type(getattr(Config, name))(getattr(config, name)) for name, key, *_ in SETTINGS}
-    )
+    settings = {key: value for key, value in checkpoint.metadata.items() if fits(value)}
+    settings |= tokenizer.vocabulary(config.vocab_size)
+    for name, key, *_ in SETTINGS:
+        settings[key] = type(getattr(Config, name))(getattr(config, name))
     settings |= {
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         "llama.rope.dimension_count": config.head_dim,
@@ -1959,9 +1895,8 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, unfinished: Path, 
         ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
         near = type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-6)
         if ours != theirs and not near:
-            raise ValueError(
-                f"{path}: GGUF cannot represent {item.name} {ours}: it would be {theirs}"
-            )
+            found = f"{item.name} {ours}: it would be {theirs}"
+            raise ValueError(f"{path}: GGUF cannot represent {found}")
     rebuilt = saved.tokenizer()
     pieces = [piece.replace("\u2581", " ") for piece in rebuilt.pieces]
     joined = ["".join(pieces[i::997]) for i in range(997)]
@@ -1998,7 +1933,12 @@ def save_gguf(
         weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
     weights |= {names[ours]: weight for ours, weight in checkpoint.private_weights().items()}
     first = next(iter(weights))
-    targets = {n: replace(w, ggml_type=save_type(w, ggml_type)) for n, w in weights.items()}
+    targets = {}  # what is written: vectors as F32, rows that are not whole blocks as F16
+    for name, weight in weights.items():
+        kind = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
+        target = replace(weight, ggml_type=kind)
+        whole = weight.shape[-1] % target.block[0] == 0
+        targets[name] = target if whole else replace(weight, ggml_type="F16")
     with replacing(Path(path)) as file:
         tokenizer = checkpoint.tokenizer()
         writer = gguf.GGUFWriter(file.name, "llama")
@@ -2026,7 +1966,6 @@ def save_gguf(
                 if ggml_type not in ("F32", "BF16") and abs(values).max() > 65504:
                     raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
                 rows = gguf.quants.quantize(values, types[ggml_type])
-                weight.release(dense)
             file.write(numpy.ascontiguousarray(rows).data)
             file.write(bytes(-rows.nbytes % 32))
             if name == first:  # all that the check reads is in the file
@@ -2060,8 +1999,6 @@ def save_pretrained(
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
         **hf_rope(config),
@@ -2081,7 +2018,7 @@ def save_pretrained(
             if last_name(name) in ("q_proj", "k_proj"):
                 values = rows_to_hf(values, config.head_dim)
             file.write(values.contiguous().view(torch.uint8).numpy().data)
-            weight.release(values)
+            weight.release()
     files = {"config.json": settings, "generation_config.json": ids}
     for file_name, content in (files | tokenizer.hf_files(config)).items():
         with replacing(folder / file_name) as file:
