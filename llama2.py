@@ -1795,11 +1795,11 @@ def show_plan(plan: dict[str, int]) -> str:
 
 def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
-    advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
-    advice = f"--context {room}" if room > 0 else advice
     if sum(plan.values()) > free:
+        room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
+        advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
         found = f"{device} has {free / 1e9:.1f} GB free"
+        advice = f"--context {room}" if room > 0 else advice
         raise ValueError(f"the model needs {show_plan(plan)}, but {found}; try {advice}")
 
 
