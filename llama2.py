@@ -3060,11 +3060,12 @@ def generate_batch(
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
-    `vocab_size` are drawn. `top`: the report keeps scores, and those of so many likeliest ids.
-    `cache`: the prompts continue what it holds, `past`, which penalties count. `step`: runs the
+    `vocab_size` are drawn (default: the tokenizer's). `top`: the report keeps scores, and those of
+    so many likeliest ids. `cache`: the prompts continue what it holds, `past`, which penalties count. `step`: runs the
     model instead of it, such as Drafts of part III. ValueError for options and prompts out of range.
     """
     config, weight = model.config, model.norm.weight
+    vocab_size = vocab_size or getattr(model, "token_count", None)  # as load() found it
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
     rows = [check_prompt(config, prompt, limit) for prompt in prompts]
     if not rows:

@@ -111,6 +111,24 @@ def test_calls_with_what_is_no_tensor(small):
     assert tokenizer.vocab_size == model.token_count
 
 
+@torch.no_grad()
+def test_no_id_is_drawn_that_the_tokenizer_lacks():
+    """Where the embedding has more rows than the vocabulary has tokens."""
+    model, tokenizer = llama2.load(BUNDLED, trainable=True)
+    model.token_count = tokenizer.vocab_size - 100
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.lm_head.weight[-100:] *= 50  # these would be drawn all the time
+    sampling = llama2.Sampling(temperature=2.0, top_p=1.0, seed=0)
+    ids = list(llama2.generate(model, [1, 5, 6], sampling, 40, stop_ids=()))
+    assert len(ids) == 40 and max(ids) < model.token_count
+    free = list(
+        llama2.generate(
+            model, [1, 5, 6], sampling, 40, stop_ids=(), vocab_size=tokenizer.vocab_size
+        )
+    )
+    assert max(free) >= model.token_count
+
+
 # --------------------------------------------------------------------------------------------------
 # One checkpoint, several models
 
