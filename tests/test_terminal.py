@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import select
 import random
 import signal
 import subprocess
@@ -402,6 +403,8 @@ def test_typed_questions(tmp_path):
     os.write(outer, b"not this")
     expect(b"not this")
     process.send_signal(signal.SIGINT)
+    while not select.select([outer], [], [], 2)[0]:  # it came just before readline waited
+        process.send_signal(signal.SIGINT)
     expect(b"> ")
     os.write(outer, b"\x04")
     _, said = process.communicate(timeout=60)
