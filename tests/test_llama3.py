@@ -314,6 +314,7 @@ def test_tokenizer_json(tmp_path, llama3, smollm, pre, as_pairs):
 
 def test_what_ends_a_text_is_a_control_token(tmp_path):
     """Even where tokenizer.json says that it is not special."""
+    pytest.importorskip("tokenizers")
     config = llama2.Config(
         48, 64, 2, 4, 2, SIZE, 64, bos_token_id=BOS, eos_token_id=EOS, stop_token_ids=(SIZE - 1,)
     )
@@ -568,6 +569,7 @@ def test_rope_frequencies_of_llama_3_1(factor):
 )
 def test_hostile_rope_scaling(tmp_path, rope, said):
     """Nothing but what is RoPE's is read there: no other setting can be overridden."""
+    pytest.importorskip("tokenizers")
     change = {"rope_scaling": rope, "rope_parameters": None, "quantization_config": {"bits": 4}}
     if "quantization_config" not in rope:
         del change["quantization_config"]
@@ -700,6 +702,7 @@ def test_a_model_runs(tmp_path, cli):
 
 def test_without_the_package(tmp_path, cli, monkeypatch):
     """One line says what to install."""
+    pytest.importorskip("tokenizers")  # with which the test makes its file
     path = hf_model(tmp_path / "hf", published_json())
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     status, out, err = cli("--model", str(path), "--prompt", "x")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import select
 import random
+import select
 import signal
 import subprocess
 import sys
