@@ -3061,8 +3061,9 @@ def generate_batch(
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn (default: the tokenizer's). `top`: the report keeps scores, and those of
-    so many likeliest ids. `cache`: the prompts continue what it holds, `past`, which penalties count. `step`: runs the
-    model instead of it, such as Drafts of part III. ValueError for options and prompts out of range.
+    so many likeliest ids. `cache`: the prompts continue what it holds, `past`, which penalties
+    count. `step`: runs the model instead of it, such as Drafts of part III. ValueError for options
+    and prompts out of range.
     """
     config, weight = model.config, model.norm.weight
     vocab_size = vocab_size or getattr(model, "token_count", None)  # as load() found it
