@@ -1080,10 +1080,14 @@ def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
         accepted["tokenizer.ggml.pre"] = tuple(PRE_TOKENIZERS)
     require(file.path, file.metadata, accepted)
     factor = get(f"{scaling}factor", float, get("llama.rope.scale_linear", float, 1.0))
+    vocab_size, _ = lookup(file.path, tensors, "token_embd.weight", Weight).shape
+    tokens = len(get("tokenizer.ggml.tokens", list))
+    if tokens != vocab_size:
+        raise ValueError(f"the vocabulary has {tokens} tokens, the embedding {vocab_size} rows")
     config = read_config(
         1,
         get,
-        vocab_size=len(get("tokenizer.ggml.tokens", list)),
+        vocab_size=vocab_size,
         rope_scaling_factor=1.0 if get(f"{scaling}type", str, "") == "none" else factor or 1.0,
         tie_word_embeddings="output.weight" not in tensors,
         stop_token_ids=gguf_stop_ids(file.path, file.metadata),
