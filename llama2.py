@@ -907,11 +907,12 @@ def map_weight(source: MappedFile, name: str, ggml_type: str, shape: tuple, star
 def lookup(path: Path, settings: Mapping, key: str, expected: type, default: Any = None) -> Any:
     """The value of `key`. ValueError if it is not `expected`, or missing without a default.
 
-    A number may be given for each layer, as a list, if all are the same.
+    A GGUF file may give a number for each layer, as a list, if all are the same.
     """
     value = settings.get(key)
     value = default if value is None else value
-    if expected is int and isinstance(value, list) and value and value[1:] == value[:-1]:
+    per_layer = expected is int and key.startswith("llama.") and isinstance(value, list)
+    if per_layer and value and value[1:] == value[:-1]:
         value = value[0]
     if value is None:
         raise ValueError(f"{path}: the key {key} is missing")
