@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models: two threads take half as long again
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
@@ -42,4 +43,3 @@ def pytest_cmdline_main(config):
     ):
         option.numprocesses = "logical"
         option.maxprocesses = option.maxprocesses or 4
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread in each
