@@ -1881,6 +1881,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 
