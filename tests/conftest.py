@@ -3,6 +3,7 @@
 Where pytest-xdist is installed, a plain `pytest` uses every core; naming files, -k or -n does not.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ from test_llama2 import (  # noqa: F401
     vocabulary,
     weights,
 )
+
+gc.freeze()  # torch's objects need not be looked through again and again
 
 
 @pytest.hookimpl(tryfirst=True)
