@@ -3375,7 +3375,7 @@ import weakref
 
 from torch import distributed
 
-__all__ += ["accelerate", "DraftModel", "Drafts", "prompt_lookup"]
+__all__ += ["accelerate", "Drafts", "prompt_lookup"]
 
 # --------------------------------------------------------------------------------------------------
 # 15. CPU kernels
@@ -4125,26 +4125,6 @@ def prompt_lookup(text: str, n: int) -> str:
     return text[end : end + n] if run > 2 else ""
 
 
-class DraftModel:
-    """Proposes what a smaller model of the same vocabulary would say; `cache` is for it alone."""
-
-    def __init__(self, model: Llama, cache: Cache) -> None:
-        self.model, self.cache, self.text = model, cache, ""
-
-    def __call__(self, text: str, n: int) -> str:
-        """The n likeliest ids after these, one after the other; none where the cache is full."""
-        cache, same = self.cache, min(self.cache.pos, len(text) - 1)
-        while text[:same] != self.text[:same]:
-            same -= 1
-        cache.truncate(same)
-        new = [*map(ord, text[same:])]
-        with suppress(ValueError):  # too many ids, or some that are not known
-            draft = generate(self.model, new, Sampling(0), n, stop_ids=(), cache=cache)
-            self.text = text + "".join(map(chr, draft))
-            return self.text[len(text) :]
-        return ""
-
-
 class Drafts:
     """A `step` for generate(): reads with an id those that may follow. Same text in less time.
 
@@ -4162,6 +4142,11 @@ class Drafts:
         self.waiting: list[Tensor] = []  # logits (1, V) after the first of them
         self.right, self.saved = 0.4, 0.0  # lately: share of right guesses, seconds saved
         self.alone = 0.0  # seconds of a pass without guesses
+
+    @property
+    def usable(self) -> bool:
+        """Whether the model runs by the kernels."""
+        return type(self.model.layers) is NativeLayers
 
     def read(self, tokens: Tensor, cache: Cache) -> Tensor:
         """tokens (1, T) -> the logits (T, V) that each has alone. Raises Unfit beforehand."""
@@ -4182,7 +4167,7 @@ class Drafts:
         """tokens (B, T) -> logits (B, V) after the last; the cache advances by T."""
         (B, T), pos = tokens.shape, cache.pos
         report: Any = CACHE_USERS.get(cache)
-        if B > 1 or type(self.model.layers) is not NativeLayers:
+        if B > 1 or not self.usable:
             return self.model(tokens, cache)
         text = self.texts.get(cache, "")[:pos].ljust(pos, chr(sys.maxunicode))
         text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
@@ -4220,26 +4205,6 @@ class Drafts:
             self.alone = (7 * (self.alone or taken) + taken) / 8
         self.saved = 0.99 * min(self.saved, 2 * self.alone) - (begun - start)
         return logits[:1]
-
-
-def open_drafts(model: Llama, tokenizer: Tokenizer, draft: str, context: int) -> Drafts | None:
-    """--draft: so many ids by prompt_lookup, or a smaller model's file; None without kernels.
-
-    ValueError if that model has another vocabulary or does not fit into memory.
-    """
-    if type(model.layers) is not NativeLayers:
-        return None
-    if draft.isdecimal():
-        return Drafts(model, most=int(draft))
-    checkpoint, device = open_checkpoint(draft), torch.device("cpu")
-    ours, theirs = tokenizer.pieces, checkpoint.tokenizer().pieces
-    if ours != theirs:
-        count = f"{len(theirs)} tokens; the model's {len(ours)} are others"
-        raise ValueError(f"{draft}: {count} from id {len(os.path.commonprefix([ours, theirs]))} on")
-    plan = memory_plan(checkpoint, context, torch.float32, device, torch.float16)
-    check_memory(plan, context, device, free_memory(device))
-    smaller, _ = load(checkpoint, accelerated=True, exact=False)
-    return Drafts(model, DraftModel(smaller, Cache(smaller.config, 1, context, torch.float16)))
 
 
 # ==================================================================================================
@@ -4308,7 +4273,9 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     dtype = "of the activations (default on a CPU: float32, rounded to 16 bits in large models)"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
-    add("--draft", metavar="N|FILE", help="ids to guess, 0 none, or a smaller model that guesses")
+    add(
+        "--draft", metavar="N", type=int, help="guess N ids that repeat others (default: 3; 0: off)"
+    )
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for models above 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
@@ -4325,6 +4292,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
         parser.error("--stop must not be empty")
     if args.threads is not None and not 1 <= args.threads <= (os.cpu_count() or 1):
         parser.error(f"--threads {args.threads}; expected 1 to {os.cpu_count()}")
+    if args.draft is not None and args.draft < 0:
+        parser.error(f"--draft {args.draft}; expected 0 or more")
     if args.seed == -1:
         args.seed = shared(torch.seed, ranks) % 2**31
     if (args.max_new_tokens or 0) < 0:
@@ -4585,11 +4554,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     cache = Cache(config, 1, size, cache_dtype, device)
     session = Session(model, tokenizer, [cache], chat_format)
     options = {"sampling": args.sampling, "max_new_tokens": most, "stop": args.stop}
-    if args.draft is not None:
-        open_drafts = part_3("open_drafts")
-        if drafts := open_drafts and open_drafts(model, tokenizer, args.draft, size):
-            options["step"] = drafts
-        elif not args.quiet:
+    if args.draft is not None and (drafts := part_3("Drafts")):
+        options["step"] = drafts(model, most=args.draft)
+        if args.draft and not options["step"].usable and not args.quiet:
             note("llama2.py: no drafts: they need the kernels on a CPU")
     if args.chat:
         report = chat(session, options, args, ranks)

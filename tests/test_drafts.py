@@ -276,27 +276,6 @@ def test_prompt_lookup_finds_the_longest_run():
         assert [*map(ord, llama2.prompt_lookup(to_text(ids), 5))] == wanted
 
 
-def test_a_draft_model_says_what_it_would_write(native, path):
-    """Whatever it was asked before; nothing where its context ends or ids are not its own."""
-    other, _ = loaded(path, exact=False)
-    draft = llama2.DraftModel(other, llama2.Cache(other.config, 1, 40))
-    texts = [PROMPT, PROMPT[:4], [*PROMPT, 8, 8], [1], [1, 2], [*PROMPT, 8, 8], [4] * 35, [5] * 41]
-    for ids in texts:
-        for n in (1, 4, 2):
-            wanted = llama2.generate(other, ids, GREEDY, n, stop_ids=()) if len(ids) < 40 else ()
-            assert [*map(ord, draft(to_text(ids), n))] == [*wanted]
-    assert draft(chr(5) + chr(320), 2) == draft(to_text([5] * 41), 2) == ""
-    ids = [*llama2.generate(native, PROMPT, FREE, 40, stop_ids=())]
-    for sampling in (GREEDY, FREE):
-        wanted = [*llama2.generate(native, PROMPT, sampling, 40, stop_ids=())]
-        cache = llama2.Cache(other.config)
-        step = Eager(native, llama2.DraftModel(native, cache), 3)
-        stream = llama2.generate(native, PROMPT, sampling, 40, stop_ids=(), step=step)
-        assert [*stream] == wanted
-        assert sampling != GREEDY or stream.report.drafted >= 28
-    assert ids == wanted
-
-
 class Clock:
     """Time that passes for passes of so many rows, and for guesses, alone."""
 
@@ -374,28 +353,20 @@ def test_quotes_are_faster_and_other_text_is_not_slower(monkeypatch, noise):
 # Command line
 
 
-def test_command_line(path, cli, tmp_path, vocabulary, monkeypatch):
-    """The same text with and without; what is not a number is a model of the same vocabulary."""
+def test_command_line(path, cli, monkeypatch):
+    """The same text with and without."""
     loaded(path)
     argv = ["--model", str(path), "--prompt", "the fox saw the fox saw", "--compile"]
-    argv += ["--max-new-tokens", "20", "--temperature=0.8"]
+    argv += ["--max-new-tokens", "20"]
     status, wanted, err = cli(*argv, "--draft", "0")
     assert status == 0 and "drafted" not in err
     monkeypatch.setattr(llama2.Drafts, "right", Eager.right, raising=False)
     monkeypatch.setattr(llama2.Drafts, "saved", Eager.saved, raising=False)
-    for draft in ([], ["--draft=3"], ["--draft", str(path)]):
+    for draft in ([], ["--draft=3"]):
         status, out, err = cli(*argv, *draft)
         assert (status, out) == (0, wanted) and "no drafts" not in err
-    status, out, err = cli(*argv, "--temperature=0", "--draft", str(path))
-    assert status == 0 and " of them drafted" in err
     status, out, err = cli(*argv, "--no-compile", "--draft", "3")
     assert status == 0 and "no drafts: they need the kernels on a CPU" in err
-    for file in (tmp_path / "none.gguf", tmp_path):
-        status, out, err = cli(*argv, "--draft", str(file))
-        assert (status, err.count("\n")) == (2, 1)
-    pieces = [vocabulary[1].id_to_piece(i) for i in range(320)]
-    keys = {"tokenizer.ggml.tokens": [*pieces[:300], "other", *pieces[301:]]}
-    other, _ = quantised(vocabulary, tmp_path / "other.gguf", ["Q8_0"], keys=keys)
-    status, out, err = cli(*argv, "--draft", str(other))
-    assert (status, err.count("\n")) == (2, 1)
-    assert "320 tokens; the model's 320 are others from id 300 on" in err
+    for wrong in ("-1", "many", "1.5"):
+        status, out, err = cli(*argv, f"--draft={wrong}")
+        assert (status, err.count("\n")) == (2, 1) and "--draft" in err
