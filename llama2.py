@@ -467,6 +467,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 # Dense (unblocked) types, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
 
 # Integers q (n, block), scales s and minima m (n, groups).
 Unpacked = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
@@ -1612,16 +1613,15 @@ def build_model(
 
 def model_weights(model: Llama) -> dict[str, Weight]:
     """The weights of a model as a Checkpoint has them, not copied. ValueError if one is missing."""
-    types = {dtype: name for name, dtype in DENSE.items()}
 
     def weight(module: Any) -> Weight:
         if isinstance(module, Quantized):
             shape = module.out_features, module.in_features
             return Weight(module.ggml_type, shape, [module.blocks.cpu()])
         w = module.weight.detach().cpu()
-        w = (w if w.dtype in types else w.float()).contiguous()
+        w = (w if w.dtype in DENSE_NAMES else w.float()).contiguous()
         rows = w.view(*w.shape[:-1] or (1,), -1).view(torch.uint8)
-        return Weight(types[w.dtype], tuple(w.shape), [rows])
+        return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), [rows])
 
     names = name_map(0, model.config)
     try:
@@ -1993,8 +1993,7 @@ def save_pretrained(
     """
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
     config, folder = checkpoint.config, Path(directory)
-    types = {dtype: name for name, dtype in DENSE.items()}
-    if dtype not in types:
+    if dtype not in DENSE_NAMES:
         raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
     folder.mkdir(parents=True, exist_ok=True)
     for other in folder.glob("*.index.json"):  # it would be read in place of ours
@@ -2015,7 +2014,7 @@ def save_pretrained(
     end, weights = 0, checkpoint.private_weights()
     for name, weight in weights.items():
         start, end = end, end + math.prod(weight.shape) * dtype.itemsize
-        entry = {"dtype": types[dtype], "shape": weight.shape, "data_offsets": [start, end]}
+        entry = {"dtype": DENSE_NAMES[dtype], "shape": weight.shape, "data_offsets": [start, end]}
         header[name if name == "lm_head.weight" else f"model.{name}"] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
