@@ -429,6 +429,32 @@ class Llama(nn.Module):
         return logits
 
 
+class PaddedCache(Cache):
+    """A Cache for prompts of different lengths, aligned at their ends.
+
+    `padding` (B,) int64: how many tokens at the left of each row are filler.
+    """
+
+    def __init__(self, config: Config, padding: Tensor, *args, **kwargs) -> None:
+        super().__init__(config, len(padding), *args, **kwargs)
+        self.padding = padding.to(self.k.device)
+
+    def rope(self, T: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for the next T tokens: (B, T, D/2)."""
+        where = self.slots(T)
+        slot = torch.arange(where.start, where.stop, device=self.cos.device)
+        position = (slot - self.padding[:, None]).clamp(min=0)  # a row's first real token is at 0
+        return self.cos[position], self.sin[position]
+
+    def mask(self, T: int) -> Tensor:
+        """Which of the S = pos + T tokens a new one sees: bool (B, 1, T, S), no filler among them."""
+        visible, S = super().mask(T), self.slots(T).stop
+        slot = torch.arange(S, device=self.k.device)
+        real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
+        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
+        return (real | itself) if visible is None else visible & (real | itself)
+
+
 # ==================================================================================================
 # Part II: Running it
 # ==================================================================================================
@@ -468,6 +494,13 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 # Dense (unblocked) types, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
+
+
+def expect(condition: object, problem: str) -> None:
+    """Raises ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(problem)
+
 
 # Integers q (n, block), scales s and minima m (n, groups).
 Unpacked = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
@@ -586,9 +619,11 @@ class Quantized(nn.Module):
     def __init__(self, blocks: Tensor, ggml_type: str) -> None:
         super().__init__()
         block, block_bytes, _ = GGML_TYPES[ggml_type]
-        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block_bytes:
-            found = f"not {tuple(blocks.shape)} {blocks.dtype}"
-            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {block_bytes}), {found}")
+        fits = (
+            blocks.dim() == 2 and blocks.dtype == torch.uint8 and not blocks.shape[1] % block_bytes
+        )
+        found = f"not {tuple(blocks.shape)} {blocks.dtype}"
+        expect(fits, f"{ggml_type} needs uint8 (rows, n * {block_bytes}), {found}")
         self.ggml_type = ggml_type
         self.register_buffer("blocks", blocks)
         self.in_features = blocks.shape[1] // block_bytes * block
@@ -2935,32 +2970,6 @@ Item = TypeVar("Item")
 def prefill_chunk(device: torch.device) -> int:
     """Prompt tokens per forward pass: more on a GPU, where each pass dequantises whole matrices."""
     return PREFILL_CHUNK if device.type == "cpu" else 4 * PREFILL_CHUNK
-
-
-class PaddedCache(Cache):
-    """A Cache for prompts of different lengths, aligned at their ends.
-
-    `padding` (B,) int64: how many tokens at the left of each row are filler.
-    """
-
-    def __init__(self, config: Config, padding: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, len(padding), *args, **kwargs)
-        self.padding = padding.to(self.k.device)
-
-    def rope(self, T: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for the next T tokens: (B, T, D/2)."""
-        where = self.slots(T)
-        slot = torch.arange(where.start, where.stop, device=self.cos.device)
-        position = (slot - self.padding[:, None]).clamp(min=0)  # a row's first real token is at 0
-        return self.cos[position], self.sin[position]
-
-    def mask(self, T: int) -> Tensor:
-        """Which of the S = pos + T tokens a new one sees: bool (B, 1, T, S), no filler among them."""
-        visible, S = super().mask(T), self.slots(T).stop
-        slot = torch.arange(S, device=self.k.device)
-        real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
-        return (real | itself) if visible is None else visible & (real | itself)
 
 
 class Score(NamedTuple):
