@@ -819,13 +819,9 @@ def run_limited(isa: str, argv: Sequence[str]) -> int:
 
 def limit_kernels(isa: str) -> None:
     """In that process: compile kernels for `isa`, and let llama2.py see no newer instructions."""
-    compile = llama2.run_compiler
-
-    def run_compiler(command: list[str], folder: Path) -> bytes:
-        words = [f"-march={isa}" if word == "-march=native" else word for word in command]
-        return compile(words, folder)
-
-    llama2.run_compiler, torch.cpu.get_capabilities = run_compiler, dict
+    if builder := llama2.kernel_builder():
+        builder.TARGETS[:] = [f"-march={isa}"]
+    torch.cpu.get_capabilities = dict
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3368,22 +3368,15 @@ def score(
 # Part III: Faster and larger. Delete it freely, and kernels/ with it
 # ==================================================================================================
 
-import ctypes
 import datetime
-import hashlib
 import importlib.util
 import operator
-import shlex
-import shutil
 import signal
-import subprocess
-import tempfile
 import warnings
-import weakref
 
 from torch import distributed
 
-__all__ += ["accelerate", "Drafts", "prompt_lookup"]
+__all__ += ["accelerate", "Drafts"]
 
 # --------------------------------------------------------------------------------------------------
 # 15. CPU kernels
@@ -3399,48 +3392,38 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
     """
     device = model.norm.weight.device.type
     if device == "cuda" and compile:
-        if importlib.util.find_spec("triton") is None:
-            warnings.warn(
-                "steps will be slow: torch.compile needs the package triton", stacklevel=2
+        note = "steps will be slow: torch.compile needs the package triton"
+        if importlib.util.find_spec("triton"):
+            replace_modules(model, lambda m: CompiledLinear(m.blocks, m.ggml_type), CompiledLayers)
+            note = (
+                "the first token waits for torch.compile: up to a minute, less from its disk cache"
             )
-            return model
-        replace_linears(model, lambda linear: CompiledLinear(linear.blocks, linear.ggml_type))
-        put(model, "layers", CompiledLayers(model.layers))
-        note = (
-            "the first new token waits for torch.compile: up to a minute, less from its disk cache"
-        )
         warnings.warn(note, stacklevel=2)
-    if device != "cpu" or not any(isinstance(m, QuantizedLinear) for m in model.modules()):
-        return model
-    found = kernels() if compile else Kernels(problem="switched off")
-    if found.library:
-        replace_linears(model, partial(NativeLinear, exact=exact))
-        put(model, "layers", NativeLayers(model.layers))
-        return model
-    if compile:
-        advice = "; exact=False (--dtype auto) takes torch's faster products" if exact else ""
-        warnings.warn(f"quantised weights will be slow: {found.problem}{advice}", stacklevel=2)
-    if not exact:
-        replace_linears(model, PackedLinear)
+    elif device == "cpu" and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        if compile and kernels().library:
+            replace_modules(model, partial(NativeLinear, exact=exact), NativeLayers)
+            return model
+        if compile:
+            advice = "; exact=False (--dtype auto) takes torch's faster products" if exact else ""
+            note = f"quantised weights will be slow: {kernels().problem}{advice}"
+            warnings.warn(note, stacklevel=2)
+        if not exact:
+            replace_modules(model, PackedLinear, Layers)
     return model
 
 
-def replace_linears(model: nn.Module, make: Callable[[QuantizedLinear], nn.Module]) -> None:
-    """Put make(linear) in the place of each QuantizedLinear."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, QuantizedLinear):
-            put(model, name, make(module))
+def replace_modules(model: Llama, linear: Callable, layers: Callable) -> None:
+    """Put linear(old) in the place of each QuantizedLinear, layers(old) in that of the layers."""
+    new = {"layers": layers(model.layers)}
+    new |= {name: linear(m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    for name, module in new.items():
+        old = vars(model.get_submodule(name)).items()
+        vars(module).update({k: value for k, value in old if "hooks" in k or k == "training"})
+        model.set_submodule(name, module)
 
 
-def put(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Replace a submodule by one with its hooks."""
-    old = vars(model.get_submodule(name)).items()
-    vars(new).update({key: value for key, value in old if "hooks" in key or key == "training"})
-    model.set_submodule(name, new)
-
-
-KERNELS_SOURCE = Path(__file__).resolve().parent / "kernels" / "cpu.cpp"
-KERNELS_VERSION = 1  # of the interface between that file and this one
+KERNELS = Path(__file__).resolve().parent / "kernels"
+KERNELS_VERSION = 1  # of the interface between kernels/cpu.cpp and this file
 FEW_ROWS = 16  # up to here torch's int4 products are faster than unpacking weights first
 AMX_ROWS = 48  # up to here the kernels are: 1.1B, Q4_K_M, 32 rows 166 ms by VNNI, 223 by AMX
 
@@ -3449,7 +3432,7 @@ AMX_ROWS = 48  # up to here the kernels are: 1.1B, Q4_K_M, 32 rows 166 ms by VNN
 class Kernels:
     """kernels/cpu.cpp as a library, or the reason why there is none."""
 
-    library: ctypes.CDLL | None = None
+    library: Any = None  # its functions raise MemoryError or RuntimeError
     problem: str = ""
     compile_seconds: float = 0.0  # 0 if it was compiled before
     amx: bool = False  # torch's product of bfloat16 is faster for more than AMX_ROWS
@@ -3457,140 +3440,33 @@ class Kernels:
 
 
 @functools.cache
+def kernel_builder() -> Any:
+    """kernels/build.py as a module; None where it is missing."""
+    path = KERNELS / "build.py"
+    if not path.is_file():
+        return None
+    spec: Any = importlib.util.spec_from_file_location("llama2_kernels_build", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
 def kernels() -> Kernels:
     """Compile kernels/cpu.cpp once per machine and load it. It runs on torch's own threads."""
-    if not KERNELS_SOURCE.is_file():
-        return Kernels(problem=f"{KERNELS_SOURCE} is missing; it belongs beside llama2.py")
-    problems = []
-    for compiler in compilers():
-        try:
-            return find_or_compile(compiler, kernel_folder())
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
-    return Kernels(problem="; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
+    if not kernel_builder():
+        return Kernels(problem=f"{KERNELS / 'cpu.cpp'} is missing; it belongs beside llama2.py")
+    try:
+        library, seconds = kernel_builder().load(KERNELS_VERSION)
+    except OSError as error:
+        return Kernels(problem=str(error))
+    features = library.kernels_features()
+    return Kernels(library, "", seconds, bool(features & 2), features >> 8)
 
 
 def have_kernels() -> bool:
     """Whether kernels() may find a library: there are a source and a compiler."""
-    return KERNELS_SOURCE.is_file() and bool(compilers())
-
-
-def open_library(path: Path, compile_seconds: float = 0.0) -> Kernels:
-    """Load compiled kernels. Raises OSError for any other library, or another version of them."""
-    library = ctypes.CDLL(str(path))
-    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-    try:
-        library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-        library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
-        library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
-        version, features = library.kernels_version(), library.kernels_features()
-    except AttributeError as error:
-        raise OSError(f"{path}: {error}") from None
-    if version != KERNELS_VERSION:
-        raise OSError(f"{KERNELS_SOURCE} is version {version}; expected {KERNELS_VERSION}")
-    if not features & 1:
-        warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
-    return Kernels(library, "", compile_seconds, bool(features & 2), features >> 8)
-
-
-def compilers() -> list[list[str]]:
-    """Commands to try, in this order: what $CXX says, g++, clang++, c++."""
-    try:
-        named = [shlex.split(os.environ.get("CXX", ""))]
-    except ValueError:  # an open quote
-        named = []
-    found = [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
-    return [command for command in named + found if command]
-
-
-def kernel_folder() -> Path:
-    """The folder of compiled kernels: the user's own, writable by nobody else. Raises OSError."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    folder = (base if base.is_absolute() else Path.home() / ".cache") / "llama2.py"
-    if not folder.is_absolute():
-        raise OSError(f"{folder} is not an absolute path: set XDG_CACHE_HOME")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_ours(folder):
-        raise OSError(f"{folder} belongs to another user, or others may write to it")
-    return folder
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a file or folder is the user's own and nobody else may write to it."""
-    status = path.lstat()
-    owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
-    return owned and (os.name == "nt" or not status.st_mode & 0o022)
-
-
-def find_or_compile(compiler: list[str], folder: Path) -> Kernels:
-    """Load the library from the folder, or compile it. Raises OSError."""
-    start = time.perf_counter()
-    files = [KERNELS_SOURCE, *sorted(KERNELS_SOURCE.parent.glob("*.h"))]
-    sources = {file.name: file.read_bytes() for file in files}
-    for target in ("-march=native", "-mcpu=native"):  # some compilers know only one of them
-        try:
-            macros = run_compiler([*compiler, target, "-dM", "-E", "-x", "c++", os.devnull], folder)
-            break
-        except OSError:
-            if target == "-mcpu=native":
-                raise
-    # The name holds hashes of what it depends on (macros tell the compiler's version and the
-    # processor's instruction sets), and of the library, which a power cut may damage.
-    key = hashlib.sha256(repr((sources, macros, compiler)).encode()).hexdigest()[:16]
-    for path in folder.glob(f"cpu-{key}-*.so"):
-        with suppress(OSError):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-            if path.stem.endswith(digest) and is_ours(path):
-                return open_library(path)
-    for old in folder.glob("build-*"):  # of a run that was killed
-        with suppress(OSError):
-            if old.stat().st_mtime < time.time() - 3600:
-                shutil.rmtree(old)
-
-    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
-        new = Path(build, "cpu.so")
-        for name, source in sources.items():
-            Path(build, name).write_bytes(source)
-        command = [*compiler, "-O2", "-ffp-contract=fast", target, "-std=c++17", "-shared"]
-        command += [KERNELS_SOURCE.name, "-o", new.name]
-        command += ["-fPIC"] * (sys.platform != "win32")
-        apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
-        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):
-            try:
-                run_compiler([*command, *openmp], Path(build))
-                break
-            except OSError:
-                if not openmp:
-                    raise
-        with new.open("rb+") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()[:16]
-            os.fsync(file.fileno())
-        new.chmod(0o700)  # whatever the umask is
-        path = folder / f"cpu-{key}-{digest}.so"
-        new.replace(path)  # at once: two processes may do this at the same time
-    return open_library(path, time.perf_counter() - start)
-
-
-def run_compiler(command: list[str], folder: Path) -> bytes:
-    """What a compiler writes to stdout. It is killed if we are. Raises OSError if it fails."""
-    own_group = os.name == "posix"  # the compiler proper is a child of the driver
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=own_group,
-    ) as process:
-        try:
-            out, errors = process.communicate(timeout=300)
-        except BaseException:
-            with suppress(OSError):  # it has just ended
-                os.killpg(process.pid, signal.SIGKILL) if own_group else process.kill()
-            raise
-    if process.returncode:
-        raise OSError(f"{command[0]} failed: {errors.decode(errors='replace').strip()[:200]}")
-    return out
+    return kernel_builder() is not None and bool(kernel_builder().compilers())
 
 
 class Unfit(Exception):
@@ -3603,6 +3479,14 @@ def need(fits: bool) -> None:
         raise Unfit
 
 
+def check_call(x: Tensor) -> None:
+    """Unfit where torch differentiates, traces, transforms or compiles what is done to x."""
+    need(isinstance(x, Tensor) and not (x.requires_grad and torch.is_grad_enabled()))
+    need(not (torch.compiler.is_compiling() or torch.jit.is_tracing()))
+    need(torch.autograd.forward_ad._current_level < 0)
+    need(not (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()))
+
+
 def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """t's address, for C++. Unfit unless it is contiguous CPU memory of this dtype and shape."""
     need(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided)
@@ -3610,54 +3494,10 @@ def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return t.data_ptr()
 
 
-class Snapshot:
-    """The parts, attributes, tensors and hooks of a module, to see whether they are still the same."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.children, self.count = root._modules, len(root._modules)
-        parts = [part for child in root.children() for part in child.modules()]
-        usual = vars(nn.Module()).keys()
-        places: list[tuple[dict, str]] = [(root._modules, name) for name in root._modules]
-        for part in parts:
-            for where in (part._modules, part._parameters, part._buffers):
-                places += [(where, name) for name in where]
-            places += [(vars(part), name) for name in vars(part).keys() - usual | {"forward"}]
-        self.places, self.names = zip(*places)
-        self.values = list(map(dict.get, self.places, self.names))
-        self.tensors = [*root.parameters(), *root.buffers()]
-        self.addresses = [t.data_ptr() for t in self.tensors]
-        self.overrides = [h for m in parts for h in (m._forward_hooks, m._forward_pre_hooks)]
-        self.overrides += [vars(part)["forward"] for part in parts if "forward" in vars(part)]
-
-    def holds(self) -> bool:
-        """Whether nothing has been replaced, added to the root, or moved."""
-        same = map(operator.is_, map(dict.get, self.places, self.names), self.values)
-        moved = [t.data_ptr() for t in self.tensors] != self.addresses
-        return len(self.children) == self.count and all(same) and not moved
-
-
-def check_untransformed(x: Tensor) -> None:
-    """Unfit where torch differentiates, traces, transforms or compiles what is done."""
-    need(isinstance(x, Tensor) and not torch.compiler.is_compiling())
-    need(not (torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()))
-    need(not (x.requires_grad and torch.is_grad_enabled()))
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    need(not (forward_mode or torch._C._are_functorch_transforms_active()))
-
-
-def usable_kernels(x: Tensor) -> Kernels:
-    """The kernels. Unfit where there are none, or where only torch will do."""
-    check_untransformed(x)
-    need(kernels().library is not None)
-    return kernels()
-
-
-def check_status(status: int) -> None:
-    """Raises MemoryError or RuntimeError for what a kernel returned."""
-    if status == 1:
-        raise MemoryError("the kernels ran out of memory")
-    if status:
-        raise RuntimeError(f"the kernels rejected a matrix: status {status}")
+def overridden(part: nn.Module) -> bool:
+    """Whether it has a forward of its own, or hooks other than load()'s."""
+    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    return "forward" in vars(part) or any(hook is not refuse_training for hook in hooks)
 
 
 class NativeLinear(QuantizedLinear):
@@ -3680,9 +3520,12 @@ class NativeLinear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
+        native = kernels()
         try:
-            native, (held, (blocks, type_id, N, K)) = usable_kernels(x), self.pack()
-            need(x.dtype in DENSE.values() and x.shape[-1:] == (K,) and x.layout == torch.strided)
+            check_call(x)
+            held, (blocks, type_id, N, K) = self.pack()
+            need(native.library and x.layout == torch.strided)
+            need(x.dtype in DENSE.values() and x.shape[-1:] == (K,))
             x32 = x.float().contiguous()
             source = address(x32, torch.float32, x.shape)
         except Unfit:
@@ -3691,25 +3534,44 @@ class NativeLinear(QuantizedLinear):
         if native.amx and not self.exact and rows > AMX_ROWS:
             return self.by_amx(x32.view(rows, K), held).to(x.dtype).view(*x.shape[:-1], N)
         y = torch.empty(*x.shape[:-1], N, dtype=torch.float32, device="cpu")
-        linear: Any = native.library.linear  # type: ignore[union-attr]
-        check_status(linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K))
+        native.library.linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K)
         return y.to(x.dtype)
 
     def by_amx(self, x: Tensor, held: Tensor) -> Tensor:
         """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
-        dequantize: Any = kernels().library.dequantize  # type: ignore[union-attr]
         K, N = self.in_features, self.out_features
         rows = max(1, 4 * CHUNK // K)  # half as many: 142 tokens/s, not 163
         kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
         x, buffer = x.bfloat16(), torch.empty(min(rows, N), K, **kind)
         y = torch.empty(N, len(x), **kind)  # transposed: each product writes one run
-        for start in range(0, N, rows):
-            blocks = held[start : start + rows]
+        for blocks, part in zip(held.split(rows), y.split(rows)):
             w = buffer[: len(blocks)]
             pointers = blocks.data_ptr(), w.data_ptr()
-            check_status(dequantize(self.type_id, True, *pointers, w.numel()))
-            torch.mm(w, x.T, out=y[start : start + rows])
+            kernels().library.dequantize(self.type_id, True, *pointers, w.numel())
+            torch.mm(w, x.T, out=part)
         return y.T
+
+
+class Snapshot:
+    """What the modules inside one consist of, to see whether all of it is still the same."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.dicts: list[dict] = [root._modules]
+        usual = vars(nn.Module()).keys()
+        for part in [part for child in root.children() for part in child.modules()]:
+            self.dicts += [vars(part), part._modules, part._parameters, part._buffers]
+            self.dicts += [part._forward_hooks, part._forward_pre_hooks]
+        self.lengths = [*map(len, self.dicts)]
+        self.places = [(held, name) for held in self.dicts for name in held.keys() - usual]
+        self.values = [held[name] for held, name in self.places]
+        self.tensors = [*root.parameters(), *root.buffers()]
+        self.addresses = [t.data_ptr() for t in self.tensors]
+
+    def holds(self) -> bool:
+        """Whether nothing has been replaced, added or moved."""
+        now = itertools.starmap(dict.get, self.places)
+        same = [*map(len, self.dicts)] == self.lengths and all(map(operator.is_, now, self.values))
+        return same and [t.data_ptr() for t in self.tensors] == self.addresses
 
 
 class FastLayers(Layers):
@@ -3718,11 +3580,25 @@ class FastLayers(Layers):
     Replaced parts, methods of an instance and hooks are obeyed; patches of whole classes are not seen.
     """
 
-    run: Callable[..., Tensor]  # forward() the fast way; raises Unfit before anything is stored
-    memory: Any = None  # what run() keeps for the next call
+    caches: tuple[type[Cache], ...]  # that are served, unless a method of theirs is replaced
+    pack: Callable[[], Any]  # what serve() needs of the blocks; Unfit if they are not as they were
+    serve: Callable[..., Tensor]  # forward(), given that; raises Unfit before anything is stored
+    memory: Any = None  # a Snapshot, and what pack() returned then; None if it raised Unfit
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "memory"}
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+        """forward() the fast way. Raises Unfit before anything is stored."""
+        check_call(x)
+        need(not torch.nn.modules.module._has_any_global_hook())
+        need(type(cache) in self.caches and not any(map(callable, vars(cache).values())))
+        memory = self.memory
+        if memory is None or not memory[0].holds():
+            memory = self.memory = [Snapshot(self), None]
+            memory[1] = self.pack()
+        need(memory[1] is not None)
+        return self.serve(memory[1], x, cos, sin, mask, cache)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
@@ -3734,82 +3610,65 @@ class FastLayers(Layers):
             return super().forward(x, cos, sin, mask, cache)
 
 
-def check_plain(cache: Any, *classes: type[Cache]) -> None:
-    """Unfit unless it is of one of these classes, with no method replaced, and no hooks are global."""
-    need(type(cache) in classes and not any(map(callable, vars(cache).values())))
-    need(not torch.nn.modules.module._has_any_global_hook())
-
-
 class NativeLayers(FastLayers):
     """All layers in one call of the kernels: Python between them would take 2 to 4 ms a token."""
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """For float32, a plain Cache with its own mask, and blocks as accelerate() left them."""
-        native = usable_kernels(x)
-        check_plain(cache, Cache)
-        k, v, pos = cache.k, cache.v, cache.pos
-        need(x.dim() == 3 and k.dim() == 5)
+    caches = (Cache,)
+
+    def pack(self) -> tuple[list[bytes], bool, tuple[int, int, int], list[Tensor]]:
+        """struct Layer of kernels/cpu.cpp for each block, `exact`, (C, G, D), what they point to."""
+        structs, held, kinds = [], [], set()
+        for i, block in enumerate(self):
+            parts: list[Any] = list(block.modules())
+            need([type(part) for part in parts] == PARTS and not any(map(overridden, parts)))
+            _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
+            linears, D = (q, k, v, o, gate, up, down), attention.head_dim
+            C, inner, wide, kv = (linear.out_features for linear in (o, gate, q, k))
+            sizes = [(linear.out_features, linear.in_features) for linear in linears]
+            need(sizes[:4] == [(wide, C), (kv, C), (kv, C), (C, wide)])
+            need(sizes[4:] == [(inner, C), (inner, C), (C, inner)])
+            need(kv % D == 0 and wide % kv == 0)
+            need(attention.layer == i and norm1.eps == norm2.eps)
+            numbers: list[int] = []
+            for linear in linears:
+                blocks, packed = linear.pack()
+                held.append(blocks)
+                numbers += packed
+                kinds.add((linear.exact, (C, kv // D, D)))
+            for norm in (norm1, norm2):
+                held.append(norm.weight.detach())
+                numbers.append(address(held[-1], torch.float32, (C,)))
+            structs.append(struct.pack("30qdq", *numbers, norm1.eps, D))
+        need(len(kinds) == 1)
+        return structs, *kinds.pop(), held
+
+    def serve(
+        self, packed: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any
+    ) -> Tensor:
+        """For float32 and the cache's own mask."""
+        structs, exact, shape, _ = packed  # another thread may pack anew meanwhile: hold them
+        native, k, v, pos = kernels(), cache.k, cache.v, cache.pos
+        need(native.library and x.dim() == 3 and k.dim() == 5)
         (B, T, C), (L, _, G, room, D) = x.shape, k.shape
-        need(L == len(self) and D % 16 == 0 and 0 <= pos <= room - T)
+        need(L == len(self) and shape == (C, G, D) and D % 16 == 0 and 0 <= pos <= room - T)
+        need(not (B * T > AMX_ROWS and native.amx and not exact))
         need(T == 1 or mask is not None)
         if mask is not None:
             causal = torch.ones(T, pos + T, dtype=torch.bool, device="cpu").tril(pos)
             need(mask.is_cpu and mask.dtype == torch.bool and torch.equal(mask, causal))
-        if self.memory is None or not self.memory[0].holds():
-            self.memory = Snapshot(self), self.pack()
-        snapshot, packed = self.memory  # another thread may replace it meanwhile
-        need(packed is not None and not any(snapshot.overrides))
-        structs, exact, shape, _ = packed
-        half = k.dtype == torch.float16
-        need(not (B * T > AMX_ROWS and native.amx and not exact))
-        need(shape == (C, G, D))
         address(x, torch.float32, x.shape)
         tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
-        stored = [
-            address(t, torch.float16 if half else torch.float32, (L, B, G, room, D)) for t in (k, v)
-        ]
+        half = k.dtype == torch.float16
+        dtype = torch.float16 if half else torch.float32
+        stored = [address(t, dtype, (L, B, G, room, D)) for t in (k, v)]
         y = x.clone()
         step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C works between calls
-        run_layers: Any = native.library.run_layers  # type: ignore[union-attr]
         for i in range(0, L, step):
             layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes
             pointers = y.data_ptr(), *tables, *(start + offset for start in stored)
             sizes = half, B, T, pos, room
-            check_status(run_layers(layers, step, not exact, *pointers, *sizes))
+            native.library.run_layers(layers, step, not exact, *pointers, *sizes)
         return y
-
-    def pack(self) -> tuple[list[bytes], bool, tuple[int, int, int], list[Tensor]] | None:
-        """struct Layer of kernels/cpu.cpp for each block, `exact`, (C, G, D), what they point to.
-
-        None if a block is not as accelerate() left it.
-        """
-        structs, held, kinds = [], [], set()
-        try:
-            for i, block in enumerate(self):
-                parts: list[Any] = list(block.modules())
-                need([type(part) for part in parts] == PARTS)
-                _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
-                linears, D = (q, k, v, o, gate, up, down), attention.head_dim
-                C, inner, wide, kv = (linear.out_features for linear in (o, gate, q, k))
-                sizes = [(linear.out_features, linear.in_features) for linear in linears]
-                need(sizes[:4] == [(wide, C), (kv, C), (kv, C), (C, wide)])
-                need(sizes[4:] == [(inner, C), (inner, C), (C, inner)])
-                need(kv % D == 0 and wide % kv == 0)
-                need(attention.layer == i and norm1.eps == norm2.eps)
-                numbers: list[int] = []
-                for linear in linears:
-                    blocks, packed = linear.pack()
-                    held.append(blocks)
-                    numbers += packed
-                    kinds.add((linear.exact, (C, kv // D, D)))
-                for norm in (norm1, norm2):
-                    held.append(norm.weight.detach())
-                    numbers.append(address(held[-1], torch.float32, (C,)))
-                structs.append(struct.pack("30qdq", *numbers, norm1.eps, D))
-            ((exact, shape),) = kinds
-        except (Unfit, ValueError):  # of several kinds
-            return None
-        return structs, exact, shape, held
 
 
 # The modules of a Block that the kernels can run, in order.
@@ -3826,7 +3685,7 @@ class PackedLinear(QuantizedLinear):
 
     def __init__(self, linear: QuantizedLinear) -> None:
         super().__init__(linear.blocks, linear.ggml_type)
-        self.group, self.one_digit = 0, self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
+        self.one_digit = self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
         features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11
         self.has_bfloat16 = any(features.get(f"{name}bf16") for name in ("avx512_", "amx_", ""))
         self.packed_from = torch.empty(0), 0
@@ -3851,17 +3710,16 @@ class PackedLinear(QuantizedLinear):
         _, block_bytes, unpack = GGML_TYPES[self.ggml_type]
         unpacked: Any = unpack(blocks.reshape(-1, block_bytes))
         q, s, *m = unpacked  # a weight is q s + low
-        low, width = -m[0] if m else 0 * s, q.shape[1] // s.shape[1]
-        if self.one_digit:
-            digits, zero = (q + 8, low) if self.ggml_type == "Q4_0" else (q, low + 8 * s)
-        else:
-            q = q.view(len(s), -1, 1, width)
-            digits = torch.cat((q & 15, (q >> 4) + 8), 2)
-            zero = (low + 8 * s) / 17  # added for x and again for 16 x: 17 times in all
-        self.group = width if self.one_digit else 2 * width
-        digits = digits.reshape(len(blocks), -1).int()
+        low, self.group = -m[0] if m else 0 * s, q.shape[1] // s.shape[1]
+        if self.ggml_type == "Q4_0":
+            q, low = q + 8, -8 * s
+        zero = low + 8 * s
+        if not self.one_digit:
+            q = q.view(len(s), -1, 1, self.group)
+            q, self.group = torch.cat((q & 15, (q >> 4) + 8), 2), 2 * self.group
+            zero = zero / 17  # added for x and again for 16 x: 17 times in all
         s, zero = (part.reshape(len(blocks), -1).T for part in (s, zero))
-        packed = torch._convert_weight_to_int4pack_for_cpu(digits, 1)
+        packed = torch._convert_weight_to_int4pack_for_cpu(q.reshape(len(blocks), -1).int(), 1)
         return packed, torch.stack((s, zero), -1).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -3992,18 +3850,22 @@ class CompiledLayers(FastLayers):
     that few empty slots are read.
     """
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """For one token, no gradients, a Cache of ours, and blocks of ours without hooks."""
-        check_untransformed(x)
-        check_plain(cache, Cache, PaddedCache)
-        need(x.dim() == 3 and x.shape[1] == 1 and not torch.is_grad_enabled())
-        if self.memory is None or not self.memory[0].holds():
-            kinds = {type(part) for block in self for part in block.modules()}
-            ours = kinds <= {*PARTS, nn.Linear, QuantizedLinear, CompiledLinear}
-            self.memory = Snapshot(self), weakref.WeakKeyDictionary() if ours else None
-        snapshot, steps = self.memory
+    caches = Cache, PaddedCache
+
+    def pack(self) -> Any:
+        """A place for each cache's steps."""
+        parts = [part for block in self for part in block.modules()]
+        ours = {*PARTS, nn.Linear, QuantizedLinear, CompiledLinear}
+        need({type(part) for part in parts} <= ours and not any(map(overridden, parts)))
+        return weakref.WeakKeyDictionary()
+
+    def serve(
+        self, steps: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any
+    ) -> Tensor:
+        """For one token without gradients."""
         k, v, pos = cache.k, cache.v, cache.pos
-        need(steps is not None and not any(snapshot.overrides) and len(k) == len(self))
+        need(x.dim() == 3 and x.shape[1] == 1 and len(k) == len(self))
+        need(not torch.is_grad_enabled())
         window = min(max(512, 1 << pos.bit_length()), k.shape[3])
         tensors = [(t.data_ptr(), t.shape, t.dtype) for t in (k, v)]  # others may come in the cache
         key = *tensors, x.shape, x.dtype, cos.shape, torch.is_inference_mode_enabled()
@@ -4024,21 +3886,14 @@ class Ranks:
     """The processes that torchrun started, one per device."""
 
     def __init__(self) -> None:
-        if not distributed.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            # A process that waits for the others runs no Python: signals end it at once.
-            numbers = signal.SIGINT, signal.SIGTERM
-            handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-            few, patience = datetime.timedelta(minutes=5), datetime.timedelta(days=30)
-            try:
-                store, rank, count = next(distributed.rendezvous("env://", timeout=few))
-                store.set_timeout(few)
-                group = {"store": store, "rank": rank, "world_size": count}
-                # In a chat, the others wait for rank 0's reader: patience.
-                distributed.init_process_group(backend, timeout=patience, **group)
-            finally:
-                for number, handler in zip(numbers, handlers):
-                    signal.signal(number, handler)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        # A process that waits for the others runs no Python: signals end it at once.
+        numbers = signal.SIGINT, signal.SIGTERM
+        handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+        # In a chat, the others wait for rank 0's reader: patience.
+        distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
@@ -4103,9 +3958,8 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
         return y
 
     def concatenate(start: int, size: int, module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        whole = y.new_zeros(*y.shape[:-1], size)  # adding zeros is exact
-        whole[..., start : start + y.shape[-1]] = y
-        return add(module, args, whole)
+        zeros = start, size - start - y.shape[-1]  # on both sides; adding them is exact
+        return add(module, args, F.pad(y, zeros))
 
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj")):
@@ -4137,19 +3991,19 @@ class Drafts:
     """A `step` for generate(): reads with an id those that may follow. Same text in less time.
 
     Up to kernels().few_rows ids at once have the logits that each has alone, to the last bit. These
-    wait until the ids are drawn, or others are and the cache forgets them. `propose`: text and n ->
-    up to n ids that may follow; at most `most` are read, none where that saves no time. For one row
-    and the kernels on a CPU, without hooks on the model; else the model runs as without drafts.
+    wait until the ids are drawn, or others are and the cache forgets them. At most `most` are read
+    with an id: one more than were right last time, while that costs no time on the whole. For one
+    row and the kernels on a CPU, without hooks on the model; else it runs as without drafts.
     """
 
-    def __init__(self, model: Llama, propose: Callable = prompt_lookup, most: int = 3) -> None:
-        self.model, self.propose, self.most = model, propose, most
+    def __init__(self, model: Llama, most: int = 3) -> None:
+        self.model, self.most = model, most
         self.texts: Any = weakref.WeakKeyDictionary()  # what each cache holds
         self.place: Any = None  # the generation and the position where these come next:
-        self.guess = ""  # ids
-        self.waiting: list[Tensor] = []  # logits (1, V) after the first of them
-        self.right, self.saved = 0.4, 0.0  # lately: share of right guesses, seconds saved
+        self.guess, self.right = "", 0  # ids; how many others have been right since they were read
+        self.waiting: list[Tensor] = []  # logits (1, V) after each of them
         self.alone = 0.0  # seconds of a pass without guesses
+        self.credit = 0.0  # seconds that guesses may cost: what they saved, and 1 % of all passes
 
     @property
     def usable(self) -> bool:
@@ -4160,10 +4014,7 @@ class Drafts:
         """tokens (1, T) -> the logits (T, V) that each has alone. Raises Unfit beforehand."""
         parts: list[Any] = [self.model, *self.model.children()]
         kinds = [Llama, type(parts[1]), NativeLayers, RMSNorm, NativeLinear]
-        changes = [vars(part).get("forward") for part in parts]
-        for part in parts:
-            changes += [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-        need([type(m) for m in parts] == kinds and {*changes} <= {refuse_training, None})
+        need([type(part) for part in parts] == kinds and not any(map(overridden, parts)))
         (_, embed, layers, norm, head), T = parts, tokens.shape[1]
         head.pack()
         x = layers.run(embed(tokens), *cache.rope(T), cache.mask(T), cache)
@@ -4177,41 +4028,34 @@ class Drafts:
         report: Any = CACHE_USERS.get(cache)
         if B > 1 or not self.usable:
             return self.model(tokens, cache)
-        text = self.texts.get(cache, "")[:pos].ljust(pos, chr(sys.maxunicode))
+        text = self.texts.get(cache, "")[:pos].rjust(pos, chr(sys.maxunicode))
         text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
-        known = self.guess if T == 1 and report and self.place == (report, pos) else ""
-        right, self.place = known[:1] == text[-1], (report, len(text))
-        self.guess, self.waiting = (known[1:], self.waiting) if right else ("", [])
-        if known:
-            self.right += (right - self.right) / 8
-        if self.waiting:
+        known = self.guess[:1] if T == 1 and report and self.place == (report, pos) else ""
+        self.place = report, len(text)
+        if known == text[-1]:
+            self.guess, self.right = self.guess[1:], self.right + 1
+            self.credit += self.alone
             cache.advance(1)
-            self.saved += self.alone
             report.drafted += 1
             return self.waiting.pop(0)
-        start = time.perf_counter()
-        most = min(self.most, kernels().few_rows - 1, cache.max_seq_len - len(text))
-        n = sum(self.right**i > 0.5 for i in range(1, most + 1)) if T == 1 else 0
-        # Guesses that are not read show how many are right, too: unless they have cost too much.
-        if self.saved >= -self.alone:
-            guess = self.propose(text, max(n, 1))
-            self.guess = guess * (max(guess, default="") < chr(self.model.config.vocab_size))
-        begun = time.perf_counter()
+        start, self.guess, guess = time.perf_counter(), "", ""
+        most = min(self.most, self.right + 1, kernels().few_rows - 1, cache.max_seq_len - len(text))
+        if T == 1 and report and most > 0 and self.credit > 0:
+            guess = prompt_lookup(text, most)
         try:
-            need(self.guess[:n] != "")
-            draft = tokens.new_tensor([[*map(ord, self.guess[:n])]])
+            need(guess != "")
+            draft = tokens.new_tensor([[*map(ord, guess)]])
             logits = self.read(torch.cat([tokens, draft], 1), cache)
         except Unfit:
-            logits = self.model(tokens, cache)
+            logits, guess = self.model(tokens, cache), ""
         cache.truncate(len(text))
-        self.waiting, taken = [*logits[1:, None]], time.perf_counter() - begun
-        if T > 1:
-            return logits
-        if self.waiting:
-            self.saved += self.alone - taken
-        else:
-            self.alone = (7 * (self.alone or taken) + taken) / 8
-        self.saved = 0.99 * min(self.saved, 2 * self.alone) - (begun - start)
+        self.guess, self.waiting, seconds = guess, [*logits[1:, None]], time.perf_counter() - start
+        if guess:
+            self.right, self.credit = 0, self.credit + self.alone - seconds
+        elif T == 1:
+            self.alone = (7 * (self.alone or seconds) + seconds) / 8
+        most_credit = 2 * self.alone
+        self.credit = max(-most_credit, min(self.credit + self.alone / 100, most_credit))
         return logits[:1]
 
 

@@ -39,8 +39,8 @@ def native():
     """The kernels; where there are a compiler and a source file, they must come out."""
     if not any(map(shutil.which, ("g++", "clang++", "c++"))) and "CXX" not in os.environ:
         pytest.skip("no C++ compiler")
-    if not llama2.KERNELS_SOURCE.exists():
-        pytest.skip(f"no {llama2.KERNELS_SOURCE.name}")
+    if not llama2.kernel_builder():
+        pytest.skip("no kernels/")
     found = llama2.kernels()
     assert found.library, found.problem
     return found
@@ -485,7 +485,7 @@ def test_large_models_are_accelerated_and_rounded_unless_told_otherwise(
         (["F16"], {}, torch.float16),
         (["Q8_0", "F32"], {}, torch.float32),
         (["Q8_0"], {"compile": False}, torch.float32),
-        (["Q8_0"], {"compilers": list}, torch.float32),
+        (["Q8_0"], {"kernels": False}, torch.float32),
         (["Q8_0"], {"name": "float32"}, torch.float32),
         (["Q8_0"], {"name": "bfloat16"}, torch.bfloat16),
         (["Q8_0"], {"device": "cuda"}, torch.bfloat16),
@@ -498,7 +498,7 @@ def test_caches_of_16_bits_are_for_kernels(monkeypatch, cli_path, kinds, change,
     """Torch would convert all of it for every token."""
     checkpoint = llama2.open_checkpoint(cli_path)
     monkeypatch.setattr(llama2, "is_large", lambda checkpoint: True)
-    monkeypatch.setattr(llama2, "compilers", change.get("compilers", lambda: [["g++"]]))
+    monkeypatch.setattr(llama2, "have_kernels", lambda: change.get("kernels", True))
     for (name, weight), kind in zip(checkpoint.weights.items(), itertools.cycle(kinds)):
         if len(weight.shape) == 2:
             checkpoint.weights[name] = dataclasses.replace(weight, ggml_type=kind)

@@ -1,0 +1,167 @@
+"""Compiles cpu.cpp, once per machine, and opens it: llama2.py calls load() when it wants kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+TARGETS = ["-march=native", "-mcpu=native"]  # some compilers know only one of them
+
+
+def load(version: int) -> tuple[ctypes.CDLL, float]:
+    """The library, and how many seconds it took to compile: 0 if it was there. Raises OSError.
+
+    `version` is that of the interface between cpu.cpp and who calls it.
+    """
+    if not SOURCE.is_file():
+        raise FileNotFoundError(f"{SOURCE} is missing; it belongs beside llama2.py")
+    problems = []
+    for compiler in compilers():
+        try:
+            return find_or_compile(compiler, cache_folder(), version)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
+    raise OSError("; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
+
+
+def compilers() -> list[list[str]]:
+    """Commands to try, in this order: what $CXX says, g++, clang++, c++."""
+    try:
+        named = [shlex.split(os.environ.get("CXX", ""))]
+    except ValueError:  # an open quote
+        named = []
+    found = [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
+    return [command for command in named + found if command]
+
+
+def cache_folder() -> Path:
+    """The folder of compiled kernels: the user's own, writable by nobody else. Raises OSError."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    folder = (base if base.is_absolute() else Path.home() / ".cache") / "llama2.py"
+    if not folder.is_absolute():
+        raise OSError(f"{folder} is not an absolute path: set XDG_CACHE_HOME")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours(folder):
+        raise OSError(f"{folder} belongs to another user, or others may write to it")
+    return folder
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file or folder is the user's own and nobody else may write to it."""
+    status = path.lstat()
+    owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return owned and (os.name == "nt" or not status.st_mode & 0o022)
+
+
+def find_or_compile(compiler: list[str], folder: Path, version: int) -> tuple[ctypes.CDLL, float]:
+    """Open the library in the folder, or compile it. Raises OSError."""
+    start = time.perf_counter()
+    files = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    sources = {file.name: file.read_bytes() for file in files}
+    for target in TARGETS:
+        try:
+            macros = run_compiler([*compiler, target, "-dM", "-E", "-x", "c++", os.devnull], folder)
+            break
+        except OSError:
+            if target == TARGETS[-1]:
+                raise
+    # The name holds hashes of what it depends on (macros tell the compiler's version and the
+    # processor's instruction sets), and of the library, which a power cut may damage.
+    key = hashlib.sha256(repr((sources, macros, compiler)).encode()).hexdigest()[:16]
+    for path in folder.glob(f"cpu-{key}-*.so"):
+        with suppress(OSError):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            if path.stem.endswith(digest) and is_ours(path):
+                return open_library(path, version), 0.0
+    for old in folder.glob("build-*"):  # of a run that was killed
+        with suppress(OSError):
+            if old.stat().st_mtime < time.time() - 3600:
+                shutil.rmtree(old)
+
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build:
+        new = Path(build, "cpu.so")
+        for name, source in sources.items():
+            Path(build, name).write_bytes(source)
+        command = [*compiler, "-O2", "-ffp-contract=fast", target, "-std=c++17", "-shared"]
+        command += [SOURCE.name, "-o", new.name]
+        command += ["-fPIC"] * (sys.platform != "win32")
+        apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
+        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):
+            try:
+                run_compiler([*command, *openmp], Path(build))
+                break
+            except OSError:
+                if not openmp:
+                    raise
+        with new.open("rb+") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()[:16]
+            os.fsync(file.fileno())
+        new.chmod(0o700)  # whatever the umask is
+        path = folder / f"cpu-{key}-{digest}.so"
+        new.replace(path)  # at once: two processes may do this at the same time
+    return open_library(path, version), time.perf_counter() - start
+
+
+def run_compiler(command: list[str], folder: Path) -> bytes:
+    """What a compiler writes to stdout. It is killed if we are. Raises OSError if it fails."""
+    own_group = os.name == "posix"  # the compiler proper is a child of the driver
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=own_group,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=300)
+        except BaseException:
+            with suppress(OSError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL) if own_group else process.kill()
+            raise
+    if process.returncode:
+        raise OSError(f"{command[0]} failed: {errors.decode(errors='replace').strip()[:200]}")
+    return out
+
+
+def open_library(path: Path, version: int) -> ctypes.CDLL:
+    """Load compiled kernels. Raises OSError for any other library, or another version of them."""
+    library = ctypes.CDLL(str(path))
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    try:
+        library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
+        library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
+        library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
+        for function in (library.linear, library.dequantize, library.run_layers):
+            function.errcheck = check_status  # type: ignore[assignment]
+        found, features = library.kernels_version(), library.kernels_features()
+    except AttributeError as error:
+        raise OSError(f"{path}: {error}") from None
+    if found != version:
+        raise OSError(f"{SOURCE} is version {found}; expected {version}")
+    if not features & 1:
+        warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
+    return library
+
+
+def check_status(status: int, function: object, arguments: tuple) -> int:
+    """Raises MemoryError or RuntimeError for what a kernel returned."""
+    if status == 1:
+        raise MemoryError("the kernels ran out of memory")
+    if status:
+        raise RuntimeError(f"the kernels rejected a matrix: status {status}")
+    return status
