@@ -502,8 +502,23 @@ def expect(condition: object, problem: str) -> None:
         raise ValueError(problem)
 
 
-# Integers q (n, block), scales s and minima m (n, groups).
-Unpacked = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+# How each type is stored: weights and bytes per block; the lowest bits of its integers q as
+# (first byte, width, number), see unpack_bits(); the bits above them; the zero point.
+GGML_TYPES: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], int]] = {
+    "F32": (1, 4, (), (), 0),
+    "F16": (1, 2, (), (), 0),
+    "BF16": (1, 2, (), (), 0),
+    "Q4_0": (32, 18, (2, 16, 4), (), 8),
+    "Q4_1": (32, 20, (4, 16, 4), (), 0),
+    "Q5_0": (32, 22, (6, 16, 4), (2, 1, 1), 16),
+    "Q5_1": (32, 24, (8, 16, 4), (4, 1, 1), 0),
+    "Q8_0": (32, 34, (2, 32, 8), (), 0),
+    "Q2_K": (256, 84, (16, 32, 2), (), 0),
+    "Q3_K": (256, 110, (32, 32, 2), (0, 32, 1), 4),
+    "Q4_K": (256, 144, (16, 32, 4), (), 0),
+    "Q5_K": (256, 176, (48, 32, 4), (16, 32, 1), 0),
+    "Q6_K": (256, 210, (0, 64, 4), (128, 32, 2), 32),
+}
 
 
 def half(b: Tensor, at: int) -> Tensor:
@@ -512,19 +527,27 @@ def half(b: Tensor, at: int) -> Tensor:
     return (low | high << 8).view(torch.float16).float()
 
 
-def unpack_bits(b: Tensor, width: int, n: int) -> Tensor:
-    """Unpack n-bit integers: of each `width` bytes first the lowest n bits of all, then the next."""
-    b = b.contiguous().view(len(b), -1, width)
+def unpack_bits(b: Tensor, count: int, at: int, width: int, n: int) -> Tensor:
+    """`count` n-bit integers: of each `width` bytes first the lowest n bits of all, then the next."""
+    b = b[:, at : at + count * n // 8].contiguous().view(len(b), -1, width)
     return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
 
 
-def signed(q: Tensor, zero_point: int) -> Tensor:
-    """q - zero_point: uint8 (below 128) -> int8."""
-    return q.view(torch.int8) - zero_point
-
-
-def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
-    """8 scales and minima of 6 bits (Q4_K, Q5_K); the last four's top 2 bits are in bytes 0-7."""
+def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, ...]:
+    """Blocks (n, bytes) -> scales (n, groups) and, if the type has them, minima."""
+    match ggml_type:
+        case "Q4_0" | "Q5_0" | "Q8_0":
+            return (half(b, 0),)
+        case "Q4_1" | "Q5_1":
+            return half(b, 0), -half(b, 2)
+        case "Q2_K":  # 16 scales and minima of 4 bits
+            return half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
+        case "Q3_K":  # 16 scales of 6 bits, the upper two stored apart
+            scale = unpack_bits(b, 16, 96, 8, 4) | unpack_bits(b, 16, 104, 4, 2) << 4
+            return (half(b, 108) * (scale.view(torch.int8) - 32),)
+        case "Q6_K":  # 16 scales of 8 bits
+            return (half(b, 208) * b[:, 192:208].view(torch.int8),)
+    # Q4_K, Q5_K: 8 scales and minima of 6 bits; the last four's top 2 bits are in bytes 0-7.
     packed = b[:, 4:16].T.contiguous()  # (12, n): the long axis last is faster
     low, top = torch.cat((packed[8:] & 15, packed[8:] >> 4)), packed[:8] >> 6 << 4  # (8, n)
     scale = torch.cat((packed[:4] & 63, low[:4] | top[:4]))
@@ -532,70 +555,27 @@ def scales_k4(b: Tensor) -> tuple[Tensor, Tensor]:
     return half(b, 0) * scale.T, half(b, 2) * minimum.T
 
 
-def q2_k(b: Tensor) -> Unpacked:
-    """Q2_K: 16 scales and 16 minima of 4 bits."""
-    scale, minimum = half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
-    return unpack_bits(b[:, 16:80], 32, 2), scale, minimum
-
-
-def q3_k(b: Tensor) -> Unpacked:
-    """Q3_K: the third bit is stored apart; 16 scales of 6 bits."""
-    scale = signed(unpack_bits(b[:, 96:104], 8, 4) | unpack_bits(b[:, 104:108], 4, 2) << 4, 32)
-    q = unpack_bits(b[:, 32:96], 32, 2) | unpack_bits(b[:, :32], 32, 1) << 2
-    return signed(q, 4), half(b, 108) * scale
-
-
-def q6_k(b: Tensor) -> Unpacked:
-    """Q6_K: the upper two bits are stored apart; 16 scales of 8 bits."""
-    q = unpack_bits(b[:, :128], 64, 4) | unpack_bits(b[:, 128:192], 32, 2) << 4
-    return signed(q, 32), half(b, 208) * b[:, 192:208].view(torch.int8)
-
-
-def q5_0(b: Tensor) -> Unpacked:
-    """Q5_0: the fifth bits are stored apart."""
-    q = unpack_bits(b[:, 6:], 16, 4) | unpack_bits(b[:, 2:6], 1, 1) << 4
-    return signed(q, 16), half(b, 0)
-
-
-def q5_1(b: Tensor) -> Unpacked:
-    """Q5_1: the same with a minimum instead of a zero point."""
-    q = unpack_bits(b[:, 8:], 16, 4) | unpack_bits(b[:, 4:8], 1, 1) << 4
-    return q, half(b, 0), -half(b, 2)
-
-
-def q5_k(b: Tensor) -> Unpacked:
-    """Q5_K: Q4_K with a fifth bit."""
-    return unpack_bits(b[:, 48:], 32, 4) | unpack_bits(b[:, 16:48], 32, 1) << 4, *scales_k4(b)
-
-
-GGML_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Unpacked | tuple[Tensor]]]] = {
-    # weights and bytes per block, uint8 (n, bytes) -> q, s and m of n blocks, or dense weights
-    "F32": (1, 4, lambda b: (b.view(torch.float32),)),
-    "F16": (1, 2, lambda b: (b.view(torch.float16),)),
-    "BF16": (1, 2, lambda b: (b.view(torch.bfloat16),)),
-    "Q4_0": (32, 18, lambda b: (signed(unpack_bits(b[:, 2:], 16, 4), 8), half(b, 0))),
-    "Q4_1": (32, 20, lambda b: (unpack_bits(b[:, 4:], 16, 4), half(b, 0), -half(b, 2))),
-    "Q5_0": (32, 22, q5_0),
-    "Q5_1": (32, 24, q5_1),
-    "Q8_0": (32, 34, lambda b: (b[:, 2:].view(torch.int8), half(b, 0))),
-    "Q2_K": (256, 84, q2_k),
-    "Q3_K": (256, 110, q3_k),
-    "Q4_K": (256, 144, lambda b: (unpack_bits(b[:, 16:], 32, 4), *scales_k4(b))),
-    "Q5_K": (256, 176, q5_k),
-    "Q6_K": (256, 210, q6_k),
-}
+def unpack(blocks: Tensor, ggml_type: str) -> tuple[Tensor, ...]:
+    """uint8 (rows, bytes per row) -> of n blocks q (n, block), s and, if they have them, m."""
+    block, block_bytes, low, high, zero_point = GGML_TYPES[ggml_type]
+    b = blocks.reshape(-1, block_bytes)
+    q = b[:, 2:].view(torch.int8) if ggml_type == "Q8_0" else unpack_bits(b, block, *low)
+    if high:
+        q = q | unpack_bits(b, block, *high) << low[2]
+    if zero_point:
+        q = q.view(torch.int8) - zero_point
+    return q, *unpack_scales(b, ggml_type)
 
 
 def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     """uint8 (rows, bytes per row) -> float32 (rows, weights); rare types by gguf on the CPU."""
+    if ggml_type in DENSE:
+        return blocks.view(DENSE[ggml_type]).float()
     if ggml_type in GGML_TYPES:
-        _, block_bytes, unpack = GGML_TYPES[ggml_type]
-        q, *scales = unpack(blocks.reshape(-1, block_bytes))
-        w = q.float()
-        if scales:  # (n, groups, weights of a group)
-            w = w.view(len(w), scales[0].shape[1], -1).mul_(scales[0][..., None])
-        if len(scales) == 2:
-            w.sub_(scales[1][..., None])
+        q, s, *m = unpack(blocks, ggml_type)
+        w = q.float().view(len(q), s.shape[1], -1).mul_(s[..., None])  # (n, groups, width)
+        if m:
+            w.sub_(m[0][..., None])
         return w.view(len(blocks), -1)
     import gguf
     import numpy
@@ -618,12 +598,11 @@ class Quantized(nn.Module):
 
     def __init__(self, blocks: Tensor, ggml_type: str) -> None:
         super().__init__()
-        block, block_bytes, _ = GGML_TYPES[ggml_type]
-        fits = (
-            blocks.dim() == 2 and blocks.dtype == torch.uint8 and not blocks.shape[1] % block_bytes
-        )
-        found = f"not {tuple(blocks.shape)} {blocks.dtype}"
-        expect(fits, f"{ggml_type} needs uint8 (rows, n * {block_bytes}), {found}")
+        block, block_bytes, *_ = GGML_TYPES[ggml_type]
+        needed = f"{ggml_type} needs uint8 (rows, n * {block_bytes})"
+        fits = blocks.dim() == 2 and blocks.shape[1] % block_bytes == 0
+        found = f"{tuple(blocks.shape)} {blocks.dtype}"
+        expect(fits and blocks.dtype == torch.uint8, f"{needed}, not {found}")
         self.ggml_type = ggml_type
         self.register_buffer("blocks", blocks)
         self.in_features = blocks.shape[1] // block_bytes * block
@@ -668,10 +647,6 @@ class QuantizedEmbedding(Quantized):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
-        if tokens.is_cuda and not torch.compiler.is_compiling():  # torch would end the process
-            wrong = (tokens < 0) | (tokens >= len(self.blocks))
-            if not torch.cuda.is_current_stream_capturing() and wrong.any():
-                raise IndexError("index out of range in self")
         rows = F.embedding(tokens.flatten(), self.blocks)
         return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
 
@@ -3512,7 +3487,7 @@ class NativeLinear(QuantizedLinear):
 
     def pack(self) -> tuple[Tensor, tuple[int, int, int, int]]:
         """The blocks, and struct Linear of kernels/cpu.cpp, which points to them. Raises Unfit."""
-        block, block_bytes, _ = GGML_TYPES[self.ggml_type]
+        block, block_bytes, *_ = GGML_TYPES[self.ggml_type]
         blocks, N, K = self.blocks.detach(), self.out_features, self.in_features
         need(K % 32 == 0)
         pointer = address(blocks, torch.uint8, (N, K // block * block_bytes))
@@ -3707,9 +3682,7 @@ class PackedLinear(QuantizedLinear):
 
     def pack(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Some rows as torch's 4-bit matrix, which means (digit - 8) * scale + zero."""
-        _, block_bytes, unpack = GGML_TYPES[self.ggml_type]
-        unpacked: Any = unpack(blocks.reshape(-1, block_bytes))
-        q, s, *m = unpacked  # a weight is q s + low
+        q, s, *m = unpack(blocks, self.ggml_type)  # a weight is q s + low
         low, self.group = -m[0] if m else 0 * s, q.shape[1] // s.shape[1]
         if self.ggml_type == "Q4_0":
             q, low = q + 8, -8 * s

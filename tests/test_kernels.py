@@ -123,7 +123,7 @@ def test_precision(kind, amx):
 def test_sums_of_the_largest_integers(kind, fill, native, monkeypatch):
     """All weights and scales at an end of their range, all of x alike: no sum leaves 32 bits."""
     monkeypatch.setattr(llama2, "kernels", lambda: dataclasses.replace(native, amx=False))
-    block, size, _ = llama2.GGML_TYPES[kind]
+    block, size, *_ = llama2.GGML_TYPES[kind]
     blocks = torch.full((8, 512 // block, size), fill, dtype=torch.uint8)
     for at in SCALES[kind]:
         blocks[:, :, at : at + 2] = torch.tensor([0, 60])  # 1.0 in float16
