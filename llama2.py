@@ -469,6 +469,7 @@ import os
 import pickletools
 import re
 import secrets
+import shutil
 import stat
 import struct
 import sys
@@ -832,18 +833,24 @@ class Checkpoint:
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
     path: str = ""
 
-    def private_weights(self) -> dict[str, Weight]:
-        """The weights, mapped anew: whoever changes them changes neither file nor checkpoint."""
+    def read(self, label: str, progress: bool = False) -> Iterator[tuple[str, Weight]]:
+        """Each weight, mapped anew: whoever changes it changes neither file nor checkpoint.
+
+        Its pages are dropped after its turn. `progress`: with a bar on stderr.
+        """
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
         again = functools.cache(lambda source: MappedFile.open(source.path, before=source))
-        weights = dict(self.weights)
-        for name, weight in weights.items():
+        items = self.weights.items()
+        for name, weight in tqdm(items, label, unit="tensor", leave=False, disable=not progress):
             if weight.source is not None:
                 source = again(weight.source)  # each file once
                 memory = torch.frombuffer(source, dtype=torch.uint8)
                 places = [(t.shape, t.stride(), t.storage_offset()) for t in weight.shards]
                 shards = [memory.as_strided(*place) for place in places]
-                weights[name] = replace(weight, source=source, shards=shards)
-        return weights
+                weight = replace(weight, source=source, shards=shards)
+            yield name, weight
+            weight.release()
 
     def allow_context(self, context: int | None) -> Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
@@ -1567,13 +1574,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
 
 
-def show_progress(items: Collection, label: str, show: bool) -> Iterable:
-    """The items, with a progress bar on stderr."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    return tqdm(items, label, unit="tensor", leave=False, file=sys.stderr, disable=not show)
-
-
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether a weight stays in the file's blocks in memory, for activations of `dtype`."""
     dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
@@ -1596,33 +1596,30 @@ def build_model(
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
-    weights = checkpoint.private_weights()
-    for name, weight in show_progress(weights.items(), "loading", progress):
-        name, source = name.removesuffix(".weight"), weight
+    for name, weight in checkpoint.read("loading", progress):
+        names = [name.removesuffix(".weight")]
+        if names == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
+            names.append("lm_head")
         if weight.is_rare and dtype == torch.float32 and not trainable:
             weight = weight.in_16_bits()
         if trainable or not keeps_blocks(weight, dtype):
-            kept = weight.dense(dtype, device)
-            model.get_submodule(name).weight = nn.Parameter(kept, requires_grad=trainable)
-        elif name == "embed_tokens":
-            kept = weight.read().to(device)
-            model.embed_tokens = QuantizedEmbedding(kept, weight.ggml_type, dtype)
-        else:
-            kept = weight.read().to(device)
-            model.set_submodule(name, QuantizedLinear(kept, weight.ggml_type))
-        source.release()
-    embedding = model.embed_tokens
-    if checkpoint.config.tie_word_embeddings and isinstance(embedding, QuantizedEmbedding):
-        model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
-    elif checkpoint.config.tie_word_embeddings:
-        model.lm_head.weight = embedding.weight
+            parameter = nn.Parameter(weight.dense(dtype, device), requires_grad=trainable)
+            for name in names:
+                model.get_submodule(name).weight = parameter
+            continue
+        blocks, kind = weight.read().to(device), weight.ggml_type
+        for name in names:
+            if name == "embed_tokens":
+                model.embed_tokens = QuantizedEmbedding(blocks, kind, dtype)
+            else:
+                model.set_submodule(name, QuantizedLinear(blocks, kind))
     if not trainable:
         model.register_forward_hook(refuse_training)
     return model.train(trainable)
 
 
-def model_weights(model: Llama) -> dict[str, Weight]:
-    """The weights of a model as a Checkpoint has them, not copied. ValueError if one is missing."""
+def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
+    """A model and its tokenizer as a Checkpoint, not copied. ValueError if a weight is missing."""
 
     def weight(module: Any) -> Weight:
         if isinstance(module, Quantized):
@@ -1630,40 +1627,36 @@ def model_weights(model: Llama) -> dict[str, Weight]:
             return Weight(module.ggml_type, shape, [module.blocks.cpu()])
         w = module.weight.detach().cpu()
         w = (w if w.dtype in DENSE_NAMES else w.float()).contiguous()
-        rows = w.view(*w.shape[:-1] or (1,), -1).view(torch.uint8)
-        return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), [rows])
+        return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), [torch.atleast_2d(w).view(torch.uint8)])
 
-    names = name_map(0, model.config)
+    names, config = name_map(0, model.config), model.config
     try:
-        return {name: weight(model.get_submodule(name.removesuffix(".weight"))) for name in names}
+        weights = {
+            name: weight(model.get_submodule(name.removesuffix(".weight"))) for name in names
+        }
     except AttributeError as error:
         raise ValueError(f"not the modules of a Llama: {error}") from None
+    embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
+    if config.tie_word_embeddings and torch.equal(embedding, head):
+        del weights["lm_head.weight"]
+    config = replace(config, tie_word_embeddings="lm_head.weight" not in weights)
+    template = getattr(tokenizer, "chat_template", "")
+    return Checkpoint("a model", config, weights, lambda: tokenizer, template)
 
 
 def blame(model: Llama) -> str:
     """Why logits are not finite: the first weight that is not, or none."""
     origin = getattr(model, "name_or_path", "") or "the model"
-    for name, weight in model_weights(model).items():
+    for name, weight in model_checkpoint(model).weights.items():
         if not weight.dense(torch.float32).isfinite().all():
             return f"{origin}: NaN or infinity in {name}"
     return f"{origin}: its weights are finite, but sums of theirs overflow"
 
 
-def refuse_training(model: nn.Module, inputs: tuple, logits: Tensor) -> None:
-    """A hook: training a model with frozen weights is a ValueError, in train() mode at once.
-
-    In eval() mode, as load() leaves it, gradients may reach parameters that a caller has added.
-    """
-    advice = "its weights are frozen; load(path, trainable=True) makes a model that can be trained"
-    if model.training:
-        raise ValueError(advice)
-    alone = len(inputs) == 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if alone and not logits.requires_grad and type(logits) is Tensor:
-
-        def refuse(gradient: Tensor) -> None:
-            raise ValueError(advice)
-
-        logits.requires_grad_().register_hook(refuse)
+def refuse_training(model: nn.Module, *_: Any) -> None:
+    """A hook: ValueError in train() mode. In eval() mode parameters of the caller's may be trained."""
+    advice = "load(path, trainable=True) makes a model that can be trained"
+    expect(not model.training, f"its weights are frozen; {advice}")
 
 
 def is_large(checkpoint: Checkpoint) -> bool:
@@ -1685,19 +1678,17 @@ def load(
     `accelerated`: use accelerate() of part III (default: if the model is large), which rounds
     activations to 16 bits unless `exact`. ValueError or FileNotFoundError says what is wrong.
     """
-    device, chosen = checked_device(device), DTYPES.get(str(dtype), dtype) or torch.float32
-    if not isinstance(chosen, torch.dtype) or (trainable and chosen != torch.float32):
-        accepted = "float32 where it is trainable" if trainable else f"one of {', '.join(DTYPES)}"
-        raise ValueError(f"dtype is {dtype!r}; it must be {accepted}")
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    device = choose_device(device, checkpoint)
+    chosen = str(dtype or "float32").removeprefix("torch.")
+    accepted = ["float32"] if trainable else [*DTYPES]
+    expect(chosen in accepted, f"dtype is {dtype!r}; it must be {' or '.join(accepted)}")
     tokenizer = checkpoint.tokenizer()
     if trainable:
-        count = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-        if 4 * count > (free := free_memory(device)):
-            needed = f"{count} float32 parameters need {4 * count / 1e9:.1f} GB"
-            more = "gradients and AdamW's moments three times as much again"
-            raise ValueError(f"{needed}, {more}; {free / 1e9:.1f} GB are free on {device}")
-    model = build_model(checkpoint, device, chosen, trainable=trainable)
+        size = 4 * sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
+        needed = f"{show_bytes(size)} of float32 parameters, and training takes four times as much"
+        expect(size <= free_memory(device), f"there is no room on {device} for {needed}")
+    model = build_model(checkpoint, device, DTYPES[chosen], trainable=trainable)
     model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
     faster = part_3("accelerate")
     if faster and not trainable and (is_large(checkpoint) if accelerated is None else accelerated):
@@ -1711,29 +1702,21 @@ def part_3(name: str) -> Callable | None:
 
 
 def memory_plan(
-    checkpoint: Checkpoint,
-    context: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    cache_dtype: torch.dtype | None = None,
+    checkpoint: Checkpoint, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> dict[str, int]:
     """Bytes of memory for weights, cache and temporaries of one row of `context` tokens."""
-    config, item, device = checkpoint.config, dtype.itemsize, torch.device(device)
-    weights = unpacked = 0
+    config, weights, rows = checkpoint.config, 0, min(context, 4 * PREFILL_CHUNK)
     for weight in checkpoint.weights.values():
-        count, kept = math.prod(weight.shape), keeps_blocks(weight, dtype)
-        weights += 2 * count if weight.is_rare else weight.nbytes if kept else item * count
-        if weight.is_rare or kept:
-            unpacked = max(unpacked, count)  # at a time, on a GPU
-    if device.type == "cpu":
-        unpacked = min(unpacked, 2 * CHUNK)
-    widths = 4 * config.hidden_size + 3 * config.intermediate_size
+        dense = math.prod(weight.shape) * (2 if weight.is_rare else dtype.itemsize)
+        weights += weight.nbytes if keeps_blocks(weight, dtype) else dense
     heads = config.num_hidden_layers * config.num_key_value_heads
-    activations = min(context, prefill_chunk(device)) * (widths * item + context)
+    widths = 4 * config.hidden_size + 3 * config.intermediate_size
+    matrix = config.hidden_size * config.intermediate_size
     return {
         "weights": weights,
-        "cache": 2 * heads * config.head_dim * context * (cache_dtype or dtype).itemsize,
-        "overhead": activations + 10 * unpacked,  # float32, integers, dtype
+        "cache": 2 * heads * config.head_dim * context * cache_dtype.itemsize,
+        # Activations and mask for some tokens of a prompt, and one matrix unpacked.
+        "overhead": (rows * widths + matrix) * dtype.itemsize + rows * context,
     }
 
 
@@ -1741,14 +1724,13 @@ def free_memory(device: torch.device) -> float:
     """Bytes that a process can allocate on a device; infinity if unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free, meminfo, group = math.inf, Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    free, group = math.inf, Path("/sys/fs/cgroup")
     with suppress(AttributeError, ValueError, OSError):  # all of the machine's memory
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not meminfo.exists():  # not Linux
-        return free
-    for kilobytes in re.findall(r"MemAvailable:\s+(\d+)", meminfo.read_text()):
+    with suppress(ValueError, OSError):  # Linux
+        (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
-    with suppress(OSError, ValueError):  # the limit of a container, if it has one
+    with suppress(ValueError, OSError):  # the limit of a container, if it has one
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = re.findall(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
         free = min(free, limit - used + sum(map(int, cached)))
@@ -1760,22 +1742,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
-def checked_device(device: torch.device | str) -> torch.device:
-    """The device. Raises ValueError if torch does not know it, or it is not there."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device {str(device)!r} is not available: {reason}") from None
-
-
-def choose_device(name: str, checkpoint: Checkpoint) -> torch.device:
+def choose_device(name: torch.device | str, checkpoint: Checkpoint) -> torch.device:
     """auto: CUDA, else MPS for dense weights, else the CPU. ValueError if it is not available."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":  # MPS would unpack quantised weights anew for every token
         dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
-        name = "cuda" if cuda else "mps" if mps and dense else "cpu"
-    return checked_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name)
+        mps = dense and torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {str(name)!r} is not available: {reason}") from None
 
 
 def choose_dtypes(
@@ -1813,56 +1792,48 @@ def check_memory(plan: dict[str, int], context: int, device: torch.device, free:
     if sum(plan.values()) > free:
         room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
         advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
-        found = f"{device} has {free / 1e9:.1f} GB free"
         advice = f"--context {room}" if room > 0 else advice
+        found = f"{device} has {show_bytes(free)} free"
         raise ValueError(f"the model needs {show_plan(plan)}, but {found}; try {advice}")
 
 
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
-def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
-    """A model and its tokenizer as a Checkpoint, to be saved. ValueError if a part is missing."""
-    if not isinstance(model, Llama) or tokenizer is None:
-        raise ValueError("a Llama can only be saved with its tokenizer")
-    weights = model_weights(model)
-    embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
-    tied = model.config.tie_word_embeddings and torch.equal(embedding, head)
-    if tied:
-        del weights["lm_head.weight"]
-    config = replace(model.config, tie_word_embeddings=tied)
-    return Checkpoint("a model", config, weights, lambda: tokenizer, tokenizer.chat_template)
+def encode_weight(name: str, weight: Weight, ggml_type: str) -> Tensor:
+    """A weight as another type: uint8 (rows, bytes per row). ValueError beyond F16's range."""
+    import gguf
+
+    if weight.ggml_type == ggml_type:
+        return weight.read()
+    w = weight.dense(torch.float32)
+    if ggml_type not in ("F32", "BF16") and w.abs().max() > 65504:
+        raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
+    data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[ggml_type])
+    return torch.from_numpy(data).view(torch.uint8)
 
 
 def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The metadata to write. Raises ValueError for numbers that have no place in 32 bits."""
-    import gguf
+    """The metadata to write, less what has no place in types of 32 bits: see check_saved()."""
 
-    def fits(value: Any, lowest: int = 0) -> bool:
-        if isinstance(value, list):  # whose integers are signed
-            return all(fits(item, -(2**31)) for item in value)
-        if isinstance(value, str):
-            return value == value.encode(errors="ignore").decode()
-        return lowest <= value < lowest + 2**32 if type(value) is int else abs(value) < 3.4e38
+    def fits(value: Any) -> bool:
+        if isinstance(value, list):
+            return value != [] and all(map(fits, value))
+        if isinstance(value, int):
+            return 0 <= value < 2**31
+        return isinstance(value, str) or abs(value) < 3.4e38
 
     config = checkpoint.config
-    settings = {key: value for key, value in checkpoint.metadata.items() if fits(value)}
-    settings |= tokenizer.vocabulary(config.vocab_size)
+    settings = checkpoint.metadata | tokenizer.vocabulary(config.vocab_size)
     for name, key, *_ in SETTINGS:
         settings[key] = type(getattr(Config, name))(getattr(config, name))
-    settings |= {
-        "general.quantization_version": gguf.GGML_QUANT_VERSION,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.scaling.type": "none" if config.rope_scaling_factor == 1 else "linear",
-        "tokenizer.chat_template": checkpoint.chat_template,
-    }
     for key, token_id in zip(("eot", "eom"), config.stop_token_ids):
         settings[f"tokenizer.ggml.{key}_token_id"] = token_id
-    settings = {key: value for key, value in settings.items() if value not in ("", [], -1)}
-    for key, value in settings.items():
-        if not fits(value):
-            raise ValueError(f"{key} is {str(value)[:40]}, which GGUF cannot represent")
-    return settings
+    settings["llama.rope.dimension_count"] = config.head_dim
+    scaling = "none" if config.rope_scaling_factor == 1 else "linear"
+    settings["llama.rope.scaling.type"] = scaling
+    settings["tokenizer.chat_template"] = checkpoint.chat_template
+    return {key: value for key, value in settings.items() if value != "" and fits(value)}
 
 
 @contextmanager
@@ -1872,24 +1843,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     A file that is replaced passes on its permissions. ValueError if it is read-only.
     """
     path = Path(os.path.realpath(path))  # through symlinks, as writing would go
-    mode = path.lstat().st_mode if os.path.lexists(path) else None
-    if mode is not None and not (stat.S_ISREG(mode) and mode & stat.S_IWUSR):
-        problem = "read-only" if stat.S_ISREG(mode) else "not a regular file"
-        raise ValueError(f"{path}: cannot be replaced: {problem}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: no such folder")
-    for old in path.parent.glob(f".{'[0-9a-f]' * 16}.unfinished"):  # of a run that was killed
-        with suppress(OSError):
-            if old.stat().st_mtime < time.time() - 3600:
-                old.unlink()
-    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    exists = os.path.lexists(path)
+    writable = path.is_file() and path.stat().st_mode & stat.S_IWUSR
+    expect(writable or not exists, f"{path}: cannot be replaced: read-only, or not a regular file")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         with unfinished.open("xb") as file:
-            if mode is not None:
-                unfinished.chmod(stat.S_IMODE(mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if exists:
+            shutil.copymode(path, unfinished)
         unfinished.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)  # a full disk does not say where
@@ -1903,18 +1867,13 @@ ODD_TEXT = "  two  spaces  a\tb\r\n\n \0\x7f\u200b\ufeff\u2028 \u3000\uff21 \ufb
 ODD_TEXT += " \u2581\u2581a \u4e16 \U0001f469\u200d\U0001f680 <s><unk> ABC abc 4,567.89 "
 
 
-def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, unfinished: Path, path: Any) -> None:
+def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
     """Raises ValueError unless the settings and the tokenizer of a saved file are the same."""
-    try:
-        saved = open_checkpoint(unfinished)
-    except ValueError as error:
-        raise ValueError(str(error).replace(str(unfinished), str(path))) from None
-    for item in fields(Config):
-        ours, theirs = (getattr(c.config, item.name) for c in (checkpoint, saved))
-        near = type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-6)
-        if ours != theirs and not near:
-            found = f"{item.name} {ours}: it would be {theirs}"
-            raise ValueError(f"{path}: GGUF cannot represent {found}")
+    saved = open_checkpoint(path)
+    for name, ours in vars(checkpoint.config).items():
+        theirs = getattr(saved.config, name)
+        same = ours == theirs or (type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-6))
+        expect(same, f"GGUF cannot represent {name} {ours}: it would be {theirs}")
     rebuilt = saved.tokenizer()
     pieces = [piece.replace("\u2581", " ") for piece in rebuilt.pieces]
     joined = ["".join(pieces[i::997]) for i in range(997)]
@@ -1922,7 +1881,7 @@ def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, unfinished: Path, 
         ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
         if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
             found = f"{text[:20]!r} has the ids {ids[:9]}, but from the file {others[:9]}"
-            raise ValueError(f"{path}: GGUF cannot represent this vocabulary: {found}")
+            raise ValueError(f"GGUF cannot represent this vocabulary: {found}")
 
 
 def save_gguf(
@@ -1940,70 +1899,54 @@ def save_gguf(
     import gguf
     import numpy
 
-    if ggml_type is not None and ggml_type not in SAVE_TYPES:
-        raise ValueError(f"cannot write the type {ggml_type}; expected {', '.join(SAVE_TYPES)}")
+    accepted = ", ".join(SAVE_TYPES)
+    expect(ggml_type in (None, *SAVE_TYPES), f"the type is {ggml_type}; expected {accepted}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    types, value_types = gguf.GGMLQuantizationType, gguf.GGUFValueType
-    config, names = checkpoint.config, name_map(1, checkpoint.config)
-    weights = {}
-    if config.rope_freq_factors is not None:
-        factors = torch.tensor([config.rope_freq_factors]).view(torch.uint8)
-        weights["rope_freqs.weight"] = Weight("F32", (config.head_dim // 2,), [factors])
-    weights |= {names[ours]: weight for ours, weight in checkpoint.private_weights().items()}
-    first = next(iter(weights))
-    targets = {}  # what is written: vectors as F32, rows that are not whole blocks as F16
-    for name, weight in weights.items():
-        kind = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
-        target = replace(weight, ggml_type=kind)
-        whole = weight.shape[-1] % target.block[0] == 0
-        targets[name] = target if whole else replace(weight, ggml_type="F16")
+    tokenizer = checkpoint.tokenizer()
+    expect(tokenizer, "a model can only be saved with its tokenizer")
+    names = name_map(1, checkpoint.config)
+    if factors := checkpoint.config.rope_freq_factors:
+        rows = torch.tensor([factors]).view(torch.uint8)
+        weights = {"rope_freqs.weight": Weight("F32", (len(factors),), [rows])}
+        checkpoint = replace(checkpoint, weights=weights | checkpoint.weights)
     with replacing(Path(path)) as file:
-        tokenizer = checkpoint.tokenizer()
-        writer = gguf.GGUFWriter(file.name, "llama")
+        types, writer = gguf.GGUFValueType, gguf.GGUFWriter(file.name, "llama")
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in gguf_settings(checkpoint, tokenizer).items():
-            value_type = value_types.get_type(value)
-            unsigned = value_type == value_types.INT32
-            writer.add_key_value(key, value, value_types.UINT32 if unsigned else value_type)
-        for name, target in targets.items():
-            number = types[target.ggml_type]
-            writer.add_tensor_info(name, target.shape, numpy.dtype("f4"), target.nbytes, number)
+            is_int = type(value) is int
+            writer.add_key_value(key, value, types.UINT32 if is_int else types.get_type(value))
+        targets = {}
+        for name, weight in checkpoint.weights.items():
+            kind = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
+            target = targets[name] = replace(weight, ggml_type=kind)
+            if weight.shape[-1] % target.block[0]:  # rows that are not whole blocks
+                target.ggml_type = "F16"
+            number = gguf.GGMLQuantizationType[target.ggml_type]
+            info = target.shape, numpy.dtype("f4"), target.nbytes, number
+            writer.add_tensor_info(names.get(name, name), *info)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.close()
-        start = -(-file.seek(0, os.SEEK_END) // 32) * 32
-        file.truncate(start + sum(-(-target.nbytes // 32) * 32 for target in targets.values()))
-        file.seek(start)
-        for name, weight in show_progress(weights.items(), "saving", progress):
-            ggml_type = targets[name].ggml_type
-            if ggml_type == weight.ggml_type:
-                rows = weight.read().numpy()
-            else:
-                dense = weight.dense(torch.float32)
-                values = dense.numpy()
-                if ggml_type not in ("F32", "BF16") and abs(values).max() > 65504:
-                    raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
-                rows = gguf.quants.quantize(values, types[ggml_type])
-            file.write(numpy.ascontiguousarray(rows).data)
-            file.write(bytes(-rows.nbytes % 32))
-            if name == first:  # all that the check reads is in the file
-                file.flush()
-                check_saved(checkpoint, tokenizer, Path(file.name), path)
+        file.seek(0, os.SEEK_END)
+        for name, weight in checkpoint.read("saving", progress):
+            file.write(bytes(-file.tell() % 32))
+            file.write(encode_weight(name, weight, targets[name].ggml_type).numpy().data)
+        file.write(bytes(-file.tell() % 32))
+        file.flush()
+        check_saved(checkpoint, tokenizer, Path(file.name))
 
 
 def save_pretrained(
-    model: Llama | Checkpoint,
-    tokenizer: Tokenizer,
-    directory: str | Path,
-    dtype: torch.dtype = torch.float32,
+    model: Llama, tokenizer: Tokenizer, directory: str | Path, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write a model as a Hugging Face directory, all weights as `dtype`; transformers reads it.
 
     Raises ValueError for what config.json cannot hold, and for a directory that holds other weights.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    config, folder = checkpoint.config, Path(directory)
-    if dtype not in DENSE_NAMES:
+    checkpoint, folder = model_checkpoint(model, tokenizer), Path(directory)
+    config, ggml_type = checkpoint.config, DENSE_NAMES.get(dtype)
+    if ggml_type is None:
         raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
     folder.mkdir(parents=True, exist_ok=True)
     for other in folder.glob("*.index.json"):  # it would be read in place of ours
@@ -2018,44 +1961,41 @@ def save_pretrained(
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **hf_rope(config),
+        "rope_scaling": hf_rope_scaling(config),
     }
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, weights = 0, checkpoint.private_weights()
-    for name, weight in weights.items():
+    end = 0
+    for name, weight in checkpoint.weights.items():
         start, end = end, end + math.prod(weight.shape) * dtype.itemsize
-        entry = {"dtype": DENSE_NAMES[dtype], "shape": weight.shape, "data_offsets": [start, end]}
+        entry = {"dtype": ggml_type, "shape": weight.shape, "data_offsets": [start, end]}
         header[name if name == "lm_head.weight" else f"model.{name}"] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with replacing(folder / "model.safetensors") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, weight in weights.items():
-            values = weight.dense(dtype)
+        for name, weight in checkpoint.weights.items():
+            rows = encode_weight(name, weight, ggml_type)
             if last_name(name) in ("q_proj", "k_proj"):
-                values = rows_to_hf(values, config.head_dim)
-            file.write(values.contiguous().view(torch.uint8).numpy().data)
-            weight.release()
+                rows = rows_to_hf(rows, config.head_dim).contiguous()
+            file.write(rows.numpy().data)
     files = {"config.json": settings, "generation_config.json": ids}
     for file_name, content in (files | tokenizer.hf_files(config)).items():
-        with replacing(folder / file_name) as file:
-            is_json = not isinstance(content, bytes)
-            file.write(json.dumps(content, indent=2).encode() if is_json else content)
+        is_json = not isinstance(content, bytes)
+        data = json.dumps(content, indent=2).encode() if is_json else content
+        (folder / file_name).write_bytes(data)
 
 
-def hf_rope(config: Config) -> dict[str, Any]:
-    """config.json's keys for RoPE, before transformers 5 and since. ValueError for odd factors."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling_factor != 1:
-        rope = {"rope_type": "linear", "factor": config.rope_scaling_factor}
-    if factors := config.rope_freq_factors:  # as Llama 3.1 and 3.2 have them, or not at all
-        rope = {"rope_type": "llama3", "factor": round(max(factors), 3), "low_freq_factor": 1.0}
-        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        published = llama3_divisors(lambda key, *_: rope[key], config)
-        if max(abs(a - b) for a, b in zip(factors, published)) > 1e-4:
-            raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
-    scaling = {"rope_scaling": rope} if len(rope) > 1 else {}
-    return scaling | {"rope_parameters": {**rope, "rope_theta": config.rope_theta}}
+def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
+    """config.json's rope_scaling. ValueError for factors that are not Llama 3.1's."""
+    factor, factors = config.rope_scaling_factor, config.rope_freq_factors
+    if factors is None:
+        return {"rope_type": "linear", "factor": factor} if factor != 1 else None
+    rope = {"rope_type": "llama3", "factor": round(max(factors), 3), "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    published = llama3_divisors(lambda key, *_: rope[key], config)
+    near = all(abs(a - b) < 1e-4 for a, b in zip(factors, published))
+    expect(near and factor == 1, "config.json cannot hold these rope_freq_factors: not Llama 3's")
+    return rope
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3208,7 +3148,7 @@ class Session:
         context = context or min(checkpoint.config.max_position_embeddings, CHAT_CONTEXT)
         device = choose_device("auto", checkpoint)
         dtype, cache_dtype, exact = choose_dtypes("auto", device, checkpoint)
-        plan = memory_plan(checkpoint, context, dtype, device, cache_dtype)
+        plan = memory_plan(checkpoint, context, dtype, cache_dtype)
         count = max(1, min(count, int(memory // plan["cache"])))
         plan["cache"] *= count
         check_memory(plan, context, device, free_memory(device))
@@ -4355,7 +4295,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     )
     if ranks:  # torch runs their attention, and would convert the cache for every token
         cache_dtype = dtype
-    plan = partial(memory_plan, checkpoint, dtype=dtype, device=device, cache_dtype=cache_dtype)
+    plan = partial(memory_plan, checkpoint, dtype=dtype, cache_dtype=cache_dtype)
     if args.info:
         write(describe_checkpoint(checkpoint, plan(context), context))
         return 0

@@ -827,7 +827,7 @@ def test_sections_refer_upwards():
         ("gguf_config", "gguf_stop_ids"),
         ("gguf_config", "PRE_TOKENIZERS"),
         ("check_saved", "read_fields"),
-        ("memory_plan", "prefill_chunk"),
+        ("memory_plan", "PREFILL_CHUNK"),
         ("accelerate", "CompiledLayers"),
         ("accelerate", "CompiledLinear"),
     }
@@ -2180,7 +2180,7 @@ def test_memory_plan_and_refusal():
         parameters = dict(llama2.Llama(config).named_parameters())
     weights = {name: llama2.Weight("F16", tuple(p.shape), []) for name, p in parameters.items()}
     model = llama2.Checkpoint("", config, weights, None)
-    plan = llama2.memory_plan(model, 4096, torch.float16)
+    plan = llama2.memory_plan(model, 4096, torch.float16, torch.float16)
     assert plan["weights"] == 2 * 6_738_415_616
     layer = llama2.Cache(dataclasses.replace(config, num_hidden_layers=1), 1, 64, torch.float16)
     assert plan["cache"] == 2**31 == (layer.k.nbytes + layer.v.nbytes) * 32 * 64
@@ -2189,7 +2189,7 @@ def test_memory_plan_and_refusal():
     llama2.check_memory(*options, need)
     for free, message in (
         (need - 1, r"needs weights 13\.5 .* GB free; try --context 4095"),
-        (10e9, r"10\.0 GB free.* fewer bits per weight \(--save .* or more devices"),
+        (10e9, r"10 GB free.* fewer bits per weight \(--save .* or more devices"),
     ):
         with pytest.raises(ValueError, match=message):
             llama2.check_memory(*options, free)

@@ -869,7 +869,7 @@ def test_only_regular_files_are_replaced(source, kind, capsys):
 def test_a_folder_that_is_not_there(source, capsys):
     target = source.parent / "missing" / "b.gguf"
     assert llama2.main(["--model", str(source), "--save", str(target)]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 @on_posix
@@ -894,18 +894,6 @@ def test_links_are_followed_and_modes_are_those_of_any_file(source):
     (folder / "real.gguf").chmod(0o400)
     with pytest.raises(ValueError, match="read-only"):
         llama2.save_gguf(llama2.open_checkpoint(source), folder / "real.gguf")
-
-
-@on_posix
-def test_leftovers_of_killed_runs_are_cleaned_up(source):
-    """After an hour; another program's files and those of a run that still writes stay."""
-    names = [f".{'0' * 16}.unfinished", f".{'1' * 16}.unfinished", ".mine.unfinished"]
-    for name, age in zip(names, (7200, 60, 7200), strict=True):
-        old = source.with_name(name)
-        old.write_bytes(b"half")
-        os.utime(old, (time.time() - age,) * 2)
-    llama2.save_gguf(llama2.open_checkpoint(source), source.with_name("b.gguf"))
-    assert listing(source.parent) == sorted([*names[1:], "a.gguf", "b.gguf"])
 
 
 @pytest.mark.parametrize(
@@ -1036,8 +1024,8 @@ def test_a_vocabulary_that_reads_back_otherwise(source, monkeypatch):
     ("change", "match"),
     [
         ({"eos_token_id": 10**9}, "EOS"),
-        ({"eos_token_id": 2**32}, "eos_token_id is 4294967296"),
-        ({"bos_token_id": -2}, "bos_token_id is -2"),
+        ({"eos_token_id": 2**32}, "eos_token_id 4294967296"),
+        ({"bos_token_id": -2}, "bos_token_id -2"),
         ({"bos_token_id": -1}, "bos_token_id -1"),
         ({"eos_token_id": 320}, "EOS"),
         ({"rms_norm_eps": 1e-300}, "rms_norm_eps"),
@@ -1070,24 +1058,19 @@ def test_settings_that_gguf_cannot_hold(source, change, match):
     ],
 )
 def test_metadata_of_64_bits(parts, tmp_path, key, value_type, value, works):  # noqa: F811
-    """Kept where 32 bits hold it, else refused by the key's name."""
+    """Kept where 32 bits hold it, else left out."""
     key = f"tokenizer.ggml.{key}"
     keys, tensors = parts
     path = written(tmp_path / "a.gguf", [*without(keys, key), [key, value_type, value]], tensors)
     checkpoint, target = llama2.open_checkpoint(path), tmp_path / "b.gguf"
-    if not works:
-        with pytest.raises(ValueError, match=f"{key} is"):
-            llama2.save_gguf(checkpoint, target)
-        assert not target.exists()
-        return
     llama2.save_gguf(checkpoint, target)
     expected = value[1] if value_type == ARRAY else value
-    assert llama2.GGUF(target).metadata.get(key, []) == expected
+    assert llama2.GGUF(target).metadata.get(key, []) == (expected if works else [])
 
 
 def test_templates_that_are_no_unicode(source):
     checkpoint = replace(llama2.open_checkpoint(source), chat_template="\ud800")
-    with pytest.raises(ValueError, match="chat_template is"):
+    with pytest.raises(ValueError, match="surrogates"):
         llama2.save_gguf(checkpoint, source.with_name("b.gguf"))
 
 
@@ -1097,7 +1080,7 @@ def test_numbers_beyond_f16(tmp_path, keys, tensors):
     weights["output.weight"] = np.full_like(tensors["output.weight"], 1e5)
     path = write_gguf(tmp_path / "a.gguf", keys, tensors | weights)
     for ggml_type in ("F16", "Q8_0", "Q4_0"):
-        with pytest.raises(ValueError, match="output.weight: a number beyond"):
+        with pytest.raises(ValueError, match="lm_head.weight: a number beyond"):
             llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf", ggml_type)
     assert listing(tmp_path) == ["a.gguf"]
 

@@ -625,7 +625,7 @@ def test_memory_of_rare_types(tmp_path, tied):
     matrices = sum(w.size for w in make_weights(config).values() if w.ndim == 2)
     norms = sum(w.size for w in make_weights(config).values() if w.ndim == 1)
     for dtype in (torch.float32, torch.bfloat16):
-        plan = llama2.memory_plan(checkpoint, 10, dtype)
+        plan = llama2.memory_plan(checkpoint, 10, dtype, dtype)
         assert plan["weights"] == 2 * matrices + dtype.itemsize * norms
     held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     assert sum(held.values()) == 2 * matrices + 4 * norms

@@ -20,9 +20,14 @@ def test_windows_has_neither_sysconf_nor_resource(cli_path, monkeypatch, capfd):
     """Memory is then unknown: nothing is refused, and all runs."""
     monkeypatch.delattr(os, "sysconf", raising=False)
     monkeypatch.setitem(sys.modules, "resource", None)  # importing it fails
-    exists = Path.exists
-    hidden = ("/proc/meminfo", "/sys/fs/cgroup")
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) not in hidden and exists(path))
+    read_text = Path.read_text
+
+    def hidden(path, *args, **kwargs):
+        if path.parts[1:2] in (("proc",), ("sys",)):
+            raise FileNotFoundError(path)
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", hidden)
     assert llama2.free_memory(torch.device("cpu")) == float("inf")
     argv = [
         "--model",
@@ -66,7 +71,13 @@ def test_quantised_files_prefer_the_cpu_to_mps(monkeypatch):
     """MPS is taken for dense weights, or when it is asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(llama2, "checked_device", torch.device)  # there is none here
+    there = SimpleNamespace(device=torch.device("mps"))
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda size, device: there if device == "mps" else empty(size, device=device),
+    )
     for types, device in ((["F32", "F16"], "mps"), (["F32", "Q4_0"], "cpu")):
         weights = {str(i): SimpleNamespace(ggml_type=name) for i, name in enumerate(types)}
         checkpoint = SimpleNamespace(weights=weights)
