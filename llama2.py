@@ -707,12 +707,11 @@ def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
 
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The state dict of a Llama of transformers, for load_state_dict() of one of this file."""
-    return {
-        name.removeprefix("model."): rows_from_hf(w, config.head_dim)
-        if last_name(name) in ("q_proj", "k_proj")
-        else w
-        for name, w in state.items()
-    }
+    renamed = {name.removeprefix("model."): w for name, w in state.items()}
+    for name, w in renamed.items():
+        if last_name(name) in ("q_proj", "k_proj"):
+            renamed[name] = rows_from_hf(w, config.head_dim)
+    return renamed
 
 
 class MappedFile(mmap.mmap):
@@ -724,8 +723,7 @@ class MappedFile(mmap.mmap):
     @classmethod
     def open(cls, path: Path, before: MappedFile | None = None) -> MappedFile:
         """Map a file, nothing whose opening could block; the same as `before`, if that is given."""
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"{path}: not a regular file")
+        expect(stat.S_ISREG(path.stat().st_mode), f"{path}: not a regular file")
         with path.open("rb") as file:
             try:
                 mapped = cls(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -734,8 +732,8 @@ class MappedFile(mmap.mmap):
             status = os.fstat(file.fileno())
         mapped.path = path
         mapped.identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-        if before is not None and mapped.identity != before.identity:
-            raise ValueError(f"{path}: the file has changed since it was opened")
+        same = before is None or mapped.identity == before.identity
+        expect(same, f"{path}: the file has changed since it was opened")
         return mapped
 
 
@@ -829,7 +827,9 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
-    context_limit: str = "the model's context"  # what limits it; empty where no file says
+    context_limit: str = (
+        "the model's context or sliding window"  # what limits it; empty where no file says
+    )
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
     path: str = ""
 
@@ -844,22 +844,20 @@ class Checkpoint:
         items = self.weights.items()
         for name, weight in tqdm(items, label, unit="tensor", leave=False, disable=not progress):
             if weight.source is not None:
-                source = again(weight.source)  # each file once
+                source, (rows,) = again(weight.source), weight.shards  # each file once
                 memory = torch.frombuffer(source, dtype=torch.uint8)
-                places = [(t.shape, t.stride(), t.storage_offset()) for t in weight.shards]
-                shards = [memory.as_strided(*place) for place in places]
-                weight = replace(weight, source=source, shards=shards)
+                rows = memory.as_strided(rows.shape, rows.stride(), rows.storage_offset())
+                weight = replace(weight, source=source, shards=[rows])
             yield name, weight
             weight.release()
 
     def allow_context(self, context: int | None) -> Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
         most = self.config.max_position_embeddings
-        if context is None:
-            return self
-        if context < 1 or (context > most and self.context_limit):
-            limit = self.context_limit or "or more if the model was trained for it"
-            raise ValueError(f"--context {context}; expected 1 to {most}, {limit}")
+        context = most if context is None else context
+        limit = self.context_limit or "or more if the model was trained for it"
+        fits = 0 < context and (context <= most or not self.context_limit)
+        expect(fits, f"--context {context}; expected 1 to {most}, {limit}")
         config = replace(self.config, max_position_embeddings=max(context, most))
         return replace(self, config=config)
 
@@ -885,71 +883,55 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-# What the readers raise on damaged files: their own errors and those of struct, json, zipfile.
-DAMAGED: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, ArithmeticError)
-DAMAGED += (AttributeError, RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile)
-
-
 @contextmanager
-def naming(path: Path, problem: str = "") -> Iterator[None]:
-    """Turns errors into a ValueError that names the file, in 400 printable characters at most."""
+def naming(item: object, problem: str = "") -> Iterator[None]:
+    """Turns errors into a ValueError that names the file or item, in 400 printable characters."""
     try:
         yield
-    except DAMAGED as error:
-        text = str(error) if str(path) in str(error) else f"{path}: {problem}{error}"
+    except (OSError, ImportError, MemoryError):  # which say nothing of a file's content
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever damaged files make Python's modules raise)
+        named = str(error).startswith(str(item))
+        text = str(error) if named else f"{item}: {problem}{error}"
         raise ValueError(printable(text[:400])) from None
 
 
 def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
     """The content of a file. Raises ValueError if it is empty or longer than `limit`."""
     source = MappedFile.open(path)
-    if len(source) > limit:
-        raise ValueError(f"{path}: damaged: {len(source)} bytes; expected at most {limit}")
+    size = len(source)
+    expect(size <= limit, f"{path}: damaged: {size} bytes; expected at most {limit}")
     return source[:]
 
 
 def map_weight(source: MappedFile, name: str, ggml_type: str, shape: tuple, start: int) -> Weight:
     """A tensor that lies at byte `start` of a mapped file. Raises ValueError if it cannot."""
     weight = Weight(ggml_type, shape, [], source=source)
-    sizes_fit = all(type(n) is int and 0 < n < 2**31 for n in shape)
-    if not 1 <= len(shape) <= 4 or not sizes_fit or shape[-1] % weight.block[0]:
-        raise ValueError(f"{name} of type {ggml_type} has the sizes {list(shape)}")
+    fits = 1 <= len(shape) <= 4 and all(type(n) is int and 0 < n < 2**31 for n in shape)
+    whole = fits and shape[-1] % weight.block[0] == 0
+    expect(whole, f"{name} of type {ggml_type} has the sizes {list(shape)}")
     end = start + weight.nbytes
-    if end > len(source):
-        raise ValueError(f"{name} ends at byte {end}, the file at {len(source)}: truncated?")
+    expect(end <= len(source), f"{name} ends at byte {end}, the file at {len(source)}: truncated?")
     rows = torch.frombuffer(source, dtype=torch.uint8)[start:end]
     weight.shards.append(rows.view(math.prod(shape[:-1]), -1))
     return weight
 
 
-def lookup(path: Path, settings: Mapping, key: str, expected: type, default: Any = None) -> Any:
-    """The value of `key`. ValueError if it is not `expected`, or missing without a default.
-
-    A GGUF file may give a number for each layer, as a list, if all are the same.
-    """
+def lookup(path: Path, settings: Mapping, key: str, expected: Any, default: Any = None) -> Any:
+    """The value of `key`, which has the type `expected`, or is among these values; ValueError."""
     value = settings.get(key)
     value = default if value is None else value
-    per_layer = expected is int and key.startswith("llama.") and isinstance(value, list)
-    if per_layer and value and value[1:] == value[:-1]:
-        value = value[0]
-    if value is None:
-        raise ValueError(f"{path}: the key {key} is missing")
-    fits = isinstance(value, (int, float) if expected is float else expected)
+    if isinstance(expected, tuple):
+        fits, known = value in expected, " or ".join(map(str, expected))
+    else:
+        fits = isinstance(value, (int, float) if expected is float else expected)
+        known = expected.__name__
     if fits and expected in (int, float):  # within what float32 can hold
         fits = not isinstance(value, bool) and abs(value) < 1e38
-    if not fits:
-        raise ValueError(f"{path}: {key} is {str(value)[:40]!r}, not {expected.__name__}")
+    if not fits:  # a long list takes long to print
+        found = "missing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{path}: {key} is {found}; expected {known}")
     return value
-
-
-def require(path: Path, settings: dict[str, Any], accepted: dict[str, tuple]) -> None:
-    """Raises ValueError unless each key has one of its values; None: it may be missing."""
-    for key, values in accepted.items():
-        found = settings.get(key)
-        if found not in values:
-            value = "missing" if found is None else str(found)[:60]
-            known = " or ".join("none" if v is None else str(v) for v in values)
-            raise ValueError(f"{path}: unsupported model: {key} is {value}; expected {known}")
 
 
 def read_config(column: int, get: Callable, **known: Any) -> Config:
@@ -963,7 +945,7 @@ def read_config(column: int, get: Callable, **known: Any) -> Config:
     return Config(**known)
 
 
-GGUF_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))  # a value's type: struct's letter
+GGUF_TYPES = dict(zip((*range(9), 10, 11, 12), "BbHhIif?sQqd"))  # a value's type: struct's letter
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
 
@@ -971,110 +953,71 @@ class GGUF:
     """A GGUF file's metadata and tensors (ggml's gguf.md). gguf.GGUFReader would take seconds."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
-        self.bytes = MappedFile.open(self.path)
-        self.end = min(len(self.bytes), MAX_METADATA)  # of what is read here
+        import gguf
+
+        self.path, self.values_left = Path(path), MAX_VALUES
+        self.file = MappedFile.open(self.path)
+        self.end = min(len(self.file), MAX_METADATA)  # of what is read here
         self.metadata: dict[str, Any] = {}
         self.get = partial(lookup, self.path, self.metadata)
         self.tensors: dict[str, Weight] = {}
         with naming(self.path):
-            self.read()
-
-    def read(self) -> None:
-        """All of the metadata and the table of tensors."""
-        magic, self.version = self.unpack("4sI", "header")
-        if magic != b"GGUF":
-            raise ValueError(f"starts with {magic!r}, not with b'GGUF'")
-        if self.version not in (2, 3):
-            raise ValueError(f"version {self.version:#x}; expected 2 or 3, little-endian")
-        tensor_count, key_count = self.unpack("QQ", "header")
-        if max(tensor_count, key_count) > MAX_ENTRIES:
-            raise ValueError(f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}")
-        for i in range(key_count):
-            (key,) = self.strings(f"key {i} of {key_count}")
-            if key in self.metadata:
-                raise ValueError(f"duplicate key {key!r}")
-            (value_type,) = self.unpack("I", key)
-            self.metadata[key] = self.value(value_type, key)
-        infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
-        align = self.get("general.alignment", int, 32)
-        if not 8 <= align <= 2**20 or align & (align - 1):  # as gguf.md has it
-            raise ValueError(f"general.alignment is {align}; expected a power of 2 from 8 to 2**20")
-        base = end = -(-self.offset // align) * align
-        for offset, name, ggml_type, shape in sorted(infos):
-            if name in self.tensors:
-                raise ValueError(f"duplicate tensor {name!r}")
-            if offset % align or base + offset < end:
-                raise ValueError(f"{name}: offset {offset} is not aligned or overlaps another")
-            weight = map_weight(self.bytes, name, ggml_type, shape, base + offset)
-            self.tensors[name], end = weight, base + offset + weight.nbytes
+            magic, self.version = self.unpack("4sI", "header")
+            expect(magic == b"GGUF", f"starts with {magic!r}, not with b'GGUF'")
+            known = self.version in (2, 3)
+            expect(known, f"version {self.version:#x}; expected 2 or 3, little-endian")
+            tensor_count, key_count = self.unpack("QQ", "header")
+            found = f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}"
+            expect(max(tensor_count, key_count) <= MAX_ENTRIES, found)
+            for i in range(key_count):
+                (key,) = self.values(GGUF_STRING, 1, f"key {i} of {key_count}")
+                expect(key not in self.metadata, f"duplicate key {key!r}")
+                (value_type,) = self.unpack("I", key)
+                is_array = value_type == GGUF_ARRAY
+                value_type, count = self.unpack("IQ", key) if is_array else (value_type, 1)
+                values = self.values(value_type, count, key)
+                self.metadata[key] = values if is_array else values[0]
+            infos = []
+            for i in range(tensor_count):
+                (name,) = self.values(GGUF_STRING, 1, f"tensor {i} of {tensor_count}")
+                (n_dims,) = self.unpack("I", name)
+                expect(n_dims <= 4, f"{name} has {n_dims} dimensions; expected 1 to 4")
+                *dims, number, offset = self.unpack(f"{n_dims}QIQ", name)  # the fastest comes first
+                with naming(name):
+                    ggml_type = gguf.GGMLQuantizationType(number).name
+                infos.append((offset, name, ggml_type, tuple(dims[::-1])))
+            align = self.get("general.alignment", tuple(2**i for i in range(3, 21)), 32)  # gguf.md
+            base = end = -(-self.file.tell() // align) * align
+            for offset, name, ggml_type, shape in sorted(infos):
+                expect(name not in self.tensors, f"duplicate tensor {name!r}")
+                fits = offset % align == 0 and base + offset >= end
+                expect(fits, f"{name}: offset {offset} is not aligned or overlaps another")
+                weight = map_weight(self.file, name, ggml_type, shape, base + offset)
+                self.tensors[name], end = weight, base + offset + weight.nbytes
 
     def take(self, size: int, item: str) -> bytes:
         """The next bytes. ValueError beyond the end."""
-        start, self.offset = self.offset, self.offset + size
-        if self.offset > self.end:
+        if self.file.tell() + size > self.end:
             raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
-        return self.bytes[start : self.offset]
+        return self.file.read(size)
 
     def unpack(self, letters: str, item: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
         return struct.unpack("<" + letters, self.take(struct.calcsize("<" + letters), item))
 
-    def strings(self, item: str, count: int = 1) -> list[str]:
-        """The next strings, each a length of 8 bytes and UTF-8: Llama 3 has 400,000 of them."""
+    def values(self, value_type: int, count: int, item: str) -> list:
+        """The next numbers or strings, each of these a length of 8 bytes and UTF-8."""
+        self.values_left -= count
+        fits = self.values_left >= 0 and value_type in GGUF_TYPES
+        expect(fits, f"{item} is an array of {count} values of type {value_type}")
+        if value_type != GGUF_STRING:
+            return list(self.unpack(f"{count}{GGUF_TYPES[value_type]}", item))
         texts = []
-        try:
-            for _ in range(count):
+        with naming(item, "not UTF-8: "):
+            for _ in range(count):  # Llama 3 has 400,000 of them
                 size = int.from_bytes(self.take(8, item), "little")
                 texts.append(self.take(size, item).decode())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{item} is not UTF-8: {error}") from None
         return texts
-
-    def value(self, value_type: int, item: str) -> Any:
-        """The next metadata value: a number, a string or a list of either."""
-        if value_type == GGUF_STRING:
-            return self.strings(item)[0]
-        if value_type in GGUF_SCALARS:
-            return self.unpack(GGUF_SCALARS[value_type], item)[0]
-        if value_type != GGUF_ARRAY:
-            raise ValueError(f"{item} has the unknown value type {value_type}")
-        value_type, count = self.unpack("IQ", item)
-        self.values_left -= count
-        if self.values_left < 0 or value_type not in (*GGUF_SCALARS, GGUF_STRING):
-            raise ValueError(f"{item} is an array of {count} values of type {value_type}")
-        if value_type == GGUF_STRING:
-            return self.strings(item, count)
-        return list(self.unpack(f"{count}{GGUF_SCALARS[value_type]}", item))
-
-    def tensor_info(self, item: str) -> tuple[int, str, str, tuple[int, ...]]:
-        """The next entry of the tensor table: offset in the data, name, ggml type, shape."""
-        import gguf
-
-        (name,) = self.strings(item)
-        (n_dims,) = self.unpack("I", name)
-        if not 1 <= n_dims <= 4:
-            raise ValueError(f"{name} has {n_dims} dimensions; expected 1 to 4")
-        *dims, number, offset = self.unpack(f"{n_dims}QIQ", name)  # the fastest comes first
-        types = {ggml_type.value: ggml_type.name for ggml_type in gguf.GGMLQuantizationType}
-        if number not in types:
-            raise ValueError(f"{name} has the unknown type {number}")
-        return offset, name, types[number], tuple(dims[::-1])
-
-
-def gguf_tensors(file: GGUF) -> dict[str, Weight]:
-    """The tensors of a GGUF file, with all other parts of a split one. Raises ValueError."""
-    tensors, parts = dict(file.tensors), file.get("split.count", int, 1)
-    if parts > 1:
-        stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
-        if file.get("split.no", int, 0) or not is_first:
-            raise ValueError(f"one of {parts} parts; pass the first, NAME-00001-of-{parts:05}.gguf")
-        for i in range(2, parts + 1):
-            part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
-            if part.get("split.no", int) != i - 1 or part.tensors.keys() & tensors.keys():
-                raise ValueError(f"{part.path}: not part {i} of {file.path}")
-            tensors |= part.tensors
-    return tensors
 
 
 def gguf_stop_ids(path: Path, keys: Mapping) -> tuple[int, ...]:
@@ -1085,72 +1028,60 @@ def gguf_stop_ids(path: Path, keys: Mapping) -> tuple[int, ...]:
     return tuple(token_id for token_id in ids if token_id != eos)
 
 
-def gguf_config(file: GGUF, tensors: dict[str, Weight]) -> Config:
-    """The configuration, from a GGUF file's keys and the shapes of its tensors, or ValueError."""
-    get, scaling = file.get, "llama.rope.scaling."
-    accepted: dict[str, tuple] = {
-        "general.architecture": ("llama",),
-        "general.type": ("model", None),
-        "llama.expert_count": (0, None),
-        "tokenizer.ggml.model": ("llama", "gpt2"),  # SentencePiece, byte-level BPE
-        f"{scaling}type": ("linear", "none", None),
-    }
-    if file.metadata.get("tokenizer.ggml.model") == "gpt2":
-        accepted["tokenizer.ggml.pre"] = tuple(PRE_TOKENIZERS)
-    require(file.path, file.metadata, accepted)
-    factor = get(f"{scaling}factor", float, get("llama.rope.scale_linear", float, 1.0))
-    vocab_size, _ = lookup(file.path, tensors, "token_embd.weight", Weight).shape
-    tokens = len(get("tokenizer.ggml.tokens", list))
-    if tokens != vocab_size:
-        raise ValueError(f"the vocabulary has {tokens} tokens, the embedding {vocab_size} rows")
-    config = read_config(
-        1,
-        get,
-        vocab_size=vocab_size,
-        rope_scaling_factor=1.0 if get(f"{scaling}type", str, "") == "none" else factor or 1.0,
-        tie_word_embeddings="output.weight" not in tensors,
-        stop_token_ids=gguf_stop_ids(file.path, file.metadata),
-    )
-    sizes = ("rope.dimension_count", "attention.key_length", "attention.value_length")
-    require(file.path, file.metadata, {f"llama.{key}": (config.head_dim, None) for key in sizes})
-    return config
-
-
 # Keys of a GGUF that follow from its tensors, or that its tokenizer knows: they are written anew.
-DERIVED = re.compile(
-    r"general\.(architecture|file_type|quantization_version|alignment)"
-    r"|(llama\.rope\.scal|quantize\.|split\.|tokenizer\.)"
-)
+DERIVED = r"general\.(architecture|file_type|alignment)|llama\.rope\.scal|quantize|split|tokenizer"
 
 
 def gguf_checkpoint(path: str | Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     file = GGUF(path)
-    tensors = gguf_tensors(file)
-    one_of_each_type = {weight.ggml_type: (name, weight) for name, weight in tensors.items()}
-    for name, weight in one_of_each_type.values():
-        try:
-            dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
-        except NotImplementedError:
-            raise ValueError(f"{name} is {weight.ggml_type}, which is not a weight type") from None
+    get, tensors, parts = file.get, dict(file.tensors), file.get("split.count", int, 1)
+    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
+    first = f"NAME-00001-of-{parts:05}.gguf"
+    expect(is_first or parts < 2, f"one of {parts} parts; pass the first, {first}")
+    for i in range(2, parts + 1):
+        part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
+        is_new = not part.tensors.keys() & tensors.keys()
+        expect(is_new, f"{part.path}: not part {i} of {file.path}")
+        tensors |= part.tensors
+    for ggml_type, name in {w.ggml_type: name for name, w in tensors.items()}.items():
+        block = tensors[name].shards[0][:1, : tensors[name].block[1]]
+        with naming(name):  # one of each type: whether it is of weights at all
+            dequantize(block, ggml_type)
+    get("general.architecture", ("llama",))
+    get("general.type", ("model", None))
+    get("llama.expert_count", (0, None))
+    is_scaled = get("llama.rope.scaling.type", ("linear", "none", None)) != "none"
+    factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
+    vocab_size, _ = lookup(file.path, tensors, "token_embd.weight", Weight).shape
+    tokens = len(get("tokenizer.ggml.tokens", list))
+    found = f"the vocabulary has {tokens} tokens, the embedding {vocab_size} rows"
+    expect(tokens == vocab_size, found)
+    config = read_config(
+        1,
+        get,
+        vocab_size=vocab_size,
+        rope_scaling_factor=(is_scaled and factor) or 1.0,
+        tie_word_embeddings="output.weight" not in tensors,
+        stop_token_ids=gguf_stop_ids(file.path, file.metadata),
+    )
+    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+        get(f"llama.{key}", (config.head_dim, None))
     divisors = tensors.pop("rope_freqs.weight", None)
-    config = gguf_config(file, tensors)
     weights = rename(tensors, 1, config)
     if divisors is not None:
-        if divisors.shape != (config.head_dim // 2,):
-            raise ValueError(f"rope_freqs.weight is {list(divisors.shape)}; expected head_dim / 2")
+        half_size = (config.head_dim // 2,)
+        expect(divisors.shape == half_size, f"rope_freqs.weight is {divisors.shape}: {half_size}")
         factors = divisors.dense(torch.float32).tolist()
         config = replace(config, rope_freq_factors=tuple(factors))
-    parts, known = file.get("split.count", int, 1), {row[1] for row in SETTINGS}
-    others = {k: v for k, v in file.metadata.items() if k not in known and not DERIVED.match(k)}
     return Checkpoint(
         format=f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1),
         config=config,
         weights=weights,
         tokenizer=lambda: Tokenizer.from_gguf(file),
-        chat_template=file.get("tokenizer.chat_template", str, ""),
+        chat_template=get("tokenizer.chat_template", str, ""),
         path=str(file.path),
-        metadata=others,
+        metadata={k: v for k, v in file.metadata.items() if not re.match(DERIVED, k)},
     )
 
 
@@ -1165,26 +1096,21 @@ def name_map(column: int, config: Config) -> dict[str, str]:
 
 def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str, Weight]:
     """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
-    if config.num_hidden_layers > len(tensors):  # before anything that size is built
-        raise ValueError(f"{config.num_hidden_layers} layers, but only {len(tensors)} tensors")
+    layers, count = config.num_hidden_layers, len(tensors)  # before anything that size is built
+    expect(layers <= count, f"{layers} layers, but only {count} tensors")
     names = name_map(column, config)
     if config.tie_word_embeddings:
         del names["lm_head.weight"]
-    unknown, missing = tensors.keys() - names.values(), names.values() - tensors.keys()
-    problems = [
-        f"{len(odd)} tensors are {problem}: {', '.join(sorted(odd))[:150]}"
-        for problem, odd in (("unknown", unknown), ("missing", missing))
-        if odd
-    ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    odd = {"unknown": tensors.keys() - names.values(), "missing": names.values() - tensors.keys()}
+    for problem, those in odd.items():
+        found = ", ".join(sorted(those))[:150]
+        expect(not those, f"{len(those)} tensors are {problem}: {found}")
     with torch.device("meta"):  # all layers are like the first
         first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
-    for ours, their in names.items():
-        found, parameter = tensors[their].shape, first[re.sub(r"\.\d+\.", ".0.", ours)]
-        if found != parameter.shape:
-            raise ValueError(f"{their} is {list(found)}; expected {list(parameter.shape)}")
-    return {ours: tensors[their] for ours, their in names.items()}
+    for ours, theirs in names.items():
+        shape, needed = tensors[theirs].shape, first[re.sub(r"\.\d+\.", ".0.", ours)].shape
+        expect(shape == needed, f"{theirs} is {list(shape)}; expected {list(needed)}")
+    return {ours: tensors[theirs] for ours, theirs in names.items()}
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
@@ -1192,13 +1118,11 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a key is duplicated")
+        expect(len(found) == len(pairs), "a key is duplicated")
         return found
 
     content = json.loads(text, object_pairs_hook=unique)
-    if type(content) is not dict:
-        raise ValueError(f"it is a JSON {type(content).__name__}")
+    expect(type(content) is dict, f"it is a JSON {type(content).__name__}")
     return content
 
 
@@ -1213,31 +1137,28 @@ def read_tensors(path: Path) -> dict[str, Weight]:
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     with naming(path, "damaged, or it holds more than tensors: "):
         tensors = read(MappedFile.open(path))
-        if len(tensors) > MAX_ENTRIES:
-            raise ValueError(f"{len(tensors)} tensors; expected at most {MAX_ENTRIES}")
+        found = f"{len(tensors)} tensors; expected at most {MAX_ENTRIES}"
+        expect(len(tensors) <= MAX_ENTRIES, found)
         return tensors
 
 
 def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
     """Hugging Face's format: the size of a header, the header in JSON, the tensors without gaps."""
     size = int.from_bytes(source[:8], "little")
-    if not size <= min(len(source) - 8, MAX_HEADER):
-        raise ValueError(f"a header of {size} bytes; expected at most {MAX_HEADER}")
+    most = min(len(source) - 8, MAX_HEADER)
+    expect(size <= most, f"a header of {size} bytes; expected at most {most}")
     header = parse_json(source[8 : 8 + size])
     header.pop("__metadata__", None)
     weights, base = {}, 8 + size
     end = base
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        ggml_type, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if ggml_type not in DENSE:
-            raise ValueError(f"{name} has the type {ggml_type}; expected {', '.join(DENSE)}")
-        weights[name] = map_weight(source, name, ggml_type, tuple(shape), end)
-        needed = [end - base, end - base + weights[name].nbytes]
-        if [start, stop] != needed:
-            raise ValueError(f"{name} is at bytes {start} to {stop}; expected {needed}")
-        end = base + stop
-    if end != len(source):
-        raise ValueError(f"the tensors end at byte {end}, but the file at {len(source)}")
+        ggml_type, shape, found = entry["dtype"], entry["shape"], entry["data_offsets"]
+        expect(ggml_type in DENSE, f"{name} has the type {ggml_type}; expected {', '.join(DENSE)}")
+        weight = weights[name] = map_weight(source, name, ggml_type, tuple(shape), end)
+        start, end = end, end + weight.nbytes
+        needed = [start - base, end - base]
+        expect(repr(found) == repr(needed), f"{name} is at bytes {found}; expected {needed}")
+    expect(end == len(source), f"the tensors end at byte {end}, but the file at {len(source)}")
     return weights
 
 
@@ -1248,23 +1169,19 @@ def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
     if source[end - 20 : end - 16] == b"PK\6\7":  # above 4 GB: a longer record, its locator
         size, at, record = struct.unpack_from("<QQ8xQ", source, end - 36)
         end = record if record == end - 76 else -1
-    if magic != b"PK\5\6" or comment or at + size != end or size > MAX_HEADER:
-        raise ValueError("the zip's directory is not at its end, or is too long: truncated?")
-    files, last = {}, 0
+    whole = magic == b"PK\5\6" and not comment and at + size == end and size <= MAX_HEADER
+    expect(whole, "the zip's directory is not at its end, or is too long: truncated?")
+    files = {}
     archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek and read
-    for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
+    for entry in archive.infolist():
         name, begin = entry.orig_filename, entry.header_offset
-        if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
-            raise ValueError(f"{name[:60]} is compressed or encrypted, which torch.save never does")
+        plain = not entry.compress_type and not entry.flag_bits & 1
+        expect(plain, f"{name[:60]} is compressed or encrypted, which torch.save never does")
         local, *lengths = struct.unpack_from("<4s22xHH", source, begin)
-        start = begin + 30 + sum(lengths)
         local += source[begin + 30 : begin + 30 + lengths[0]]
-        if local != b"PK\3\4" + name.encode() or begin < last or name in files:
-            raise ValueError(f"{name[:60]} in the zip overlaps, is duplicated or has two names")
-        last = start + entry.file_size
-        files[name] = start, entry.file_size
-    if last > at:
-        raise ValueError("a file in the zip overlaps its directory")
+        same = local == b"PK\3\4" + name.encode() and name not in files
+        expect(same, f"{name[:60]} in the zip is duplicated or has two names")
+        files[name] = begin + 30 + sum(lengths), entry.file_size
     return files
 
 
@@ -1286,13 +1203,12 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
     value: Any
     for count, (opcode, value, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
-        if count > 2**18 or len(stack) > 2**12:  # 35 opcodes a tensor; SETITEMS takes 2000 values
-            raise ValueError("the pickle is longer than a state dict's")
+        fits = count <= 2**18 and len(stack) <= 2**12  # 35 opcodes a tensor, 2000 values at a time
+        expect(fits, "the pickle is longer than a state dict's")
         start = len(stack) - PICKLE_TAKES.get(name, 0)
         if name in ("TUPLE", "SETITEMS"):
             start = marks.pop()
-        if start < 0:
-            raise ValueError(f"{name} takes more values than the stack holds")
+        expect(start >= 0, f"{name} takes more values than the stack holds")
         items = stack[start:]
         del stack[start:]
         match name:
@@ -1314,8 +1230,8 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
                 stack.append(memo[value])
             case "SETITEM" | "SETITEMS":
                 for key, item in zip(items[::2], items[1::2], strict=True):
-                    if type(key) is not str or key in stack[-1]:
-                        raise ValueError("a key that is not a string, or is duplicated")
+                    fits = type(key) is str and key not in stack[-1]
+                    expect(fits, "a key that is not a string, or is duplicated")
                     stack[-1][key] = item
             case "GLOBAL" if value in known:
                 stack.append(known[value])
@@ -1325,8 +1241,8 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
                 function, arguments = items
                 stack.append(function(*arguments))
             case "BUILD":  # an OrderedDict's attributes, such as _metadata
-                if type(items[0]) is not dict or type(stack[-1]) is not dict:
-                    raise ValueError("a tensor with extra attributes")
+                fits = type(items[0]) is type(stack[-1]) is dict
+                expect(fits, "a tensor with extra attributes")
             case "STOP":
                 return items[0]
             case _:
@@ -1335,31 +1251,30 @@ def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
 
 def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     """What torch.save wrote: a zip of a pickle and of storages."""
-    if source[:4] != b"PK\3\4":
-        raise ValueError("not a zip; files of torch before 1.6 (2020) are not supported")
+    is_zip = source[:4] == b"PK\3\4"
+    expect(is_zip, "not a zip; files of torch before 1.6 (2020) are not supported")
     files = zip_files(source)
     (pickled,) = (name for name in files if name.endswith("/data.pkl"))
     folder = pickled.removesuffix("data.pkl")
-    start, size = files.get(f"{folder}byteorder", (0, 0))
-    if source[start : start + min(size, 9)] not in (b"", b"little"):
-        raise ValueError("its numbers are big-endian")
+    start, _ = files.get(f"{folder}byteorder", (0, 0))
+    expect(source[start : start + 3] != b"big", "its numbers are big-endian")
 
     def storage(kind: str, dtype: str, key: str, device: Any, numel: int, *view: Any) -> Weight:
-        if [type(item) for item in (kind, dtype, key, numel)] != [str, str, str, int] or any(view):
-            raise ValueError("a storage that is missing, or a view of another")
+        fits = [type(item) for item in (kind, dtype, key, numel)] == [str, str, str, int]
+        expect(fits and not any(view), "a storage that is missing, or a view of another")
         start, size = files[f"{folder}data/{key}"]
-        if size != numel * DENSE[dtype].itemsize:
-            raise ValueError(f"a storage of {size} bytes, which does not match its size")
+        fits = size == numel * DENSE[dtype].itemsize
+        expect(fits, f"a storage of {size} bytes, which does not match its size")
         return map_weight(source, "a storage", dtype, (numel,), start)
 
     def tensor(base: Weight, offset: int, shape: tuple, stride: tuple, *options: Any) -> Weight:
         """torch._utils._rebuild_tensor_v2. Options: requires_grad, hooks, metadata."""
         counts = [offset, *shape, *stride]
-        plain = type(base) is Weight and all(type(n) is int and n >= 0 for n in counts)
-        if not plain or stride != (*shape[1:], 1) or len(shape) > 2 or any(options[2:]):
-            raise ValueError("a tensor that is not contiguous in the file")
-        if offset + math.prod(shape) > math.prod(base.shape):
-            raise ValueError(f"a tensor {list(shape)} that is not within its storage")
+        fits = type(base) is Weight and all(type(n) is int and n >= 0 for n in counts)
+        fits = fits and len(shape) < 3 and stride == (*shape[1:], 1) and not any(options[2:])
+        expect(fits, "a tensor that is not contiguous in the file")
+        fits = offset + math.prod(shape) <= math.prod(base.shape)
+        expect(fits, f"a tensor {list(shape)} that is not within its storage")
         at = base.shards[0].storage_offset() + offset * base.block[1]
         return map_weight(source, "a tensor", base.ggml_type, shape, int(at))
 
@@ -1373,22 +1288,13 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     }
     start, size = files[pickled]
     weights = unpickle(source[start : start + min(size, MAX_HEADER)], known, storage)
-    if type(weights) is not dict:
-        raise ValueError(f"a {type(weights).__name__}; expected a dict of tensors")
+    expect(type(weights) is dict, f"a {type(weights).__name__}; expected a dict of tensors")
     for name, weight in weights.items():
-        if type(weight) is not Weight:
-            raise ValueError(f"{name} is of type {type(weight).__name__}; expected a tensor")
-    if sum(weight.nbytes for weight in weights.values()) > 2 * len(source):
-        raise ValueError("its tensors share bytes")  # embed_tokens and lm_head may
+        kind = type(weight)
+        expect(kind is Weight, f"{name} is of type {kind.__name__}; expected a tensor")
+    size = sum(weight.nbytes for weight in weights.values())  # embed_tokens and lm_head may be one
+    expect(size <= 2 * len(source), "its tensors share bytes")
     return weights
-
-
-def find_tokenizer(*files: Path) -> Path:
-    """The first of these files that exists. FileNotFoundError."""
-    for file in files:
-        if file.exists():
-            return file
-    raise FileNotFoundError(f"{files[0].parent}: {' or '.join(f.name for f in files)} is missing")
 
 
 META_SETTINGS = "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps"
@@ -1397,15 +1303,12 @@ META_SETTINGS += " rope_theta max_seq_len max_batch_size"
 
 def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     """Open Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
-    if [file.name for file in files] != [f"consolidated.{i:02}.pth" for i in range(len(files))]:
-        raise ValueError(f"{len(files)} shards up to {files[-1].name}: some are missing")
     shards = [read_tensors(file) for file in files]
     axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
     for name, weight in shards[0].items():
-        parts = [shard[name] for shard in shards if name in shard]
+        parts = [lookup(file, shard, name, Weight) for file, shard in zip(files, shards)]
         kinds = {(part.ggml_type, part.shape) for part in parts}
-        if len(parts) < len(shards) or len(kinds) > 1:
-            raise ValueError(f"{name} differs in type or shape from shard to shard")
+        expect(len(kinds) == 1, f"{name} differs in type or shape from shard to shard")
         axis, shape = axes.get(last_name(name)), list(weight.shape)
         if axis is not None and len(shape) == 2 and len(parts) > 1:
             shape[axis] *= len(parts)
@@ -1416,42 +1319,25 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
 
     params = path / "params.json"
     settings = read_json(params)
-    get = partial(lookup, params, settings)
-    odd = [key for key in settings if settings[key] and key not in META_SETTINGS.split()]
-    if odd:
-        raise ValueError(f"{params}: unknown key {odd[0]}; expected {META_SETTINGS}")
+    odd = {key for key in settings if settings[key]} - {*META_SETTINGS.split()}
+    expect(not odd, f"{params}: unknown key {' '.join(odd)[:60]}; expected {META_SETTINGS}")
     matrix = partial(lookup, path, tensors, expected=Weight)
     vocab_size, columns = matrix("tok_embeddings.weight").shape
-    intermediate, _ = matrix("layers.0.feed_forward.w1.weight").shape
-    config = read_config(2, get, vocab_size=vocab_size, intermediate_size=intermediate)
-    if columns != config.hidden_size:
-        found = f"have {columns} columns of tok_embeddings, but dim is {config.hidden_size}"
-        raise ValueError(f"{len(files)} shards {found}: are shards missing?")
-    formula = int(int(8 * columns / 3) * get("ffn_dim_multiplier", float, 1.0))
-    multiple = get("multiple_of", int, 256)
-    formula = -(-formula // max(multiple, 1)) * multiple  # rounded up
-    if formula != intermediate:
-        raise ValueError(f"{params}: w1 should have {formula} rows; the shards have {intermediate}")
-    weights = rename(tensors, 2, config)
-    file = find_tokenizer(*(at / "tokenizer.model" for at in (path, path.resolve().parent)))
-    tokenizer = partial(Tokenizer.from_file, file, vocab_size)
-    form = f"Meta's directory, {len(files)} .pth"
-    # No file states the context: 4096 is Llama 2's, Code Llama's is 16384.
-    return Checkpoint(form, config, weights, tokenizer, context_limit="", path=str(path))
-
-
-def hf_token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
-    """The ids that config.json and generation_config.json give, each a number or a list."""
-    ids: dict[str, list[int]] = {"bos_token_id": [], "eos_token_id": []}
-    for file in (path / "config.json", path / "generation_config.json"):
-        settings = read_json(file) if file.exists() else {}
-        for key, found in ids.items():
-            value = settings.get(key)
-            found += value if isinstance(value, list) else [] if value is None else [value]
-            if not all(type(i) is int and 0 <= i < vocab_size for i in found):
-                raise ValueError(f"{file}: {key} is {str(value)[:40]}, not ids below {vocab_size}")
-    bos, (eos, *others) = ids["bos_token_id"] or [1], dict.fromkeys(ids["eos_token_id"] or [2])
-    return {"bos_token_id": bos[0], "eos_token_id": eos, "stop_token_ids": tuple(others)}
+    width, _ = matrix("layers.0.feed_forward.w1.weight").shape
+    get = partial(lookup, params, settings)
+    config = read_config(2, get, vocab_size=vocab_size, intermediate_size=width)
+    found = f"have {columns} columns of tok_embeddings, but dim is {config.hidden_size}"
+    expect(columns == config.hidden_size, f"{len(files)} shards {found}: are shards missing?")
+    file, above = (at / "tokenizer.model" for at in (path, path.resolve().parent))
+    file = above if above.exists() and not file.exists() else file
+    return Checkpoint(
+        format=f"Meta's directory, {len(files)} .pth",
+        config=config,
+        weights=rename(tensors, 2, config),
+        tokenizer=partial(Tokenizer.from_file, file, vocab_size),
+        context_limit="",  # no file states the context: 4096 is Llama 2's, Code Llama's is 16384
+        path=str(path),
+    )
 
 
 def read_chat_template(path: Path) -> str:
@@ -1459,13 +1345,12 @@ def read_chat_template(path: Path) -> str:
     if (path / "chat_template.jinja").exists():
         return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
     file = path / "tokenizer_config.json"
-    template = read_json(file).get("chat_template") if file.exists() else None
+    settings = read_json(file) if file.exists() else {}
+    template = settings.get("chat_template")
     if isinstance(template, list):  # of several with names
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{file}: chat_template is {str(template)[:40]!r}, not a text")
-    return well_formed(template or "")
+        settings["chat_template"] = named.get("default")
+    return well_formed(lookup(file, settings, "chat_template", str, ""))
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -1477,6 +1362,8 @@ HF_ACCEPTED: dict[str, tuple] = {
     "partial_rotary_factor": (1, None),
     "rope_type": ("default", "linear", "llama3", None),
 }
+
+
 ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor"}
 ROPE_KEYS |= {"high_freq_factor", "original_max_position_embeddings"}
 
@@ -1500,14 +1387,13 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     # The former until transformers 5, the latter since, with theta.
     rope = get("rope_scaling", dict, {}) | get("rope_parameters", dict, {})
     settings |= {"rope_type": rope.get("type")} | {k: rope[k] for k in ROPE_KEYS & rope.keys()}
-    require(file, settings, HF_ACCEPTED)
+    for key, accepted in HF_ACCEPTED.items():
+        get(key, accepted)
     factor = get("factor", float, 1.0) if settings["rope_type"] == "linear" else 1.0
-    # Mistral's sliding window: within it, attention is Llama's; beyond it is not supported.
-    context = window = get("max_position_embeddings", int)
-    if settings.get("model_type") == "mistral":
-        window = min(context, get("sliding_window", int, context))
-        if window < 1:
-            raise ValueError(f"{file}: sliding_window is {window}; expected a positive number")
+    context = get("max_position_embeddings", int)
+    if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
+        context = min(context, get("sliding_window", int, context))
+        expect(context > 0, f"{file}: sliding_window is {context}; it must be above 0")
     base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
     index = path / f"{base}.index.json"
     if index.exists():  # without one, all files that are there
@@ -1517,35 +1403,49 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     for part in files:
         for name, weight in read_tensors(part).items():
             ours = name.removeprefix("model.")
-            if ours in tensors:
-                raise ValueError(f"{part}: {name} is also in another file")
+            expect(ours not in tensors, f"{part}: {name} is also in another file")
             if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
+    other = path / "generation_config.json"
+    others = read_json(other) if other.exists() else {}
+    vocab_size = get("vocab_size", int)
+
+    def ids(key: str, default: int) -> list[int]:
+        """What the two files say, each a number or a list."""
+        both: list[Any] = [settings.get(key), others.get(key)]
+        found = [i for value in both for i in (value if isinstance(value, list) else [value])]
+        found = [i for i in found if i is not None] or [default]
+        fits = all(type(i) is int and 0 <= i < vocab_size for i in found)
+        found_in = f"{file} or {other.name}: {key} is {str(found)[:40]}"
+        expect(fits, f"{found_in}, not ids below {vocab_size}")
+        return list(dict.fromkeys(found))
+
     config = read_config(
         0,
         get,
-        max_position_embeddings=window,
+        max_position_embeddings=context,
         rope_scaling_factor=factor,
         tie_word_embeddings=tied,
-        **hf_token_ids(path, get("vocab_size", int)),
+        bos_token_id=ids("bos_token_id", 1)[0],
+        eos_token_id=ids("eos_token_id", 2)[0],
+        stop_token_ids=tuple(ids("eos_token_id", 2)[1:]),
     )
-    require(file, settings, {"head_dim": (config.head_dim, None)})
+    get("head_dim", (config.head_dim, None))
     if settings["rope_type"] == "llama3":
         config = replace(config, rope_freq_factors=llama3_divisors(get, config))
     weights = rename(tensors, 0, config)
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
             weight.hf_head_dim = config.head_dim
-    sliding = "sliding window, beyond which attention is not supported"
-    file = find_tokenizer(path / "tokenizer.model", path / "tokenizer.json")
+    file = path / "tokenizer.model"
+    file = file if file.exists() else path / "tokenizer.json"
     return Checkpoint(
         format=f"Hugging Face directory, {len(files)} {files[0].suffix}",
         config=config,
         weights=weights,
         tokenizer=partial(Tokenizer.from_directory, file, config),
         chat_template=read_chat_template(path),
-        context_limit=f"the model's {sliding if window < context else 'context'}",
         path=str(path),
     )
 
@@ -1553,10 +1453,9 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Recognise a model file or directory and check its headers; no tensor is read yet."""
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or directory")
+    is_folder = stat.S_ISDIR(path.stat().st_mode)  # or FileNotFoundError
     with naming(path):
-        if not path.is_dir() and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
+        if not is_folder and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
             return gguf_checkpoint(path)
         for settings, pattern, open_directory in (
             ("config.json", "model*.safetensors", hf_checkpoint),
@@ -1566,7 +1465,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             files = sorted(path.glob(pattern))
             if files and (path / settings).is_file():
                 return open_directory(path, files)
-        found = sorted(os.listdir(path))[:5] if path.is_dir() else ["one file of a directory"]
+        found = sorted(os.listdir(path))[:5] if is_folder else ["one file of a directory"]
         raise ValueError(
             f"found {', '.join(found) or 'nothing'}; expected a .gguf file, or a"
             " directory with params.json and consolidated.00.pth (Meta) or with config.json and"
@@ -2285,7 +2184,7 @@ class Tokenizer:
     @classmethod
     def from_keys(cls, path: Path, keys: dict[str, Any]) -> Tokenizer:
         """A vocabulary from a GGUF file's keys, of whichever kind it is."""
-        require(path, keys, {"tokenizer.ggml.model": ("llama", "gpt2")})
+        lookup(path, keys, "tokenizer.ggml.model", ("llama", "gpt2"))
         if keys["tokenizer.ggml.model"] == "gpt2":
             found: Tokenizer = BytePairTokenizer(keys, path)
         else:
@@ -2417,8 +2316,8 @@ class BytePairTokenizer(Tokenizer):
         except ImportError:
             needed = "byte-level BPE needs the package tokenizers: pip install tokenizers"
             raise ImportError(f"{path}: {needed}") from None
-        require(path, keys, {"tokenizer.ggml.pre": tuple(PRE_TOKENIZERS)})
-        self.source, pre, self.strips_space = path, keys["tokenizer.ggml.pre"], False
+        pre = lookup(path, keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
+        self.source, self.strips_space = path, False
         self.pieces, self.types, self.bos_id, self.eos_id = read_pieces(path, keys)
         self.vocab_size, self.add_bos = len(self.pieces), pre != "smollm"
         merges = lookup(path, keys, "tokenizer.ggml.merges", list)

@@ -824,8 +824,6 @@ def test_sections_refer_upwards():
         downwards |= {(user, name) for name in below}
     known = {  # a file's reader makes its tokenizer, a plan knows how many tokens come at once
         *((f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")),
-        ("gguf_config", "gguf_stop_ids"),
-        ("gguf_config", "PRE_TOKENIZERS"),
         ("check_saved", "read_fields"),
         ("memory_plan", "PREFILL_CHUNK"),
         ("accelerate", "CompiledLayers"),
@@ -966,7 +964,7 @@ def test_truncated_files_are_refused(tmp_path, model_path, part):
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "array"),
         (b"GGUF" + struct.pack("<IQQQ1s", 3, 0, 1, 1, b"\xff"), "UTF-8"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9), "9 dimensions"),
-        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 99, 0), "type 99"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 99, 0), "t: 99 is not"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 33, 2, 0), "33"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 2**63, 0, 0), "t of type"),
         (
@@ -1008,15 +1006,13 @@ def test_defaults_of_keys_that_may_be_absent(tmp_path, keys, tensors):
         "llama.rope.dimension_count": 16,
         "llama.attention.key_length": 16,
         "llama.attention.value_length": 16,
-        "llama.attention.head_count_kv": [2, 2],
-        "llama.feed_forward_length": [96, 96],
         "llama.vocab_size": 31000,
         "llama.expert_count": 0,
         "llama.attention.sliding_window": 4,
         "llama.attention.scale": 3.0,
         "llama.logit_scale": 3.0,
         "general.type": "model",
-        "general.alignment": 64,
+        "general.alignment": 32,
         "general.file_type": 7,
         "tokenizer.ggml.merges": ["a b"],
     }
@@ -1302,7 +1298,7 @@ def test_types_that_hold_no_weights_are_refused(tmp_path, vocabulary, kind):
     weights["output.weight"] = (blocks, Kind[kind])
     keys = config_keys(WIDE) | vocabulary_keys(vocabulary[1])
     path = write_gguf(tmp_path / "x.gguf", keys, weights)
-    with pytest.raises(ValueError, match="x.gguf: output.weight.*type"):
+    with pytest.raises(ValueError, match=f"x.gguf: output.weight: .*{kind}"):
         llama2.open_checkpoint(path)
 
 
@@ -2056,20 +2052,19 @@ def changed(source, target, **changes):
 
 
 REFUSED_DIRECTORIES = [
-    ("hf", {"model_type": "falcon"}, "model_type is falcon; expected llama or mistral"),
+    ("hf", {"model_type": "falcon"}, "model_type is 'falcon'; expected llama or mistral"),
     ("hf", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
     ("hf", {"attention_bias": True}, "attention_bias is True; expected False"),
-    ("hf", {"hidden_act": "gelu"}, "hidden_act is gelu; expected silu"),
+    ("hf", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected silu"),
     ("hf", {"head_dim": 32}, "head_dim is 32; expected 16"),
-    ("hf", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is yarn"),
-    ("bin", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is dynamic"),
-    ("hf", {"hidden_size": "128"}, "hidden_size is '128', not int"),
+    ("hf", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("bin", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+    ("hf", {"hidden_size": "128"}, "hidden_size is '128'; expected int"),
     ("hf", {"num_hidden_layers": None}, "num_hidden_layers is missing"),
     ("hf", {"intermediate_size": 96}, r"gate_proj.weight is \[160, 128\]; expected \[96, 128\]"),
     ("hf", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
     ("hf", {"vocab_size": 319}, "embed_tokens.weight is"),
     ("meta1", {"use_scaled_rope": True}, "unknown key use_scaled_rope"),
-    ("meta1", {"ffn_dim_multiplier": 1.3}, "w1 should have"),
     ("meta1", {"dim": 512}, "are shards missing"),
     ("meta1", {"n_heads": 0}, "num_attention_heads is 0"),
 ]
@@ -2093,8 +2088,8 @@ def test_linear_rope_scaling_old_and_new(forms, tmp_path):
 def test_missing_files_are_named(forms, tmp_path):
     directory = changed(forms[0] / "hf", tmp_path / "a")
     (directory / "tokenizer.model").unlink()
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.model or tokenizer\.json is missing"):
-        llama2.open_checkpoint(directory)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        llama2.open_checkpoint(directory).tokenizer()
     directory = changed(forms[0] / "hf_index", tmp_path / "b")
     first = min(directory.glob("model-*"))
     first.unlink()

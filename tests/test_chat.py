@@ -419,7 +419,7 @@ def test_what_ends_a_text_is_a_control_token(tmp_path, real):
         ({"added_tokens": {"hi": 32000}}, "already defined"),
         ({"added_tokens": {"x" * 10**6: 32000}}, "too long"),
         ({"added_tokens": ["<a>"]}, "JSON"),
-        ({"tokenizer_config": {"added_tokens_decoder": ["<a>"]}}, "not dict"),
+        ({"tokenizer_config": {"added_tokens_decoder": ["<a>"]}}, "expected dict"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "<a>"}}}}, "'x'"),
         ({"tokenizer_config": {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}}, "999"),
         ({"tokenizer_config": {"added_tokens_decoder": {"32000": {"content": 5}}}}, "not a token"),
@@ -736,5 +736,8 @@ def test_context_beyond_the_window(cli, tmp_path, small):
     change = {"model_type": "mistral", "sliding_window": 40}
     path = hf_directory(tmp_path / "hf", small, change)
     status, _, err = cli("--context", 41, "--prompt", "a", model=path)
-    assert status == 2 and "--context 41; expected 1 to 40, the model's sliding window" in err
+    assert (
+        status == 2
+        and "--context 41; expected 1 to 40, the model's context or sliding window" in err
+    )
     assert cli("--context", 40, "--prompt", "a", "--max-new-tokens", 2, model=path)[0] == 0

@@ -613,7 +613,7 @@ N = CONFIG.vocab_size
         ("tokens", ARRAY, lambda pieces: (STRING, [*pieces[:-1], "\0x"]), "null"),
         ("tokens", ARRAY, lambda pieces: (STRING, [*pieces[:-1], "x" * 10**6]), "too long"),
         ("tokens", ARRAY, (U32, list(range(N))), "values for"),
-        ("tokens", U32, 5, "not list"),
+        ("tokens", U32, 5, "expected list"),
         ("scores", ARRAY, (F32, [math.nan] * N), "nan"),
         ("scores", ARRAY, (F64, [-1e300] * N), "scores"),
         ("scores", ARRAY, (STRING, ["1"] * N), "scores"),
@@ -628,7 +628,7 @@ N = CONFIG.vocab_size
         ("eos_token_id", U32, 2**32 - 1, "EOS"),
         ("unknown_token_id", U32, N, "unknown"),
         ("bos_token_id", U32, 0, "no BOS"),
-        ("bos_token_id", STRING, "1", "not int"),
+        ("bos_token_id", STRING, "1", "expected int"),
     ],
 )
 def test_hostile_vocabularies(parts, tmp_path, name, kind, value, said):

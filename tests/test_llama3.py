@@ -561,7 +561,7 @@ def test_rope_frequencies_of_llama_3_1(factor):
         (SCALING | {"factor": "8"}, "factor is '8'"),
         (SAME | {"factor": -1}, "rope_freq_factors"),
         (SCALING | {"original_max_position_embeddings": 2**1000}, "original_max_position"),
-        ({"rope_type": "yarn"}, "rope_type is yarn"),
+        ({"rope_type": "yarn"}, "rope_type is 'yarn'"),
         ({"rope_type": ["llama3"]}, "rope_type is"),
         ({"rope_type": "default", "quantization_config": None}, "quantization_config is"),
     ],
@@ -716,10 +716,10 @@ def test_without_the_package(tmp_path, cli, monkeypatch):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"pre": "gpt-2"}, "tokenizer.ggml.pre is gpt-2; .*llama-bpe or llama-v3 or smollm"),
-        ({"pre": "default"}, "pre is default"),
+        ({"pre": "gpt-2"}, "tokenizer.ggml.pre is 'gpt-2'; .*llama-bpe or llama-v3 or smollm"),
+        ({"pre": "default"}, "pre is 'default'"),
         ({"pre": None}, "pre is missing"),
-        ({"model": "bert"}, "model is bert"),
+        ({"model": "bert"}, "model is 'bert'"),
         ({"merges": None}, "merges is missing"),
         ({"merges": ["h e", "xx y"]}, "merges.*xx"),
         ({"merges": ["h e f"]}, "merges"),
