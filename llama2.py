@@ -1899,6 +1899,8 @@ def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
 
 # --------------------------------------------------------------------------------------------------
 # 11. Tokenizer
+#
+# Whatever file a vocabulary is in, it is read as the keys of a GGUF file; a Tokenizer is made of them.
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 
@@ -1913,91 +1915,81 @@ def varint(number: int) -> bytes:
     return bytes((low | 128,)) + varint(rest) if rest else bytes((low,))
 
 
-def integer_field(field: int, number: int) -> bytes:
-    """A protobuf field that holds an integer."""
-    return varint(field << 3) + varint(number)
+def protobuf(fields: Mapping[int, Any]) -> bytes:
+    """A message of fields by their numbers: integers, floats, bytes or messages."""
+    message = b""
+    for number, value in fields.items():
+        if isinstance(value, float):
+            message += varint(number << 3 | 5) + struct.pack("<f", value)
+        elif isinstance(value, int):
+            message += varint(number << 3) + varint(value % 2**64)
+        else:
+            data = value if isinstance(value, bytes) else protobuf(value)
+            message += varint(number << 3 | 2) + varint(len(data)) + data
+    return message
 
 
-def bytes_field(field: int, content: bytes) -> bytes:
-    """A protobuf field that holds a string or a message."""
-    return varint(field << 3 | 2) + varint(len(content)) + content
-
-
-def piece_field(text: str, score: float, token_type: int) -> bytes:
-    """A piece of the vocabulary. In GGUF files, user-defined ones have plain spaces."""
-    if token_type == USER_DEFINED:
-        text = text.replace(" ", "\u2581")
-    score_field = b"\x15" + struct.pack("<f", score)
-    piece = bytes_field(1, text.encode()) + score_field + integer_field(3, token_type)
-    return bytes_field(1, piece)
-
-
-def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of a protobuf message: their numbers, and an integer or bytes."""
-    file = io.BytesIO(data)
+    file = io.BytesIO(message)
 
     def read_varint() -> int:
         (byte,) = file.read(1)
         return byte if byte < 128 else byte - 128 + (read_varint() << 7)
 
-    while file.tell() < len(data):
-        field, wire_type = divmod(read_varint(), 8)
-        if wire_type == 0:
-            yield field, read_varint()
-        else:
-            yield field, file.read({1: 8, 5: 4}.get(wire_type) or read_varint())
+    while file.tell() < len(message):
+        number, wire_type = divmod(read_varint(), 8)
+        size = {1: 8, 5: 4}.get(wire_type)
+        yield number, file.read(size or read_varint()) if wire_type else read_varint()
 
 
-def read_pieces(path: Path, keys: Mapping) -> tuple[list[str], list[int], int, int]:
-    """The pieces in a GGUF file's keys, their types, the ids of BOS and EOS. Raises ValueError."""
-    get, is_bpe = partial(lookup, path, keys), keys["tokenizer.ggml.model"] == "gpt2"
-    pieces = get("tokenizer.ggml.tokens", list)
-    n, numbers, kinds = len(pieces), (int, float), {*range(NORMAL, BYTE + 1)}
-    types = list(get("tokenizer.ggml.token_type", list, [NORMAL] * n))
-    scores = get("tokenizer.ggml.scores", list, [0.0] * n if is_bpe else [])
-    for name, values, fits in (  # SentencePiece does not check these
-        ("tokens", pieces, lambda piece: isinstance(piece, str)),
-        ("scores", scores, lambda score: isinstance(score, numbers) and abs(score) < 1e38),
-        ("token_type", types, lambda kind: isinstance(kind, int) and kind in kinds),
-    ):
-        bad = [repr(value)[:40] for value in values if not fits(value)]
-        if bad or len(values) != n:
-            found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
-            raise ValueError(f"{path}: tokenizer.ggml.{name} has {found}")
-    bos = get("tokenizer.ggml.bos_token_id", int, None if is_bpe else 1)
-    eos = get("tokenizer.ggml.eos_token_id", int, None if is_bpe else 2)
-    unk = bos if is_bpe else get("tokenizer.ggml.unknown_token_id", int, 0)
-    ends = (eos, *gguf_stop_ids(path, keys))
-    for i in (unk, bos, *ends):
-        if not 0 <= i < n:
-            raise ValueError(f"{path}: the unknown, BOS or EOS id is {i} of {n} tokens")
-    # Some converters mark BOS and EOS as NORMAL, the unknown token as CONTROL: SentencePiece refuses.
-    types[bos], types[eos], types[unk] = CONTROL, CONTROL, CONTROL if is_bpe else UNKNOWN
-    for i in ends:
-        if types[i] == USER_DEFINED:  # typed text would otherwise become this token
-            types[i] = CONTROL
-    return pieces, types, bos, eos
+def open_sentencepiece(path: Path, model: bytes) -> Any:
+    """SentencePiece's processor for a model. Raises ValueError."""
+    import sentencepiece
+
+    sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path}: not a SentencePiece model: {error}"[:400]) from None
 
 
-def sentencepiece_model(path: Path, keys: Mapping) -> bytes:
-    """The vocabulary in a GGUF file's keys as SentencePiece's model."""
-    pieces, types, bos, eos = read_pieces(path, keys)
-    get, scores = partial(lookup, path, keys), keys["tokenizer.ggml.scores"]
-    trainer = integer_field(3, 2) + integer_field(4, len(pieces))  # model_type BPE, vocab_size
-    trainer += integer_field(35, types.count(BYTE) == 256)  # byte_fallback
-    for j, i in enumerate((types.index(UNKNOWN), bos, eos)):
-        trainer += integer_field(40 + j, i) + bytes_field(45 + j, pieces[i].encode())
-    trainer += integer_field(43, 2**64 - 1)  # pad_id -1: no padding
-    add_dummy_prefix = get("tokenizer.ggml.add_space_prefix", bool, True)
-    remove_extra = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-    normalizer = bytes_field(1, b"identity") + integer_field(3, add_dummy_prefix)
-    normalizer += integer_field(4, remove_extra) + integer_field(5, True)  # escape_whitespaces
-    vocabulary = b"".join(map(piece_field, pieces, scores, types))
-    return vocabulary + bytes_field(2, trainer) + bytes_field(3, normalizer)
+def read_tokenizer_model(path: Path, most: int | None) -> tuple[dict[str, Any], bytes]:
+    """SentencePiece's file as the keys of a GGUF file, and the settings that not all of them can hold.
+
+    Raises ValueError if it has more than `most` pieces.
+    """
+    data = read_file(path, MAX_VOCABULARY)
+    tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", data)  # Meta's Llama 3
+    advice = "but tiktoken's text; use this model's GGUF file or Hugging Face directory"
+    expect(not tiktoken, f"{path}: not a SentencePiece model, {advice}")
+    sp = open_sentencepiece(path, data)
+    count = sp.vocab_size()
+    expect(most is None or count <= most, f"{path}: {count} pieces; the model has {most}")
+    with naming(path, "not a SentencePiece model: "):
+        model = [*read_fields(sp.serialized_model_proto())]
+        settings = b"".join(protobuf({number: value}) for number, value in model if number != 1)
+        types = [dict(read_fields(piece)).get(3, NORMAL) for number, piece in model if number == 1]
+        keys = {
+            "model": "llama",
+            "tokens": [  # in GGUF files, user-defined ones have plain spaces
+                piece.replace("\u2581", " ") if kind == USER_DEFINED else piece
+                for piece, kind in zip(sp.id_to_piece([*range(count)]), types)
+            ],
+            "token_type": types,
+            "scores": sp.get_score([*range(count)]),
+            "unknown_token_id": sp.unk_id(),
+            "bos_token_id": sp.bos_id(),
+            "eos_token_id": sp.eos_id(),
+            "add_bos_token": True,
+            "add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
+            "remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
+        }
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}, settings
 
 
-def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
-    """Tokens that a Hugging Face directory adds to tokenizer.model: texts by id; special ones."""
+def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
+    """Tokens that the files beside a tokenizer.model add to it, as tokenizer.json would have them."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
     files = [read_json(path / name) if (path / name).exists() else {} for name in names]
 
@@ -2018,7 +2010,27 @@ def read_added_tokens(path: Path) -> tuple[dict[int, str], list[str]]:
     for settings, name in itertools.product(files[1:], [*roles, "additional_special_tokens"]):
         tokens = settings.get(name) or []
         special += tokens if isinstance(tokens, list) else [tokens]
-    return texts, [content(token) for token in special]
+    controls, known = dict.fromkeys(map(content, special)), {*pieces, *texts.values()}
+    first = max([len(pieces) - 1, *texts]) + 1  # those without a number follow
+    texts |= dict(enumerate([text for text in controls if text not in known], first))
+    return [{"id": i, "content": text, "special": text in controls} for i, text in texts.items()]
+
+
+def add_tokens(pieces: list[str], types: list[int], added: Iterable[Mapping], rows: int) -> None:
+    """Add tokens of a Hugging Face directory, below `rows`; gaps become unused pieces. ValueError."""
+    for token in added:
+        i, text = token["id"], token["content"]
+        if not 0 <= i < rows:
+            continue  # Llama 2's own directory names a padding token that its model has no row for
+        gap = range(len(pieces), i + 1)
+        pieces += [f"[PAD{j}]" for j in gap]
+        types += [UNUSED] * len(gap)
+        if types[i] == UNUSED:
+            pieces[i] = text
+        elif pieces[i].replace("\u2581", " ") != text.replace("\u2581", " "):
+            raise ValueError(f"token {i} is {pieces[i]!r}, elsewhere {text[:40]!r}")
+        if types[i] != CONTROL:
+            types[i] = CONTROL if token["special"] else USER_DEFINED
 
 
 # How byte-level BPE cuts text into words before it merges the bytes of each, as tokenizer.json says
@@ -2039,45 +2051,41 @@ BYTES = dict(zip(map(chr, (*PRINTABLE, *range(256, 324))), PRINTABLE + OTHERS))
 PREPEND = {"type": "Prepend", "prepend": "\u2581"}
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
+ESCAPES: tuple = (([PREPEND, REPLACE], {}), (None, METASPACE))
 
 
 def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
     """A tokenizer.json as the keys of a GGUF file. Raises ValueError for what is not Llama's."""
     with naming(path, "not a tokenizer of Llama's: "):
         data, rows = read_file(path, MAX_TOKENIZER_JSON), config.vocab_size
-        if data.count(b",") > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES} values")
+        expect(data.count(b",") <= MAX_VALUES, f"more than {MAX_VALUES} values")
         content = parse_json(data)
-        parts = ("model", "pre_tokenizer", "normalizer", "post_processor")
-        model, pre, normalizer, post = (content.get(part) or {} for part in parts)
-        added = {t["id"]: t for t in content.get("added_tokens") or [] if t["id"] < rows}
-        vocab = model["vocab"] | {token["content"]: i for i, token in added.items()}
+        parts = ("model", "pre_tokenizer", "normalizer", "post_processor", "added_tokens")
+        model, pre, normalizer, post, added = (content.get(part) or {} for part in parts)
+        vocab = model["vocab"]
         texts = {i: text for text, i in vocab.items()}
-        in_range = all(type(i) is int and 0 <= i < rows for i in texts)
-        if model["type"] != "BPE" or len(texts) < len(vocab) or not in_range:
-            raise ValueError(f"a {model['type']}, or ids that are not different and below {rows}")
+        fits = len(texts) == len(vocab) and all(type(i) is int and 0 <= i < rows for i in texts)
+        problem = f"a {model['type']}, or ids that are not different and below {rows}"
+        expect(model["type"] == "BPE" and fits, problem)
         pieces = [texts.get(i, f"[PAD{i}]") for i in range(max(texts) + 1)]
         types = [NORMAL if i in texts else UNUSED for i in range(len(pieces))]
-        ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
-        for i, token in added.items():
-            types[i] = CONTROL if token["special"] or i in ends else USER_DEFINED
-            if types[i] == USER_DEFINED and (token["lstrip"] or token["rstrip"]):
-                raise ValueError(f"the token {token['content']!r} takes spaces beside it")
+        add_tokens(pieces, types, added, rows)
+        for token in added:
+            strips = not token["special"] and (token["lstrip"] or token["rstrip"])
+            expect(not strips, f"the token {token['content']!r} takes spaces beside it")
         merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
         starts = [step.get("single", [])[:1] for step in post.get("processors", [post])]
+        ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
         keys: dict[str, Any] = {"tokens": pieces, "token_type": types}
         keys |= {"bos_token_id": ends[0], "eos_token_id": ends[1]}
         keys["add_bos_token"] = any("SpecialToken" in step for start in starts for step in start)
-        known = [name for name, s in PRE_TOKENIZERS.items() if s == pre.get("pretokenizers")]
         keys["add_space_prefix"] = pre.pop("prepend_scheme", "") != "never"
+        known = [name for name, s in PRE_TOKENIZERS.items() if s == pre.get("pretokenizers")]
         if known and not normalizer:
-            if NORMAL in [types[i] for i in ends]:
-                raise ValueError(f"config.json's ids {ends} are not all of added tokens")
+            special = {types[i] for i in ends} <= {CONTROL, USER_DEFINED}
+            expect(special, f"config.json's ids {ends} are not all of added tokens")
             keys |= {"model": "gpt2", "pre": known[0], "merges": [" ".join(m) for m in merges]}
-        elif model["byte_fallback"] and [normalizer.get("normalizers"), pre] in (
-            [[PREPEND, REPLACE], {}],
-            [None, METASPACE],
-        ):
+        elif model["byte_fallback"] and (normalizer.get("normalizers"), pre) in ESCAPES:
             for byte in {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
                 types[vocab[byte]] = BYTE
             keys |= {"model": "llama", "unknown_token_id": vocab["<unk>"]}
@@ -2103,152 +2111,176 @@ def sentencepiece_scores(pieces: list[str], types: list[int], merges: list) -> l
 
 
 class Tokenizer:
-    """SentencePiece, from a tokenizer.model or a GGUF file. Text never becomes a control token."""
+    """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
 
-    utf8_errors = "replace_each_byte"  # what becomes of bytes that are not UTF-8
-    hf_class = "LlamaTokenizer"  # in tokenizer_config.json
+    def __init__(
+        self, path: Path, keys: dict[str, Any], stop_ids: Iterable[int] = (), settings: bytes = b""
+    ) -> None:
+        self.source, self.keys, self.get = path, keys, partial(lookup, path, keys)
+        self.is_bpe = self.get("tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
+        self.read_pieces(stop_ids)
+        kinds = enumerate(zip(self.pieces, self.types))
+        self.special_ids = {p: i for i, (p, kind) in kinds if kind in (CONTROL, USER_DEFINED)}
+        self.chat_template = self.get("tokenizer.chat_template", str, "")  # in Jinja; not executed
+        bos = keys.get("tokenizer.ggml.pre") != "smollm"
+        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, bos)  # to a prompt
+        if self.is_bpe:  # what it does not have cannot come from text
+            self.strips_space, self.bpe = False, self.byte_pairs(NORMAL, USER_DEFINED)
+        else:
+            model = self.sentencepiece_model(settings)
+            no_prefix = protobuf({3: {3: False}})  # add_dummy_prefix
+            self.sp = open_sentencepiece(path, model)
+            self.sp_no_prefix = open_sentencepiece(path, model + no_prefix)
+            # Whether encode() puts a space in front, which decode() takes off.
+            self.strips_space = self.sp.encode("a") != self.sp_no_prefix.encode("a")
 
-    def __init__(self, model_proto: bytes, source: str | Path, add_bos: bool = True) -> None:
-        import sentencepiece
+    def read_pieces(self, stop_ids: Iterable[int]) -> None:
+        """The pieces, their types, the ids of BOS and EOS (-1: there is none). Raises ValueError."""
+        get, prefix = self.get, f"{self.source}: tokenizer.ggml."
+        self.pieces: list[str] = get("tokenizer.ggml.tokens", list)
+        self.vocab_size = n = len(self.pieces)
+        self.types = types = [*get("tokenizer.ggml.token_type", list, [NORMAL] * n)]
+        scores = get("tokenizer.ggml.scores", list, [0.0] * n if self.is_bpe else [])
+        for name, values, fits in (  # SentencePiece does not check these
+            ("tokens", self.pieces, lambda piece: isinstance(piece, str)),
+            ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
+            ("token_type", types, lambda kind: type(kind) is int and NORMAL <= kind <= BYTE),
+        ):
+            bad = [repr(value)[:40] for value in values if not fits(value)]
+            found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
+            expect(len(values) == n and not bad, f"{prefix}{name} has {found}")
+        expect(len({*self.pieces}) == n, f"{prefix}tokens has duplicates")
+        bos = get("tokenizer.ggml.bos_token_id", int, None if self.is_bpe else 1)
+        eos = get("tokenizer.ggml.eos_token_id", int, None if self.is_bpe else 2)
+        for i in (bos, eos, *stop_ids):
+            expect(-1 <= i < n, f"{prefix}: the BOS or EOS id is {i} of {n} tokens")
+            # Some converters mark BOS and EOS as NORMAL; typed text becomes what is USER_DEFINED.
+            if i >= 0 and (i in (bos, eos) or types[i] == USER_DEFINED):
+                types[i] = CONTROL
+        if not self.is_bpe:  # some mark it as CONTROL: SentencePiece refuses
+            unknown = get("tokenizer.ggml.unknown_token_id", int, 0)
+            expect(0 <= unknown < n, f"{prefix}unknown_token_id is {unknown} of {n} tokens")
+            types[unknown] = UNKNOWN
+        self.bos_id, self.eos_id = (i if types[i] == CONTROL else -1 for i in (bos, eos))
 
-        sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
-        no_prefix = model_proto + bytes_field(3, integer_field(3, False))  # no add_dummy_prefix
+    def sentencepiece_model(self, settings: bytes) -> bytes:
+        """The keys as SentencePiece's model, with the `settings` of a tokenizer.model, if there are."""
+        trainer: dict[int, Any]
+        trainer = {3: 2, 35: self.types.count(BYTE) == 256, 43: -1}  # BPE, bytes, no padding
+        for j, i in enumerate((self.types.index(UNKNOWN), self.bos_id, self.eos_id)):
+            trainer |= {40 + j: i, 45 + j: self.pieces[i].encode()}
+        add_dummy_prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
+        remove_extra = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
+        # the last: escape_whitespaces
+        normalizer = {1: b"identity", 3: add_dummy_prefix, 4: remove_extra, 5: True}
+        model = []
+        for text, score, kind in zip(self.pieces, self.keys["tokenizer.ggml.scores"], self.types):
+            escaped = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
+            model.append(protobuf({1: {1: escaped.encode(), 2: float(score), 3: kind}}))
+        return b"".join(model) + (settings or protobuf({2: trainer, 3: normalizer}))
+
+    def byte_pairs(self, *kinds: int) -> Any:
+        """The package tokenizers' own, with the pieces of these types."""
         try:
-            self.sp = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
-            self.sp_no_prefix = sentencepiece.SentencePieceProcessor(model_proto=no_prefix)
-            self.pieces: list[str] = self.sp.id_to_piece([*range(self.sp.vocab_size())])
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{source}: not a SentencePiece model: {error}"[:400]) from None
-        self.source, self.vocab_size = Path(source), len(self.pieces)
-        self.bos_id, self.eos_id = self.sp.bos_id(), self.sp.eos_id()
-        self.add_bos = add_bos  # whether a prompt begins with BOS, as in every Llama 2
-        # Whether encode() puts a space in front, which decode() takes off.
-        self.strips_space = self.sp.encode("a") != self.sp_no_prefix.encode("a")
-        self.chat_template = ""  # in Jinja; it is recognised, never executed
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(f"{self.source}: {error}: pip install tokenizers") from None
+        pre = self.get("tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
+        merges = self.get("tokenizer.ggml.merges", list)
+        rows = [row for row in zip(self.pieces, itertools.count(), self.types) if row[2] in kinds]
+        vocab = {piece: i for piece, i, _ in rows}
+        content = {
+            "version": "1.0",
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
+            "decoder": AS_BYTES | {"use_regex": True},
+            "model": {"type": "BPE", "vocab": {}, "merges": []},
+        }
+        with naming(self.source, "tokenizer.ggml.merges: "):
+            bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
+            pairs = [tuple(merge.split(" ")) for merge in merges]
+            for left, right in pairs:
+                if not (left in vocab and right in vocab and left + right in vocab):
+                    raise ValueError(f"{left!r} and {right!r} are not pieces that make another")
+            # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
+            bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
+            added = [(piece, kind == CONTROL) for piece, _, kind in rows if kind != NORMAL]
+            bpe.add_tokens(
+                [tokenizers.AddedToken(p, normalized=False, special=s) for p, s in added]
+            )
+            if CONTROL in kinds and self.add_bos:
+                bos = self.pieces[self.bos_id]
+                bpe.post_processor = tokenizers.processors.TemplateProcessing(
+                    single=[bos, "$A"], special_tokens=[(bos, self.bos_id)]
+                )
+        return bpe
 
     @classmethod
     def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
         """Read SentencePiece's tokenizer.model. ValueError if it has more pieces than the model."""
-        data = read_file(Path(path), MAX_VOCABULARY)
-        if re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", data):  # Meta's Llama 3
-            advice = "tiktoken's text; use this model's GGUF file or Hugging Face directory"
-            raise ValueError(f"{path}: not a SentencePiece model, but {advice}")
-        tokenizer = cls(data, path)
-        if max_pieces is not None and tokenizer.vocab_size > max_pieces:
-            raise ValueError(f"{path}: {tokenizer.vocab_size} pieces; the model has {max_pieces}")
-        return tokenizer
+        keys, settings = read_tokenizer_model(Path(path), max_pieces)
+        return cls(Path(path), keys, (), settings)
 
     @classmethod
     def from_directory(cls, file: Path, config: Config) -> Tokenizer:
         """tokenizer.model or .json of a Hugging Face directory, and what its other files add."""
         if file.suffix == ".json":
-            tokenizer = cls.from_keys(file, read_tokenizer_json(file, config))
+            keys, settings = read_tokenizer_json(file, config), b""
         else:
-            tokenizer = cls.from_file(file, config.vocab_size).with_added_tokens(config)
-        settings = file.with_name("tokenizer_config.json")
-        says = read_json(settings) if settings.exists() else {}
-        tokenizer.add_bos = lookup(settings, says, "add_bos_token", bool, tokenizer.add_bos)
-        tokenizer.chat_template = read_chat_template(file.parent)
-        return tokenizer
-
-    def with_added_tokens(self, config: Config) -> Tokenizer:
-        """This one of a tokenizer.model with what the files beside it say of its tokens."""
-        texts, special = read_added_tokens(self.source.parent)
-        count, known = self.vocab_size, {*self.pieces, *texts.values()}
-        new = (text for text in dict.fromkeys(special) if text not in known)
-        texts |= dict(enumerate(new, max([count - 1, *texts]) + 1))  # those without a number follow
-        for i, text in texts.items():
-            if i < count and self.pieces[i] != text.replace(" ", "\u2581"):
-                found = f"token {i} is {self.pieces[i]!r}, elsewhere {text[:40]!r}"
-                raise ValueError(f"{self.source}: {found}")
-        # Llama 2's own directory names a padding token that its model has no row for: left out.
-        added = {i: text for i, text in texts.items() if count <= i < config.vocab_size}
+            keys, settings = read_tokenizer_model(file, config.vocab_size)
+            names = ("tokens", "token_type", "scores")
+            pieces, types, scores = (keys[f"tokenizer.ggml.{name}"] for name in names)
+            with naming(file):
+                add_tokens(pieces, types, read_added_tokens(file.parent, pieces), config.vocab_size)
+            scores += [0.0] * (len(pieces) - len(scores))
+        other, key = file.with_name("tokenizer_config.json"), "tokenizer.ggml.add_bos_token"
+        says = read_json(other) if other.exists() else {}
+        keys[key] = lookup(other, says, "add_bos_token", bool, keys[key])
+        keys["tokenizer.chat_template"] = read_chat_template(file.parent)
         ends = {config.bos_token_id, config.eos_token_id, *config.stop_token_ids}
-        if not added and all(self.sp.is_control(i) for i in ends if i < count):
-            return self
-        keys, controls = self.vocabulary(max(added, default=0) + 1), {*special}
-        pieces, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
-        for i, text in added.items():
-            pieces[i], types[i] = text, CONTROL if text in controls else USER_DEFINED
-        for i in ends & {i for i, kind in enumerate(types) if kind == USER_DEFINED}:
-            types[i] = CONTROL  # typed text would otherwise become this token
-        return self.from_keys(self.source, keys)
+        return cls(file, keys, ends & {*range(len(keys["tokenizer.ggml.tokens"]))}, settings)
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
-        """The vocabulary inside a GGUF file: SentencePiece's model is rebuilt from it."""
+        """The vocabulary inside a GGUF file."""
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
         keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
-        return cls.from_keys(gguf.path, keys)
-
-    @classmethod
-    def from_keys(cls, path: Path, keys: dict[str, Any]) -> Tokenizer:
-        """A vocabulary from a GGUF file's keys, of whichever kind it is."""
-        lookup(path, keys, "tokenizer.ggml.model", ("llama", "gpt2"))
-        if keys["tokenizer.ggml.model"] == "gpt2":
-            found: Tokenizer = BytePairTokenizer(keys, path)
-        else:
-            found = cls(sentencepiece_model(path, keys), path)
-        found.add_bos = lookup(path, keys, "tokenizer.ggml.add_bos_token", bool, found.add_bos)
-        found.chat_template = lookup(path, keys, "tokenizer.chat_template", str, "")
-        found.metadata = keys  # for save_gguf()
-        return found
+        return cls(gguf.path, keys, gguf_stop_ids(gguf.path, keys))
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
         """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says). ValueError without one.
 
         `first`: it begins a text, where SentencePiece adds a space.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"a {type(text).__name__} is not text")  # noqa: TRY004
-        bos = self.add_bos if bos is None else bos
-        if bos and self.bos_id < 0:
-            raise ValueError(f"{self.source}: the vocabulary has no BOS token; pass bos=False")
-        return [self.bos_id] * bos + self.encode_text(well_formed(text), first)
-
-    def encode_text(self, text: str, first: bool) -> list[int]:
-        """encode() without BOS, of text that UTF-8 can hold."""
-        return (self.sp if first else self.sp_no_prefix).encode(text)
+        expect(isinstance(text, str), f"a {type(text).__name__} is not text")
+        bos, text = self.add_bos if bos is None else bos, well_formed(text)
+        problem = f"{self.source}: the vocabulary has no BOS token; pass bos=False"
+        expect(self.bos_id >= 0 or not bos, problem)
+        if self.is_bpe:
+            ids = self.bpe.encode(text, add_special_tokens=False).ids
+        else:
+            ids = (self.sp if first else self.sp_no_prefix).encode(text)
+        return [self.bos_id] * bos + ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
-        if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
-            raise ValueError(f"a {type(ids).__name__} is not a list of token ids")  # noqa: TRY004
+        listed = isinstance(ids, Iterable) and not isinstance(ids, Mapping)
+        expect(listed, f"a {type(ids).__name__} is not a list of token ids")
         decoder = StreamDecoder(self)
         return "".join([*map(decoder.decode, ids), decoder.flush()])
 
-    def check(self, token_id: int) -> None:
-        """Raises ValueError for an id that is not in the vocabulary."""
+    def piece(self, token_id: int) -> tuple[bytes, int]:
+        """The bytes that a token stands for and its type. ValueError for an id that is none."""
         if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id}; expected 0 to {self.vocab_size - 1}")
-
-    @functools.cached_property
-    def types(self) -> list[int]:
-        """The type of each piece, from the model's bytes: sp has no is_user_defined()."""
-        model = read_fields(self.sp.serialized_model_proto())
-        return [dict(read_fields(piece)).get(3, NORMAL) for field, piece in model if field == 1]
-
-    @functools.cached_property
-    def special_ids(self) -> dict[str, int]:
-        """The ids of control and user-defined tokens, by their texts."""
-        kinds = enumerate(zip(self.pieces, self.types))
-        return {piece: i for i, (piece, kind) in kinds if kind in (CONTROL, USER_DEFINED)}
-
-    def special_id(self, text: str) -> int | None:
-        """The id of the control or user-defined token of this text, if there is one."""
-        return self.special_ids.get(text)
-
-    def piece(self, token_id: int) -> tuple[bytes, int]:
-        """The UTF-8 bytes that a token stands for and its type; b"" for control tokens."""
-        self.check(token_id)
-        if self.sp.is_control(token_id):
-            return b"", CONTROL
-        if self.sp.is_unknown(token_id):
-            return " \u2047 ".encode(), UNKNOWN
-        text = self.pieces[token_id]
-        if self.sp.is_byte(token_id):
+        text, kind = self.pieces[token_id], self.types[token_id]
+        if self.is_bpe:  # the bytes around a control token may be of one character
+            if kind == NORMAL and BYTES.keys() >= {*text}:
+                return bytes(BYTES[c] for c in text), BYTE
+            return text.encode() * (kind in (NORMAL, USER_DEFINED)), BYTE
+        if kind == BYTE:
             return bytes.fromhex(text[3:5]), BYTE  # of <0xE2>
-        return text.replace("\u2581", " ").encode(), NORMAL  # as are user-defined ones here
+        text = {CONTROL: "", UNKNOWN: " \u2047 "}.get(kind, text.replace("\u2581", " "))
+        return text.encode(), kind if kind in (CONTROL, UNKNOWN) else NORMAL
 
     def hf_files(self, config: Config) -> dict[str, Any]:
         """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
@@ -2256,123 +2288,30 @@ class Tokenizer:
         settings: dict[str, Any]
         settings = {role: self.pieces[i] for role, i in ids.items() if 0 <= i < self.vocab_size}
         settings |= {"chat_template": self.chat_template} if self.chat_template else {}
-        settings |= {"tokenizer_class": self.hf_class, "legacy": False}
-        settings |= {"add_bos_token": self.add_bos, "clean_up_tokenization_spaces": False}
-        return {"tokenizer_config.json": settings, **self.hf_model()}
-
-    def hf_model(self) -> dict[str, Any]:
-        """The file that holds the vocabulary, for hf_files()."""
-        return {"tokenizer.model": self.sp.serialized_model_proto()}
-
-    @functools.cached_property
-    def metadata(self) -> dict[str, Any]:
-        """GGUF's keys for it. Raises ValueError if it has no place there."""
-        model = dict(read_fields(self.sp.serialized_model_proto()))
-        trainer, normalizer = dict(read_fields(model[2])), dict(read_fields(model[3]))
-        for problem, found in (
-            ("Unigram, words or characters instead of BPE", trainer.get(3, 1) != 2),
-            ("spaces at the end of words", trainer.get(24)),
-            (f"normalisation by {normalizer.get(1, b'').decode()}", normalizer.get(2)),
-            ("denormalisation", dict(read_fields(model.get(5, b""))).get(2)),
-        ):
-            if found:
-                unfit = f"GGUF cannot represent this vocabulary: {problem}"
-                raise ValueError(f"{self.source}: {unfit}")
-        sp = self.sp
-        return {
-            "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": [  # see piece_field() on spaces
-                piece.replace("\u2581", " ") if kind == USER_DEFINED else piece
-                for piece, kind in zip(self.pieces, self.types)
-            ],
-            "tokenizer.ggml.scores": sp.get_score([*range(self.vocab_size)]),
-            "tokenizer.ggml.token_type": self.types,
-            "tokenizer.ggml.unknown_token_id": sp.unk_id(),
-            "tokenizer.ggml.bos_token_id": sp.bos_id(),
-            "tokenizer.ggml.eos_token_id": sp.eos_id(),
-            "tokenizer.ggml.add_bos_token": self.add_bos,
-            "tokenizer.ggml.add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
-            "tokenizer.ggml.remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
+        settings |= {
+            "tokenizer_class": "PreTrainedTokenizerFast" if self.is_bpe else "LlamaTokenizer"
         }
+        settings |= {
+            "add_bos_token": self.add_bos,
+            "clean_up_tokenization_spaces": False,
+            "legacy": False,
+        }
+        if self.is_bpe:
+            model = {
+                "tokenizer.json": self.byte_pairs(NORMAL, USER_DEFINED, CONTROL).to_str().encode()
+            }
+        else:
+            model = {"tokenizer.model": self.sp.serialized_model_proto()}
+        return {"tokenizer_config.json": settings, **model}
 
     def vocabulary(self, count: int) -> dict[str, Any]:
-        """`metadata` with unused pieces up to `count`."""
-        keys, more = dict(self.metadata), range(self.vocab_size, count)
+        """GGUF's keys for it, with unused pieces up to `count`."""
+        keys, more = dict(self.keys), range(self.vocab_size, count)
         padding = {"tokens": [f"[PAD{i}]" for i in more], "token_type": [UNUSED] * len(more)}
         for name, values in (padding | {"scores": [0.0] * len(more)}).items():
             if (key := f"tokenizer.ggml.{name}") in keys:
                 keys[key] = keys[key] + values
         return keys
-
-
-class BytePairTokenizer(Tokenizer):
-    """Byte-level BPE, as Llama 3 has it, by the package tokenizers. Its pieces spell bytes."""
-
-    utf8_errors, hf_class = "replace", "PreTrainedTokenizerFast"
-
-    def __init__(self, keys: dict[str, Any], path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            needed = "byte-level BPE needs the package tokenizers: pip install tokenizers"
-            raise ImportError(f"{path}: {needed}") from None
-        pre = lookup(path, keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
-        self.source, self.strips_space = path, False
-        self.pieces, self.types, self.bos_id, self.eos_id = read_pieces(path, keys)
-        self.vocab_size, self.add_bos = len(self.pieces), pre != "smollm"
-        merges = lookup(path, keys, "tokenizer.ggml.merges", list)
-        # What is not in BPE's vocabulary cannot come from text: control tokens. Llama 3 takes a word
-        # that is a piece as it is, whatever its merges would make of it.
-        texts = [p for p, kind in zip(self.pieces, self.types) if kind == USER_DEFINED]
-        kinds = enumerate(zip(self.pieces, self.types))
-        vocab = {piece: i for i, (piece, kind) in kinds if kind in (NORMAL, USER_DEFINED)}
-        words = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}
-        empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
-        if len({*self.pieces}) < self.vocab_size:
-            raise ValueError(f"{path}: tokenizer.ggml.tokens has duplicates")
-        try:
-            self.bpe = tokenizers.Tokenizer.from_str(json.dumps(empty | {"pre_tokenizer": words}))
-            pairs = [tuple(merge.split(" ")) for merge in merges]
-            for left, right in pairs:
-                if not (left in vocab and right in vocab and left + right in vocab):
-                    raise ValueError(f"{left!r} and {right!r} are not pieces that make another")
-            self.bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
-            self.bpe.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in texts])
-        except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
-            raise ValueError(printable(f"{path}: tokenizer.ggml.merges: {error}"[:400])) from None
-
-    def encode_text(self, text: str, first: bool) -> list[int]:
-        """encode() without BOS, of text that UTF-8 can hold."""
-        return self.bpe.encode(text, add_special_tokens=False).ids
-
-    def hf_model(self) -> dict[str, Any]:
-        """tokenizer.json, with the control tokens that `bpe` does not know and BOS in front."""
-        content = json.loads(self.bpe.to_str())
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        content["added_tokens"] = [
-            {"id": i, "content": piece, "special": kind == CONTROL, **flags}
-            for i, (piece, kind) in enumerate(zip(self.pieces, self.types))
-            if kind in (CONTROL, USER_DEFINED)
-        ]
-        content["model"]["vocab"] |= self.special_ids  # else they would be numbered anew
-        content["decoder"] = AS_BYTES | {"use_regex": True}
-        if self.add_bos:
-            bos, text = self.pieces[self.bos_id], {"Sequence": {"id": "A", "type_id": 0}}
-            content["post_processor"] = {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, text],
-                "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
-                "special_tokens": {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}},
-            }
-        return {"tokenizer.json": content}
-
-    def piece(self, token_id: int) -> tuple[bytes, int]:
-        """The bytes that a token stands for, which may be a part of a character."""
-        self.check(token_id)
-        text, kind = self.pieces[token_id], self.types[token_id]
-        if kind == NORMAL and BYTES.keys() >= {*text}:
-            return bytes(BYTES[c] for c in text), BYTE
-        return text.encode() if kind in (NORMAL, USER_DEFINED) else b"", BYTE
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
@@ -2390,24 +2329,21 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
         self.tokenizer, self.strip = tokenizer, first and tokenizer.strips_space
-        self.utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.utf8_errors)
+        errors = "replace" if tokenizer.is_bpe else "replace_each_byte"
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
-        data, token_type = self.tokenizer.piece(token_id)
-        text = "" if token_type == BYTE else self.flush()  # bytes before it stay incomplete
-        if token_type == CONTROL:
-            return text
-        if self.strip and token_type == NORMAL:
+        data, kind = self.tokenizer.piece(token_id)
+        text = "" if kind == BYTE else self.flush()  # bytes before it stay incomplete
+        if self.strip and kind == NORMAL:
             data = data.removeprefix(b" ")
-        self.strip = False
+        self.strip = self.strip and kind == CONTROL
         return text + self.utf8.decode(data)
 
     def flush(self) -> str:
         """The rest at the end: U+FFFD for bytes that did not complete a character."""
-        text = self.utf8.decode(b"", final=True)
-        self.utf8.reset()
-        return text
+        return self.utf8.decode(b"", final=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2416,22 +2352,22 @@ class StreamDecoder:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a family of models was trained to converse: {} is a message, <s> is BOS, </s> is EOS.
+    """How a family of models was trained to converse: <s> is BOS, </s> is EOS.
 
-    Tags are encoded as tokens of their own where the vocabulary has them, else as text.
+    {} is a message, {-} one without white space around it. Tags are encoded as tokens of their own
+    where the vocabulary has them, else as text.
     """
 
     name: str
     template_has: tuple[str, ...]  # texts by which its chat template is recognised
-    user: str
-    assistant: str
-    system: str
     tags: tuple[str, ...]  # begin or end a role; like EOS, they end an answer
+    turn: str = ""  # of each ROLE that has no form of its own:
+    user: str = ""
+    assistant: str = ""  # after the last question, the model continues from what is before {}
+    system: str = ""
     start: str = ""
-    cue: str = ""  # after the last question: the model continues from there
     template_lacks: tuple[str, ...] = ()
     system_in: str = ""  # "first" or "last": the question that includes it
-    strips: tuple[str, ...] = ()  # the roles whose messages are stripped of white space
     needs_tokens: bool = False  # only for vocabularies with a token for each tag
     default_system: str | None = None  # where none is given; only for templates that say so
 
@@ -2440,6 +2376,10 @@ class ChatFormat:
         lacks = not any(text in template for text in self.template_lacks)
         return lacks and all(text in template for text in self.template_has)
 
+    def form(self, role: str) -> str:
+        """A message of that role and what is around it."""
+        return getattr(self, role) or self.turn.replace("ROLE", role)
+
 
 MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
     "mistral",
@@ -2447,11 +2387,10 @@ MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B In
     template_lacks=("[SYSTEM_PROMPT]",),
     start="<s>",
     user="[INST] {}[/INST]",
-    assistant=" {}</s>",
+    assistant=" {-}</s>",
     system="{}\n\n",
     tags=("[INST]", "[/INST]"),
     system_in="last",
-    strips=("assistant",),
     needs_tokens=True,
 )
 
@@ -2459,21 +2398,14 @@ LLAMA_3_CHAT = ChatFormat(
     "llama-3",
     ("<|start_header_id|>",),
     start="<s>",
-    user="<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
-    assistant="<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
-    system="<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
-    cue="<|start_header_id|>assistant<|end_header_id|>\n\n",
+    turn="<|start_header_id|>ROLE<|end_header_id|>\n\n{-}<|eot_id|>",
     tags=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
-    strips=("system", "user", "assistant"),
 )
 
 CHATML = ChatFormat(  # OpenHermes 2.5 and many others
     "chatml",
     ("<|im_start|>",),
-    user="<|im_start|>user\n{}<|im_end|>\n",
-    assistant="<|im_start|>assistant\n{}<|im_end|>\n",
-    system="<|im_start|>system\n{}<|im_end|>\n",
-    cue="<|im_start|>assistant\n",
+    turn="<|im_start|>ROLE\n{}<|im_end|>\n",
     tags=("<|im_start|>", "<|im_end|>"),
 )
 
@@ -2484,32 +2416,34 @@ CHAT_FORMATS = (
     ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
         "llama-2",
         ("[INST]", "<<SYS>>"),
-        user="<s> [INST] {} [/INST]",
-        assistant=" {} </s>",
+        user="<s> [INST] {-} [/INST]",
+        assistant=" {-} </s>",
         system="<<SYS>>\n{}\n<</SYS>>\n\n",
         tags=("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
         system_in="first",
-        strips=("user", "assistant"),
     ),
     replace(  # Llama 3.1 to 3.3
         LLAMA_3_CHAT,
         template_has=("<|start_header_id|>", KNOWLEDGE),
-        system=LLAMA_3_CHAT.system.replace("{}", KNOWLEDGE + "\nToday Date: {date}\n\n{}"),
+        system=LLAMA_3_CHAT.form("system").replace(
+            "{-}", f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}"
+        ),
         default_system="",
     ),
     LLAMA_3_CHAT,
     MISTRAL,
     replace(  # version 1: v0.1 and v0.2, whose first templates had no space before [INST]
-        MISTRAL, user=" [INST] {} [/INST]", system_in="first", strips=(), needs_tokens=False
+        MISTRAL,
+        user=" [INST] {} [/INST]",
+        assistant=" {}</s>",
+        system_in="first",
+        needs_tokens=False,
     ),
     ChatFormat(  # Zephyr 7B, TinyLlama Chat
         "zephyr",
         ("<|assistant|>", "eos_token"),
         template_lacks=("<|end|>", "<|endoftext|>"),
-        user="<|user|>\n{}</s>\n",
-        assistant="<|assistant|>\n{}</s>\n",
-        system="<|system|>\n{}</s>\n",
-        cue="<|assistant|>\n",
+        turn="<|ROLE|>\n{}</s>\n",
         tags=("<|user|>", "<|assistant|>", "<|system|>"),
     ),
     ChatFormat(  # Vicuna 1.1 and 1.5, as in the published templates and llama.cpp; FastChat, which
@@ -2517,12 +2451,10 @@ CHAT_FORMATS = (
         ("USER: ", "ASSISTANT: "),
         template_lacks=("SYSTEM: ",),
         start="<s>",
-        user="USER: {}\n",
-        assistant="ASSISTANT: {}</s>\n",
-        system="{}\n\n",
-        cue="ASSISTANT:",
+        user="USER: {-}\n",
+        assistant="ASSISTANT: {-}</s>\n",
+        system="{-}\n\n",
         tags=("USER:", "ASSISTANT:"),
-        strips=("system", "user", "assistant"),
     ),
     replace(CHATML, template_has=("<|im_start|>", SMOLLM), default_system=SMOLLM),  # SmolLM2
     CHATML,
@@ -2550,58 +2482,47 @@ def describe_chat_format(template: str) -> str:
     return name if template.strip() else f"{name} (assumed: the model has no chat template)"
 
 
-def find_chat_format(name: str | None, tokenizer: Tokenizer) -> tuple[ChatFormat, dict[str, int]]:
-    """The row of that name which suits the tokenizer, and the ids of its tags that are tokens.
+def find_chat_format(
+    tokenizer: Tokenizer, name: str | None
+) -> tuple[ChatFormat, dict[str, int], list[str]]:
+    """The row of a name which suits the tokenizer, the ids of its tags, the tags that text can spell.
 
-    None: the format of the tokenizer's own template. Raises ValueError if it has none.
+    Name None: the format of the tokenizer's own template. Raises ValueError if it has none.
     """
-    template = tokenizer.chat_template
+    template, names = tokenizer.chat_template, ", ".join(CHAT_FORMAT_NAMES)
     if name is None:
-        if not template.strip():
-            names = ", ".join(CHAT_FORMAT_NAMES)
-            raise ValueError(f"the model has no chat template; pass chat_format, one of {names}")
+        problem = f"the model has no chat template; pass chat_format, one of {names}"
+        expect(template.strip(), problem)
         name = recognise_chat_format(template)
     for row in CHAT_FORMATS:
-        if row.default_system is not None and not row.suits(template):
-            continue
-        found = {tag: tokenizer.special_id(tag) for tag in row.tags}
-        ids = {tag: token_id for tag, token_id in found.items() if token_id is not None}
-        if row.name == name and (len(ids) == len(row.tags) or not row.needs_tokens):
-            return row, ids
-    raise ValueError(f"unknown chat format {name!r}; choose from {', '.join(CHAT_FORMAT_NAMES)}")
-
-
-def chat_stops(
-    tokenizer: Tokenizer, chat_format: str | None = None
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The ids and texts that end an answer: EOS and all tags. No message may hold the texts."""
-    row, ids = find_chat_format(chat_format, tokenizer)
-    control = [tag for tag, token_id in ids.items() if tokenizer.types[token_id] == CONTROL]
-    return (tokenizer.eos_id, *ids.values()), tuple(tag for tag in row.tags if tag not in control)
+        ids = {t: tokenizer.special_ids[t] for t in row.tags if t in tokenizer.special_ids}
+        fits = row.default_system is None or row.suits(template)
+        if row.name == name and fits and (len(ids) == len(row.tags) or not row.needs_tokens):
+            control = [tag for tag, i in ids.items() if tokenizer.types[i] == CONTROL]
+            return row, ids, [tag for tag in row.tags if tag not in control]
+    raise ValueError(f"unknown chat format {name!r}; choose from {names}")
 
 
 def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tuple[str, str]]:
     """(role, text) pairs. ValueError for roles out of order, contents that are not text, tags."""
-    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
-        raise ValueError("expected a list of messages, each with role and content")
+    listed = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
+    expect(listed, "expected a list of messages, each with role and content")
     roles: list[Any] = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
-    if len(turns) % 2 == 0 or turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+    if turns != [*["user", "assistant"] * (len(turns) // 2), "user"]:
         found, order = ", ".join(map(str, roles)) or "no message", "user, assistant, ..., user"
         advice = "join messages of one role in a row"
         raise ValueError(f"expected the roles [system,] {order}; {advice}; found: {found}")
     checked: list[tuple[str, str]] = []
     for role, message in zip(roles, messages):
-        content = message.get("content")
+        content: Any = message.get("content")
         if isinstance(content, list):  # as OpenAI has it: of {"type": "text", "text"}
             with suppress(TypeError, LookupError):
                 content = "\n".join(part["text"] for part in content)
-        if not isinstance(content, str):  # which is not quoted: it does not belong in a log
-            kind = type(content).__name__
-            raise ValueError(f"the {role} message is a {kind}, not text")  # noqa: TRY004
+        kind = type(content).__name__  # the content is not quoted: it does not belong in a log
+        expect(isinstance(content, str), f"the {role} message is a {kind}, not text")
         for tag in tags:
-            if tag in content:
-                raise ValueError(f"the {role} message contains the reserved tag {tag}")
+            expect(tag not in content, f"the {role} message contains the reserved tag {tag}")
         checked.append((role, content))
     return checked
 
@@ -2620,35 +2541,34 @@ def encode_chat(
     Raises ValueError for roles out of order (system?, user, assistant, ..., user) and for tags in a
     message, which could impersonate another role.
     """
-    row, tag_ids = find_chat_format(chat_format, tokenizer)
-    turns = check_messages(messages, chat_stops(tokenizer, chat_format)[1])
-    token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
-    any_token = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
-
-    named = re.search(r'date_string = "([^"]{1,40})"', tokenizer.chat_template)
-    date = date_string or (named[1] if named else "26 Jul 2024")
-
-    def literal(text: str) -> list[Any]:  # texts and ids
-        return [token_ids.get(p, p.replace("{date}", date)) for p in any_token.split(text)]
-
+    row, tag_ids, reserved = find_chat_format(tokenizer, chat_format)
+    turns = check_messages(messages, reserved)
     if turns[0][0] != "system" and row.default_system is not None:
         turns.insert(0, ("system", row.default_system))
     if turns[0][0] == "system" and row.system_in:
         (_, system), *turns = turns
         at = 0 if row.system_in == "first" else -1
         turns[at] = ("user", row.system.replace("{}", system) + turns[at][1])
-    parts = literal(row.start)
-    for role, content in turns:
-        before, after = getattr(row, role).split("{}")
-        content = content.strip() if role in row.strips else content
-        parts += [*literal(before), content, *literal(after)]
-    parts += literal(row.cue)
+    cue = row.form("assistant").partition("{")[0].rstrip(" ")
+    form = row.start + "".join(row.form(role) for role, _ in turns) + cue
+    contents = iter([content for _, content in turns])
+    named = re.search(r'date_string = "([^"]{1,40})"', tokenizer.chat_template)
+    date = date_string or (named[1] if named else "26 Jul 2024")
+
+    def fill(mark: re.Match) -> str:
+        if mark[0] == "{date}":
+            return date
+        return next(contents).strip() if mark[0] == "{-}" else next(contents)
+
+    token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     ids: list[int] = []
-    for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
-        some = list(group)  # adjacent texts are encoded together
-        ids += tokenizer.encode("".join(some), bos=False, first=not ids) if is_text else some
-    if min(ids) < 0:
-        raise ValueError(f"the vocabulary has no BOS or EOS token; the format {row.name} needs it")
+    for part in re.split(f"({'|'.join(map(re.escape, token_ids))})", form):
+        if part in token_ids:
+            ids.append(token_ids[part])
+        else:  # all that is between two tokens is encoded together
+            text = re.sub(r"\{(?:-|date)?\}", fill, part)
+            ids += tokenizer.encode(text, bos=False, first=not ids)
+    expect(min(ids) >= 0, f"the vocabulary has no BOS or EOS token; {row.name} needs it")
     return ids
 
 
@@ -2978,9 +2898,10 @@ def stream_text(
     if not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop is {stop}; must be texts that are not empty")
     if chat_format is not None:
-        stop_ids, tags = chat_stops(tokenizer, chat_format)
-        options["stop_ids"] = {config.eos_token_id, *config.stop_token_ids, *stop_ids}
-        stop += tags
+        _, tag_ids, tags = find_chat_format(tokenizer, chat_format)
+        ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
+        options["stop_ids"] = {*ends, *tag_ids.values()}
+        stop += tuple(tags)
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
     decoder, report = StreamDecoder(tokenizer, first), tokens.report
     scores = report.scores[0]

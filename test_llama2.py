@@ -824,7 +824,6 @@ def test_sections_refer_upwards():
         downwards |= {(user, name) for name in below}
     known = {  # a file's reader makes its tokenizer, a plan knows how many tokens come at once
         *((f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")),
-        ("check_saved", "read_fields"),
         ("memory_plan", "PREFILL_CHUNK"),
         ("accelerate", "CompiledLayers"),
         ("accelerate", "CompiledLinear"),

@@ -260,7 +260,7 @@ def test_a_long_template_is_no_work():
 
 def test_unknown_format_is_refused(tokenizers):
     for call in (lambda n: llama2.encode_chat(tokenizers[""], dialogue("u:hi"), n),
-                 lambda n: llama2.chat_stops(tokenizers[""], n)):  # fmt: skip
+                 lambda n: llama2.find_chat_format(tokenizers[""], n)):  # fmt: skip
         with pytest.raises(
             ValueError, match="alpaca.*llama-2, llama-3, mistral, zephyr, vicuna, chatml"
         ):
@@ -283,8 +283,8 @@ def test_unknown_format_is_refused(tokenizers):
 def test_what_ends_an_answer_cannot_be_typed(tokenizers, name, tokens, ids, texts, where):
     """Tags that are text are refused; control tokens that are typed stay text."""
     tokenizer = tokenizers[tokens]
-    assert sorted(llama2.chat_stops(tokenizer, name)[0]) == ids
-    assert sorted(llama2.chat_stops(tokenizer, name)[1]) == sorted(texts)
+    _, tag_ids, reserved = llama2.find_chat_format(tokenizer, name)
+    assert sorted({2, *tag_ids.values()}) == ids and sorted(reserved) == sorted(texts)
     for text in texts:
         with pytest.raises(ValueError, match=re.escape(f"reserved tag {text}")):
             llama2.encode_chat(tokenizer, dialogue(where.format(text)), name)
@@ -370,13 +370,13 @@ def test_added_tokens(tmp_path, real, files):
     """Control tokens are silent and are never typed, user-defined ones are text."""
     file, config = directory(tmp_path, real, 32002, **files)
     tokenizer = llama2.Tokenizer.from_directory(file, config)
-    assert tokenizer.special_id("<|im_end|>") == 32000 and tokenizer.types[32000] == 3
+    assert tokenizer.special_ids["<|im_end|>"] == 32000 and tokenizer.types[32000] == 3
     assert tokenizer.decode([7251, 32000, 289]) == "hi b"
     assert 32000 not in tokenizer.encode("hi<|im_end|>")
     assert tokenizer.encode("hi b") == [1, 7251, 289]
     ids, text = [7251], "hi"
     if "im_start" in str(files):
-        assert tokenizer.special_id("<|im_start|>") == 32001 and tokenizer.types[32001] == 4
+        assert tokenizer.special_ids["<|im_start|>"] == 32001 and tokenizer.types[32001] == 4
         assert tokenizer.encode("hi<|im_start|>", bos=False) == [7251, 32001]
         ids, text = [7251, 32001], "hi<|im_start|>"
     decoder = llama2.StreamDecoder(tokenizer)
@@ -388,7 +388,7 @@ def test_added_tokens_with_gaps_and_beyond_the_model(tmp_path, real):
     tokens = {"<a>": 32002, "<pad>": 32004, "b c": 32003}
     file, config = directory(tmp_path, real, 32004, added_tokens=tokens)
     tokenizer = llama2.Tokenizer.from_directory(file, config)
-    assert tokenizer.vocab_size == 32004 and tokenizer.special_id("<pad>") is None
+    assert tokenizer.vocab_size == 32004 and "<pad>" not in tokenizer.special_ids
     assert tokenizer.types[32000:] == [5, 5, 4, 4]
     assert tokenizer.decode([289, 32002, 32003]) == "b<a>b c"
     assert tokenizer.encode("hib c", bos=False) == [7251, 32003]
@@ -416,7 +416,7 @@ def test_what_ends_a_text_is_a_control_token(tmp_path, real):
         ({"added_tokens": {"": 32000}}, "not a token"),
         ({"added_tokens": {"<a>": 7251}}, r"7251.*hi.*<a>"),
         ({"added_tokens": {"\0": 32000}}, "not a token"),
-        ({"added_tokens": {"hi": 32000}}, "already defined"),
+        ({"added_tokens": {"hi": 32000}}, "duplicates"),
         ({"added_tokens": {"x" * 10**6: 32000}}, "too long"),
         ({"added_tokens": ["<a>"]}, "JSON"),
         ({"tokenizer_config": {"added_tokens_decoder": ["<a>"]}}, "expected dict"),
@@ -429,7 +429,7 @@ def test_what_ends_a_text_is_a_control_token(tmp_path, real):
         ({"special_tokens_map": {"additional_special_tokens": [[]]}}, "not a token"),
         (
             {"tokenizer_config": {"added_tokens_decoder": added_tokens_decoder({"<s>": True})}},
-            "already defined",
+            "duplicates",
         ),
     ],
 )
@@ -574,11 +574,10 @@ def test_user_defined_pieces_with_spaces(tmp_path):
     tokenizer = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys))
     assert tokenizer.encode("hia  bhi", bos=False)[-2:] == [SIZE - 2, 269]
     assert tokenizer.decode([269, SIZE - 2]) == "hia  b"
-    del tokenizer.metadata  # as if it came from a tokenizer.model
-    assert tokenizer.vocabulary(SIZE)["tokenizer.ggml.tokens"] == keys["tokenizer.ggml.tokens"]
-    assert (
-        tokenizer.vocabulary(SIZE)["tokenizer.ggml.token_type"] == keys["tokenizer.ggml.token_type"]
-    )
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer.sp.serialized_model_proto())
+    again = llama2.Tokenizer.from_file(tmp_path / "tokenizer.model").vocabulary(SIZE)
+    for name in ("tokens", "token_type"):
+        assert again[f"tokenizer.ggml.{name}"] == keys[f"tokenizer.ggml.{name}"]
 
 
 @pytest.mark.parametrize("key", ["eot", "eom"])
@@ -591,7 +590,7 @@ def test_gguf_ends_of_turns(tmp_path, small, key):
     }
     tokenizer = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", settings))
     assert tokenizer.types[SIZE - 1] == 3 and SIZE - 1 not in tokenizer.encode("a<|im_start|>")
-    assert tokenizer.metadata[f"tokenizer.ggml.{key}_token_id"] == SIZE - 1
+    assert tokenizer.keys[f"tokenizer.ggml.{key}_token_id"] == SIZE - 1
     for bad in (SIZE, 2**32 - 1):
         settings |= {f"tokenizer.ggml.{key}_token_id": bad}
         with pytest.raises(ValueError, match=f"{bad} of {SIZE} tokens"):

@@ -325,7 +325,7 @@ def test_byte_level_vocabularies_in_a_folder(tmp_path, pre):
     for text in texts[:2]:
         assert theirs.encode(text) == published.encode(text)
         assert theirs.decode(published.encode(text), skip_special_tokens=True) == text
-    assert theirs.convert_tokens_to_ids("<|eot_id|>") == published.special_id("<|eot_id|>")
+    assert theirs.convert_tokens_to_ids("<|eot_id|>") == published.special_ids["<|eot_id|>"]
 
 
 def test_what_cannot_be_saved(small, tmp_path):

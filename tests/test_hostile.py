@@ -608,8 +608,8 @@ N = CONFIG.vocab_size
     [
         ("tokens", ARRAY, (STRING, [f"t{i}" for i in range(N - 1)]), f"{N - 1} tokens"),
         ("tokens", ARRAY, (STRING, []), "0 tokens"),
-        ("tokens", ARRAY, (STRING, ["same"] * N), "already defined"),
-        ("tokens", ARRAY, (STRING, ["<unk>", "<s>", "</s>"] + [""] * (N - 3)), "SentencePiece"),
+        ("tokens", ARRAY, (STRING, ["same"] * N), "duplicates"),
+        ("tokens", ARRAY, lambda pieces: (STRING, [*pieces[:-1], ""]), "SentencePiece"),
         ("tokens", ARRAY, lambda pieces: (STRING, [*pieces[:-1], "\0x"]), "null"),
         ("tokens", ARRAY, lambda pieces: (STRING, [*pieces[:-1], "x" * 10**6]), "too long"),
         ("tokens", ARRAY, (U32, list(range(N))), "values for"),

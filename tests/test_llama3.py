@@ -243,7 +243,7 @@ def test_unlike_text(llama3):
         assert max(ids) < N and llama3.decode(ids) == text
     ids = llama3.encode("the<tool>the", bos=False)
     assert ids == pieces("t he <tool> t he") and llama3.decode(ids) == "the<tool>the"
-    assert llama3.special_id("<|eot_id|>") == EOT and llama3.special_id("the") is None
+    assert llama3.special_ids["<|eot_id|>"] == EOT and "the" not in llama3.special_ids
     assert llama3.decode([BOS, ID["he"], EOT]) == "he"
 
 
@@ -364,7 +364,7 @@ def test_llama_2_as_json(tmp_path, keys, rebuilt, legacy):
     """The ids of tokenizer.model, whichever version of transformers wrote it."""
     config = llama2.Config(vocab_size=rebuilt.vocab_size)
     found = directory(tmp_path, llama2_json(rebuilt, legacy), config)
-    assert type(found) is llama2.Tokenizer and found.add_bos is legacy
+    assert not found.is_bpe and found.add_bos is legacy
     assert (found.pieces, found.types) == (rebuilt.pieces, rebuilt.types)
     for text in [*random_texts(400), *(" " * n + "the" for n in range(40))]:
         ids = found.encode(text, bos=False)
@@ -415,8 +415,8 @@ def test_chat_ids(llama3):
     answered = [START, *spell("assistant"), MIDDLE, *spell("\n\non"), EOT]
     ids = [BOS, *user, *answered, *user, *cue]
     assert llama2.encode_chat(llama3, messages + answer, "llama-3") == ids
-    stops = {EOS, START, MIDDLE, EOT, ID["<|eom_id|>"]}
-    assert {*llama2.chat_stops(llama3, "llama-3")[0]} == stops
+    tags = {START, MIDDLE, EOT, ID["<|eom_id|>"]}
+    assert {*llama2.find_chat_format(llama3, "llama-3")[1].values()} == tags
     for name, template in TEMPLATES.items():
         assert llama2.recognise_chat_format(template) == NAMES[name]
 
@@ -500,9 +500,8 @@ def test_a_date_is_no_tag(talking):
 def test_no_template_no_format(llama3):
     """What is not said is not assumed; a format that is asked for is taken."""
     messages = [{"role": "user", "content": "hi"}]
-    for call in (lambda: llama2.encode_chat(llama3, messages), lambda: llama2.chat_stops(llama3)):
-        with pytest.raises(ValueError, match="no chat template; pass chat_format, one of llama-2"):
-            call()
+    with pytest.raises(ValueError, match="no chat template; pass chat_format, one of llama-2"):
+        llama2.encode_chat(llama3, messages)
     assert llama2.encode_chat(llama3, messages, "chatml")[0] == ID["<|im_start|>"]
 
 

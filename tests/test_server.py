@@ -174,8 +174,8 @@ def test_chat_is_encoded_in_the_models_format(server, loaded):
     model, tokenizer = loaded
     messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Who?"}]
     ids = llama2.encode_chat(tokenizer, messages, "llama-2")
-    stop_ids, tags = llama2.chat_stops(tokenizer, "llama-2")
-    options = {"stop": tags, "stop_ids": stop_ids, "max_new_tokens": 25}
+    _, _, tags = llama2.find_chat_format(tokenizer, "llama-2")  # texts, none of them a token
+    options = {"stop": tags, "stop_ids": (tokenizer.eos_id,), "max_new_tokens": 25}
     stream = llama2.stream_text(model, tokenizer, ids, sampling=llama2.Sampling(0), **options)
     expected = "".join(stream).lstrip()
     messages[1]["content"] = [{"type": "text", "text": "Who?"}]
