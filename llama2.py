@@ -3130,20 +3130,17 @@ def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
         note = "steps will be slow: torch.compile needs the package triton"
         if importlib.util.find_spec("triton"):
             replace_modules(model, lambda m: CompiledLinear(m.blocks, m.ggml_type), CompiledLayers)
-            note = (
-                "the first token waits for torch.compile: up to a minute, less from its disk cache"
-            )
+            note = "the first token waits for torch.compile: a minute, less from its disk cache"
         warnings.warn(note, stacklevel=2)
     elif device == "cpu" and any(isinstance(m, QuantizedLinear) for m in model.modules()):
         if compile and kernels().library:
             replace_modules(model, partial(NativeLinear, exact=exact), NativeLayers)
-            return model
-        if compile:
+        elif not exact:
+            replace_modules(model, PackedLinear, Layers)
+        if compile and not kernels().library:
             advice = "; exact=False (--dtype auto) takes torch's faster products" if exact else ""
             note = f"quantised weights will be slow: {kernels().problem}{advice}"
             warnings.warn(note, stacklevel=2)
-        if not exact:
-            replace_modules(model, PackedLinear, Layers)
     return model
 
 
@@ -3189,14 +3186,9 @@ def kernel_builder() -> Any:
 @functools.cache
 def kernels() -> Kernels:
     """Compile kernels/cpu.cpp once per machine and load it. It runs on torch's own threads."""
-    if not kernel_builder():
-        return Kernels(problem=f"{KERNELS / 'cpu.cpp'} is missing; it belongs beside llama2.py")
-    try:
-        library, seconds = kernel_builder().load(KERNELS_VERSION)
-    except OSError as error:
-        return Kernels(problem=str(error))
-    features = library.kernels_features()
-    return Kernels(library, "", seconds, bool(features & 2), features >> 8)
+    if builder := kernel_builder():
+        return Kernels(**builder.load(KERNELS_VERSION))
+    return Kernels(problem=f"{KERNELS / 'cpu.cpp'} is missing; it belongs beside llama2.py")
 
 
 def have_kernels() -> bool:
@@ -3245,20 +3237,19 @@ class NativeLinear(QuantizedLinear):
         self.exact = exact
         self.type_id = int(gguf.GGMLQuantizationType[linear.ggml_type])
 
-    def pack(self) -> tuple[Tensor, tuple[int, int, int, int]]:
-        """The blocks, and struct Linear of kernels/cpu.cpp, which points to them. Raises Unfit."""
+    def pack(self, blocks: Tensor) -> tuple[int, int, int, int]:
+        """struct Linear of kernels/cpu.cpp, which points to these blocks. Raises Unfit."""
         block, block_bytes, *_ = GGML_TYPES[self.ggml_type]
-        blocks, N, K = self.blocks.detach(), self.out_features, self.in_features
+        N, K = self.out_features, self.in_features
         need(K % 32 == 0)
-        pointer = address(blocks, torch.uint8, (N, K // block * block_bytes))
-        return blocks, (pointer, self.type_id, N, K)
+        return address(blocks, torch.uint8, (N, K // block * block_bytes)), self.type_id, N, K
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        native = kernels()
+        native, held = kernels(), self.blocks.detach()  # another thread may replace them meanwhile
         try:
             check_call(x)
-            held, (blocks, type_id, N, K) = self.pack()
+            blocks, type_id, N, K = self.pack(held)
             need(native.library and x.layout == torch.strided)
             need(x.dtype in DENSE.values() and x.shape[-1:] == (K,))
             x32 = x.float().contiguous()
@@ -3268,17 +3259,16 @@ class NativeLinear(QuantizedLinear):
         rows = x.numel() // K
         if native.amx and not self.exact and rows > AMX_ROWS:
             return self.by_amx(x32.view(rows, K), held).to(x.dtype).view(*x.shape[:-1], N)
-        y = torch.empty(*x.shape[:-1], N, dtype=torch.float32, device="cpu")
+        y = x32.new_empty(*x.shape[:-1], N)
         native.library.linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K)
         return y.to(x.dtype)
 
     def by_amx(self, x: Tensor, held: Tensor) -> Tensor:
         """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
-        K, N = self.in_features, self.out_features
+        K, N, x = self.in_features, self.out_features, x.bfloat16()
         rows = max(1, 4 * CHUNK // K)  # half as many: 142 tokens/s, not 163
-        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
-        x, buffer = x.bfloat16(), torch.empty(min(rows, N), K, **kind)
-        y = torch.empty(N, len(x), **kind)  # transposed: each product writes one run
+        buffer = x.new_empty(min(rows, N), K)
+        y = x.new_empty(N, len(x))  # transposed: each product writes one run
         for blocks, part in zip(held.split(rows), y.split(rows)):
             w = buffer[: len(blocks)]
             pointers = blocks.data_ptr(), w.data_ptr()
@@ -3293,14 +3283,15 @@ class Snapshot:
     def __init__(self, root: nn.Module) -> None:
         self.dicts: list[dict] = [root._modules]
         usual = vars(nn.Module()).keys()
-        for part in [part for child in root.children() for part in child.modules()]:
+        for part in [*root.modules()][1:]:
             self.dicts += [vars(part), part._modules, part._parameters, part._buffers]
             self.dicts += [part._forward_hooks, part._forward_pre_hooks]
         self.lengths = [*map(len, self.dicts)]
         self.places = [(held, name) for held in self.dicts for name in held.keys() - usual]
         self.values = [held[name] for held, name in self.places]
         self.tensors = [*root.parameters(), *root.buffers()]
-        self.addresses = [t.data_ptr() for t in self.tensors]
+        self.held = [t.detach() for t in self.tensors]  # another thread may replace them meanwhile
+        self.addresses = [t.data_ptr() for t in self.held]
 
     def holds(self) -> bool:
         """Whether nothing has been replaced, added or moved."""
@@ -3316,8 +3307,8 @@ class FastLayers(Layers):
     """
 
     caches: tuple[type[Cache], ...]  # that are served, unless a method of theirs is replaced
-    pack: Callable[[], Any]  # what serve() needs of the blocks; Unfit if they are not as they were
-    serve: Callable[..., Tensor]  # forward(), given that; raises Unfit before anything is stored
+    pack: Callable[[], Any]  # what fast() needs of the blocks; Unfit if they are not as they were
+    fast: Callable[..., Tensor]  # forward(), given that; raises Unfit before anything is stored
     memory: Any = None  # a Snapshot, and what pack() returned then; None if it raised Unfit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -3332,12 +3323,11 @@ class FastLayers(Layers):
         if memory is None or not memory[0].holds():
             memory = self.memory = [Snapshot(self), None]
             memory[1] = self.pack()
+            need(memory[0].holds())  # what was packed
         need(memory[1] is not None)
-        return self.serve(memory[1], x, cos, sin, mask, cache)
+        return self.fast(memory[1], x, cos, sin, mask, cache)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         try:
             return self.run(x, cos, sin, mask, cache)
@@ -3350,38 +3340,30 @@ class NativeLayers(FastLayers):
 
     caches = (Cache,)
 
-    def pack(self) -> tuple[list[bytes], bool, tuple[int, int, int], list[Tensor]]:
-        """struct Layer of kernels/cpu.cpp for each block, `exact`, (C, G, D), what they point to."""
-        structs, held, kinds = [], [], set()
+    def pack(self) -> tuple[list[bytes], bool, tuple[int, int, int]]:
+        """struct Layer of kernels/cpu.cpp for each block, `exact`, and (C, G, D)."""
+        structs, kinds = [], set()
         for i, block in enumerate(self):
             parts: list[Any] = list(block.modules())
             need([type(part) for part in parts] == PARTS and not any(map(overridden, parts)))
             _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
             linears, D = (q, k, v, o, gate, up, down), attention.head_dim
-            C, inner, wide, kv = (linear.out_features for linear in (o, gate, q, k))
-            sizes = [(linear.out_features, linear.in_features) for linear in linears]
-            need(sizes[:4] == [(wide, C), (kv, C), (kv, C), (C, wide)])
-            need(sizes[4:] == [(inner, C), (inner, C), (C, inner)])
-            need(kv % D == 0 and wide % kv == 0)
-            need(attention.layer == i and norm1.eps == norm2.eps)
-            numbers: list[int] = []
-            for linear in linears:
-                blocks, packed = linear.pack()
-                held.append(blocks)
-                numbers += packed
-                kinds.add((linear.exact, (C, kv // D, D)))
-            for norm in (norm1, norm2):
-                held.append(norm.weight.detach())
-                numbers.append(address(held[-1], torch.float32, (C,)))
-            structs.append(struct.pack("30qdq", *numbers, norm1.eps, D))
+            packed = [linear.pack(linear.blocks) for linear in linears]
+            sizes = [(N, K) for _, _, N, K in packed]
+            (HD, C), (GD, _), *_, (inner, _), _ = sizes
+            need(sizes == [(HD, C), (GD, C), (GD, C), (C, HD), (inner, C), (inner, C), (C, inner)])
+            need(GD % D == HD % GD == 0 and attention.layer == i and norm1.eps == norm2.eps)
+            norms = [address(norm.weight, torch.float32, (C,)) for norm in (norm1, norm2)]
+            structs.append(struct.pack("30qdq", *itertools.chain(*packed, norms), norm1.eps, D))
+            kinds |= {(linear.exact, (C, GD // D, D)) for linear in linears}
         need(len(kinds) == 1)
-        return structs, *kinds.pop(), held
+        return structs, *kinds.pop()
 
-    def serve(
+    def fast(
         self, packed: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any
     ) -> Tensor:
         """For float32 and the cache's own mask."""
-        structs, exact, shape, _ = packed  # another thread may pack anew meanwhile: hold them
+        structs, exact, shape = packed
         native, k, v, pos = kernels(), cache.k, cache.v, cache.pos
         need(native.library and x.dim() == 3 and k.dim() == 5)
         (B, T, C), (L, _, G, room, D) = x.shape, k.shape
@@ -3436,9 +3418,8 @@ class PackedLinear(QuantizedLinear):
         has_int4 = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
         fits = free_memory(blocks.device) >= 4 * blocks.nbytes  # the repacked copy
         if self.ggml_type not in DENSE and has_int4 and len(blocks) % 16 == 0 and fits:
-            pairs = [self.pack(rows) for rows in blocks.split(256)]
-            self.packed = torch.cat([packed for packed, _ in pairs])
-            self.scales = torch.cat([scales for _, scales in pairs], 1)  # (groups, out, 2)
+            packed, scales = zip(*map(self.pack, blocks.split(256)))
+            self.packed, self.scales = torch.cat(packed), torch.cat(scales, 1)  # (groups, out, 2)
 
     def pack(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Some rows as torch's 4-bit matrix, which means (digit - 8) * scale + zero."""
@@ -3592,7 +3573,7 @@ class CompiledLayers(FastLayers):
         need({type(part) for part in parts} <= ours and not any(map(overridden, parts)))
         return weakref.WeakKeyDictionary()
 
-    def serve(
+    def fast(
         self, steps: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any
     ) -> Tensor:
         """For one token without gradients."""
@@ -3606,8 +3587,8 @@ class CompiledLayers(FastLayers):
             steps[cache] = key, {}
         made = steps[cache][1]
         if window not in made:
-            narrow = k[:, :, :, :window], v[:, :, :, :window]
-            made[window] = CompiledStep([*self], x, cos, *narrow)
+            slots = (t[:, :, :, :window] for t in (k, v))
+            made[window] = CompiledStep([*self], x, cos, *slots)
         return made[window](pos, x, cos, sin, mask)
 
 
@@ -3648,28 +3629,23 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     """
     config, weights = checkpoint.config, dict(checkpoint.weights)
     kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
-    if kv_heads % count:
-        counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        raise ValueError(f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
+    counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    expect(count in counts, f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     for name, weight in list(weights.items()):
-        axis = axes[last_name(name)]
-        if axis is None:
+        if (axis := axes[last_name(name)]) is None:
             continue
         size, block = weight.shape[axis], weight.block[0] if axis == 1 else 1
-        # Units that stay together: a key/value head with its query heads, in the MLP the columns
-        # of one block of down_proj, else a block.
-        if ".self_attn." in name:
+        unit = block  # what stays together, but:
+        if ".self_attn." in name:  # a key/value head with its query heads
             unit = size // kv_heads
-        elif ".mlp." in name:
+        elif ".mlp." in name:  # the columns of one block of down_proj
             unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-        else:
-            unit = block
         start, stop = (size // unit * r // count * unit for r in (rank, rank + 1))
-        if start == stop or start % block or stop % block:
-            problem = f"{size} cannot be divided by {count} ranks into units of {unit}"
-            raise ValueError(f"{name} ({weight.ggml_type}): {problem}")
+        problem = f"{size} cannot be divided by {count} ranks into units of {unit}"
+        fits = start < stop and start % block == stop % block == 0
+        expect(fits, f"{name} ({weight.ggml_type}): {problem}")
         weights[name] = weight.part(axis, start, stop)
     config = replace(config, num_key_value_heads=kv_heads // count, tie_word_embeddings=False)
     return replace(checkpoint, config=config, weights=weights)
@@ -3738,18 +3714,13 @@ class Drafts:
         self.alone = 0.0  # seconds of a pass without guesses
         self.credit = 0.0  # seconds that guesses may cost: what they saved, and 1 % of all passes
 
-    @property
-    def usable(self) -> bool:
-        """Whether the model runs by the kernels."""
-        return type(self.model.layers) is NativeLayers
-
     def read(self, tokens: Tensor, cache: Cache) -> Tensor:
         """tokens (1, T) -> the logits (T, V) that each has alone. Raises Unfit beforehand."""
         parts: list[Any] = [self.model, *self.model.children()]
         kinds = [Llama, type(parts[1]), NativeLayers, RMSNorm, NativeLinear]
         need([type(part) for part in parts] == kinds and not any(map(overridden, parts)))
         (_, embed, layers, norm, head), T = parts, tokens.shape[1]
-        head.pack()
+        head.pack(head.blocks)
         x = layers.run(embed(tokens), *cache.rope(T), cache.mask(T), cache)
         cache.advance(T)
         return head(norm(x))[0].float()
@@ -3759,7 +3730,7 @@ class Drafts:
         """tokens (B, T) -> logits (B, V) after the last; the cache advances by T."""
         (B, T), pos = tokens.shape, cache.pos
         report: Any = CACHE_USERS.get(cache)
-        if B > 1 or not self.usable:
+        if B > 1 or type(self.model.layers) is not NativeLayers:
             return self.model(tokens, cache)
         text = self.texts.get(cache, "")[:pos].rjust(pos, chr(sys.maxunicode))
         text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
@@ -3787,8 +3758,8 @@ class Drafts:
             self.right, self.credit = 0, self.credit + self.alone - seconds
         elif T == 1:
             self.alone = (7 * (self.alone or seconds) + seconds) / 8
-        most_credit = 2 * self.alone
-        self.credit = max(-most_credit, min(self.credit + self.alone / 100, most_credit))
+        limit = 2 * self.alone
+        self.credit = max(-limit, min(self.credit + self.alone / 100, limit))
         return logits[:1]
 
 
@@ -4141,7 +4112,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     options = {"sampling": args.sampling, "max_new_tokens": most, "stop": args.stop}
     if args.draft is not None and (drafts := part_3("Drafts")):
         options["step"] = drafts(model, most=args.draft)
-        if args.draft and not options["step"].usable and not args.quiet:
+        if args.draft and type(model.layers) is not NativeLayers and not args.quiet:
             note("llama2.py: no drafts: they need the kernels on a CPU")
     if args.chat:
         report = chat(session, options, args, ranks)

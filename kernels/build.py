@@ -15,6 +15,7 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,20 +23,20 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 TARGETS = ["-march=native", "-mcpu=native"]  # some compilers know only one of them
 
 
-def load(version: int) -> tuple[ctypes.CDLL, float]:
-    """The library, and how many seconds it took to compile: 0 if it was there. Raises OSError.
+def load(version: int) -> dict[str, Any]:
+    """What llama2.Kernels holds: the library and what it can do, or the problem that there is none.
 
     `version` is that of the interface between cpu.cpp and who calls it.
     """
     if not SOURCE.is_file():
-        raise FileNotFoundError(f"{SOURCE} is missing; it belongs beside llama2.py")
+        return {"problem": f"{SOURCE} is missing; it belongs beside llama2.py"}
     problems = []
     for compiler in compilers():
         try:
             return find_or_compile(compiler, cache_folder(), version)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
-    raise OSError("; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)")
+    return {"problem": "; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)"}
 
 
 def compilers() -> list[list[str]]:
@@ -67,7 +68,7 @@ def is_ours(path: Path) -> bool:
     return owned and (os.name == "nt" or not status.st_mode & 0o022)
 
 
-def find_or_compile(compiler: list[str], folder: Path, version: int) -> tuple[ctypes.CDLL, float]:
+def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str, Any]:
     """Open the library in the folder, or compile it. Raises OSError."""
     start = time.perf_counter()
     files = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
@@ -86,7 +87,7 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> tuple[ct
         with suppress(OSError):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
             if path.stem.endswith(digest) and is_ours(path):
-                return open_library(path, version), 0.0
+                return open_library(path, version)
     for old in folder.glob("build-*"):  # of a run that was killed
         with suppress(OSError):
             if old.stat().st_mtime < time.time() - 3600:
@@ -113,7 +114,7 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> tuple[ct
         new.chmod(0o700)  # whatever the umask is
         path = folder / f"cpu-{key}-{digest}.so"
         new.replace(path)  # at once: two processes may do this at the same time
-    return open_library(path, version), time.perf_counter() - start
+    return open_library(path, version) | {"compile_seconds": time.perf_counter() - start}
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
@@ -138,7 +139,7 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
     return out
 
 
-def open_library(path: Path, version: int) -> ctypes.CDLL:
+def open_library(path: Path, version: int) -> dict[str, Any]:
     """Load compiled kernels. Raises OSError for any other library, or another version of them."""
     library = ctypes.CDLL(str(path))
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -155,7 +156,7 @@ def open_library(path: Path, version: int) -> ctypes.CDLL:
         raise OSError(f"{SOURCE} is version {found}; expected {version}")
     if not features & 1:
         warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
-    return library
+    return {"library": library, "amx": bool(features & 2), "few_rows": features >> 8}
 
 
 def check_status(status: int, function: object, arguments: tuple) -> int:
