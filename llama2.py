@@ -3291,13 +3291,13 @@ class Snapshot:
         self.values = [held[name] for held, name in self.places]
         self.tensors = [*root.parameters(), *root.buffers()]
         self.held = [t.detach() for t in self.tensors]  # another thread may replace them meanwhile
-        self.addresses = [t.data_ptr() for t in self.held]
+        self.addresses = [*map(Tensor.data_ptr, self.held)]
 
     def holds(self) -> bool:
         """Whether nothing has been replaced, added or moved."""
         now = itertools.starmap(dict.get, self.places)
         same = [*map(len, self.dicts)] == self.lengths and all(map(operator.is_, now, self.values))
-        return same and [t.data_ptr() for t in self.tensors] == self.addresses
+        return same and [*map(Tensor.data_ptr, self.tensors)] == self.addresses
 
 
 class FastLayers(Layers):
@@ -3323,7 +3323,7 @@ class FastLayers(Layers):
         if memory is None or not memory[0].holds():
             memory = self.memory = [Snapshot(self), None]
             memory[1] = self.pack()
-            need(memory[0].holds())  # what was packed
+            need(memory[0].holds())  # what has been packed
         need(memory[1] is not None)
         return self.fast(memory[1], x, cos, sin, mask, cache)
 
@@ -3359,11 +3359,9 @@ class NativeLayers(FastLayers):
         need(len(kinds) == 1)
         return structs, *kinds.pop()
 
-    def fast(
-        self, packed: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any
-    ) -> Tensor:
+    def fast(self, made: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
         """For float32 and the cache's own mask."""
-        structs, exact, shape = packed
+        structs, exact, shape = made
         native, k, v, pos = kernels(), cache.k, cache.v, cache.pos
         need(native.library and x.dim() == 3 and k.dim() == 5)
         (B, T, C), (L, _, G, room, D) = x.shape, k.shape
@@ -3375,15 +3373,14 @@ class NativeLayers(FastLayers):
             need(mask.is_cpu and mask.dtype == torch.bool and torch.equal(mask, causal))
         address(x, torch.float32, x.shape)
         tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
-        half = k.dtype == torch.float16
-        dtype = torch.float16 if half else torch.float32
-        stored = [address(t, dtype, (L, B, G, room, D)) for t in (k, v)]
+        need(k.dtype in (torch.float32, torch.float16))
+        stored = [address(t, k.dtype, (L, B, G, room, D)) for t in (k, v)]
         y = x.clone()
         step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C works between calls
         for i in range(0, L, step):
             layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes
             pointers = y.data_ptr(), *tables, *(start + offset for start in stored)
-            sizes = half, B, T, pos, room
+            sizes = k.dtype == torch.float16, B, T, pos, room
             native.library.run_layers(layers, step, not exact, *pointers, *sizes)
         return y
 
@@ -3514,8 +3511,7 @@ class CompiledStep:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], x: Tensor, cos: Tensor, k: Tensor, v: Tensor):
-        self.blocks, self.x = blocks, torch.zeros_like(x)
-        self.cos, self.sin = torch.zeros_like(cos), torch.zeros_like(cos)
+        self.blocks, self.inputs = blocks, [torch.zeros_like(t) for t in (x, cos, cos)]
         self.slot = torch.zeros(1, dtype=torch.int64, device=x.device)
         self.mask = torch.zeros(len(x), 1, 1, k.shape[3], dtype=torch.bool, device=x.device)
         self.caches = [StaticCache(*layer, self.slot) for layer in zip(k, v)]
@@ -3525,7 +3521,7 @@ class CompiledStep:
 
     def __call__(self, pos: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x (B, 1, C) at position pos -> (B, 1, C)."""
-        for static, value in ((self.x, x), (self.cos, cos), (self.sin, sin)):
+        for static, value in zip(self.inputs, (x, cos, sin)):
             static.copy_(value)
         self.slot.fill_(pos)
         self.mask.zero_()[..., : pos + 1] = True if mask is None else mask
@@ -3539,9 +3535,9 @@ class CompiledStep:
 
     def run(self) -> Tensor:
         """The blocks, compiled."""
-        x = self.x
+        x, cos, sin = self.inputs
         for block, cache in zip(self.blocks, self.caches):
-            x = compiled(Block.forward)(block, x, self.cos, self.sin, self.mask, cache)
+            x = compiled(Block.forward)(block, x, cos, sin, self.mask, cache)
         return x
 
     def capture(self) -> None:
@@ -3573,23 +3569,21 @@ class CompiledLayers(FastLayers):
         need({type(part) for part in parts} <= ours and not any(map(overridden, parts)))
         return weakref.WeakKeyDictionary()
 
-    def fast(
-        self, steps: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any
-    ) -> Tensor:
-        """For one token without gradients."""
+    def fast(self, made: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+        """For one token without gradients; `made`: by cache, what its steps are for, and they."""
         k, v, pos = cache.k, cache.v, cache.pos
         need(x.dim() == 3 and x.shape[1] == 1 and len(k) == len(self))
         need(not torch.is_grad_enabled())
         window = min(max(512, 1 << pos.bit_length()), k.shape[3])
         tensors = [(t.data_ptr(), t.shape, t.dtype) for t in (k, v)]  # others may come in the cache
         key = *tensors, x.shape, x.dtype, cos.shape, torch.is_inference_mode_enabled()
-        if cache not in steps or steps[cache][0] != key:
-            steps[cache] = key, {}
-        made = steps[cache][1]
-        if window not in made:
+        if cache not in made or made[cache][0] != key:
+            made[cache] = key, {}
+        steps = made[cache][1]
+        if window not in steps:
             slots = (t[:, :, :, :window] for t in (k, v))
-            made[window] = CompiledStep([*self], x, cos, *slots)
-        return made[window](pos, x, cos, sin, mask)
+            steps[window] = CompiledStep([*self], x, cos, *slots)
+        return steps[window](pos, x, cos, sin, mask)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3602,11 +3596,10 @@ class Ranks:
     def __init__(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         # A process that waits for the others runs no Python: signals end it at once.
-        numbers = signal.SIGINT, signal.SIGTERM
-        handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+        handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)}
         # In a chat, the others wait for rank 0's reader: patience.
         distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
-        for number, handler in zip(numbers, handlers):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
 
@@ -3682,14 +3675,13 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 18. Drafts. Texts are str of chr(id) here, which str.rfind() searches fast
+# 18. Drafts (github.com/apoorvumang/prompt-lookup-decoding)
+#
+# Texts are str of chr(id) here, which str.rfind() searches fast.
 
 
 def prompt_lookup(text: str, n: int) -> str:
-    """What followed the longest run of the last ids, two or more, that stands earlier: up to n ids.
-
-    github.com/apoorvumang/prompt-lookup-decoding
-    """
+    """What followed the longest run of the last ids, two or more, that stands earlier: up to n ids."""
     run, end = 1, len(text) - 1  # where the most recent such run ends
     while run <= 16 and (place := text.rfind(text[-run:], 0, end)) >= 0:
         run, end = run + 1, place + run
@@ -3709,8 +3701,8 @@ class Drafts:
         self.model, self.most = model, most
         self.texts: Any = weakref.WeakKeyDictionary()  # what each cache holds
         self.place: Any = None  # the generation and the position where these come next:
-        self.guess, self.right = "", 0  # ids; how many others have been right since they were read
-        self.waiting: list[Tensor] = []  # logits (1, V) after each of them
+        self.waiting: list[tuple[str, Tensor]] = []  # guesses, and logits (1, V) after each
+        self.right = 0  # how many that were read with them have been right
         self.alone = 0.0  # seconds of a pass without guesses
         self.credit = 0.0  # seconds that guesses may cost: what they saved, and 1 % of all passes
 
@@ -3734,18 +3726,17 @@ class Drafts:
             return self.model(tokens, cache)
         text = self.texts.get(cache, "")[:pos].rjust(pos, chr(sys.maxunicode))
         text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
-        known = self.guess[:1] if T == 1 and report and self.place == (report, pos) else ""
+        waiting = self.waiting if T == 1 and self.place == (report, pos) else []
         self.place = report, len(text)
-        if known == text[-1]:
-            self.guess, self.right = self.guess[1:], self.right + 1
-            self.credit += self.alone
+        if waiting and waiting[0][0] == text[-1]:
+            self.right, self.credit = self.right + 1, self.credit + self.alone
             cache.advance(1)
             report.drafted += 1
-            return self.waiting.pop(0)
-        start, self.guess, guess = time.perf_counter(), "", ""
+            return waiting.pop(0)[1]
+        start, self.waiting = time.perf_counter(), []
         most = min(self.most, self.right + 1, kernels().few_rows - 1, cache.max_seq_len - len(text))
-        if T == 1 and report and most > 0 and self.credit > 0:
-            guess = prompt_lookup(text, most)
+        may_guess = T == 1 and report and most > 0 and self.credit > 0
+        guess = prompt_lookup(text, most) if may_guess else ""
         try:
             need(guess != "")
             draft = tokens.new_tensor([[*map(ord, guess)]])
@@ -3753,7 +3744,7 @@ class Drafts:
         except Unfit:
             logits, guess = self.model(tokens, cache), ""
         cache.truncate(len(text))
-        self.guess, self.waiting, seconds = guess, [*logits[1:, None]], time.perf_counter() - start
+        self.waiting, seconds = [*zip(guess, logits[1:, None])], time.perf_counter() - start
         if guess:
             self.right, self.credit = 0, self.credit + self.alone - seconds
         elif T == 1:
