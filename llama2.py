@@ -621,10 +621,8 @@ class Quantized(nn.Module):
         """Nothing to set: _load_from_state_dict() has made sure that the types are the same."""
 
     def _load_from_state_dict(self, state: Mapping, prefix: str, *args: Any) -> None:
-        found = "dense" if f"{prefix}weight" in state else state.get(f"{prefix}_extra_state")
-        if found not in (None, self.ggml_type):
-            advice = "; load(path, trainable=True) makes a dense model" * (found == "dense")
-            raise ValueError(f"{prefix}blocks are {self.ggml_type}, the state's {found}{advice}")
+        found = state.get(f"{prefix}_extra_state", self.ggml_type)
+        expect(found == self.ggml_type, f"{prefix}blocks are {self.ggml_type}, the state's {found}")
         super()._load_from_state_dict(state, prefix, *args)
 
 
@@ -1519,22 +1517,17 @@ def build_model(
 
 def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
     """A model and its tokenizer as a Checkpoint, not copied. ValueError if a weight is missing."""
-
-    def weight(module: Any) -> Weight:
-        if isinstance(module, Quantized):
-            shape = module.out_features, module.in_features
-            return Weight(module.ggml_type, shape, [module.blocks.cpu()])
-        w = module.weight.detach().cpu()
-        w = (w if w.dtype in DENSE_NAMES else w.float()).contiguous()
-        return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), [torch.atleast_2d(w).view(torch.uint8)])
-
-    names, config = name_map(0, model.config), model.config
-    try:
-        weights = {
-            name: weight(model.get_submodule(name.removesuffix(".weight"))) for name in names
-        }
-    except AttributeError as error:
-        raise ValueError(f"not the modules of a Llama: {error}") from None
+    config, weights = model.config, {}
+    with naming(Path("the model"), "not the modules of a Llama: "):
+        for name in name_map(0, config):
+            module: Any = model.get_submodule(name.removesuffix(".weight"))
+            if isinstance(module, Quantized):
+                shape = module.out_features, module.in_features
+                weights[name] = Weight(module.ggml_type, shape, [module.blocks.cpu()])
+            else:
+                w = module.weight.detach().cpu().contiguous()
+                rows = torch.atleast_2d(w).view(torch.uint8)
+                weights[name] = Weight(DENSE_NAMES[w.dtype], tuple(w.shape), [rows])
     embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
     if config.tie_word_embeddings and torch.equal(embedding, head):
         del weights["lm_head.weight"]
@@ -1604,18 +1597,17 @@ def memory_plan(
     checkpoint: Checkpoint, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> dict[str, int]:
     """Bytes of memory for weights, cache and temporaries of one row of `context` tokens."""
-    config, weights, rows = checkpoint.config, 0, min(context, 4 * PREFILL_CHUNK)
+    config, weights = checkpoint.config, 0
     for weight in checkpoint.weights.values():
         dense = math.prod(weight.shape) * (2 if weight.is_rare else dtype.itemsize)
         weights += weight.nbytes if keeps_blocks(weight, dtype) else dense
-    heads = config.num_hidden_layers * config.num_key_value_heads
+    rows = min(context, 4 * PREFILL_CHUNK)  # of activations; beside them one matrix is unpacked
     widths = 4 * config.hidden_size + 3 * config.intermediate_size
-    matrix = config.hidden_size * config.intermediate_size
+    numbers = rows * widths + config.hidden_size * config.intermediate_size
     return {
         "weights": weights,
-        "cache": 2 * heads * config.head_dim * context * cache_dtype.itemsize,
-        # Activations and mask for some tokens of a prompt, and one matrix unpacked.
-        "overhead": (rows * widths + matrix) * dtype.itemsize + rows * context,
+        "cache": 2 * Cache(config, 1, context, cache_dtype, "meta").k.nbytes,
+        "overhead": numbers * dtype.itemsize + rows * context,
     }
 
 
@@ -1659,11 +1651,7 @@ def choose_device(name: torch.device | str, checkpoint: Checkpoint) -> torch.dev
 def choose_dtypes(
     name: str, device: torch.device, checkpoint: Checkpoint, compile: bool = True
 ) -> tuple[torch.dtype, torch.dtype, bool]:
-    """The dtypes of activations and cache, and `exact`: False for large models with "auto".
-
-    On a CPU the cache has 16 bits where kernels attend: torch would convert all of it anew for
-    every token.
-    """
+    """The dtypes of activations and cache, and `exact`: False for large models with "auto"."""
     dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
     if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
@@ -1672,6 +1660,7 @@ def choose_dtypes(
     have_kernels = part_3("have_kernels")
     native = have_kernels and compile and not exact and device.type == "cpu" and have_kernels()
     blocks = all(weight.is_rare or keeps_blocks(weight, dtype) for weight in matrices)
+    # Kernels read a cache of 16 bits; torch would convert all of it anew for every token.
     return dtype, torch.float16 if native and blocks else dtype, exact
 
 
@@ -1686,14 +1675,11 @@ def show_plan(plan: dict[str, int]) -> str:
     return f"{' + '.join(parts)} = {show_bytes(sum(plan.values()))}"
 
 
-def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
+def check_memory(plan: dict[str, int], device: torch.device, free: float) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    if sum(plan.values()) > free:
-        room = int((free - plan["weights"] - plan["overhead"]) * context // plan["cache"])
-        advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
-        advice = f"--context {room}" if room > 0 else advice
-        found = f"{device} has {show_bytes(free)} free"
-        raise ValueError(f"the model needs {show_plan(plan)}, but {found}; try {advice}")
+    found = f"{show_plan(plan)}, but {device} has {show_bytes(free)} free"
+    advice = "--context N, fewer bits per weight (--save OUT.gguf --type Q4_0), devices (torchrun)"
+    expect(sum(plan.values()) <= free, f"the model needs {found}; try {advice}")
 
 
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
@@ -1717,10 +1703,8 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
 
     def fits(value: Any) -> bool:
         if isinstance(value, list):
-            return value != [] and all(map(fits, value))
-        if isinstance(value, int):
-            return 0 <= value < 2**31
-        return isinstance(value, str) or abs(value) < 3.4e38
+            return value != [] and all(isinstance(v, str) or abs(v) < 2**31 for v in value)
+        return isinstance(value, str) or 0 <= value < 2**31
 
     config = checkpoint.config
     settings = checkpoint.metadata | tokenizer.vocabulary(config.vocab_size)
@@ -1729,8 +1713,7 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     for key, token_id in zip(("eot", "eom"), config.stop_token_ids):
         settings[f"tokenizer.ggml.{key}_token_id"] = token_id
     settings["llama.rope.dimension_count"] = config.head_dim
-    scaling = "none" if config.rope_scaling_factor == 1 else "linear"
-    settings["llama.rope.scaling.type"] = scaling
+    settings["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
     settings["tokenizer.chat_template"] = checkpoint.chat_template
     return {key: value for key, value in settings.items() if value != "" and fits(value)}
 
@@ -1821,8 +1804,8 @@ def save_gguf(
             if weight.shape[-1] % target.block[0]:  # rows that are not whole blocks
                 target.ggml_type = "F16"
             number = gguf.GGMLQuantizationType[target.ggml_type]
-            info = target.shape, numpy.dtype("f4"), target.nbytes, number
-            writer.add_tensor_info(names.get(name, name), *info)
+            sizes = target.shape, numpy.dtype("f4"), target.nbytes
+            writer.add_tensor_info(names.get(name, name), *sizes, number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -1844,20 +1827,18 @@ def save_pretrained(
     Raises ValueError for what config.json cannot hold, and for a directory that holds other weights.
     """
     checkpoint, folder = model_checkpoint(model, tokenizer), Path(directory)
-    config, ggml_type = checkpoint.config, DENSE_NAMES.get(dtype)
-    if ggml_type is None:
-        raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
+    expect(dtype in DENSE_NAMES, f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
+    config, ggml_type = checkpoint.config, DENSE_NAMES[dtype]
     folder.mkdir(parents=True, exist_ok=True)
     for other in folder.glob("*.index.json"):  # it would be read in place of ours
         raise ValueError(f"{folder} holds another model, of several files: {other.name}")
-    eos = [config.eos_token_id, *config.stop_token_ids]
-    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": eos if eos[1:] else eos[0]}
+    stops = [config.eos_token_id, *config.stop_token_ids]
     settings = {row[0]: getattr(config, row[0]) for row in SETTINGS}
     del settings["rope_scaling_factor"]
-    settings |= ids | {
+    settings |= {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_act": "silu",
+        "eos_token_id": stops if len(stops) > 1 else stops[0],
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "rope_scaling": hf_rope_scaling(config),
@@ -1877,10 +1858,9 @@ def save_pretrained(
             if last_name(name) in ("q_proj", "k_proj"):
                 rows = rows_to_hf(rows, config.head_dim).contiguous()
             file.write(rows.numpy().data)
-    files = {"config.json": settings, "generation_config.json": ids}
-    for file_name, content in (files | tokenizer.hf_files(config)).items():
-        is_json = not isinstance(content, bytes)
-        data = json.dumps(content, indent=2).encode() if is_json else content
+    files = {"config.json": settings, **tokenizer.hf_files(config)}
+    for file_name, content in files.items():
+        data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
         (folder / file_name).write_bytes(data)
 
 
@@ -2971,7 +2951,7 @@ class Session:
         plan = memory_plan(checkpoint, context, dtype, cache_dtype)
         count = max(1, min(count, int(memory // plan["cache"])))
         plan["cache"] *= count
-        check_memory(plan, context, device, free_memory(device))
+        check_memory(plan, device, free_memory(device))
         model, tokenizer = load(checkpoint, device, dtype, exact=exact)
         caches = [Cache(model.config, 1, context, cache_dtype, device) for _ in range(count)]
         with suppress(ValueError):
@@ -4092,7 +4072,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         ids = check_prompt(config, tokenizer.encode(args.prompt, bos=tokenizer.add_bos), context)
         size = min(context, len(ids) + max(most, 1))
     free = free_memory(device)
-    check_memory(plan(size), size, device, min(ranks.gather(free)) if ranks else free)
+    check_memory(plan(size), device, min(ranks.gather(free)) if ranks else free)
     model = build(args, checkpoint, device, dtype, exact)
     if ranks:
         connect_ranks(model, ranks)
