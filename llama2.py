@@ -38,7 +38,7 @@ __all__ = [
     "Block", "Layers", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
     "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
     "Tokenizer", "StreamDecoder", "encode_chat", "Sampling", "sample", "generate",
-    "generate_batch", "stream_text", "score", "Session", "main",
+    "generate_batch", "stream_text", "score", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # what must be set before torch is imported: see main()
@@ -483,7 +483,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 # --------------------------------------------------------------------------------------------------
 # 9. Weights
@@ -834,13 +834,14 @@ class Checkpoint:
     def read(self, label: str, progress: bool = False) -> Iterator[tuple[str, Weight]]:
         """Each weight, mapped anew: whoever changes it changes neither file nor checkpoint.
 
-        Its pages are dropped after its turn. `progress`: with a bar on stderr.
+        Its pages are dropped after its turn. `progress`: with a bar on a terminal.
         """
         from tqdm import tqdm  # type: ignore[import-untyped]
 
         again = functools.cache(lambda source: MappedFile.open(source.path, before=source))
         items = self.weights.items()
-        for name, weight in tqdm(items, label, unit="tensor", leave=False, disable=not progress):
+        disable = None if progress else True  # None: unless it is a terminal
+        for name, weight in tqdm(items, label, unit="tensor", leave=False, disable=disable):
             if weight.source is not None:
                 source, (rows,) = again(weight.source), weight.shards  # each file once
                 memory = torch.frombuffer(source, dtype=torch.uint8)
@@ -2587,25 +2588,19 @@ class Sampling:
         for name, (low, high) in SAMPLING_LIMITS.items():
             value, default = getattr(self, name), getattr(Sampling, name)
             kinds = (int, float) if isinstance(default, float) else (int,)
-            if not (type(value) in kinds and low <= value <= high or value is default is None):
-                raise ValueError(f"{name} is {value!r}; must be {low} to {high}")
-        for token_id, bias in (self.logit_bias or {}).items():
-            if type(token_id) is not int or type(bias) not in (int, float) or not bias < math.inf:
-                raise ValueError(f"logit_bias has {token_id!r}: {bias!r}; must be id: number")
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether adjust() changes anything."""
-        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return bool(penalties != (1, 0, 0) or self.logit_bias or self.logits_processor)
+            fits = (type(value) in kinds and low <= value <= high) or value is default is None
+            expect(fits, f"{name} is {value!r}; must be {low} to {high}")
+        for item, bias in (self.logit_bias or {}).items():
+            fits = type(item) is int and type(bias) in (int, float) and bias < math.inf
+            expect(fits, f"logit_bias has {item!r}: {bias!r}; must be id: number")
 
     def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
         """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
         logits, penalty = logits.float().clone(), self.repetition_penalty
-        for token_id, bias in (self.logit_bias or {}).items():
-            if not 0 <= token_id < len(logits):
-                raise ValueError(f"logit_bias has the id {token_id}; must be below {len(logits)}")
-            logits[token_id] += bias
+        for item, bias in (self.logit_bias or {}).items():
+            V = len(logits)
+            expect(0 <= item < V, f"logit_bias has the id {item}; must be below {V}")
+            logits[item] += bias
         counts = Counter(i for i in ids[-PENALTY_WINDOW:] if i < len(logits))
         if counts:
             places, times = torch.tensor([[*counts], [*counts.values()]], device=logits.device)
@@ -2614,8 +2609,8 @@ class Sampling:
             logits[places] = seen - times * self.frequency_penalty - self.presence_penalty
         if self.logits_processor:
             shape, logits = logits.shape, self.logits_processor(list(ids), logits)
-            if not isinstance(logits, Tensor) or logits.shape != shape:
-                raise ValueError(f"logits_processor must return logits {tuple(shape)}")
+            fits = isinstance(logits, Tensor) and logits.shape == shape
+            expect(fits, f"logits_processor must return logits {tuple(shape)}")
         return logits
 
 
@@ -2632,11 +2627,12 @@ def sample(
     """
     V, shape = logits.shape[-1], logits.shape[:-1]
     finite = (logits * 0).sum(-1) == 0
-    if sampling.adjusts:
-        rows = zip(logits.view(-1, V), [ids] if logits.dim() == 1 else ids, strict=True)
+    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
+        rows = zip(logits.reshape(-1, V), [ids] if logits.dim() == 1 else ids, strict=True)
         logits = torch.stack([sampling.adjust(row, text) for row, text in rows]).view(*shape, V)
-        if (finite & ~logits.amax(-1).isfinite()).any():
-            raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
+        some = logits.amax(-1).isfinite() | ~finite
+        expect(some.all(), "logit_bias or logits_processor leaves no token that can be drawn")
     if sampling.temperature == 0:
         return logits.argmax(-1).where(finite, -1)
     # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
@@ -2654,7 +2650,7 @@ def sample(
     filtered = k < V or top_p < 1 or sampling.min_p > 0
     every = torch.arange(V, device=weights.device).expand_as(weights)
     first = max(LIKELIEST, sampling.top_k + 1)
-    for n in (min(first, V), min(16 * first, V), V):
+    for n in (first, 16 * first, V):
         places = weights.topk(n).indices.sort(-1).values if n < V else every
         values, order = weights.gather(-1, places).cpu().sort(dim=-1, descending=True, stable=True)
         sums = values.cumsum(-1, dtype=torch.float64)
@@ -2676,7 +2672,6 @@ def sample(
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
-CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
 
 Item = TypeVar("Item")
 
@@ -2686,55 +2681,23 @@ def prefill_chunk(device: torch.device) -> int:
     return PREFILL_CHUNK if device.type == "cpu" else 4 * PREFILL_CHUNK
 
 
-class Score(NamedTuple):
-    """A token, how likely it was in its place, and the text that it completes."""
-
-    token_id: int
-    logprob: float | None  # None: nothing comes before it
-    top: dict[int, float] | None  # log-probabilities of the likeliest ids there, and of this one
-    text: str = ""
-
-
 class Report:
-    """A generation's record so far: the new ids of each row, why it stopped, how long it took."""
+    """A generation's record so far. Its lists have an item for each row."""
 
-    def __init__(self, prompt_tokens: int, room: Sequence[int], limit: int) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, model: Llama, prompts: list[list[int]], prompt_tokens: int) -> None:
+        self.model = weakref.ref(model)
+        self.texts = prompts  # and all ids that were drawn, with the one that stops
+        self.new_ids: list[list[int]] = [[] for _ in prompts]  # without it
+        self.stop_reasons = ["" for _ in prompts]  # "" while it goes on
+        self.prompt_tokens = prompt_tokens  # that were read: a cache may hold the others
         self.prompt_seconds = 0.0  # until the first new token is known
         self.new_seconds = 0.0  # for all but the first; time spent by the consumer is not counted
         self.drafted = 0  # new tokens that took no pass of their own
-        self.new_ids: list[list[int]] = [[] for _ in room]
-        self.scores: list[list[Score]] = [[] for _ in room]  # if asked for; with the id that stops
-        self.room = room  # new tokens at most, per row; fewer than `limit` where the context ends
-        self.ends = ["max new tokens" if n == limit else "context full" for n in room]
-        self.stop_reasons = ["" if n else end for n, end in zip(room, self.ends, strict=True)]
 
     @property
     def new_tokens(self) -> int:
         """How many tokens were generated, in all rows together."""
         return sum(map(len, self.new_ids))
-
-    def add(
-        self, ids: Sequence[int], stop_ids: Collection[int], logits: Tensor, top: int | None
-    ) -> list[int | None]:
-        """Keep a step's ids, drawn from logits (B, V); returns them, None in finished rows."""
-        new: list[int | None] = [None] * len(ids)
-        for i, token_id in enumerate(ids):
-            if self.stop_reasons[i]:
-                continue
-            if top is not None:
-                scores = logits[i].log_softmax(-1)
-                values, places = (t.tolist() for t in scores.topk(top))
-                best = dict(zip([*places, token_id], [*values, scores[token_id].item()]))
-                self.scores[i].append(Score(token_id, best[token_id], best))
-            if token_id in stop_ids:
-                self.stop_reasons[i] = f"stop token {token_id}"
-                continue
-            new[i] = token_id
-            self.new_ids[i].append(token_id)
-            if len(self.new_ids[i]) == self.room[i]:
-                self.stop_reasons[i] = self.ends[i]
-        return new
 
 
 class Stream(Iterator[Item]):
@@ -2749,18 +2712,26 @@ class Stream(Iterator[Item]):
 
 def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
     """The ids as a list. Raises ValueError if there are none, too many, or some out of range."""
-    ids = list(ids)
-    bad = [i for i in ids if not 0 <= i < config.vocab_size]
-    if not ids or bad:
-        problem = f"holds the token id {bad[0]}" if bad else "is empty"
-        raise ValueError(f"the prompt {problem}; expected ids below {config.vocab_size}")
-    if len(ids) > limit:
-        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {limit}")
+    ids, V = list(ids), config.vocab_size
+    wrong = next((i for i in ids if not 0 <= i < V), None)
+    expect(wrong is None, f"the prompt holds the token id {wrong}; expected ids below {V}")
+    expect(ids, "the prompt is empty; expected one token at least")
+    expect(len(ids) <= limit, f"the prompt has {len(ids)} tokens, the context holds {limit}")
     return ids
 
 
-# The generation that used each cache last: those before it cannot go on.
-CACHE_USERS: weakref.WeakKeyDictionary[Cache, Report | None] = weakref.WeakKeyDictionary()
+# The generation that used each cache last: those before it cannot go on, the next one need not
+# read again what it has left there.
+CACHE_USERS: weakref.WeakKeyDictionary[Cache, Report] = weakref.WeakKeyDictionary()
+
+
+def held(model: Llama, cache: Cache, ids: Sequence[int]) -> int:
+    """How many of the first ids, all but one at most, the last generation has left in a cache."""
+    last = CACHE_USERS.get(cache)
+    if last is None or last.model() is not model:
+        return 0
+    pairs = zip(last.texts[0][: cache.pos], ids[:-1])
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def generate(
@@ -2782,69 +2753,78 @@ def generate_batch(
     max_new_tokens: int = 256,
     stop_ids: Collection[int] | None = None,
     vocab_size: int | None = None,
-    top: int | None = None,
     cache: Cache | None = None,
-    past: Sequence[int] = (),
     step: Callable[[Tensor, Cache], Tensor] | None = None,
 ) -> Stream[list[int | None]]:
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
-    `vocab_size` are drawn (default: the tokenizer's). `top`: the report keeps scores, and those of
-    so many likeliest ids. `cache`: the prompts continue what it holds, `past`, which penalties
-    count. `step`: runs the model instead of it, such as Drafts of part III. ValueError for options
-    and prompts out of range.
+    `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: the beginning that
+    the last generation has left there is not read again, so that each turn of a conversation costs
+    what is new (reset() it if anything else has written to it, or weights have changed). `step`:
+    runs the model instead of it, such as Drafts of part III. ValueError for what is out of range.
     """
     config, weight = model.config, model.norm.weight
     vocab_size = vocab_size or getattr(model, "token_count", None)  # as load() found it
-    limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
-    rows = [check_prompt(config, prompt, limit) for prompt in prompts]
-    if not rows:
-        raise ValueError("no prompts; expected at least one")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; must be 0 or more")
-    longest = max(map(len, rows))
-    room = [min(max_new_tokens, limit - len(row)) for row in rows]  # new tokens per row
-    padding = torch.tensor([longest - len(row) for row in rows])
-    if cache is not None and padding.any():
-        raise ValueError("prompts of different lengths cannot continue a cache")
-    size = longest + max(room)
-    if padding.any():
+    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
+    limit = config.max_position_embeddings if cache is None else cache.max_seq_len
+    texts = [check_prompt(config, prompt, limit) for prompt in prompts]
+    expect(texts, "no prompts; expected at least one")
+    expect(len(texts) == 1 or cache is None, f"{len(texts)} prompts; a cache continues one")
+    expect(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; must be 0 or more")
+    longest, shortest = max(map(len, texts)), min(map(len, texts))
+    padding = torch.tensor([longest - len(text) for text in texts])
+    prompt = torch.tensor([[0] * (longest - len(text)) + text for text in texts])  # (B, T)
+    size = longest + min(max_new_tokens, limit - shortest)
+    if cache is not None:
+        cache.truncate(held(model, cache, texts[0]))
+    elif padding.any():
         cache = PaddedCache(config, padding, size, weight.dtype, weight.device)
-    elif cache is None:
-        cache = Cache(config, len(rows), size, weight.dtype, weight.device)
-    generators = [torch.Generator() for _ in rows]
+    else:
+        cache = Cache(config, len(texts), size, weight.dtype, weight.device)
+    report = CACHE_USERS[cache] = Report(model, texts, sum(map(len, texts)) - cache.pos)
+    generators = [torch.Generator() for _ in texts]
     for i, generator in enumerate(generators):
         seed = sampling.seed
         generator.seed() if seed is None else generator.manual_seed(seed + i)
-    report = CACHE_USERS[cache] = Report(sum(map(len, rows)), room, max_new_tokens)
-    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
+
+    def end(i: int) -> str:
+        """Why row i ends here; "" if it does not."""
+        if len(report.new_ids[i]) == max_new_tokens:
+            return "max new tokens"
+        return "context full" if len(texts[i]) == limit else ""
 
     def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
-        while not all(report.stop_reasons):
+        while active := [i for i, reason in enumerate(report.stop_reasons) if not reason]:
             start = time.perf_counter()
-            if CACHE_USERS[cache] is not report:
-                raise ValueError("the cache was used by another generation: this one cannot go on")
+            last = CACHE_USERS[cache] is report
+            expect(last, "the cache was used by another generation: this one cannot go on")
             for chunk in tokens.to(weight.device).split(prefill_chunk(weight.device), dim=1):
                 logits = (step or model)(chunk, cache)
-            logits, ids = logits[:, :vocab_size], [0] * len(rows)  # 0 in finished rows
-            active = [i for i, reason in enumerate(report.stop_reasons) if not reason]
-            texts = [[*past, *rows[i], *report.new_ids[i]] for i in active if sampling.adjusts]
-            drawn = sample(logits[active], sampling, texts, [generators[i] for i in active])
-            for i, token_id in zip(active, drawn.tolist()):  # the one wait for the device per step
-                ids[i] = token_id
-            if -1 in ids:
+            logits, before = logits[active, :vocab_size], [texts[i] for i in active]
+            drawn = sample(logits, sampling, before, [generators[i] for i in active]).tolist()
+            if -1 in drawn:
                 raise ValueError(f"the logits are not finite: {blame(model)}")
+            seconds = time.perf_counter() - start
             if report.prompt_seconds:
-                report.new_seconds += time.perf_counter() - start
+                report.new_seconds += seconds
             else:
-                report.prompt_seconds = time.perf_counter() - start
-            new = report.add(ids, ends, logits, top)
+                report.prompt_seconds = seconds
+            new: list[int | None] = [None] * len(texts)
+            for i, token_id in zip(active, drawn):
+                texts[i].append(token_id)
+                if token_id in ends:
+                    report.stop_reasons[i] = f"stop token {token_id}"
+                    continue
+                new[i] = token_id
+                report.new_ids[i].append(token_id)
+                report.stop_reasons[i] = end(i)
             if any(token_id is not None for token_id in new):
                 yield new
-            tokens = torch.tensor(ids)[:, None]
+            tokens = torch.tensor([[token_id or 0] for token_id in new])  # 0 in finished rows
 
-    return Stream(steps(torch.tensor([[0] * (longest - len(row)) + row for row in rows])), report)
+    report.stop_reasons = [end(i) for i in range(len(texts))]
+    return Stream(steps(prompt[:, cache.pos :]), report)
 
 
 def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
@@ -2864,42 +2844,34 @@ def stream_text(
     model: Llama,
     tokenizer: Tokenizer,
     ids: Sequence[int],
-    first: bool = True,
     stop: str | Sequence[str] = (),
     chat_format: str | None = None,
     **options: Any,
 ) -> Stream[str]:
-    """generate() as text, piece by piece, until a `stop` text comes. `first`: see StreamDecoder.
+    """generate() as text that continues the prompt's, piece by piece, until a `stop` text comes.
 
     `chat_format`: treat it as an answer: strip leading white space, stop at the format's tags.
     """
-    strip, config = chat_format is not None, model.config
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"stop is {stop}; must be texts that are not empty")
+    stop, config = (stop,) if isinstance(stop, str) else tuple(stop), model.config
+    for text in stop:
+        expect(text and isinstance(text, str), f"stop is {stop}; must be texts that are not empty")
     if chat_format is not None:
         _, tag_ids, tags = find_chat_format(tokenizer, chat_format)
         ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
         options["stop_ids"] = {*ends, *tag_ids.values()}
         stop += tuple(tags)
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
-    decoder, report = StreamDecoder(tokenizer, first), tokens.report
-    scores = report.scores[0]
+    decoder = StreamDecoder(tokenizer, first=not tokenizer.decode(ids))
 
     def pieces() -> Iterator[str]:
-        nonlocal strip
-        held = ""
+        strip, held_back = chat_format is not None, ""
         for token_id in itertools.chain(tokens, [None]):
             new = decoder.flush() if token_id is None else decoder.decode(token_id)
-            if scores and token_id is not None:
-                scores[-1] = scores[-1]._replace(text=new)
-            told = held + new
-            text, held, found = split_at_stop(told, stop)
+            text, held_back, found = split_at_stop(held_back + new, stop)
             if found:
-                report.stop_reasons[0] = f"stop text {found!r}"
-                untold = len(told) - len(text)
-                while scores and untold >= len(scores[-1].text):
-                    untold -= len(scores.pop().text)
+                tokens.report.stop_reasons[0] = f"stop text {found!r}"
+            elif token_id is None:  # no stop text can follow
+                text += held_back
             if strip:
                 text = text.lstrip()
                 strip = not text
@@ -2907,176 +2879,27 @@ def stream_text(
                 yield text
             if found:
                 return
-        if held:
-            yield held
 
-    return Stream(pieces(), report)
-
-
-class Session:
-    """A model with several caches: a prompt that continues an earlier one reuses its cache."""
-
-    def __init__(
-        self,
-        model: Llama,
-        tokenizer: Tokenizer,
-        caches: Sequence[Cache],
-        chat_format: str | None = None,
-    ) -> None:
-        self.model, self.tokenizer, self.chat_format = model, tokenizer, chat_format
-        self.context = caches[0].max_seq_len
-        # The prompt and the new ids in each cache, the most recently used cache last.
-        self.held: dict[Cache, tuple[Sequence[int], list[int]]]
-        self.held = {cache: ([], []) for cache in caches}
-        drafts = part_3("Drafts")
-        self.step = drafts(model) if drafts else None
-
-    @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        context: int | None,
-        count: int,
-        memory: float,
-        chat_format: str | None = None,
-    ) -> Session:
-        """Load a model on the best device, with `count` caches or as many as `memory` holds.
-
-        With an unknown chat template and without `chat_format` it completes texts alone.
-        """
-        checkpoint = open_checkpoint(path).allow_context(context)
-        context = context or min(checkpoint.config.max_position_embeddings, CHAT_CONTEXT)
-        device = choose_device("auto", checkpoint)
-        dtype, cache_dtype, exact = choose_dtypes("auto", device, checkpoint)
-        plan = memory_plan(checkpoint, context, dtype, cache_dtype)
-        count = max(1, min(count, int(memory // plan["cache"])))
-        plan["cache"] *= count
-        check_memory(plan, device, free_memory(device))
-        model, tokenizer = load(checkpoint, device, dtype, exact=exact)
-        caches = [Cache(model.config, 1, context, cache_dtype, device) for _ in range(count)]
-        with suppress(ValueError):
-            chat_format = chat_format or recognise_chat_format(checkpoint.chat_template)
-        return cls(model, tokenizer, caches, chat_format)
-
-    def take(self, ids: Sequence[int]) -> Cache:
-        """The cache whose prompt goes on in `ids`, else the oldest with what another shares with it.
-
-        It holds the beginning of `ids` minus one token, so that something is left to run.
-        """
-        shared = {}
-        for cache, held in self.held.items():
-            pairs = enumerate(zip(itertools.chain(*held), ids))
-            same = next((i for i, (a, b) in pairs if a != b), sum(map(len, held)))
-            shared[cache] = min(same, cache.pos, max(len(ids) - 1, 0))
-        cache = best = max(shared, key=shared.__getitem__)
-        n = shared[best]
-        if 10 * n < 9 * len(self.held[best][0]):  # all but the end: an answer is encoded anew
-            cache = next(iter(shared))
-        if cache is not best:
-            cache.k[:, :, :, :n], cache.v[:, :, :, :n] = best.k[:, :, :, :n], best.v[:, :, :, :n]
-            cache.pos = n
-        cache.truncate(n)
-        self.held[cache] = self.held.pop(cache)
-        return cache
-
-    def encode(self, prompt: Any, chat: bool = False) -> list[list[int]]:
-        """Token ids of a text, a list of ids, a list of either, or a chat's messages.
-
-        Raises ValueError for anything else.
-        """
-        if chat:
-            if self.chat_format is None:
-                raise ValueError("the model's chat template is unknown; pass --chat-format NAME")
-            return [encode_chat(self.tokenizer, prompt, self.chat_format)]
-        several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
-        rows = []
-        for ids in prompt if several else [prompt]:
-            if isinstance(ids, str):
-                ids = self.tokenizer.encode(ids, self.tokenizer.add_bos)
-            if not isinstance(ids, list):
-                raise ValueError("expected text, token ids, or a list of either")  # noqa: TRY004
-            self.tokenizer.decode(ids)
-            rows.append(check_prompt(self.model.config, ids, len(ids)))
-        return rows
-
-    def stream_text(
-        self,
-        ids: Sequence[int],
-        chat: bool = False,
-        echo: bool = False,
-        reuse: bool = True,
-        **options: Any,
-    ) -> Stream[str]:
-        """stream_text() of the whole prompt; the report counts only the ids that were not cached.
-
-        `chat`: it is an answer. `echo`: the prompt's text and scores come first. `reuse`: what a
-        cache holds is not read again (where rounding differs, the text may depend on it).
-        """
-        prompt, top, scores = self.tokenizer.decode(ids), options.get("top"), []
-        if chat:
-            options["chat_format"] = self.chat_format
-        if echo and top is not None:
-            scores = self.score(ids, top)
-        cache = self.take(ids if reuse or scores else [])
-        options |= {"first": not prompt, "cache": cache, "past": ids[: cache.pos]}
-        options.setdefault("step", self.step)
-        stream = stream_text(self.model, self.tokenizer, ids[cache.pos :], **options)
-        self.held[cache] = list(ids), stream.report.new_ids[0]
-        if scores:
-            stream.report.scores[0] += scores
-            stream.report.prompt_tokens = len(ids)
-        if echo:
-            stream.items = itertools.chain([prompt], stream.items)
-        return stream
-
-    def score(self, ids: Sequence[int], top: int = 0) -> list[Score]:
-        """score() of each id (None for the first); a prompt that begins so reuses the cache."""
-        cache = self.take([])
-        self.held[cache] = list(ids), []
-        scored = score(self.model, ids, top, cache, self.tokenizer.vocab_size)
-        logprobs, top_logprobs, top_ids = (column.tolist() for column in scored)
-        rows = zip(top_ids, top_logprobs, ids[1:], logprobs)
-        best = [dict(zip([*places, i], [*values, p])) for places, values, i, p in rows]
-        decoder = StreamDecoder(self.tokenizer)
-        texts = [decoder.decode(token_id) for token_id in ids]
-        texts[-1] += decoder.flush()  # as in the prompt's text
-        return [Score(*row) for row in zip(ids, [None, *logprobs], [None, *best], texts)]
+    return Stream(pieces(), tokens.report)
 
 
 @torch.no_grad()
-def score(
-    model: Llama,
-    ids: Sequence[int],
-    top: int = 0,
-    cache: Cache | None = None,
-    vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def score(model: Llama, ids: Sequence[int]) -> Tensor:
     """T ids -> log-probability of each id given those before it, float32 (T - 1,).
 
-    Also the `top` likeliest of each place, log-probabilities and ids (T - 1, top). `cache`: the ids
-    continue what it holds; all but the last are added. `vocab_size`: ignore logits beyond it.
     Raises ValueError as generate() does.
     """
     config, weight = model.config, model.norm.weight
-    limit = config.max_position_embeddings if cache is None else cache.max_seq_len - cache.pos
-    ids = check_prompt(config, ids, limit)
+    ids = check_prompt(config, ids, config.max_position_embeddings)
     tokens = torch.tensor([ids], device=weight.device)  # (1, T)
-    if cache is None:
-        cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
-    CACHE_USERS[cache] = None
+    cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
     logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
-    top_logprobs = torch.empty(len(ids) - 1, top, dtype=torch.float32)
-    top_ids = torch.empty(len(ids) - 1, top, dtype=torch.int64)
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
-        stop = min(start + SCORE_CHUNK, len(ids) - 1)
-        logits = model(tokens[:, start:stop], cache, all_positions=True)[0]  # (t, V)
-        scores, following = (
-            logits[:, :vocab_size].log_softmax(-1),
-            tokens[0, start + 1 : stop + 1, None],
-        )
-        logprobs[start:stop] = scores.gather(-1, following.to(scores.device))[:, 0]
-        top_logprobs[start:stop], top_ids[start:stop] = scores.topk(top)
-    return logprobs, top_logprobs, top_ids
+        chunk = tokens[:, start : start + SCORE_CHUNK + 1]
+        logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (t, V)
+        scores = logits.log_softmax(-1).gather(-1, chunk[0, 1:, None])
+        logprobs[start : cache.pos] = scores[:, 0]
+    return logprobs
 
 
 # ==================================================================================================
@@ -3749,6 +3572,7 @@ from typing import NoReturn
 # 19. Command line
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
+CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
 
 
 def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
@@ -3774,20 +3598,18 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
 
     add, prompt = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     text: Any = {"metavar": "TEXT", "type": decode}
-    add("--model", metavar="PATH", type=Path, help=".gguf file or directory")
+    add("--model", metavar="PATH", type=Path, default=DEFAULT_MODEL, help=".gguf or directory")
     prompt("--prompt", **text, help="text to continue (default: stdin)")
     prompt("--prompt-file", metavar="FILE", type=Path, help="the prompt, read from a file")
     add("--chat", action="store_true", help="chat; the prompt is the first question")
     add("--system", **text, help="with --chat: the system prompt")
-    named = "default: recognised from the model's chat template"
-    add("--chat-format", choices=CHAT_FORMAT_NAMES, help=named)
-    most = "default: 256, with --chat what the context holds"
-    add("--max-new-tokens", metavar="N", type=int, help=most)
-    parser.set_defaults(**{item.name: item.default for item in fields(Sampling)})
+    add("--chat-format", choices=CHAT_FORMAT_NAMES, help="default: as its chat template says")
+    add("--max-new-tokens", metavar="N", type=int, help="default: 256, with --chat no limit")
+    parser.set_defaults(**vars(Sampling()))
     number: Any = {"metavar": "X", "type": float}
     add("--temperature", **number, help="default: %(default)s; 0 is greedy")
     add("--top-k", metavar="K", type=int, help="only the K likeliest tokens (default: 0, all)")
-    add("--top-p", **number, help="only the likeliest that reach this probability (0.95; 1: all)")
+    add("--top-p", **number, help="only the fewest tokens with this probability (0.95; 1: all)")
     add("--min-p", **number, help="only tokens with this part of the highest probability (0: all)")
     add("--repetition-penalty", **number, help="divides logits of recent tokens (1: off)")
     add("--presence-penalty", **number, help="taken off logits of recent tokens (0: off)")
@@ -3800,9 +3622,7 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     dtype = "of the activations (default on a CPU: float32, rounded to 16 bits in large models)"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
-    add(
-        "--draft", metavar="N", type=int, help="guess N ids that repeat others (default: 3; 0: off)"
-    )
+    add("--draft", metavar="N", type=int, help="guess N repeated tokens (default: 3; 0: off)")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for models above 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
@@ -3813,23 +3633,19 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--version", action="version", version=version)
     args = parser.parse_args(argv)
     for option, needed in (("system", "chat"), ("chat_format", "chat"), ("type", "save")):
-        if getattr(args, option) is not None and not getattr(args, needed):
-            parser.error(f"--{option.replace('_', '-')} needs --{needed}")
-    if "" in args.stop:
-        parser.error("--stop must not be empty")
-    if args.threads is not None and not 1 <= args.threads <= (os.cpu_count() or 1):
-        parser.error(f"--threads {args.threads}; expected 1 to {os.cpu_count()}")
-    if args.draft is not None and args.draft < 0:
-        parser.error(f"--draft {args.draft}; expected 0 or more")
+        alone = getattr(args, option) is not None and not getattr(args, needed)
+        expect(not alone, f"--{option.replace('_', '-')} needs --{needed}")
+    threads, cores = 1 if args.threads is None else args.threads, os.cpu_count() or 1
+    expect(1 <= threads <= cores, f"--threads {threads}; expected 1 to {cores}")
+    expect((args.draft or 0) >= 0, f"--draft {args.draft}; expected 0 or more")
+    most = args.max_new_tokens
+    expect((most or 0) >= 0, f"--max-new-tokens {most}; expected 0 or more")
+    expect("" not in args.stop, "--stop must not be empty")
     if args.seed == -1:
         args.seed = shared(torch.seed, ranks) % 2**31
-    if (args.max_new_tokens or 0) < 0:
-        parser.error(f"--max-new-tokens {args.max_new_tokens}; must be 0 or more")
-    args.sampling = Sampling(**{item.name: getattr(args, item.name) for item in fields(Sampling)})
-    if args.model is None:
-        args.model = DEFAULT_MODEL
-        if not args.model.exists():
-            raise FileNotFoundError(f"the bundled model {args.model} is missing; pass --model PATH")
+    args.sampling = Sampling(**{name: getattr(args, name) for name in vars(Sampling())})
+    missing = f"the bundled model {DEFAULT_MODEL} is missing; pass --model PATH"
+    expect(args.model != DEFAULT_MODEL or args.model.exists(), missing)
     if args.prompt_file is not None:
         args.prompt = args.prompt_file.read_bytes().decode("utf-8", "replace")
     elif args.prompt is None and not args.chat and not args.info and not args.save:
@@ -3850,15 +3666,6 @@ def fail(message: object, program: str = "llama2.py") -> int:
     """Print an error as one line; returns 2, the exit status for wrong input."""
     note(f"{program}: error: {printable(str(message) or type(message).__name__)}")
     return 2
-
-
-def tune_process() -> None:
-    """Reduce the cost of garbage collection and of memory from the system."""
-    gc.freeze()  # skip torch's objects when collecting: 2 % of generation
-    with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed memory: 10 % of a prompt
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
-        mallopt(-1, 2**28)  # M_TRIM_THRESHOLD
 
 
 def weight_bytes(model: Llama) -> int:
@@ -3888,7 +3695,7 @@ def contents(checkpoint: Checkpoint) -> str:
 
 def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
     """What --info prints; `plan` is that of memory_plan()."""
-    config = {item.name: getattr(checkpoint.config, item.name) for item in fields(Config)}
+    config = vars(checkpoint.config)
     parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
     rows = {
         "format": checkpoint.format,
@@ -3932,19 +3739,17 @@ CHAT_HELP = f"{CHAT_KEYS}; pasted lines are one question; a space before a slash
 
 def read_question() -> str | None:
     """The next question from standard input, edited if it is typed; None at the end of input."""
-    typed = sys.stdin.isatty()
-    try:
-        if typed and sys.stdout.isatty():
-            return input("> ")  # by readline
-        if typed:  # stdout is for answers alone
-            print("> ", end="", file=sys.stderr, flush=True)
+    if not sys.stdin.isatty():
         line = sys.stdin.buffer.readline().decode("utf-8", "replace")
+        return line.rstrip("\r\n") if line else None
+    try:
+        if sys.stdout.isatty():
+            return input("> ")  # by readline
+        print("> ", end="", file=sys.stderr, flush=True)  # stdout is for answers alone
+        return input()
     except (EOFError, KeyboardInterrupt) as end:
-        if not typed:
-            raise
         note("")  # what comes next begins on a line of its own
         return "" if isinstance(end, KeyboardInterrupt) else None
-    return line.rstrip("\r\n") if line else None
 
 
 def show(stream: Stream[str]) -> str:
@@ -3962,19 +3767,20 @@ def show(stream: Stream[str]) -> str:
     return shown
 
 
-def chat(session: Session, options: dict, args: argparse.Namespace, ranks: Any) -> Report | None:
+def chat(
+    model: Llama, tokenizer: Tokenizer, options: dict, args: argparse.Namespace, ranks: Any
+) -> Report | None:
     """A conversation; when the context is full, turns are dropped until half of it is free."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows edits lines itself; a pasted text is one question
             __import__("readline").parse_and_bind("set enable-bracketed-paste on")
     say = (lambda text: None) if args.quiet else note
-    model, size = args.model.resolve().name, session.context
-    form = args.chat_format or describe_chat_format(session.tokenizer.chat_template)
-    say(f"{model}, format {form}, {size} tokens; {CHAT_KEYS}")
+    name, size = args.model.resolve().name, options["cache"].max_seq_len
+    form = args.chat_format or describe_chat_format(tokenizer.chat_template)
+    say(f"{name}, format {form}, {size} tokens; {CHAT_KEYS}")
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, str]] = []
-    report, room = None, size - min(options["max_new_tokens"], size // 4)  # minus an answer
-    first = [args.prompt] if args.prompt is not None else []
+    report, first = None, [args.prompt] if args.prompt is not None else []
     for question in itertools.chain(first, iter(partial(shared, read_question, ranks), None)):
         command = question.split()[0] if question.startswith("/") else ""
         if command == "/exit":
@@ -3987,19 +3793,19 @@ def chat(session: Session, options: dict, args: argparse.Namespace, ranks: Any) 
         if command or not question.strip():
             continue
         turns = [*messages, {"role": "user", "content": question}]
+        limit = size - min(options["max_new_tokens"], size // 4)  # minus an answer
         try:
-            (ids,) = session.encode(system + turns, chat=True)
-            limit = room if len(ids) <= room else size // 2
+            ids = encode_chat(tokenizer, system + turns, options["chat_format"])
             while len(ids) > limit and len(turns) > 1:
                 del turns[:2]
-                (ids,) = session.encode(system + turns, chat=True)
-            check_prompt(session.model.config, ids, size)
+                limit = size // 2
+                ids = encode_chat(tokenizer, system + turns, options["chat_format"])
+            stream = stream_text(model, tokenizer, ids, **options)
         except ValueError as error:
             fail(error)
             continue
         if dropped := (len(messages) + 1 - len(turns)) // 2:
             say(f"context full: dropped the oldest {dropped} turn{'s' * (dropped > 1)}")
-        stream = session.stream_text(ids, chat=True, **options)
         report, answer = stream.report, show(stream)
         if report.stop_reasons[0] in ("context full", "max new tokens"):
             say(f"{report.stop_reasons[0]}: the answer ends here")
@@ -4015,12 +3821,15 @@ def build(
     exact: bool,
 ) -> Llama:
     """The model, accelerated if it is large or --compile says so; warnings become notes."""
-    tune_process()
+    gc.freeze()  # garbage collection skips torch's objects: 2 % of generation
+    with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed memory: 10 % of a prompt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**28)  # M_TRIM_THRESHOLD
     accelerate = part_3("accelerate")
     with warnings.catch_warnings(record=True) as problems:
         warnings.simplefilter("always")
-        progress = not args.quiet and sys.stderr.isatty()
-        model = build_model(checkpoint, device, dtype, progress)
+        model = build_model(checkpoint, device, dtype, progress=not args.quiet)
         if is_large(checkpoint) or args.compile:
             if accelerate:
                 accelerate(model, exact, compile=args.compile is not False)
@@ -4039,10 +3848,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     checkpoint = open_checkpoint(args.model)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
-            if args.save.is_file() and not args.force:
-                raise ValueError(f"{args.save} exists already; --force replaces it")
-            progress = not args.quiet and sys.stderr.isatty()
-            save_gguf(checkpoint, args.save, args.type, progress)
+            allowed = args.force or not args.save.is_file()
+            expect(allowed, f"{args.save} exists already; --force replaces it")
+            save_gguf(checkpoint, args.save, args.type, progress=not args.quiet)
             if not args.quiet:
                 note(f"wrote {args.save}: {contents(open_checkpoint(args.save))}")
         return 0
@@ -4052,11 +3860,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     checkpoint = checkpoint.allow_context(args.context)
     config, template = checkpoint.config, checkpoint.chat_template
     context = args.context or config.max_position_embeddings
-    dtype, cache_dtype, exact = choose_dtypes(
-        args.dtype, device, checkpoint, args.compile is not False
-    )
-    if ranks:  # torch runs their attention, and would convert the cache for every token
-        cache_dtype = dtype
+    # Of ranks torch runs the attention: it would convert a cache of 16 bits for every token.
+    native = args.compile is not False and not ranks
+    dtype, cache_dtype, exact = choose_dtypes(args.dtype, device, checkpoint, native)
     plan = partial(memory_plan, checkpoint, dtype=dtype, cache_dtype=cache_dtype)
     if args.info:
         write(describe_checkpoint(checkpoint, plan(context), context))
@@ -4078,19 +3884,18 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         connect_ranks(model, ranks)
     load_seconds = time.perf_counter() - start
 
-    cache = Cache(config, 1, size, cache_dtype, device)
-    session = Session(model, tokenizer, [cache], chat_format)
     options = {"sampling": args.sampling, "max_new_tokens": most, "stop": args.stop}
-    if args.draft is not None and (drafts := part_3("Drafts")):
-        options["step"] = drafts(model, most=args.draft)
+    options |= {"cache": Cache(config, 1, size, cache_dtype, device), "chat_format": chat_format}
+    if drafts := part_3("Drafts"):
+        options["step"] = drafts(model, most=3 if args.draft is None else args.draft)
         if args.draft and type(model.layers) is not NativeLayers and not args.quiet:
             note("llama2.py: no drafts: they need the kernels on a CPU")
     if args.chat:
-        report = chat(session, options, args, ranks)
+        report = chat(model, tokenizer, options, args, ranks)
     else:
         if not args.no_echo:
             write(args.prompt)
-        stream = session.stream_text(ids, **options)
+        stream = stream_text(model, tokenizer, ids, **options)
         report = stream.report
         show(stream)
     if report and not args.quiet:
@@ -4103,8 +3908,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started us
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     ranks, rank = None, 0
     try:
@@ -4135,15 +3939,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def stop(number: int, frame: object) -> NoReturn:
-    """Exit by an exception, so that unfinished files and compilers are cleaned up."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, on_interrupt)
-    for name in ("SIGTERM", "SIGHUP"):
+    for name in ("SIGTERM", "SIGHUP"):  # exit by an exception: unfinished files are cleaned up
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
-            signal.signal(number, stop)
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

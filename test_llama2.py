@@ -847,14 +847,14 @@ def test_written_names_exist():
         "sample": "logits sampling ids generator",
         "generate": "model ids sampling max_new_tokens options",
         "generate_batch": "model prompts sampling max_new_tokens stop_ids",
-        "score": "model ids top",
+        "score": "model ids",
         "rope_tables": "config length device",
         "apply_rotary_emb": "x cos sin",
         "RMSNorm": "size eps",
         "CausalSelfAttention": "config layer",
         "MLP": "config",
         "Block": "config layer",
-        "stream_text": "model tokenizer ids first stop",
+        "stream_text": "model tokenizer ids stop",
         "main": "argv",
     }
     for name, wanted in signatures.items():
@@ -1654,15 +1654,15 @@ def test_generation_ends_with_the_context(model):
 
 
 def test_generate_continues_a_cache(model):
-    """Two turns with one cache equal one prompt that holds both."""
+    """A second turn with one cache is that of the whole text, of which what is new is read."""
     cache = llama2.Cache(CONFIG, max_seq_len=30)
     first = list(llama2.generate(model, [1, 5, 9], GREEDY, 4, stop_ids=(), cache=cache))
-    cache.truncate(3)
-    turn = [*first, 17, 18]
-    second = list(llama2.generate(model, turn, GREEDY, 5, stop_ids=(), cache=cache))
-    assert second == list(llama2.generate(model, [1, 5, 9, *turn], GREEDY, 5, stop_ids=()))
-    with pytest.raises(ValueError, match="30|holds"):
-        llama2.generate(model, [5] * 30, cache=cache)
+    turn = [1, 5, 9, *first, 17, 18]
+    second = llama2.generate(model, turn, GREEDY, 5, stop_ids=(), cache=cache)
+    assert list(second) == list(llama2.generate(model, turn, GREEDY, 5, stop_ids=()))
+    assert second.report.prompt_tokens == 3  # the last of the first is not in the cache, either
+    with pytest.raises(ValueError, match="31.*30"):
+        llama2.generate(model, [5] * 31, cache=cache)
 
 
 def test_generation_is_the_same_in_chunks(model, monkeypatch):
@@ -1693,12 +1693,8 @@ def test_score_is_the_log_softmax_of_one_pass(model, monkeypatch, chunk):
     monkeypatch.setattr(llama2, "SCORE_CHUNK", chunk)
     ids = TOKENS[0]
     wanted = model(ids[None])[0, :-1].log_softmax(-1)
-    found, top, top_ids = llama2.score(model, ids.tolist(), top=3)
-    assert_close(found, wanted[range(39), ids[1:]])
-    values, places = wanted.topk(3)
-    assert_close(top, values)
-    assert torch.equal(top_ids, places)
-    assert llama2.score(model, [5])[0].shape == (0,)
+    assert_close(llama2.score(model, ids.tolist()), wanted[range(39), ids[1:]])
+    assert llama2.score(model, [5]).shape == (0,)
 
 
 def test_generate_takes_no_gradient_and_leaves_the_prompt(model):
@@ -1722,7 +1718,7 @@ def test_generate_takes_no_gradient_and_leaves_the_prompt(model):
 def test_stop_texts(tokenizer, stop, wanted):
     """What is shown never holds a part of the stop text, whichever way tokens cut it."""
     script = [*tokenizer.encode("the fox saw the moon and laughed", bos=False), 2]
-    stream = llama2.stream_text(scripted(script, 2), tokenizer, [1, 5], stop=stop, sampling=GREEDY)
+    stream = llama2.stream_text(scripted(script, 1), tokenizer, [1], stop=stop, sampling=GREEDY)
     pieces = list(stream)
     assert "".join(pieces) == wanted and "" not in pieces
     if wanted.endswith("laughed"):
@@ -2251,7 +2247,7 @@ def test_bundled_model_writes_its_golden_text(bundled):
     for variant in (model, fast):
         options = {"sampling": GREEDY, "max_new_tokens": 35}
         ids = tokenizer.encode(prompt)
-        pieces = llama2.stream_text(variant, tokenizer, ids, first=False, **options)
+        pieces = llama2.stream_text(variant, tokenizer, ids, **options)
         assert "".join(pieces).startswith(golden)
 
 

@@ -4,8 +4,8 @@
     python examples/server.py --model llama-2-7b-chat.Q4_0.gguf   # without: the small bundled one
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time"}'
 
-The event loop talks to clients. A second thread runs the model, one request at a time in the
-the order they came, each until its client hangs up. Of a chat that goes on, only what is new is
+The event loop talks to clients. A second thread runs the model (serving.py), one request at a time
+in the order they came, each until its client hangs up. Of a chat that goes on, only what is new is
 computed: the last caches are kept. What is not supported is refused; guard.py refuses other sites.
 """
 
@@ -28,6 +28,7 @@ try:
     import anyio.from_thread
     import uvicorn
     from guard import Connection, guard
+    from serving import Score, Session
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -40,7 +41,6 @@ except ImportError as error:
     sys.exit(2)
 
 MAX_BODY, MAX_PROMPTS, MAX_WAITING = 10**6, 128, 64  # bytes, prompts in a request, queued requests
-MAX_CACHES, CACHE_BYTES = 4, 2**32  # conversations kept, if they fit; at least one
 TURN = anyio.Lock()  # with the model: first come, first served
 LIMITS = llama2.SAMPLING_LIMITS | {
     "temperature": (0, 2), "seed": (-(2**63), 2**63 - 1), "logprobs": (0, 20),
@@ -104,7 +104,7 @@ def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
 class Job:
     """A validated completion request, and its response."""
 
-    def __init__(self, session: llama2.Session, about: dict, reuse: bool, body: dict, field: str):
+    def __init__(self, session: Session, about: dict, reuse: bool, body: dict, field: str):
         self.session, self.chat, prompt = session, field == "messages", body.pop(field, None)
         self.stream, stop = take(body, "stream", bool, False), body.pop("stop", None)
         options, _ = take(body, "stream_options", dict, {}), take(body, "model", str)
@@ -192,7 +192,7 @@ class Job:
             choice: dict = {"index": index, "logprobs": None, "finish_reason": None}
             if self.chat and self.stream:
                 self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
-            pieces, text = self.session.stream_text(ids, **self.options), ""
+            (pieces, scores), text = self.session.stream_text(ids, **self.options), ""
             reports.append(pieces.report)
             for piece in pieces:
                 text += piece
@@ -201,7 +201,7 @@ class Job:
             stopped = pieces.report.stop_reasons[0].startswith("stop")
             choice["finish_reason"] = "stop" if stopped else "length"
             if self.options["top"] is not None:
-                choice["logprobs"] = self.table(pieces.report.scores[0])
+                choice["logprobs"] = self.table(scores)
             finish(choice | self.content("" if self.stream else text))
         old, new = sum(map(len, self.prompts)), sum(report.new_tokens for report in reports)
         cached = old - sum(report.prompt_tokens for report in reports)
@@ -218,7 +218,7 @@ class Job:
         whole = {"message": {"role": "assistant", "content": text}}
         return {"delta": {"content": text}} if self.stream else whole
 
-    def table(self, scores: list[llama2.Score]) -> dict:
+    def table(self, scores: list[Score]) -> dict:
         """OpenAI's form of log-probabilities; a token's own comes first, named as its text."""
         tokenizer, rows = self.session.tokenizer, []
         for score in scores:
@@ -241,7 +241,7 @@ class Job:
         }
 
 
-def make_app(session: llama2.Session, name: str, args: Any) -> Any:
+def make_app(session: Session, name: str, args: Any) -> Any:
     """The ASGI application."""
 
     def tokenize(body: dict, field: str) -> Response:
@@ -301,8 +301,7 @@ def main() -> None:
     add("--quiet", action="store_true", help="no log of requests")
     try:
         args = parser.parse_args()
-        sizes = (args.context, MAX_CACHES, CACHE_BYTES)
-        session = llama2.Session.open(args.model, *sizes, args.chat_format)
+        session = Session.open(args.model, args.context, args.chat_format)
         listener = socket.create_server((args.host, args.port))
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         sys.exit(llama2.fail(error, "server.py"))

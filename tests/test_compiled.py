@@ -233,7 +233,7 @@ def test_gradients_pass_a_compiled_product(monkeypatch):
 
 @pytest.mark.parametrize("triton", [True, False])
 def test_accelerate_on_cuda(model, monkeypatch, triton):
-    """Every caller gets compiled layers from here: load(), the command line, Session, the server."""
+    """Every caller gets compiled layers from here: load(), the command line, the server."""
     model = copy.deepcopy(model)
     blocks = torch.from_numpy(random_blocks("Q8_0", 320, 64, seed=0))
     model.lm_head = llama2.QuantizedLinear(blocks, "Q8_0")

@@ -101,7 +101,6 @@ def test_logits_are_those_of_one_id_at_a_time(kind, exact, tmp_path, vocabulary)
         {"sampling": FREE},
         {"sampling": llama2.Sampling(1, seed=2, repetition_penalty=1.5, frequency_penalty=0.5)},
         {"sampling": llama2.Sampling(0, presence_penalty=5, logit_bias={7: 2}), "vocab_size": 300},
-        {"sampling": FREE, "top": 3},
         {"sampling": FREE, "max_new_tokens": 5},
         {"sampling": FREE, "max_new_tokens": 200},  # more than the context holds
     ],
@@ -118,7 +117,7 @@ def test_any_draft_gives_the_same_text(native, options):
             steps.append((token_id, cache.pos))
         report = stream.report
         k = cache.k[:, :, :, : cache.pos].clone()
-        return steps, report.stop_reasons, report.scores, k, report.drafted
+        return steps, report.stop_reasons, report.texts, k, report.drafted
 
     *wanted, k, none = write(None)
     ids = [*PROMPT, *(token_id for token_id, _ in wanted[0])]
@@ -167,28 +166,27 @@ def test_stops(native, path):
         assert "".join(stream) == text[: text.index(text[6:9])]
 
 
-def test_a_session_goes_on(native, path):
+def test_a_conversation_goes_on(native, path):
     """Turns that reuse a cache, or are left early: the same text from as many ids that are read."""
     tokenizer = llama2.Tokenizer.from_gguf(path)
 
-    def turns(make):
-        caches = [llama2.Cache(native.config) for _ in range(2)]
-        session = llama2.Session(native, tokenizer, caches)
-        session.step, told = make(), []
-        ids, options = list(PROMPT), {"sampling": FREE, "max_new_tokens": 8, "stop_ids": ()}
+    def turns(step):
+        caches, told, ids = [llama2.Cache(native.config) for _ in range(2)], [], list(PROMPT)
+        options = {"sampling": FREE, "max_new_tokens": 8, "stop_ids": (), "step": step}
         for turn in range(4):
-            stream = session.stream_text(ids, **options)
+            stream = llama2.stream_text(native, tokenizer, ids, cache=caches[0], **options)
             told.append("".join(stream) if turn != 1 else next(stream))
             told.append(stream.report.prompt_tokens)
             ids += [*stream.report.new_ids[0], 5, 9, 200, 77]
             if turn == 2:  # another text comes between, in the other cache
-                told.append("".join(session.stream_text([1, 70, 71, 70], **options)))
+                other = [1, 70, 71, 70]
+                stream = llama2.stream_text(native, tokenizer, other, cache=caches[1], **options)
+                told.append("".join(stream))
         return told
 
-    wanted = turns(lambda: None)
+    wanted = turns(None)
     for propose in (llama2.prompt_lookup, *guessers(PROMPT).values()):
-        assert turns(lambda propose=propose: Eager(native, propose)) == wanted
-    assert isinstance(llama2.Session(native, tokenizer, [llama2.Cache(WIDE)]).step, llama2.Drafts)
+        assert turns(Eager(native, propose)) == wanted
 
 
 def test_nothing_waits_for_another_generation(native):
@@ -200,11 +198,9 @@ def test_nothing_waits_for_another_generation(native):
     for _ in range(2):
         stream = llama2.generate(native, PROMPT, GREEDY, 20, **options)
         assert [next(stream) for _ in range(3)] == ids[:3] and step.waiting
-        cache.truncate(len(PROMPT) - 1)  # where the next one begins: with one id
-        assert [*llama2.generate(native, PROMPT[-1:], GREEDY, 20, **options)] == ids
-        cache.reset()
+        stream = llama2.generate(native, PROMPT, GREEDY, 20, **options)  # begins with one id
+        assert [*stream] == ids and stream.report.prompt_tokens == 1
         assert [*llama2.generate(native, [1, 70, 71, 72], GREEDY, 20, **options)] == other
-        cache.reset()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -317,7 +313,7 @@ def seconds_of(text, prompt, clock, propose, monkeypatch):
     monkeypatch.setattr(llama2, "prompt_lookup", propose)
     step, cache = llama2.Drafts(Model(**vars(model))), llama2.Cache(WIDE, 1, len(text))
     step.read = run
-    llama2.CACHE_USERS[cache] = llama2.Report(prompt, [len(text)], 0)
+    llama2.CACHE_USERS[cache] = llama2.Report(step.model, [text], prompt)
     with torch.no_grad():
         step(torch.tensor([text[:prompt]]), cache)
         for token_id in text[prompt:]:

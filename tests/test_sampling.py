@@ -246,11 +246,10 @@ def test_a_processor_writes_what_a_grammar_wants(model):
 def test_penalties_count_what_a_cache_holds(model):
     sampling, ids = llama2.Sampling(1, seed=2, repetition_penalty=1.8), [1, 5, 9, 200, 31, 8]
     wanted = [*llama2.generate(model, ids, sampling, 9, stop_ids=())]
-    cache = llama2.Cache(model.config)
-    with torch.no_grad():
-        model(torch.tensor([ids[:4]]), cache)
-    options = {"cache": cache, "stop_ids": ()}
-    assert [*llama2.generate(model, ids[4:], sampling, 9, past=ids[:4], **options)] == wanted
+    options = {"cache": llama2.Cache(model.config), "stop_ids": ()}
+    [*llama2.generate(model, [*ids[:4], 77], sampling, 2, **options)]
+    stream = llama2.generate(model, ids, sampling, 9, **options)
+    assert [*stream] == wanted and stream.report.prompt_tokens == 2
     assert max(map(wanted.count, wanted)) < 3
 
 
@@ -318,12 +317,12 @@ def test_another_default_dtype(model):
     """Draws and scores are in float32 all the same."""
     n, sampling = 300, llama2.Sampling(**OFF, seed=1)
     wanted = llama2.sample(LOGITS.expand(n, -1), sampling)
-    scores = llama2.score(model, [1, 5, 9, 200], top=2)
+    scores = llama2.score(model, [1, 5, 9, 200])
     try:
         torch.set_default_dtype(torch.bfloat16)
         assert llama2.sample(LOGITS.expand(n, -1), sampling).equal(wanted)
-        for found, expected in zip(llama2.score(model, [1, 5, 9, 200], top=2), scores, strict=True):
-            assert found.dtype == expected.dtype and torch.allclose(found, expected, atol=1e-5)
+        found = llama2.score(model, [1, 5, 9, 200])
+        assert found.dtype == scores.dtype and torch.allclose(found, scores, atol=1e-5)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -337,9 +336,7 @@ def test_a_stop_text_is_one_text(tokenizer):
     script = [*tokenizer.encode("the fox saw the moon and laughed", bos=False), 2]
 
     def text(stop):
-        stream = llama2.stream_text(
-            scripted(script, 2), tokenizer, [1, 5], stop=stop, sampling=GREEDY
-        )
+        stream = llama2.stream_text(scripted(script, 1), tokenizer, [1], stop=stop, sampling=GREEDY)
         return "".join(stream)
 
     assert text("moon and") == text(["moon and"]) == "the fox saw the "
@@ -375,44 +372,40 @@ def test_what_may_begin_a_stop_text(letters):
 
 
 def test_streams_that_share_a_cache_cannot_take_turns(model, tokenizer):
-    """An error, not wrong text; those of different caches of a Session can."""
+    """An error, not wrong text."""
     cache, ids = llama2.Cache(model.config), [1, 5, 9]
     options = {"sampling": GREEDY, "stop_ids": ()}
     first = llama2.generate(model, ids, cache=cache, **options)
     wanted = [*llama2.generate(model, ids, **options)]
     assert [next(first), next(first)] == wanted[:2]
-    cache.reset()
     second = llama2.generate(model, ids, cache=cache, **options)
     with pytest.raises(ValueError, match="used by another generation"):
         next(first)
     assert [*second] == wanted
-    for count in (1, 2):
-        caches = [llama2.Cache(model.config) for _ in range(count)]
-        session = llama2.Session(model, tokenizer, caches)
-        first = session.stream_text(ids, **options)
-        text = next(first)
-        next(session.stream_text([1, 70, 80, 90], **options))
-        if count == 1:
-            with pytest.raises(ValueError, match="used by another generation"):
-                list(first)
-        else:
-            alone = llama2.stream_text(model, tokenizer, ids, first=False, **options)
-            assert text + "".join(first) == "".join(alone)
-    first = session.stream_text(ids, **options)
+    first = llama2.stream_text(model, tokenizer, ids, cache=cache, **options)
     next(first)
-    for _ in range(2):  # scores take a cache as well
-        session.score(ids)
+    llama2.stream_text(model, tokenizer, [1, 70, 80, 90], cache=cache, **options)
     with pytest.raises(ValueError, match="used by another generation"):
         list(first)
 
 
-def test_a_session_keeps_ids_of_its_own(model, tokenizer):
-    session = llama2.Session(model, tokenizer, [llama2.Cache(model.config)])
-    ids, options = [1, 5, 9, 30], {"sampling": GREEDY, "max_new_tokens": 6, "stop_ids": ()}
-    [*session.stream_text(ids, **options)]
-    ids += [8, 8, 8]  # the caller's own list goes on
-    alone = llama2.stream_text(model, tokenizer, ids, first=False, **options)
-    assert "".join(session.stream_text(ids, **options)) == "".join(alone)
+def test_a_conversation_goes_on(model, tokenizer):
+    """What a cache holds of a prompt is not read again, whatever the caller does with its lists."""
+    ids, cache = [1, 5, 9, 30], llama2.Cache(model.config)
+    options = {"sampling": GREEDY, "max_new_tokens": 6, "stop_ids": ()}
+    for more, read in (([8, 8, 8], 4), ([], 3), ([70], 1), ([71], 1), ([72], 1)):
+        stream = llama2.stream_text(model, tokenizer, ids, cache=cache, **options)
+        text, new = "".join(stream), stream.report.new_ids[0]
+        assert text == "".join(llama2.stream_text(model, tokenizer, ids, **options))
+        assert text == tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
+        assert stream.report.prompt_tokens == read
+        ids += more
+    other = scripted([7, 8], len(ids))  # the same cache would fit
+    assert llama2.held(model, cache, ids) == len(ids) - 1 and llama2.held(other, cache, ids) == 0
+    cache.reset()
+    assert llama2.held(model, cache, ids) == 0
+    with pytest.raises(ValueError, match="2 prompts; a cache continues one"):
+        llama2.generate_batch(model, [ids, ids], cache=cache)
 
 
 def test_all_that_a_script_says_is_heard():

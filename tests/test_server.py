@@ -134,7 +134,7 @@ def test_completion_is_that_of_the_library(server, loaded):
     model, tokenizer = loaded
     ids = tokenizer.encode(STORY)
     options = {"sampling": llama2.Sampling(0), "max_new_tokens": 40}
-    stream = llama2.stream_text(model, tokenizer, ids, first=False, **options)
+    stream = llama2.stream_text(model, tokenizer, ids, **options)
     expected = "".join(stream)
     reply = server.client.completions.create(prompt=STORY, max_tokens=40, **GREEDY)
     assert reply.choices[0].text == expected
@@ -151,7 +151,7 @@ def test_seed_temperature_and_top_p_are_those_of_the_library(server, loaded):
     options = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
     ids = tokenizer.encode(STORY)
     sampling = {"sampling": llama2.Sampling(**options), "max_new_tokens": 30}
-    stream = llama2.stream_text(model, tokenizer, ids, first=False, **sampling)
+    stream = llama2.stream_text(model, tokenizer, ids, **sampling)
     reply = server.client.completions.create(model="", prompt=STORY, max_tokens=30, **options)
     assert reply.choices[0].text == "".join(stream)
 
@@ -259,7 +259,7 @@ def test_evaluation_harness(server, loaded, max_tokens):
     assert status == 200
     for choice, prompt in zip(reply["choices"], ids, strict=True):
         table = choice["logprobs"]
-        expected, _, _ = llama2.score(model, prompt)
+        expected = llama2.score(model, prompt)
         assert {len(column) for column in table.values()} == {len(prompt) + max_tokens}
         assert table["token_logprobs"][0] is None
         assert table["top_logprobs"][0] is None
@@ -283,7 +283,7 @@ def test_logprobs_of_new_tokens(server, loaded):
     assert all(len(top) == 3 for top in table.top_logprobs)
     assert [max(top.values()) for top in table.top_logprobs] == table.token_logprobs
     ids = tokenizer.encode(STORY + choice.text)
-    expected, _, _ = llama2.score(model, ids)
+    expected = llama2.score(model, ids)
     assert table.token_logprobs == pytest.approx(expected[-12:].tolist(), abs=1e-4)
     *_, last = server.client.completions.create(**options, stream=True)
     streamed = last.choices[0].logprobs
@@ -699,7 +699,7 @@ def test_logprobs_of_a_chat(server, loaded):
     assert b"".join(bytes(e.bytes) for e in content).decode().lstrip() == choice.message.content
     pieces = {tokenizer.piece(i)[0]: i for i in range(tokenizer.vocab_size)}
     ids += [pieces[bytes(entry.bytes)] for entry in content]
-    expected, _, _ = llama2.score(model, ids)
+    expected = llama2.score(model, ids)
     assert [e.logprob for e in content] == pytest.approx(
         expected[-len(content) :].tolist(), abs=1e-4
     )
@@ -719,7 +719,7 @@ def test_sampling_is_that_of_the_library(server, loaded):
         llama2.Sampling(**fields, logit_bias={300: 4, 13: -100}),
     )
     options = {"sampling": sampling, "max_new_tokens": 30}
-    wanted = "".join(llama2.stream_text(model, tokenizer, ids, first=False, **options))
+    wanted = "".join(llama2.stream_text(model, tokenizer, ids, **options))
     body = {"prompt": STORY, "max_tokens": 30, **fields, "logit_bias": {"300": 4, "13": -100}}
     assert server.post("/v1/completions", body)[1]["choices"][0]["text"] == wanted
 

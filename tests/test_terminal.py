@@ -292,7 +292,7 @@ def test_lines_may_end_as_on_windows(cli, heard, cli_path):
 
 def test_rate_counts_the_token_that_stops(model):
     """Of three steps the first belongs to the prompt: two tokens in 0.1 s."""
-    report = llama2.Report(5, [9], 9)
+    report = llama2.Report(model, [[1] * 5], 5)
     report.new_ids, report.new_seconds = [[7, 7]], 0.1
     for reason, rate in (("stop token 2", "20.0"), ("max new tokens", "10.0")):
         report.stop_reasons = [reason]
@@ -352,14 +352,14 @@ def test_chat_commands(cli, cli_path, heard):
     assert (status, out, err) == (0, "", "")
 
 
-def test_control_characters_are_shown_to_a_terminal(monkeypatch):
+def test_control_characters_are_shown_to_a_terminal(model, monkeypatch):
     """Escape sequences of a vocabulary would steer it; pipes and files get what the model said."""
     text = "a\x1b]0;title\x07\tb\r\nc\x9b31m\x7f\rd\n"
     for terminal in (True, False):
         out = io.StringIO(newline="")
         out.isatty = lambda terminal=terminal: terminal
         monkeypatch.setattr(sys, "stdout", out)
-        assert llama2.show(llama2.Stream(iter([text]), llama2.Report(1, [9], 9))) == text
+        assert llama2.show(llama2.Stream(iter([text]), llama2.Report(model, [[1]], 1))) == text
         seen = "a\\x1b]0;title\\x07\tb\r\nc\\x9b31m\\x7f\\x0dd\n"
         assert out.getvalue() == (seen if terminal else text) + "\n"
 
@@ -432,7 +432,7 @@ def test_chat_answer_with_reserved_tags(cli, cli_path, heard, monkeypatch):
 
     def scripted(model, prompt, **options):
         calls.append(prompt)
-        return llama2.Stream(iter(script), llama2.Report(len(prompt), [len(script)], len(script)))
+        return llama2.Stream(iter(script), llama2.Report(model, [list(prompt)], len(prompt)))
 
     monkeypatch.setattr(llama2, "generate", scripted)
     status, out, err = cli("--chat", "--quiet", stdin=b"ab\ncd\n")
