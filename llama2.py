@@ -1511,8 +1511,6 @@ def build_model(
                 model.embed_tokens = QuantizedEmbedding(blocks, kind, dtype)
             else:
                 model.set_submodule(name, QuantizedLinear(blocks, kind))
-    if not trainable:
-        model.register_forward_hook(refuse_training)
     return model.train(trainable)
 
 
@@ -1540,16 +1538,9 @@ def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
 def blame(model: Llama) -> str:
     """Why logits are not finite: the first weight that is not, or none."""
     origin = getattr(model, "name_or_path", "") or "the model"
-    for name, weight in model_checkpoint(model).weights.items():
-        if not weight.dense(torch.float32).isfinite().all():
-            return f"{origin}: NaN or infinity in {name}"
-    return f"{origin}: its weights are finite, but sums of theirs overflow"
-
-
-def refuse_training(model: nn.Module, *_: Any) -> None:
-    """A hook: ValueError in train() mode. In eval() mode parameters of the caller's may be trained."""
-    advice = "load(path, trainable=True) makes a model that can be trained"
-    expect(not model.training, f"its weights are frozen; {advice}")
+    weights = model_checkpoint(model).weights.items()
+    bad = (name for name, w in weights if not w.dense(torch.float32).isfinite().all())
+    return f"{origin}: NaN or infinity in {next(bad, 'no weight: sums of finite ones overflow')}"
 
 
 def is_large(checkpoint: Checkpoint) -> bool:
@@ -1567,7 +1558,7 @@ def load(
 ) -> tuple[Llama, Tokenizer]:
     """A .gguf file, a Meta or Hugging Face directory, or a Checkpoint -> model and tokenizer.
 
-    Nothing in the model is trainable, unless `trainable`: then all of it is, in dense float32.
+    Its weights are frozen, unless `trainable`: then all are dense float32 parameters.
     `accelerated`: use accelerate() of part III (default: if the model is large), which rounds
     activations to 16 bits unless `exact`. ValueError or FileNotFoundError says what is wrong.
     """
@@ -1782,8 +1773,7 @@ def save_gguf(
     import gguf
     import numpy
 
-    accepted = ", ".join(SAVE_TYPES)
-    expect(ggml_type in (None, *SAVE_TYPES), f"the type is {ggml_type}; expected {accepted}")
+    expect(ggml_type in (None, *SAVE_TYPES), f"type {ggml_type!r}; expected one of {SAVE_TYPES}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
     tokenizer = checkpoint.tokenizer()
     expect(tokenizer, "a model can only be saved with its tokenizer")
@@ -3025,9 +3015,8 @@ def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def overridden(part: nn.Module) -> bool:
-    """Whether it has a forward of its own, or hooks other than load()'s."""
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    return "forward" in vars(part) or any(hook is not refuse_training for hook in hooks)
+    """Whether it has a forward of its own, or hooks."""
+    return bool("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks)
 
 
 class NativeLinear(QuantizedLinear):
