@@ -191,7 +191,7 @@ class Session:
                 yield self.tokenizer.decode(ids)
             yield from stream
             if scorer:
-                *_, tags = llama2.find_chat_format(self.tokenizer, self.chat_format)
-                scores.extend(scorer.finish(report, [*stop, *tags] if chat else stop))
+                form = llama2.find_chat_format(self.tokenizer, self.chat_format) if chat else [()]
+                scores.extend(scorer.finish(report, [*stop, *form[-1]]))
 
         return llama2.Stream(pieces(), report), scores
