@@ -466,6 +466,7 @@ import itertools
 import json
 import mmap
 import os
+import pickle
 import pickletools
 import re
 import secrets
@@ -825,9 +826,7 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
-    context_limit: str = (
-        "the model's context or sliding window"  # what limits it; empty where no file says
-    )
+    states_context: bool = True  # else it may be larger than the usual one
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
     path: str = ""
 
@@ -854,8 +853,9 @@ class Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
         most = self.config.max_position_embeddings
         context = most if context is None else context
-        limit = self.context_limit or "or more if the model was trained for it"
-        fits = 0 < context and (context <= most or not self.context_limit)
+        limit = "the model's context or sliding window"
+        limit = limit if self.states_context else "or more if the model was trained for it"
+        fits = 0 < context <= most or (context > 0 and not self.states_context)
         expect(fits, f"--context {context}; expected 1 to {most}, {limit}")
         config = replace(self.config, max_position_embeddings=max(context, most))
         return replace(self, config=config)
@@ -1184,68 +1184,41 @@ def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
     return files
 
 
-# The number of values that a pickle's opcodes take from the stack; the opcodes of constants.
-PICKLE_TAKES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "SETITEM": 2, "BINPERSID": 1}
-PICKLE_TAKES |= {"REDUCE": 2, "BUILD": 1, "STOP": 1}
-PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+# All that the pickle of a state dict needs: constants, dicts, tuples, calls of a few functions.
+OPCODES = "PROTO NONE NEWTRUE NEWFALSE BINUNICODE BININT BININT1 BININT2 LONG1 EMPTY_TUPLE TUPLE1"
+OPCODES += " TUPLE2 TUPLE3 MARK TUPLE EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT BINGET"
+OPCODES += " LONG_BINGET GLOBAL BINPERSID REDUCE BUILD STOP"
 
 
-def unpickle(data: bytes, known: dict[str, Any], storage: Callable) -> Any:
-    """A restricted pickle reader: dicts and tuples of strings, numbers and what `known` makes.
+class PickledDict(dict):
+    """A dict of a pickle. Other keys than strings are not even hashed.
 
-    It has only the opcodes of a state dict, and calls nothing but `known`. No value is hashed,
-    compared or printed before its type is checked: a tuple may hold itself 2**60 times.
+    A tuple may hold itself 2**60 times: to hash it, to compare or to print it would take for ever.
     """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-    value: Any
-    for count, (opcode, value, _) in enumerate(pickletools.genops(data)):
-        name = opcode.name
-        fits = count <= 2**18 and len(stack) <= 2**12  # 35 opcodes a tensor, 2000 values at a time
-        expect(fits, "the pickle is longer than a state dict's")
-        start = len(stack) - PICKLE_TAKES.get(name, 0)
-        if name in ("TUPLE", "SETITEMS"):
-            start = marks.pop()
-        expect(start >= 0, f"{name} takes more values than the stack holds")
-        items = stack[start:]
-        del stack[start:]
-        match name:
-            case "PROTO":
-                pass
-            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
-                stack.append(PICKLE_CONSTANTS[name])
-            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
-                stack.append(value)
-            case "EMPTY_DICT":
-                stack.append({})
-            case "MARK":
-                marks.append(len(stack))
-            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(items))
-            case "BINPUT" | "LONG_BINPUT":
-                memo[value] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[value])
-            case "SETITEM" | "SETITEMS":
-                for key, item in zip(items[::2], items[1::2], strict=True):
-                    fits = type(key) is str and key not in stack[-1]
-                    expect(fits, "a key that is not a string, or is duplicated")
-                    stack[-1][key] = item
-            case "GLOBAL" if value in known:
-                stack.append(known[value])
-            case "BINPERSID":
-                stack.append(storage(*items[0]))
-            case "REDUCE":
-                function, arguments = items
-                stack.append(function(*arguments))
-            case "BUILD":  # an OrderedDict's attributes, such as _metadata
-                fits = type(items[0]) is type(stack[-1]) is dict
-                expect(fits, "a tensor with extra attributes")
-            case "STOP":
-                return items[0]
-            case _:
-                raise ValueError(f"{name} {str(value or '')[:60]}")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        fits = type(key) is str and key not in self
+        expect(fits, "a key that is not a string, or is duplicated")
+        super().__setitem__(key, value)
+
+    def __setstate__(self, attributes: Any) -> None:
+        """Leaves out an OrderedDict's attributes, such as _metadata."""
+        expect(type(attributes) is PickledDict, "attributes that are no dict")
+
+
+def checked_pickle(data: bytes) -> bytes:
+    """The pickle of a state dict, with PickledDict for all dicts. ValueError for other opcodes."""
+    stream, last = io.BytesIO(data), ""
+    opcodes: list[bytes] = []
+    for opcode, value, start in pickletools.genops(stream):
+        name, found = opcode.name, data[start : stream.tell()]
+        expect(name in OPCODES.split(), f"{name} {str(value or '')[:60]}")
+        expect(last != "BUILD" or name == "STOP", "a tensor with extra attributes")
+        fits = len(opcodes) < 2**16 and (name != "LONG_BINPUT" or (value or 0) < 2**16)
+        expect(fits, "the pickle is longer than a state dict's")  # which has 35 opcodes a tensor
+        opcodes.append(b"ccollections\nOrderedDict\n)R" if name == "EMPTY_DICT" else found)
+        last = name
+    return b"".join(opcodes)
 
 
 def torch_tensors(source: MappedFile) -> dict[str, Weight]:
@@ -1257,14 +1230,6 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     folder = pickled.removesuffix("data.pkl")
     start, _ = files.get(f"{folder}byteorder", (0, 0))
     expect(source[start : start + 3] != b"big", "its numbers are big-endian")
-
-    def storage(kind: str, dtype: str, key: str, device: Any, numel: int, *view: Any) -> Weight:
-        fits = [type(item) for item in (kind, dtype, key, numel)] == [str, str, str, int]
-        expect(fits and not any(view), "a storage that is missing, or a view of another")
-        start, size = files[f"{folder}data/{key}"]
-        fits = size == numel * DENSE[dtype].itemsize
-        expect(fits, f"a storage of {size} bytes, which does not match its size")
-        return map_weight(source, "a storage", dtype, (numel,), start)
 
     def tensor(base: Weight, offset: int, shape: tuple, stride: tuple, *options: Any) -> Weight:
         """torch._utils._rebuild_tensor_v2. Options: requires_grad, hooks, metadata."""
@@ -1278,16 +1243,33 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
         return map_weight(source, "a tensor", base.ggml_type, shape, int(at))
 
     known: dict[str, Any] = {  # names that a state dict's pickle may use: their replacements
-        "collections OrderedDict": lambda: {},  # noqa: PIE807 (unlike dict, it takes no arguments)
+        "collections OrderedDict": lambda: PickledDict(),  # which takes no arguments here
         "torch._utils _rebuild_tensor_v2": tensor,
         "torch._utils _rebuild_parameter": lambda tensor, grad, hooks: tensor,
         "torch FloatStorage": "F32",
         "torch HalfStorage": "F16",
         "torch BFloat16Storage": "BF16",
     }
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return known[f"{module} {name}"]
+
+        def persistent_load(self, identity: Any) -> Weight:
+            """A storage: a file of the zip."""
+            _, ggml_type, key, _, count = identity
+            fits = [type(item) for item in (ggml_type, key, count)] == [str, str, int]
+            expect(fits, "a storage that is missing")
+            start, size = files[f"{folder}data/{key}"]
+            fits = size == count * DENSE[ggml_type].itemsize
+            expect(fits, f"a storage of {size} bytes, which does not match its size")
+            return map_weight(source, "a storage", ggml_type, (count,), start)
+
     start, size = files[pickled]
-    weights = unpickle(source[start : start + min(size, MAX_HEADER)], known, storage)
-    expect(type(weights) is dict, f"a {type(weights).__name__}; expected a dict of tensors")
+    content = checked_pickle(source[start : start + min(size, MAX_HEADER)])
+    weights = Unpickler(io.BytesIO(content)).load()
+    kind = type(weights)
+    expect(kind is PickledDict, f"a {kind.__name__}; expected a dict of tensors")
     for name, weight in weights.items():
         kind = type(weight)
         expect(kind is Weight, f"{name} is of type {kind.__name__}; expected a tensor")
@@ -1334,7 +1316,7 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         config=config,
         weights=rename(tensors, 2, config),
         tokenizer=partial(Tokenizer.from_file, file, vocab_size),
-        context_limit="",  # no file states the context: 4096 is Llama 2's, Code Llama's is 16384
+        states_context=False,  # 4096 is Llama 2's, Code Llama's is 16384
         path=str(path),
     )
 

@@ -139,7 +139,7 @@ def bomb(depth=60):
 def test_pickles_by_hand_are_valid(tmp_path):
     """What the others below change one thing of. torch reads the same."""
     attributes = b"}" + text("items") + b"K\5sb"
-    for more in (b"", b"q\0q\1", b"r\0\1\2\3", attributes):
+    for more in (b"", b"q\0q\1", b"r\0\1\0\0", attributes):
         found = read(tmp_path, zipped(state(tensor(), more=more)))["x"].dense(torch.float32)
         assert found.tolist() == [[1, 2], [3, 4]]
     data = zipped(state(tensor()))
@@ -205,11 +205,18 @@ HOSTILE_PICKLES = {
         b"\x80\2ccollections\nOrderedDict\n(((" + bomb() + b"K\1tttR.",
         "argument",
     ),
-    "a dict in itself": (b"\x80\2}q\0" + text("x") + b"h\0s.", "x is of type dict"),
+    "a dict in itself": (b"\x80\2}q\0" + text("x") + b"h\0s.", "x is of type PickledDict"),
     "deep": (b"\x80\2)" + b"\x85" * 2**15 + b".", "a tuple"),
     "deep key": (state(tensor(), key=b")" + b"\x85" * 2**15), "not a string"),
     "long": (b"\x80\2" + b")\x85" * 2**19, "longer"),
     "marks": (b"\x80\2" + b"(" * 2**19, "longer"),
+    "a vast memo": (b"\x80\2}r\0\1\2\3.", "longer"),
+    "a tuple that stays as it is": (state(bomb()[:9] + b"NbK\1\x86"), "attributes"),
+    "a dict's own key": (b"\x80\2}(" + bomb() + b"K\1u.", "not a string"),
+    "a bomb that a call returns": (
+        b"\x80\2}ctorch._utils\n_rebuild_parameter\n(" + bomb() + b"NNtRK\1s.",
+        "not a string",
+    ),
     "a tall stack": (b"\x80\2" + b"}" * 2**19, "longer"),
     "lists": (b"\x80\2" + b"]" * 2**19, "EMPTY_LIST"),
     "underflow": (b"\x80\2tR.", "."),
@@ -220,7 +227,7 @@ HOSTILE_PICKLES = {
     "function": (state(b"ctorch._utils\n_rebuild_tensor_v2\n"), "x is of type function"),
     "attributes of a function": (
         b"\x80\2ctorch._utils\n_rebuild_tensor_v2\n}" + text("__defaults__") + b")sb.",
-        "attributes",
+        "a function",
     ),
     "negative offset": (state(tensor(offset=b"J\xff\xff\xff\xff")), "contiguous"),
     "beyond the storage": (state(tensor(offset=b"K\1")), "not within its storage"),
