@@ -811,11 +811,6 @@ class Weight:
                 break
         return Weight(ggml_type, self.shape, [dense.view(torch.uint8)])
 
-    def release(self) -> None:
-        """Drop the pages of its file that were read. Only while nobody has changed any of them."""
-        if self.source is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self.source.madvise(mmap.MADV_DONTNEED)
-
 
 @dataclass
 class Checkpoint:
@@ -826,9 +821,9 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of this file
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
+    path: str = ""
     states_context: bool = True  # else it may be larger than the usual one
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
-    path: str = ""
 
     def read(self, label: str, progress: bool = False) -> Iterator[tuple[str, Weight]]:
         """Each weight, mapped anew: whoever changes it changes neither file nor checkpoint.
@@ -847,7 +842,8 @@ class Checkpoint:
                 rows = memory.as_strided(rows.shape, rows.stride(), rows.storage_offset())
                 weight = replace(weight, source=source, shards=[rows])
             yield name, weight
-            weight.release()
+            if weight.source is not None and hasattr(mmap, "MADV_DONTNEED"):
+                weight.source.madvise(mmap.MADV_DONTNEED)
 
     def allow_context(self, context: int | None) -> Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
@@ -863,7 +859,7 @@ class Checkpoint:
 
 # Limits of what is read besides weights. A Llama of 126 layers (405B) has 1137 tensors and 160 KB
 # of JSON or pickle; the largest vocabularies have 0.8 million values.
-MAX_ENTRIES = 5000  # tensors of a file, keys of a GGUF
+MAX_ENTRIES = 5000  # tensors or keys of a GGUF
 MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
 MAX_METADATA = 2**24  # bytes of a GGUF before its tensors
 MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
@@ -1036,8 +1032,8 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     file = GGUF(path)
     get, tensors, parts = file.get, dict(file.tensors), file.get("split.count", int, 1)
     stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
-    first = f"NAME-00001-of-{parts:05}.gguf"
-    expect(is_first or parts < 2, f"one of {parts} parts; pass the first, {first}")
+    is_whole = parts < 2 or is_first
+    expect(is_whole, f"one of {parts} parts; pass the first, NAME-00001-of-{parts:05}.gguf")
     for i in range(2, parts + 1):
         part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
         is_new = not part.tensors.keys() & tensors.keys()
@@ -1053,14 +1049,13 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     is_scaled = get("llama.rope.scaling.type", ("linear", "none", None)) != "none"
     factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
     vocab_size, _ = lookup(file.path, tensors, "token_embd.weight", Weight).shape
-    tokens = len(get("tokenizer.ggml.tokens", list))
-    found = f"the vocabulary has {tokens} tokens, the embedding {vocab_size} rows"
-    expect(tokens == vocab_size, found)
+    count = len(get("tokenizer.ggml.tokens", list))
+    expect(count == vocab_size, f"{count} tokens, but {vocab_size} rows of token_embd.weight")
     config = read_config(
         1,
         get,
         vocab_size=vocab_size,
-        rope_scaling_factor=(is_scaled and factor) or 1.0,
+        rope_scaling_factor=(factor or 1.0) if is_scaled else 1.0,
         tie_word_embeddings="output.weight" not in tensors,
         stop_token_ids=gguf_stop_ids(file.path, file.metadata),
     )
@@ -1069,19 +1064,14 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     divisors = tensors.pop("rope_freqs.weight", None)
     weights = rename(tensors, 1, config)
     if divisors is not None:
-        half_size = (config.head_dim // 2,)
-        expect(divisors.shape == half_size, f"rope_freqs.weight is {divisors.shape}: {half_size}")
-        factors = divisors.dense(torch.float32).tolist()
-        config = replace(config, rope_freq_factors=tuple(factors))
-    return Checkpoint(
-        format=f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1),
-        config=config,
-        weights=weights,
-        tokenizer=lambda: Tokenizer.from_gguf(file),
-        chat_template=get("tokenizer.chat_template", str, ""),
-        path=str(file.path),
-        metadata={k: v for k, v in file.metadata.items() if not re.match(DERIVED, k)},
-    )
+        fits = divisors.shape == (config.head_dim // 2,)
+        expect(fits, f"rope_freqs.weight is {divisors.shape}; expected ({config.head_dim // 2},)")
+        config = replace(config, rope_freq_factors=tuple(divisors.dense(torch.float32).tolist()))
+    form = f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1)
+    template = get("tokenizer.chat_template", str, "")
+    checkpoint = Checkpoint(form, config, weights, partial(Tokenizer.from_gguf, file), template)
+    others = {k: v for k, v in file.metadata.items() if not re.match(DERIVED, k)}
+    return replace(checkpoint, path=str(path), metadata=others)
 
 
 def name_map(column: int, config: Config) -> dict[str, str]:
@@ -1126,19 +1116,16 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object. Raises ValueError on anything else."""
+    """A file's JSON object, {} if there is no file. Raises ValueError on anything else."""
     with naming(path, "not a JSON object: "):
-        return parse_json(read_file(path))
+        return parse_json(read_file(path)) if path.exists() else {}
 
 
 def read_tensors(path: Path) -> dict[str, Weight]:
     """The tensors of a .safetensors file or one of torch.save; nothing is executed. ValueError."""
     read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
     with naming(path, "damaged, or it holds more than tensors: "):
-        tensors = read(MappedFile.open(path))
-        found = f"{len(tensors)} tensors; expected at most {MAX_ENTRIES}"
-        expect(len(tensors) <= MAX_ENTRIES, found)
-        return tensors
+        return read(MappedFile.open(path))
 
 
 def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
@@ -1268,8 +1255,6 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     start, size = files[pickled]
     content = checked_pickle(source[start : start + min(size, MAX_HEADER)])
     weights = Unpickler(io.BytesIO(content)).load()
-    kind = type(weights)
-    expect(kind is PickledDict, f"a {kind.__name__}; expected a dict of tensors")
     for name, weight in weights.items():
         kind = type(weight)
         expect(kind is Weight, f"{name} is of type {kind.__name__}; expected a tensor")
@@ -1311,14 +1296,10 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     expect(columns == config.hidden_size, f"{len(files)} shards {found}: are shards missing?")
     file, above = (at / "tokenizer.model" for at in (path, path.resolve().parent))
     file = above if above.exists() and not file.exists() else file
-    return Checkpoint(
-        format=f"Meta's directory, {len(files)} .pth",
-        config=config,
-        weights=rename(tensors, 2, config),
-        tokenizer=partial(Tokenizer.from_file, file, vocab_size),
-        states_context=False,  # 4096 is Llama 2's, Code Llama's is 16384
-        path=str(path),
-    )
+    tokenizer = partial(Tokenizer.from_file, file, vocab_size)
+    weights, form = rename(tensors, 2, config), f"Meta's directory, {len(files)} .pth"
+    # 4096 tokens are Llama 2's context, Code Llama's is 16384.
+    return Checkpoint(form, config, weights, tokenizer, path=str(path), states_context=False)
 
 
 def read_chat_template(path: Path) -> str:
@@ -1326,7 +1307,7 @@ def read_chat_template(path: Path) -> str:
     if (path / "chat_template.jinja").exists():
         return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
     file = path / "tokenizer_config.json"
-    settings = read_json(file) if file.exists() else {}
+    settings = read_json(file)
     template = settings.get("chat_template")
     if isinstance(template, list):  # of several with names
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
@@ -1376,9 +1357,8 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         context = min(context, get("sliding_window", int, context))
         expect(context > 0, f"{file}: sliding_window is {context}; it must be above 0")
     base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
-    index = path / f"{base}.index.json"
-    if index.exists():  # without one, all files that are there
-        names = lookup(index, read_json(index), "weight_map", dict).values()
+    if index := read_json(path / f"{base}.index.json"):  # else all files that are there
+        names = lookup(path, index, "weight_map", dict).values()
         files = sorted({path / Path(str(name)).name for name in names})
     tensors: dict[str, Weight] = {}
     for part in files:
@@ -1388,8 +1368,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
             if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
-    other = path / "generation_config.json"
-    others = read_json(other) if other.exists() else {}
+    others = read_json(path / "generation_config.json")
     vocab_size = get("vocab_size", int)
 
     def ids(key: str, default: int) -> list[int]:
@@ -1398,8 +1377,8 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         found = [i for value in both for i in (value if isinstance(value, list) else [value])]
         found = [i for i in found if i is not None] or [default]
         fits = all(type(i) is int and 0 <= i < vocab_size for i in found)
-        found_in = f"{file} or {other.name}: {key} is {str(found)[:40]}"
-        expect(fits, f"{found_in}, not ids below {vocab_size}")
+        problem = f"{key} is {str(found)[:40]}, not ids below {vocab_size}"
+        expect(fits, f"{file} or generation_config.json: {problem}")
         return list(dict.fromkeys(found))
 
     config = read_config(
@@ -1421,14 +1400,9 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
             weight.hf_head_dim = config.head_dim
     file = path / "tokenizer.model"
     file = file if file.exists() else path / "tokenizer.json"
-    return Checkpoint(
-        format=f"Hugging Face directory, {len(files)} {files[0].suffix}",
-        config=config,
-        weights=weights,
-        tokenizer=partial(Tokenizer.from_directory, file, config),
-        chat_template=read_chat_template(path),
-        path=str(path),
-    )
+    tokenizer = partial(Tokenizer.from_directory, file, config)
+    form = f"Hugging Face directory, {len(files)} {files[0].suffix}"
+    return Checkpoint(form, config, weights, tokenizer, read_chat_template(path), str(path))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -1944,7 +1918,7 @@ def read_tokenizer_model(path: Path, most: int | None) -> tuple[dict[str, Any], 
 def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
     """Tokens that the files beside a tokenizer.model add to it, as tokenizer.json would have them."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
-    files = [read_json(path / name) if (path / name).exists() else {} for name in names]
+    files = [read_json(path / name) for name in names]
 
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
@@ -2186,8 +2160,7 @@ class Tokenizer:
                 add_tokens(pieces, types, read_added_tokens(file.parent, pieces), config.vocab_size)
             scores += [0.0] * (len(pieces) - len(scores))
         other, key = file.with_name("tokenizer_config.json"), "tokenizer.ggml.add_bos_token"
-        says = read_json(other) if other.exists() else {}
-        keys[key] = lookup(other, says, "add_bos_token", bool, keys[key])
+        keys[key] = lookup(other, read_json(other), "add_bos_token", bool, keys[key])
         keys["tokenizer.chat_template"] = read_chat_template(file.parent)
         ends = {config.bos_token_id, config.eos_token_id, *config.stop_token_ids}
         return cls(file, keys, ends & {*range(len(keys["tokenizer.ggml.tokens"]))}, settings)

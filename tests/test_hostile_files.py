@@ -198,7 +198,7 @@ HOSTILE_PICKLES = {
     "bombs as a shape": (state(tensor(shape=b"K\1" + bomb() + b"\x86" + bomb() + b"K\1\x86")), "."),
     "a bomb as an offset": (state(tensor(offset=bomb())), "contiguous"),
     "a bomb as a tensor": (state(bomb()), "x is of type tuple"),
-    "a bomb as the content": (b"\x80\2" + bomb() + b".", "a tuple"),
+    "a bomb as the content": (b"\x80\2" + bomb() + b".", "'tuple' object"),
     "a bomb as arguments": (b"\x80\2ccollections\nOrderedDict\n" + bomb() + b"R.", "argument"),
     "a bomb as an attribute": (state(tensor(), more=bomb() + b"b"), "attributes"),
     "keys for OrderedDict": (
@@ -206,7 +206,7 @@ HOSTILE_PICKLES = {
         "argument",
     ),
     "a dict in itself": (b"\x80\2}q\0" + text("x") + b"h\0s.", "x is of type PickledDict"),
-    "deep": (b"\x80\2)" + b"\x85" * 2**15 + b".", "a tuple"),
+    "deep": (b"\x80\2)" + b"\x85" * 2**15 + b".", "'tuple' object"),
     "deep key": (state(tensor(), key=b")" + b"\x85" * 2**15), "not a string"),
     "long": (b"\x80\2" + b")\x85" * 2**19, "longer"),
     "marks": (b"\x80\2" + b"(" * 2**19, "longer"),
@@ -222,12 +222,12 @@ HOSTILE_PICKLES = {
     "underflow": (b"\x80\2tR.", "."),
     "a key twice": (state(tensor(), more=text("x") + tensor() + b"s"), "duplicated"),
     "a number as a key": (state(tensor(), key=b"K\1"), "not a string"),
-    "no dict": (b"\x80\2" + tensor() + b".", "a Weight"),
+    "no dict": (b"\x80\2" + tensor() + b".", "'Weight' object"),
     "not a tensor": (state(b"K\1"), "x is of type int"),
     "function": (state(b"ctorch._utils\n_rebuild_tensor_v2\n"), "x is of type function"),
     "attributes of a function": (
         b"\x80\2ctorch._utils\n_rebuild_tensor_v2\n}" + text("__defaults__") + b")sb.",
-        "a function",
+        "'function' object",
     ),
     "negative offset": (state(tensor(offset=b"J\xff\xff\xff\xff")), "contiguous"),
     "beyond the storage": (state(tensor(offset=b"K\1")), "not within its storage"),
@@ -526,8 +526,12 @@ def test_safetensors_of_many_tensors(tmp_path, count):
     )
     file = tmp_path / "model.safetensors"
     file.write_bytes(with_header(f"{{{','.join(entries)}}}", bytes(4 * count)))
-    with bounded(megabytes=24), pytest.raises(ValueError, match="damaged.*expected at most"):
-        llama2.read_tensors(file)
+    with bounded(megabytes=24):
+        if count == 6000:
+            assert len(llama2.read_tensors(file)) == count
+        else:
+            with pytest.raises(ValueError, match="damaged.*expected at most"):
+                llama2.read_tensors(file)
 
 
 @pytest.mark.parametrize("junk", ["[]", "{}", '""', "[[]]", "1"])
