@@ -1441,11 +1441,10 @@ def build_model(
     progress: bool = False,
     trainable: bool = False,
 ) -> Llama:
-    """Read the weights into a model, one at a time. `dtype` is the dtype of the activations.
+    """Read the weights into a model, one at a time, for activations of `dtype`.
 
-    Quantised weights keep their blocks, but rare types become 16-bit ones. Dense ones are converted
-    to `dtype`, but 16-bit matrices stay as they are beside float32 activations: half the memory, the
-    same numbers. `trainable`: all become dense float32 parameters that require gradients.
+    Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside float32
+    activations: half the memory, the same numbers. `trainable`: all become float32 parameters.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
@@ -1660,6 +1659,7 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
         settings[key] = type(getattr(Config, name))(getattr(config, name))
     for key, token_id in zip(("eot", "eom"), config.stop_token_ids):
         settings[f"tokenizer.ggml.{key}_token_id"] = token_id
+    settings["general.quantization_version"] = 2  # as gguf.GGML_QUANT_VERSION
     settings["llama.rope.dimension_count"] = config.head_dim
     settings["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
     settings["tokenizer.chat_template"] = checkpoint.chat_template
@@ -1740,7 +1740,6 @@ def save_gguf(
         checkpoint = replace(checkpoint, weights=weights | checkpoint.weights)
     with replacing(Path(path)) as file:
         types, writer = gguf.GGUFValueType, gguf.GGUFWriter(file.name, "llama")
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in gguf_settings(checkpoint, tokenizer).items():
             is_int = type(value) is int
             writer.add_key_value(key, value, types.UINT32 if is_int else types.get_type(value))

@@ -339,7 +339,7 @@ def test_what_cannot_be_saved(small, tmp_path):
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_what_a_file_says_of_the_model_is_kept(small, tmp_path):
+def test_what_a_file_says_of_the_model_is_kept(small, tmp_path, caplog):
     """Name, author, licence, keys that are not known here; not what is no longer true."""
     gguf = pytest.importorskip("gguf")
     checkpoint = llama2.open_checkpoint(small)
@@ -355,9 +355,11 @@ def test_what_a_file_says_of_the_model_is_kept(small, tmp_path):
     fields = gguf.GGUFReader(tmp_path / "b.gguf").fields
     assert fields["general.name"].contents() == "Fox"
     assert fields["general.license"].contents() == "mit"
+    assert fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
     assert fields["general.tags"].contents() == ["a", "b"]
     assert fields["llama.note.of.ours"].contents() == 7
     assert "general.huge" not in fields and "general.file_type" not in fields
+    assert "Duplicated" not in caplog.text  # gguf's warning
 
 
 def test_rope_factors_are_saved(small, tmp_path):
