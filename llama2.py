@@ -803,14 +803,6 @@ class Weight:
         """Whether it is a matrix of blocks that only gguf can dequantise: IQ1 to IQ4, TQ, MXFP4."""
         return self.ggml_type not in GGML_TYPES and len(self.shape) == 2
 
-    def in_16_bits(self) -> Weight:
-        """What takes a rare type's place in memory: F16, or BF16 where its numbers do not fit F16."""
-        for ggml_type in ("F16", "BF16"):
-            dense = self.dense(DENSE[ggml_type])
-            if 2**-10 < dense.abs().max() < math.inf:
-                break
-        return Weight(ggml_type, self.shape, [dense.view(torch.uint8)])
-
 
 @dataclass
 class Checkpoint:
@@ -959,8 +951,7 @@ class GGUF:
         with naming(self.path):
             magic, self.version = self.unpack("4sI", "header")
             expect(magic == b"GGUF", f"starts with {magic!r}, not with b'GGUF'")
-            known = self.version in (2, 3)
-            expect(known, f"version {self.version:#x}; expected 2 or 3, little-endian")
+            expect(self.version in (2, 3), f"version {self.version:#x}, not 2 or 3 little-endian")
             tensor_count, key_count = self.unpack("QQ", "header")
             found = f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}"
             expect(max(tensor_count, key_count) <= MAX_ENTRIES, found)
@@ -1014,17 +1005,11 @@ class GGUF:
                 texts.append(self.take(size, item).decode())
         return texts
 
-
-def gguf_stop_ids(path: Path, keys: Mapping) -> tuple[int, ...]:
-    """The ids besides EOS that end a text: end of turn, end of message."""
-    get = partial(lookup, path, keys)
-    eos = get("tokenizer.ggml.eos_token_id", int, 2)
-    ids = dict.fromkeys(get(f"tokenizer.ggml.{end}_token_id", int, eos) for end in ("eot", "eom"))
-    return tuple(token_id for token_id in ids if token_id != eos)
-
-
-# Keys of a GGUF that follow from its tensors, or that its tokenizer knows: they are written anew.
-DERIVED = r"general\.(architecture|file_type|alignment)|llama\.rope\.scal|quantize|split|tokenizer"
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids besides EOS that end a text: end of turn, end of message."""
+        eos = self.get("tokenizer.ggml.eos_token_id", int, 2)
+        ends = (self.get(f"tokenizer.ggml.{end}_token_id", int, eos) for end in ("eot", "eom"))
+        return tuple(token_id for token_id in dict.fromkeys(ends) if token_id != eos)
 
 
 def gguf_checkpoint(path: str | Path) -> Checkpoint:
@@ -1032,33 +1017,26 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     file = GGUF(path)
     get, tensors, parts = file.get, dict(file.tensors), file.get("split.count", int, 1)
     stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
-    is_whole = parts < 2 or is_first
-    expect(is_whole, f"one of {parts} parts; pass the first, NAME-00001-of-{parts:05}.gguf")
+    expect(parts < 2 or is_first, f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
     for i in range(2, parts + 1):
         part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
-        is_new = not part.tensors.keys() & tensors.keys()
-        expect(is_new, f"{part.path}: not part {i} of {file.path}")
+        expect(not part.tensors.keys() & tensors.keys(), f"{part.path}: not part {i} of {path}")
         tensors |= part.tensors
-    for ggml_type, name in {w.ggml_type: name for name, w in tensors.items()}.items():
-        block = tensors[name].shards[0][:1, : tensors[name].block[1]]
+    for name, weight in {w.ggml_type: (name, w) for name, w in tensors.items()}.values():
         with naming(name):  # one of each type: whether it is of weights at all
-            dequantize(block, ggml_type)
+            dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
     get("general.architecture", ("llama",))
     get("general.type", ("model", None))
     get("llama.expert_count", (0, None))
-    is_scaled = get("llama.rope.scaling.type", ("linear", "none", None)) != "none"
     factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
+    if get("llama.rope.scaling.type", ("linear", "none", None)) == "none":
+        factor = 1.0
     vocab_size, _ = lookup(file.path, tensors, "token_embd.weight", Weight).shape
     count = len(get("tokenizer.ggml.tokens", list))
     expect(count == vocab_size, f"{count} tokens, but {vocab_size} rows of token_embd.weight")
-    config = read_config(
-        1,
-        get,
-        vocab_size=vocab_size,
-        rope_scaling_factor=(factor or 1.0) if is_scaled else 1.0,
-        tie_word_embeddings="output.weight" not in tensors,
-        stop_token_ids=gguf_stop_ids(file.path, file.metadata),
-    )
+    config = read_config(1, get, vocab_size=vocab_size, rope_scaling_factor=factor or 1.0)
+    tied = "output.weight" not in tensors
+    config = replace(config, tie_word_embeddings=tied, stop_token_ids=file.stop_ids())
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
         get(f"llama.{key}", (config.head_dim, None))
     divisors = tensors.pop("rope_freqs.weight", None)
@@ -1070,7 +1048,11 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     form = f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1)
     template = get("tokenizer.chat_template", str, "")
     checkpoint = Checkpoint(form, config, weights, partial(Tokenizer.from_gguf, file), template)
-    others = {k: v for k, v in file.metadata.items() if not re.match(DERIVED, k)}
+    # Keys that follow from the tensors, or that the tokenizer knows, are written anew by save_gguf().
+    known = (
+        r"general\.(architecture|file_type|alignment)|llama\.rope\.scal|quantize|split|tokenizer"
+    )
+    others = {k: v for k, v in file.metadata.items() if not re.match(known, k)}
     return replace(checkpoint, path=str(path), metadata=others)
 
 
@@ -1099,6 +1081,8 @@ def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str,
     for ours, theirs in names.items():
         shape, needed = tensors[theirs].shape, first[re.sub(r"\.\d+\.", ".0.", ours)].shape
         expect(shape == needed, f"{theirs} is {list(shape)}; expected {list(needed)}")
+        if column == 0 and last_name(ours) in ("q_proj", "k_proj"):
+            tensors[theirs].hf_head_dim = config.head_dim
     return {ours: tensors[theirs] for ours, theirs in names.items()}
 
 
@@ -1135,16 +1119,15 @@ def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
     expect(size <= most, f"a header of {size} bytes; expected at most {most}")
     header = parse_json(source[8 : 8 + size])
     header.pop("__metadata__", None)
-    weights, base = {}, 8 + size
-    end = base
+    weights, base, start = {}, 8 + size, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         ggml_type, shape, found = entry["dtype"], entry["shape"], entry["data_offsets"]
         expect(ggml_type in DENSE, f"{name} has the type {ggml_type}; expected {', '.join(DENSE)}")
-        weight = weights[name] = map_weight(source, name, ggml_type, tuple(shape), end)
-        start, end = end, end + weight.nbytes
-        needed = [start - base, end - base]
+        weight = weights[name] = map_weight(source, name, ggml_type, tuple(shape), base + start)
+        needed = [start, start + weight.nbytes]
         expect(repr(found) == repr(needed), f"{name} is at bytes {found}; expected {needed}")
-    expect(end == len(source), f"the tensors end at byte {end}, but the file at {len(source)}")
+        start = needed[1]
+    expect(base + start == len(source), f"bytes from {base + start} on that are no tensor's")
     return weights
 
 
@@ -1156,17 +1139,16 @@ def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
         size, at, record = struct.unpack_from("<QQ8xQ", source, end - 36)
         end = record if record == end - 76 else -1
     whole = magic == b"PK\5\6" and not comment and at + size == end and size <= MAX_HEADER
-    expect(whole, "the zip's directory is not at its end, or is too long: truncated?")
+    expect(whole, "not a zip as torch.save writes it since torch 1.6, too long, or truncated")
     files = {}
     archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek and read
     for entry in archive.infolist():
         name, begin = entry.orig_filename, entry.header_offset
-        plain = not entry.compress_type and not entry.flag_bits & 1
-        expect(plain, f"{name[:60]} is compressed or encrypted, which torch.save never does")
         local, *lengths = struct.unpack_from("<4s22xHH", source, begin)
         local += source[begin + 30 : begin + 30 + lengths[0]]
-        same = local == b"PK\3\4" + name.encode() and name not in files
-        expect(same, f"{name[:60]} in the zip is duplicated or has two names")
+        fits = local == b"PK\3\4" + name.encode() and name not in files
+        fits = fits and not entry.compress_type and not entry.flag_bits & 1
+        expect(fits, f"{name[:60]} is compressed, encrypted, duplicated or has two names")
         files[name] = begin + 30 + sum(lengths), entry.file_size
     return files
 
@@ -1210,8 +1192,6 @@ def checked_pickle(data: bytes) -> bytes:
 
 def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     """What torch.save wrote: a zip of a pickle and of storages."""
-    is_zip = source[:4] == b"PK\3\4"
-    expect(is_zip, "not a zip; files of torch before 1.6 (2020) are not supported")
     files = zip_files(source)
     (pickled,) = (name for name in files if name.endswith("/data.pkl"))
     folder = pickled.removesuffix("data.pkl")
@@ -1245,10 +1225,9 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
         def persistent_load(self, identity: Any) -> Weight:
             """A storage: a file of the zip."""
             _, ggml_type, key, _, count = identity
-            fits = [type(item) for item in (ggml_type, key, count)] == [str, str, int]
-            expect(fits, "a storage that is missing")
+            expect(type(ggml_type) is type(key) is str, "a storage that is missing")
             start, size = files[f"{folder}data/{key}"]
-            fits = size == count * DENSE[ggml_type].itemsize
+            fits = count * DENSE[ggml_type].itemsize == size
             expect(fits, f"a storage of {size} bytes, which does not match its size")
             return map_weight(source, "a storage", ggml_type, (count,), start)
 
@@ -1261,10 +1240,6 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     size = sum(weight.nbytes for weight in weights.values())  # embed_tokens and lm_head may be one
     expect(size <= 2 * len(source), "its tensors share bytes")
     return weights
-
-
-META_SETTINGS = "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps"
-META_SETTINGS += " rope_theta max_seq_len max_batch_size"
 
 
 def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
@@ -1285,8 +1260,10 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
 
     params = path / "params.json"
     settings = read_json(params)
-    odd = {key for key in settings if settings[key]} - {*META_SETTINGS.split()}
-    expect(not odd, f"{params}: unknown key {' '.join(odd)[:60]}; expected {META_SETTINGS}")
+    known = {"vocab_size", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size"}
+    known |= {row[2] for row in SETTINGS}
+    odd = " ".join({key for key in settings if settings[key]} - known)
+    expect(not odd, f"{params}: unknown key {odd[:60]}; expected {' '.join(sorted(known))}")
     matrix = partial(lookup, path, tensors, expected=Weight)
     vocab_size, columns = matrix("tok_embeddings.weight").shape
     width, _ = matrix("layers.0.feed_forward.w1.weight").shape
@@ -1324,8 +1301,6 @@ HF_ACCEPTED: dict[str, tuple] = {
     "partial_rotary_factor": (1, None),
     "rope_type": ("default", "linear", "llama3", None),
 }
-
-
 ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor"}
 ROPE_KEYS |= {"high_freq_factor", "original_max_position_embeddings"}
 
@@ -1351,11 +1326,13 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     settings |= {"rope_type": rope.get("type")} | {k: rope[k] for k in ROPE_KEYS & rope.keys()}
     for key, accepted in HF_ACCEPTED.items():
         get(key, accepted)
-    factor = get("factor", float, 1.0) if settings["rope_type"] == "linear" else 1.0
-    context = get("max_position_embeddings", int)
+    linear = settings["rope_type"] == "linear"
+    settings["rope_scaling_factor"] = get("factor", float, 1.0) if linear else 1.0
     if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
-        context = min(context, get("sliding_window", int, context))
-        expect(context > 0, f"{file}: sliding_window is {context}; it must be above 0")
+        most = get("max_position_embeddings", int)
+        window = get("sliding_window", int, most)
+        expect(window > 0, f"{file}: sliding_window is {window}; it must be above 0")
+        settings["max_position_embeddings"] = min(most, window)
     base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
     if index := read_json(path / f"{base}.index.json"):  # else all files that are there
         names = lookup(path, index, "weight_map", dict).values()
@@ -1368,41 +1345,25 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
             if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
                 tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
-    others = read_json(path / "generation_config.json")
-    vocab_size = get("vocab_size", int)
-
-    def ids(key: str, default: int) -> list[int]:
-        """What the two files say, each a number or a list."""
+    others, vocab_size = read_json(path / "generation_config.json"), get("vocab_size", int)
+    for key in ("bos_token_id", "eos_token_id"):  # each a number or a list
         both: list[Any] = [settings.get(key), others.get(key)]
         found = [i for value in both for i in (value if isinstance(value, list) else [value])]
-        found = [i for i in found if i is not None] or [default]
+        found = [i for i in found if i is not None] or [getattr(Config, key)]
         fits = all(type(i) is int and 0 <= i < vocab_size for i in found)
         problem = f"{key} is {str(found)[:40]}, not ids below {vocab_size}"
         expect(fits, f"{file} or generation_config.json: {problem}")
-        return list(dict.fromkeys(found))
-
-    config = read_config(
-        0,
-        get,
-        max_position_embeddings=context,
-        rope_scaling_factor=factor,
-        tie_word_embeddings=tied,
-        bos_token_id=ids("bos_token_id", 1)[0],
-        eos_token_id=ids("eos_token_id", 2)[0],
-        stop_token_ids=tuple(ids("eos_token_id", 2)[1:]),
-    )
+        settings[key], *stop_ids = dict.fromkeys(found)
+    config = read_config(0, get, tie_word_embeddings=tied, stop_token_ids=tuple(stop_ids))
     get("head_dim", (config.head_dim, None))
     if settings["rope_type"] == "llama3":
         config = replace(config, rope_freq_factors=llama3_divisors(get, config))
-    weights = rename(tensors, 0, config)
-    for name, weight in weights.items():
-        if last_name(name) in ("q_proj", "k_proj"):
-            weight.hf_head_dim = config.head_dim
     file = path / "tokenizer.model"
     file = file if file.exists() else path / "tokenizer.json"
     tokenizer = partial(Tokenizer.from_directory, file, config)
     form = f"Hugging Face directory, {len(files)} {files[0].suffix}"
-    return Checkpoint(form, config, weights, tokenizer, read_chat_template(path), str(path))
+    weights, template = rename(tensors, 0, config), read_chat_template(path)
+    return Checkpoint(form, config, weights, tokenizer, template, str(path))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -1454,7 +1415,7 @@ def build_model(
         if names == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
             names.append("lm_head")
         if weight.is_rare and dtype == torch.float32 and not trainable:
-            weight = weight.in_16_bits()
+            weight = Weight("F16", weight.shape, [weight.dense(torch.float16).view(torch.uint8)])
         if trainable or not keeps_blocks(weight, dtype):
             parameter = nn.Parameter(weight.dense(dtype, device), requires_grad=trainable)
             for name in names:
@@ -2169,7 +2130,7 @@ class Tokenizer:
         """The vocabulary inside a GGUF file."""
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
         keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
-        return cls(gguf.path, keys, gguf_stop_ids(gguf.path, keys))
+        return cls(gguf.path, keys, gguf.stop_ids())
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
         """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says). ValueError without one.
