@@ -2595,14 +2595,8 @@ class Report:
         self.new_ids: list[list[int]] = [[] for _ in prompts]  # without it
         self.stop_reasons = ["" for _ in prompts]  # "" while it goes on
         self.prompt_tokens = prompt_tokens  # that were read: a cache may hold the others
-        self.prompt_seconds = 0.0  # until the first new token is known
-        self.new_seconds = 0.0  # for all but the first; time spent by the consumer is not counted
+        self.seconds: list[float] = []  # of each step, the prompt in the first; the caller's not
         self.drafted = 0  # new tokens that took no pass of their own
-
-    @property
-    def new_tokens(self) -> int:
-        """How many tokens were generated, in all rows together."""
-        return sum(map(len, self.new_ids))
 
 
 class Stream(Iterator[Item]):
@@ -2688,10 +2682,8 @@ def generate_batch(
     else:
         cache = Cache(config, len(texts), size, weight.dtype, weight.device)
     report = CACHE_USERS[cache] = Report(model, texts, sum(map(len, texts)) - cache.pos)
-    generators = [torch.Generator() for _ in texts]
-    for i, generator in enumerate(generators):
-        seed = sampling.seed
-        generator.seed() if seed is None else generator.manual_seed(seed + i)
+    seed = torch.Generator().seed() if sampling.seed is None else sampling.seed  # a random one
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(texts))]
 
     def end(i: int) -> str:
         """Why row i ends here; "" if it does not."""
@@ -2710,11 +2702,7 @@ def generate_batch(
             drawn = sample(logits, sampling, before, [generators[i] for i in active]).tolist()
             if -1 in drawn:
                 raise ValueError(f"the logits are not finite: {blame(model)}")
-            seconds = time.perf_counter() - start
-            if report.prompt_seconds:
-                report.new_seconds += seconds
-            else:
-                report.prompt_seconds = seconds
+            report.seconds.append(time.perf_counter() - start)
             new: list[int | None] = [None] * len(texts)
             for i, token_id in zip(active, drawn):
                 texts[i].append(token_id)
@@ -2738,10 +2726,8 @@ def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
     if found:
         place, stop = min(found)
         return text[:place], "", stop
-    keep = len(text)
-    for stop in stops:
-        places = range(max(0, len(text) - len(stop) + 1), keep)
-        keep = next((i for i in places if stop.startswith(text[i:])), keep)
+    begins = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in stops))
+    keep = next(begins, len(text))
     return text[:keep], text[keep:], ""
 
 
@@ -2802,8 +2788,7 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         chunk = tokens[:, start : start + SCORE_CHUNK + 1]
         logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (t, V)
-        scores = logits.log_softmax(-1).gather(-1, chunk[0, 1:, None])
-        logprobs[start : cache.pos] = scores[:, 0]
+        logprobs[start : cache.pos] = -F.cross_entropy(logits, chunk[0, 1:], reduction="none")
     return logprobs
 
 
@@ -3619,14 +3604,12 @@ def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> st
     if found and found.cache_info().currsize and (seconds := found().compile_seconds):
         parts[0] += f" ({seconds:.1f} s of it to compile kernels, once)"
     parts.append(f"prompt {report.prompt_tokens} tokens")
-    if report.prompt_seconds:
-        parts[-1] += f", {report.prompt_tokens / report.prompt_seconds:.1f} tokens/s"
-    parts.append(f"generated {report.new_tokens} tokens")
-    if report.new_seconds:  # of all tokens but the first, including the one that stopped it
-        stopped = report.stop_reasons[0].startswith("stop token")
-        count, seconds = report.new_tokens - 1 + stopped, report.new_seconds
-        read = (count - report.drafted) * weight_bytes(model)
-        parts[-1] += f", {count / seconds:.1f} tokens/s, {read / seconds / 1e9:.1f} GB/s"
+    if report.seconds:
+        parts[-1] += f", {report.prompt_tokens / report.seconds[0]:.1f} tokens/s"
+    parts.append(f"generated {len(report.new_ids[0])} tokens")
+    if steps := report.seconds[1:]:  # a token each: all but the first, with the one that stops
+        seconds, read = sum(steps), (len(steps) - report.drafted) * weight_bytes(model)
+        parts[-1] += f", {len(steps) / seconds:.1f} tokens/s, {read / seconds / 1e9:.1f} GB/s"
         if report.drafted:
             parts.append(f"{report.drafted} of them drafted")
     if peak := peak_memory(model.norm.weight.device):

@@ -1625,11 +1625,11 @@ def test_stop_ids_and_report():
     model = scripted([7, 8, 2, 9], start=2)
     ids, report = told(model, [1, 5])
     assert ids == [7, 8]
-    assert (report.prompt_tokens, report.new_tokens, report.new_ids) == (2, 2, [[7, 8]])
-    assert report.stop_reasons == ["stop token 2"] and report.prompt_seconds > 0
+    assert (report.prompt_tokens, report.new_ids, report.texts) == (2, [[7, 8]], [[1, 5, 7, 8, 2]])
+    assert report.stop_reasons == ["stop token 2"] and len(report.seconds) == 3
     ids, report = told(model, [1, 5], max_new_tokens=4, stop_ids=())
     assert ids == [7, 8, 2, 9]
-    assert report.stop_reasons == ["max new tokens"] and report.new_seconds > 0
+    assert report.stop_reasons == ["max new tokens"] and len(report.seconds) == 4
     assert told(model, [1, 5], stop_ids={8, 9})[0] == [7]
     ids, report = told(model, [1, 5], max_new_tokens=0)
     assert ids == [] and report.new_ids == [[]]

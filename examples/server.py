@@ -203,7 +203,7 @@ class Job:
             if self.options["top"] is not None:
                 choice["logprobs"] = self.table(scores)
             finish(choice | self.content("" if self.stream else text))
-        old, new = sum(map(len, self.prompts)), sum(report.new_tokens for report in reports)
+        old, new = sum(map(len, self.prompts)), sum(len(r.new_ids[0]) for r in reports)
         cached = old - sum(report.prompt_tokens for report in reports)
         rate = new / (time.perf_counter() - start)
         self.log.append(f"read {old - cached} + {cached} cached, made {new}, {rate:.1f} tokens/s")

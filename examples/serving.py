@@ -191,7 +191,9 @@ class Session:
                 yield self.tokenizer.decode(ids)
             yield from stream
             if scorer:
-                form = llama2.find_chat_format(self.tokenizer, self.chat_format) if chat else [()]
-                scores.extend(scorer.finish(report, [*stop, *form[-1]]))
+                *_, tags = (
+                    llama2.find_chat_format(self.tokenizer, self.chat_format) if chat else [()]
+                )
+                scores.extend(scorer.finish(report, [*stop, *tags]))
 
         return llama2.Stream(pieces(), report), scores

@@ -291,12 +291,13 @@ def test_lines_may_end_as_on_windows(cli, heard, cli_path):
 
 
 def test_rate_counts_the_token_that_stops(model):
-    """Of three steps the first belongs to the prompt: two tokens in 0.1 s."""
+    """Of the steps the first belongs to the prompt, the last may stop: two tokens in 0.1 s."""
     report = llama2.Report(model, [[1] * 5], 5)
-    report.new_ids, report.new_seconds = [[7, 7]], 0.1
-    for reason, rate in (("stop token 2", "20.0"), ("max new tokens", "10.0")):
-        report.stop_reasons = [reason]
-        assert f"generated 2 tokens, {rate} tokens/s" in llama2.describe(report, model, 1.0, 0)
+    report.new_ids, report.seconds = [[7, 7]], [0.5, 0.04, 0.06]
+    said = llama2.describe(report, model, 1.0, 0)
+    assert "prompt 5 tokens, 10.0 tokens/s; generated 2 tokens, 20.0 tokens/s" in said
+    report.seconds = []
+    assert "prompt 5 tokens; generated" in llama2.describe(report, model, 1.0, 0)
 
 
 def test_chat_that_fills_its_context(cli, cli_path, heard):
