@@ -1273,7 +1273,7 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     expect(columns == config.hidden_size, f"{len(files)} shards {found}: are shards missing?")
     file, above = (at / "tokenizer.model" for at in (path, path.resolve().parent))
     file = above if above.exists() and not file.exists() else file
-    tokenizer = partial(Tokenizer.from_file, file, vocab_size)
+    tokenizer = partial(Tokenizer.from_file, file, config)
     weights, form = rename(tensors, 2, config), f"Meta's directory, {len(files)} .pth"
     # 4096 tokens are Llama 2's context, Code Llama's is 16384.
     return Checkpoint(form, config, weights, tokenizer, path=str(path), states_context=False)
@@ -1360,7 +1360,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
         config = replace(config, rope_freq_factors=llama3_divisors(get, config))
     file = path / "tokenizer.model"
     file = file if file.exists() else path / "tokenizer.json"
-    tokenizer = partial(Tokenizer.from_directory, file, config)
+    tokenizer = partial(Tokenizer.from_file, file, config)
     form = f"Hugging Face directory, {len(files)} {files[0].suffix}"
     weights, template = rename(tensors, 0, config), read_chat_template(path)
     return Checkpoint(form, config, weights, tokenizer, template, str(path))
@@ -1796,15 +1796,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 # Appending one message to another merges them: pieces are added, settings replaced.
 
 
-def varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
-    low, rest = number & 127, number >> 7
-    return bytes((low | 128,)) + varint(rest) if rest else bytes((low,))
-
-
 def protobuf(fields: Mapping[int, Any]) -> bytes:
     """A message of fields by their numbers: integers, floats, bytes or messages."""
     message = b""
+
+    def varint(number: int) -> bytes:  # seven bits a byte; the eighth says that more follow
+        low, rest = number & 127, number >> 7
+        return bytes((low | 128,)) + varint(rest) if rest else bytes((low,))
+
     for number, value in fields.items():
         if isinstance(value, float):
             message += varint(number << 3 | 5) + struct.pack("<f", value)
@@ -1835,43 +1834,42 @@ def open_sentencepiece(path: Path, model: bytes) -> Any:
     import sentencepiece
 
     sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
-    try:
+    with naming(path, "not a SentencePiece model: "):
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path}: not a SentencePiece model: {error}"[:400]) from None
 
 
-def read_tokenizer_model(path: Path, most: int | None) -> tuple[dict[str, Any], bytes]:
-    """SentencePiece's file as the keys of a GGUF file, and the settings that not all of them can hold.
+def read_tokenizer_model(path: Path, config: Config | None) -> tuple[dict[str, Any], bytes]:
+    """tokenizer.model as the keys of a GGUF file, and all its settings, which have fewer keys.
 
-    Raises ValueError if it has more than `most` pieces.
+    With a model's config, tokens are added that the files beside it name. Raises ValueError.
     """
     data = read_file(path, MAX_VOCABULARY)
     tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", data)  # Meta's Llama 3
-    advice = "but tiktoken's text; use this model's GGUF file or Hugging Face directory"
-    expect(not tiktoken, f"{path}: not a SentencePiece model, {advice}")
+    expect(not tiktoken, "it is tiktoken's text; use a GGUF file or Hugging Face directory")
     sp = open_sentencepiece(path, data)
-    count = sp.vocab_size()
-    expect(most is None or count <= most, f"{path}: {count} pieces; the model has {most}")
-    with naming(path, "not a SentencePiece model: "):
-        model = [*read_fields(sp.serialized_model_proto())]
-        settings = b"".join(protobuf({number: value}) for number, value in model if number != 1)
-        types = [dict(read_fields(piece)).get(3, NORMAL) for number, piece in model if number == 1]
-        keys = {
-            "model": "llama",
-            "tokens": [  # in GGUF files, user-defined ones have plain spaces
-                piece.replace("\u2581", " ") if kind == USER_DEFINED else piece
-                for piece, kind in zip(sp.id_to_piece([*range(count)]), types)
-            ],
-            "token_type": types,
-            "scores": sp.get_score([*range(count)]),
-            "unknown_token_id": sp.unk_id(),
-            "bos_token_id": sp.bos_id(),
-            "eos_token_id": sp.eos_id(),
-            "add_bos_token": True,
-            "add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
-            "remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
-        }
+    count, rows = sp.vocab_size(), config.vocab_size if config else math.inf
+    expect(count <= rows, f"{path}: {count} pieces; the model has {rows}")
+    model = [*read_fields(sp.serialized_model_proto())]
+    types = [dict(read_fields(piece)).get(3, NORMAL) for number, piece in model if number == 1]
+    pieces, scores = sp.id_to_piece([*range(count)]), sp.get_score([*range(count)])
+    for i, kind in enumerate(types):
+        if kind == USER_DEFINED:  # in GGUF files, these have plain spaces
+            pieces[i] = pieces[i].replace("\u2581", " ")
+    if config is not None:
+        add_tokens(pieces, types, read_added_tokens(path.parent, pieces), config.vocab_size)
+    keys = {
+        "model": "llama",
+        "tokens": pieces,
+        "token_type": types,
+        "scores": scores + [0.0] * (len(pieces) - count),
+        "unknown_token_id": sp.unk_id(),
+        "bos_token_id": sp.bos_id(),
+        "eos_token_id": sp.eos_id(),
+        "add_bos_token": True,
+        "add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
+        "remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
+    }
+    settings = b"".join(protobuf({number: value}) for number, value in model if number != 1)
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}, settings
 
 
@@ -1883,20 +1881,20 @@ def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
     def content(token: Any) -> str:
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str) or not text or "\0" in text:
-            raise ValueError(f"{path}: {', '.join(names)}: {str(token)[:40]!r} is not a token")
+            raise ValueError(f"{', '.join(names)}: {str(token)[:40]!r} is not a token")
         return well_formed(text)
 
     texts: dict[int, str] = {}
     decoder = lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
     for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
         if not re.fullmatch("[0-9]{1,9}", str(key)):
-            raise ValueError(f"{path}: {content(token)[:40]!r} has the id {str(key)[:40]!r}")
+            raise ValueError(f"{content(token)[:40]!r} has the id {str(key)[:40]!r}")
         texts[int(key)] = content(token)
     special = [t for t in decoder.values() if isinstance(t, dict) and t.get("special")]
     roles = [f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-    for settings, name in itertools.product(files[1:], [*roles, "additional_special_tokens"]):
-        tokens = settings.get(name) or []
-        special += tokens if isinstance(tokens, list) else [tokens]
+    for name in (*roles, "additional_special_tokens"):
+        for tokens in (settings.get(name) or [] for settings in files[1:]):
+            special += tokens if isinstance(tokens, list) else [tokens]
     controls, known = dict.fromkeys(map(content, special)), {*pieces, *texts.values()}
     first = max([len(pieces) - 1, *texts]) + 1  # those without a number follow
     texts |= dict(enumerate([text for text in controls if text not in known], first))
@@ -1918,6 +1916,8 @@ def add_tokens(pieces: list[str], types: list[int], added: Iterable[Mapping], ro
             raise ValueError(f"token {i} is {pieces[i]!r}, elsewhere {text[:40]!r}")
         if types[i] != CONTROL:
             types[i] = CONTROL if token["special"] else USER_DEFINED
+        strips = types[i] == USER_DEFINED and (token.get("lstrip") or token.get("rstrip"))
+        expect(not strips, f"the token {text!r} takes spaces beside it")
 
 
 # How byte-level BPE cuts text into words before it merges the bytes of each, as tokenizer.json says
@@ -1931,9 +1931,9 @@ PRE_TOKENIZERS = {"llama-bpe": [SPLIT, AS_BYTES | {"use_regex": False}]}
 PRE_TOKENIZERS["llama-v3"] = PRE_TOKENIZERS["llama-bpe"]
 PRE_TOKENIZERS["smollm"] = [DIGITS, AS_BYTES | {"use_regex": True}]
 # The characters that stand for bytes in its pieces: printable ones stand for themselves.
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTES = dict(zip(map(chr, (*PRINTABLE, *range(256, 324))), PRINTABLE + OTHERS))
+OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 # SentencePiece's U+2581 for a space: by tokenizer.json's normalizer, or its pre_tokenizer.
 PREPEND = {"type": "Prepend", "prepend": "\u2581"}
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -1949,17 +1949,14 @@ def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
         content = parse_json(data)
         parts = ("model", "pre_tokenizer", "normalizer", "post_processor", "added_tokens")
         model, pre, normalizer, post, added = (content.get(part) or {} for part in parts)
+        expect(model["type"] == "BPE", f"it is a {model['type']}")
         vocab = model["vocab"]
         texts = {i: text for text, i in vocab.items()}
         fits = len(texts) == len(vocab) and all(type(i) is int and 0 <= i < rows for i in texts)
-        problem = f"a {model['type']}, or ids that are not different and below {rows}"
-        expect(model["type"] == "BPE" and fits, problem)
+        expect(fits, f"its ids are not different and below {rows}")
         pieces = [texts.get(i, f"[PAD{i}]") for i in range(max(texts) + 1)]
         types = [NORMAL if i in texts else UNUSED for i in range(len(pieces))]
         add_tokens(pieces, types, added, rows)
-        for token in added:
-            strips = not token["special"] and (token["lstrip"] or token["rstrip"])
-            expect(not strips, f"the token {token['content']!r} takes spaces beside it")
         merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
         starts = [step.get("single", [])[:1] for step in post.get("processors", [post])]
         ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
@@ -2000,26 +1997,24 @@ def sentencepiece_scores(pieces: list[str], types: list[int], merges: list) -> l
 class Tokenizer:
     """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
 
-    def __init__(
-        self, path: Path, keys: dict[str, Any], stop_ids: Iterable[int] = (), settings: bytes = b""
-    ) -> None:
+    def __init__(self, path: Path, keys: dict, stops: Iterable = (), settings: bytes = b"") -> None:
         self.source, self.keys, self.get = path, keys, partial(lookup, path, keys)
         self.is_bpe = self.get("tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
-        self.read_pieces(stop_ids)
+        self.read_pieces(stops)
         kinds = enumerate(zip(self.pieces, self.types))
         self.special_ids = {p: i for i, (p, kind) in kinds if kind in (CONTROL, USER_DEFINED)}
         self.chat_template = self.get("tokenizer.chat_template", str, "")  # in Jinja; not executed
         bos = keys.get("tokenizer.ggml.pre") != "smollm"
         self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, bos)  # to a prompt
+        prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
+        self.strips_space = prefix and not self.is_bpe  # decode() takes off what encode() adds
         if self.is_bpe:  # what it does not have cannot come from text
-            self.strips_space, self.bpe = False, self.byte_pairs(NORMAL, USER_DEFINED)
+            self.bpe = self.byte_pairs(NORMAL, USER_DEFINED)
         else:
             model = self.sentencepiece_model(settings)
             no_prefix = protobuf({3: {3: False}})  # add_dummy_prefix
             self.sp = open_sentencepiece(path, model)
             self.sp_no_prefix = open_sentencepiece(path, model + no_prefix)
-            # Whether encode() puts a space in front, which decode() takes off.
-            self.strips_space = self.sp.encode("a") != self.sp_no_prefix.encode("a")
 
     def read_pieces(self, stop_ids: Iterable[int]) -> None:
         """The pieces, their types, the ids of BOS and EOS (-1: there is none). Raises ValueError."""
@@ -2040,7 +2035,7 @@ class Tokenizer:
         bos = get("tokenizer.ggml.bos_token_id", int, None if self.is_bpe else 1)
         eos = get("tokenizer.ggml.eos_token_id", int, None if self.is_bpe else 2)
         for i in (bos, eos, *stop_ids):
-            expect(-1 <= i < n, f"{prefix}: the BOS or EOS id is {i} of {n} tokens")
+            expect(-1 <= i < n, f"{self.source}: the BOS or EOS id is {i} of {n} tokens")
             # Some converters mark BOS and EOS as NORMAL; typed text becomes what is USER_DEFINED.
             if i >= 0 and (i in (bos, eos) or types[i] == USER_DEFINED):
                 types[i] = CONTROL
@@ -2052,14 +2047,11 @@ class Tokenizer:
 
     def sentencepiece_model(self, settings: bytes) -> bytes:
         """The keys as SentencePiece's model, with the `settings` of a tokenizer.model, if there are."""
-        trainer: dict[int, Any]
-        trainer = {3: 2, 35: self.types.count(BYTE) == 256, 43: -1}  # BPE, bytes, no padding
+        trainer: dict[int, Any] = {3: 2, 35: self.types.count(BYTE) == 256}  # BPE, byte_fallback
         for j, i in enumerate((self.types.index(UNKNOWN), self.bos_id, self.eos_id)):
             trainer |= {40 + j: i, 45 + j: self.pieces[i].encode()}
-        add_dummy_prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
         remove_extra = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        # the last: escape_whitespaces
-        normalizer = {1: b"identity", 3: add_dummy_prefix, 4: remove_extra, 5: True}
+        normalizer = {3: self.strips_space, 4: remove_extra}  # add_dummy_prefix
         model = []
         for text, score, kind in zip(self.pieces, self.keys["tokenizer.ggml.scores"], self.types):
             escaped = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
@@ -2076,54 +2068,39 @@ class Tokenizer:
         merges = self.get("tokenizer.ggml.merges", list)
         rows = [row for row in zip(self.pieces, itertools.count(), self.types) if row[2] in kinds]
         vocab = {piece: i for piece, i, _ in rows}
-        content = {
-            "version": "1.0",
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
-            "decoder": AS_BYTES | {"use_regex": True},
-            "model": {"type": "BPE", "vocab": {}, "merges": []},
-        }
+        words = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}
+        content = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+        content |= {"pre_tokenizer": words, "decoder": AS_BYTES | {"use_regex": True}}
         with naming(self.source, "tokenizer.ggml.merges: "):
             bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
             pairs = [tuple(merge.split(" ")) for merge in merges]
-            for left, right in pairs:
-                if not (left in vocab and right in vocab and left + right in vocab):
-                    raise ValueError(f"{left!r} and {right!r} are not pieces that make another")
+            odd = [(a, b) for a, b in pairs if not (a in vocab and b in vocab and a + b in vocab)]
+            expect(not odd, f"{odd[:1]} are not pieces that make another")
             # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
             bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
-            added = [(piece, kind == CONTROL) for piece, _, kind in rows if kind != NORMAL]
-            bpe.add_tokens(
-                [tokenizers.AddedToken(p, normalized=False, special=s) for p, s in added]
-            )
+            token = partial(tokenizers.AddedToken, normalized=False)
+            bpe.add_tokens([token(p, special=k == CONTROL) for p, _, k in rows if k != NORMAL])
             if CONTROL in kinds and self.add_bos:
-                bos = self.pieces[self.bos_id]
-                bpe.post_processor = tokenizers.processors.TemplateProcessing(
-                    single=[bos, "$A"], special_tokens=[(bos, self.bos_id)]
-                )
+                bos, template = self.pieces[self.bos_id], tokenizers.processors.TemplateProcessing
+                bpe.post_processor = template([bos, "$A"], special_tokens=[(bos, self.bos_id)])
         return bpe
 
     @classmethod
-    def from_file(cls, path: str | Path, max_pieces: int | None = None) -> Tokenizer:
-        """Read SentencePiece's tokenizer.model. ValueError if it has more pieces than the model."""
-        keys, settings = read_tokenizer_model(Path(path), max_pieces)
-        return cls(Path(path), keys, (), settings)
-
-    @classmethod
-    def from_directory(cls, file: Path, config: Config) -> Tokenizer:
-        """tokenizer.model or .json of a Hugging Face directory, and what its other files add."""
-        if file.suffix == ".json":
-            keys, settings = read_tokenizer_json(file, config), b""
-        else:
-            keys, settings = read_tokenizer_model(file, config.vocab_size)
-            names = ("tokens", "token_type", "scores")
-            pieces, types, scores = (keys[f"tokenizer.ggml.{name}"] for name in names)
-            with naming(file):
-                add_tokens(pieces, types, read_added_tokens(file.parent, pieces), config.vocab_size)
-            scores += [0.0] * (len(pieces) - len(scores))
-        other, key = file.with_name("tokenizer_config.json"), "tokenizer.ggml.add_bos_token"
+    def from_file(cls, path: str | Path, config: Config | None = None) -> Tokenizer:
+        """Read tokenizer.model; with a model's config, too, tokenizer.json and the files beside it."""
+        path, settings = Path(path), b""
+        with naming(path, "not a tokenizer of Llama's: "):
+            if config is not None and path.suffix == ".json":
+                keys = read_tokenizer_json(path, config)
+            else:
+                keys, settings = read_tokenizer_model(path, config)
+            if config is None:
+                return cls(path, keys, (), settings)
+        other, key = path.with_name("tokenizer_config.json"), "tokenizer.ggml.add_bos_token"
         keys[key] = lookup(other, read_json(other), "add_bos_token", bool, keys[key])
-        keys["tokenizer.chat_template"] = read_chat_template(file.parent)
+        keys["tokenizer.chat_template"] = read_chat_template(path.parent)
         ends = {config.bos_token_id, config.eos_token_id, *config.stop_token_ids}
-        return cls(file, keys, ends & {*range(len(keys["tokenizer.ggml.tokens"]))}, settings)
+        return cls(path, keys, ends & {*range(len(keys["tokenizer.ggml.tokens"]))}, settings)
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
@@ -2139,8 +2116,7 @@ class Tokenizer:
         """
         expect(isinstance(text, str), f"a {type(text).__name__} is not text")
         bos, text = self.add_bos if bos is None else bos, well_formed(text)
-        problem = f"{self.source}: the vocabulary has no BOS token; pass bos=False"
-        expect(self.bos_id >= 0 or not bos, problem)
+        expect(self.bos_id >= 0 or not bos, f"{self.source} has no BOS token; pass bos=False")
         if self.is_bpe:
             ids = self.bpe.encode(text, add_special_tokens=False).ids
         else:
@@ -2149,8 +2125,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
-        listed = isinstance(ids, Iterable) and not isinstance(ids, Mapping)
-        expect(listed, f"a {type(ids).__name__} is not a list of token ids")
+        expect(isinstance(ids, Iterable), f"a {type(ids).__name__} is not a list of token ids")
         decoder = StreamDecoder(self)
         return "".join([*map(decoder.decode, ids), decoder.flush()])
 
@@ -2171,24 +2146,16 @@ class Tokenizer:
     def hf_files(self, config: Config) -> dict[str, Any]:
         """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
         ids = {"bos_token": self.bos_id, "eos_token": config.eos_token_id}
-        settings: dict[str, Any]
-        settings = {role: self.pieces[i] for role, i in ids.items() if 0 <= i < self.vocab_size}
-        settings |= {"chat_template": self.chat_template} if self.chat_template else {}
-        settings |= {
-            "tokenizer_class": "PreTrainedTokenizerFast" if self.is_bpe else "LlamaTokenizer"
-        }
-        settings |= {
-            "add_bos_token": self.add_bos,
-            "clean_up_tokenization_spaces": False,
-            "legacy": False,
-        }
+        settings: dict[str, Any] = {"legacy": False, "clean_up_tokenization_spaces": False}
+        settings |= {role: self.pieces[i] for role, i in ids.items() if 0 <= i < self.vocab_size}
+        settings |= {"add_bos_token": self.add_bos, "chat_template": self.chat_template or None}
         if self.is_bpe:
-            model = {
-                "tokenizer.json": self.byte_pairs(NORMAL, USER_DEFINED, CONTROL).to_str().encode()
-            }
+            settings["tokenizer_class"], name = "PreTrainedTokenizerFast", "tokenizer.json"
+            model = self.byte_pairs(NORMAL, USER_DEFINED, CONTROL).to_str().encode()
         else:
-            model = {"tokenizer.model": self.sp.serialized_model_proto()}
-        return {"tokenizer_config.json": settings, **model}
+            settings["tokenizer_class"], name = "LlamaTokenizer", "tokenizer.model"
+            model = self.sp.serialized_model_proto()
+        return {"tokenizer_config.json": settings, name: model}
 
     def vocabulary(self, count: int) -> dict[str, Any]:
         """GGUF's keys for it, with unused pieces up to `count`."""
@@ -2311,9 +2278,8 @@ CHAT_FORMATS = (
     replace(  # Llama 3.1 to 3.3
         LLAMA_3_CHAT,
         template_has=("<|start_header_id|>", KNOWLEDGE),
-        system=LLAMA_3_CHAT.form("system").replace(
-            "{-}", f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}"
-        ),
+        system="<|start_header_id|>system<|end_header_id|>\n\n"
+        f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}<|eot_id|>",
         default_system="",
     ),
     LLAMA_3_CHAT,
@@ -2346,17 +2312,16 @@ CHAT_FORMATS = (
     CHATML,
 )
 CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
+ANY_FORMAT = ", ".join(CHAT_FORMAT_NAMES)
 
 
 def recognise_chat_format(template: str) -> str:
     """The format of a chat template, which is never executed. ValueError if it is unknown."""
-    if not template.strip():
-        return "llama-2"
-    for row in CHAT_FORMATS:
-        if row.suits(template):
-            return row.name
-    start, names = " ".join(template.split())[:60], ", ".join(CHAT_FORMAT_NAMES)
-    raise ValueError(f"unknown chat template {start!r}; choose one with --chat-format: {names}")
+    known = [row.name for row in CHAT_FORMATS if row.suits(template)]
+    start = " ".join(template.split())[:60]
+    choice = f"choose one with --chat-format: {ANY_FORMAT}"
+    expect(known or not start, f"unknown chat template {start!r}; {choice}")
+    return known[0] if start else "llama-2"
 
 
 def describe_chat_format(template: str) -> str:
@@ -2375,9 +2340,9 @@ def find_chat_format(
 
     Name None: the format of the tokenizer's own template. Raises ValueError if it has none.
     """
-    template, names = tokenizer.chat_template, ", ".join(CHAT_FORMAT_NAMES)
+    template = tokenizer.chat_template
     if name is None:
-        problem = f"the model has no chat template; pass chat_format, one of {names}"
+        problem = f"the model has no chat template; pass chat_format, one of {ANY_FORMAT}"
         expect(template.strip(), problem)
         name = recognise_chat_format(template)
     for row in CHAT_FORMATS:
@@ -2386,7 +2351,7 @@ def find_chat_format(
         if row.name == name and fits and (len(ids) == len(row.tags) or not row.needs_tokens):
             control = [tag for tag, i in ids.items() if tokenizer.types[i] == CONTROL]
             return row, ids, [tag for tag in row.tags if tag not in control]
-    raise ValueError(f"unknown chat format {name!r}; choose from {names}")
+    raise ValueError(f"unknown chat format {name!r}; choose from {ANY_FORMAT}")
 
 
 def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tuple[str, str]]:
@@ -2395,10 +2360,9 @@ def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tup
     expect(listed, "expected a list of messages, each with role and content")
     roles: list[Any] = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
-    if turns != [*["user", "assistant"] * (len(turns) // 2), "user"]:
-        found, order = ", ".join(map(str, roles)) or "no message", "user, assistant, ..., user"
-        advice = "join messages of one role in a row"
-        raise ValueError(f"expected the roles [system,] {order}; {advice}; found: {found}")
+    found = ", ".join(map(str, roles)) or "no message"
+    in_turn = turns == [*["user", "assistant"] * (len(turns) // 2), "user"]
+    expect(in_turn, f"expected the roles [system,] user, assistant, ..., user; found: {found}")
     checked: list[tuple[str, str]] = []
     for role, message in zip(roles, messages):
         content: Any = message.get("content")
@@ -2423,7 +2387,6 @@ def encode_chat(
 
     `chat_format`: a name of CHAT_FORMATS (None: the tokenizer's own). `date_string`: the date in
     Llama 3.1's system message (None: the one that its template names, the same every day).
-    (llama.cpp and `"legacy": true` add a space after each control token, which no template has.)
     Raises ValueError for roles out of order (system?, user, assistant, ..., user) and for tags in a
     message, which could impersonate another role.
     """
@@ -2437,22 +2400,16 @@ def encode_chat(
         turns[at] = ("user", row.system.replace("{}", system) + turns[at][1])
     cue = row.form("assistant").partition("{")[0].rstrip(" ")
     form = row.start + "".join(row.form(role) for role, _ in turns) + cue
-    contents = iter([content for _, content in turns])
+    contents = iter([t.strip() if "{-}" in row.form(role) else t for role, t in turns])
     named = re.search(r'date_string = "([^"]{1,40})"', tokenizer.chat_template)
     date = date_string or (named[1] if named else "26 Jul 2024")
-
-    def fill(mark: re.Match) -> str:
-        if mark[0] == "{date}":
-            return date
-        return next(contents).strip() if mark[0] == "{-}" else next(contents)
-
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     ids: list[int] = []
     for part in re.split(f"({'|'.join(map(re.escape, token_ids))})", form):
         if part in token_ids:
             ids.append(token_ids[part])
         else:  # all that is between two tokens is encoded together
-            text = re.sub(r"\{(?:-|date)?\}", fill, part)
+            text = re.sub(r"\{-?(date)?\}", lambda m: date if m[1] else next(contents), part)
             ids += tokenizer.encode(text, bos=False, first=not ids)
     expect(min(ids) >= 0, f"the vocabulary has no BOS or EOS token; {row.name} needs it")
     return ids

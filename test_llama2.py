@@ -2032,7 +2032,7 @@ def test_vocabulary_smaller_than_the_embedding(forms):
     assert vocabulary["tokenizer.ggml.tokens"][-2:] == ["[PAD320]", "[PAD321]"]
     assert vocabulary["tokenizer.ggml.token_type"][-3:] == [1, 5, 5]
     with pytest.raises(ValueError, match="320 pieces; the model has 319"):
-        llama2.Tokenizer.from_file(forms[0] / "tokenizer.model", 319)
+        llama2.Tokenizer.from_file(forms[0] / "tokenizer.model", llama2.Config(vocab_size=319))
 
 
 def changed(source, target, **changes):

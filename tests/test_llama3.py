@@ -103,7 +103,7 @@ def directory(path, content, config=CONFIG, **files):
     for name, value in {"tokenizer": content, **files}.items():
         text = value if isinstance(value, str) else json.dumps(value)
         (path / f"{name}.json").write_text(text, encoding="utf-8")
-    return llama2.Tokenizer.from_directory(path / "tokenizer.json", config)
+    return llama2.Tokenizer.from_file(path / "tokenizer.json", config)
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,11 @@ def model_file(path, added=(), size=SIZE):
 def test_no_text_becomes_what_ends_a_text(tmp_path, end):
     """A user-defined piece of tokenizer.model itself that config.json names as an end."""
     file = model_file(tmp_path, [("<end>", 4), ("<tool x>", 4)])
-    plain = llama2.Tokenizer.from_directory(file, llama2.Config(vocab_size=SIZE + 2))
+    plain = llama2.Tokenizer.from_file(file, llama2.Config(vocab_size=SIZE + 2))
     assert plain.types[SIZE:] == [4, 4] and SIZE in plain.encode("a<end>b")
     value = SIZE if end == "eos_token_id" else (SIZE,)
     config = llama2.Config(vocab_size=SIZE + 2, **{end: value})
-    found = llama2.Tokenizer.from_directory(file, config)
+    found = llama2.Tokenizer.from_file(file, config)
     assert found.types[SIZE:] == [3, 4] and SIZE not in found.encode("a<end>b")
     assert found.decode([260, SIZE, 261]) == "ab" and found.decode(found.encode("<end>")) == "<end>"
     assert found.encode("a<tool x>", bos=False) == plain.encode("a<tool x>", bos=False)
@@ -43,14 +43,14 @@ def test_many_tokens_in_linear_time(tmp_path):
     special = {"additional_special_tokens": [f"<{i}>" for i in range(20_000)]}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
     start = time.process_time()
-    found = llama2.Tokenizer.from_directory(file, llama2.Config(vocab_size=SIZE + 20_000))
+    found = llama2.Tokenizer.from_file(file, llama2.Config(vocab_size=SIZE + 20_000))
     assert found.vocab_size == SIZE + 20_000 and found.types[-1] == 3
-    few = llama2.Tokenizer.from_directory(file, llama2.Config(vocab_size=SIZE + 5))
+    few = llama2.Tokenizer.from_file(file, llama2.Config(vocab_size=SIZE + 5))
     assert few.vocab_size == SIZE + 5
     (tmp_path / "special_tokens_map.json").unlink()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<far>": 100_000, "<near>": SIZE + 1}))
     for rows, count in ((100_001, 100_001), (100_000, SIZE + 2)):
-        found = llama2.Tokenizer.from_directory(file, llama2.Config(vocab_size=rows))
+        found = llama2.Tokenizer.from_file(file, llama2.Config(vocab_size=rows))
         assert found.vocab_size == count and found.special_ids["<near>"] == SIZE + 1
         assert ("<far>" in found.special_ids) is (rows > 100_000)
     assert time.process_time() - start < 8
@@ -71,13 +71,13 @@ def test_bos_as_tokenizer_config_says(tmp_path):
     for says in (None, True, False):
         text = json.dumps({} if says is None else {"add_bos_token": says})
         (tmp_path / "tokenizer_config.json").write_text(text)
-        found = llama2.Tokenizer.from_directory(file, config)
+        found = llama2.Tokenizer.from_file(file, config)
         assert found.add_bos is (says is not False)
         assert (found.encode("a")[0] == 1) is found.add_bos
         assert found.encode("a", bos=True) == [1, *found.encode("a", bos=False)]
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": "no"}')
     with pytest.raises(ValueError, match="tokenizer_config.json: add_bos_token is 'no'"):
-        llama2.Tokenizer.from_directory(file, config)
+        llama2.Tokenizer.from_file(file, config)
     found.bos_id = -1
     with pytest.raises(ValueError, match="no BOS token") as caught:
         found.encode("a", bos=True)
