@@ -504,8 +504,8 @@ def expect(condition: object, problem: str) -> None:
         raise ValueError(problem)
 
 
-# How each type is stored: weights and bytes per block; the lowest bits of its integers q as
-# (first byte, width, number), see unpack_bits(); the bits above them; the zero point.
+# How each type is stored: weights and bytes per block; where the lowest bits of its integers q are
+# (first byte, width and n, see unpack_bits()), and the bits above them; q's zero point.
 GGML_TYPES: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], int]] = {
     "F32": (1, 4, (), (), 0),
     "F16": (1, 2, (), (), 0),
@@ -530,7 +530,7 @@ def half(b: Tensor, at: int) -> Tensor:
 
 
 def unpack_bits(b: Tensor, count: int, at: int, width: int, n: int) -> Tensor:
-    """`count` n-bit integers: of each `width` bytes first the lowest n bits of all, then the next."""
+    """`count` n-bit integers: of every `width` bytes the lowest n bits of each, then the next n."""
     b = b[:, at : at + count * n // 8].contiguous().view(len(b), -1, width)
     return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
 
@@ -632,8 +632,7 @@ class QuantizedLinear(Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype: dequantise some rows of W, multiply, go on."""
-        rows = max(1, CHUNK // self.in_features)
-        chunks = self.blocks.split(rows)
+        chunks = self.blocks.split(max(1, CHUNK // self.in_features))
         y = [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks]
         return torch.cat(y, -1)
 
@@ -1486,8 +1485,8 @@ def load(
     tokenizer = checkpoint.tokenizer()
     if trainable:
         size = 4 * sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-        needed = f"{show_bytes(size)} of float32 parameters, and training takes four times as much"
-        expect(size <= free_memory(device), f"there is no room on {device} for {needed}")
+        needed = f"{show_bytes(size)} of float32 parameters"
+        expect(size <= free_memory(device), f"no room on {device} for {needed}")
     model = build_model(checkpoint, device, DTYPES[chosen], trainable=trainable)
     model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
     faster = part_3("accelerate")
@@ -1533,8 +1532,7 @@ def free_memory(device: torch.device) -> float:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = re.findall(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
         free = min(free, limit - used + sum(map(int, cached)))
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # of torchrun, which share it
-    return free / max(1, processes)
+    return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
