@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 import sys
+import tempfile
 import time
 from collections import deque
 from dataclasses import asdict
@@ -178,6 +179,10 @@ def train(args: argparse.Namespace) -> None:
         state = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
     proto = state["tokenizer"] if state else train_tokenizer(train_texts, args.vocab)
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.model"
+        file.write_bytes(proto)
+        pieces = llama2.Tokenizer.from_file(file)
     stream = torch.cat([encode(tokenizer, text) for text in train_texts])
     held_out = [[encode(tokenizer, text) for text in texts] for texts in held_texts]
     train_bytes = sum(len(text.encode()) for text in train_texts)
@@ -254,7 +259,6 @@ def train(args: argparse.Namespace) -> None:
             )
             if nats < best:
                 best = nats
-                pieces = llama2.Tokenizer(proto, args.out)
                 llama2.save_gguf(average, args.out, args.type, tokenizer=pieces)
             state = {
                 "model": model.state_dict(),
