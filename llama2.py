@@ -3479,8 +3479,9 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     for option, needed in (("system", "chat"), ("chat_format", "chat"), ("type", "save")):
         alone = getattr(args, option) is not None and not getattr(args, needed)
         expect(not alone, f"--{option.replace('_', '-')} needs --{needed}")
-    threads, cores = 1 if args.threads is None else args.threads, os.cpu_count() or 1
-    expect(1 <= threads <= cores, f"--threads {threads}; expected 1 to {cores}")
+    cores = os.cpu_count() or 1
+    if args.threads is not None and not 1 <= args.threads <= cores:
+        parser.error(f"--threads {args.threads}; expected 1 to {cores}")
     expect((args.draft or 0) >= 0, f"--draft {args.draft}; expected 0 or more")
     most = args.max_new_tokens
     expect((most or 0) >= 0, f"--max-new-tokens {most}; expected 0 or more")

@@ -310,12 +310,12 @@ def main() -> None:
     options = {"http": Connection, "ws": "none", "lifespan": "off", "log_level": "critical"}
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, **options))
 
-    @session.model.register_forward_pre_hook  # before each pass of the model
-    def check(*_: Any) -> None:
+    def check() -> None:  # before each pass of the model
         anyio.from_thread.check_cancelled()
         if server.should_exit:
             raise Refusal(503, "the server is shutting down")
 
+    session.check = check
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if not session.chat_format:

@@ -1,6 +1,6 @@
 """What server.py does with a model: several caches, prompts of any kind, how likely each token was."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ class Scorer:
         self.scores.append(Score(ids[0], None, None))
         for start in range(0, len(ids) - 1, llama2.SCORE_CHUNK):
             chunk = tokens[:, start : start + llama2.SCORE_CHUNK + 1]
+            self.session.check()
             logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (T, V)
             logprobs = logits[:, : self.tokenizer.vocab_size].log_softmax(-1)
             self.add(logprobs, chunk[0, 1:].tolist())
@@ -98,7 +99,8 @@ class Session:
         # How long each cache's last prompt was, the most recently used cache last.
         self.prompts = dict.fromkeys(caches, 0)
         drafts = llama2.part_3("Drafts")
-        self.step = drafts(model) if drafts else model
+        self.run = drafts(model) if drafts else model
+        self.check: Callable[[], None] = lambda: None
 
     @classmethod
     def open(cls, path: Path, context: int | None, chat_format: str | None) -> "Session":
@@ -122,6 +124,11 @@ class Session:
             template = checkpoint.chat_template
             chat_format = chat_format or llama2.recognise_chat_format(template)
         return cls(model, tokenizer, caches, chat_format)
+
+    def step(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
+        """A pass of the model, unless check() raises what ends the generation."""
+        self.check()
+        return self.run(tokens, cache)
 
     def take(self, ids: Sequence[int], reuse: bool) -> llama2.Cache:
         """The cache whose prompt goes on in `ids`, else the oldest with what another shares with it."""

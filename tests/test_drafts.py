@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import GREEDY, WIDE, needs, quantised
+from test_llama2 import GREEDY, SCRIPT, WIDE, needs, quantised
 
 pytestmark = needs("Drafts")
 PROMPT = [1, 5, 9, 200, 31, 5, 9, 200, 77]
@@ -187,6 +188,33 @@ def test_a_conversation_goes_on(native, path):
     wanted = turns(None)
     for propose in (llama2.prompt_lookup, *guessers(PROMPT).values()):
         assert turns(Eager(native, propose)) == wanted
+
+
+def test_the_server_drafts(native, path, monkeypatch):
+    """Its log-probabilities are the same, too; it is asked before each pass whether to go on."""
+    examples = SCRIPT.parent / "examples"
+    if not examples.exists():
+        pytest.skip("llama2.py was copied without its examples")
+    monkeypatch.syspath_prepend(examples)
+    serving, tokenizer = importlib.import_module("serving"), llama2.Tokenizer.from_gguf(path)
+    options = {"echo": True, "top": 2, "sampling": FREE, "max_new_tokens": 20}
+
+    def answer(run):
+        session = serving.Session(native, tokenizer, [llama2.Cache(WIDE) for _ in range(2)])
+        passes = []
+        session.check, session.run = lambda: passes.append(1), run or session.run
+        stream, scores = session.stream_text(PROMPT, **options)
+        assert isinstance(session.run, llama2.Drafts) or run is native
+        return "".join(stream), scores, len(passes), stream.report
+
+    text, scores, passes, report = answer(native)
+    assert passes == len(report.seconds) + 1 and report.drafted == 0
+    propose = guessers([*PROMPT, *report.new_ids[0]])["right"]
+    for run in (Eager(native, propose), None):
+        found = answer(run)
+        assert found[:3] == (text, scores, passes)
+    *_, report = answer(Eager(native, propose))
+    assert report.drafted > 5
 
 
 def test_nothing_waits_for_another_generation(native):
