@@ -782,8 +782,7 @@ def run_perplexity(s: Setting) -> dict:
         raise ValueError(f"--context {T}: {found}; expected two windows of 4 to {limit} tokens")
     model, losses = s.build(checkpoint, T), []
     for window in windows(ids, T, tokenizer.bos_id if tokenizer.add_bos else None):
-        logprobs, *_ = llama2.score(model, window)
-        losses.append(-logprobs[T // 2 :])
+        losses.append(-llama2.score(model, window)[T // 2 :])
         value, error = perplexity(torch.cat(losses))
         note(f"window {len(losses)} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
     tokens = sum(map(len, losses))
