@@ -840,8 +840,7 @@ class Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
         most = self.config.max_position_embeddings
         context = most if context is None else context
-        limit = "the model's context or sliding window"
-        limit = limit if self.states_context else "or more if the model was trained for it"
+        limit = "its context or window" if self.states_context else "or more if trained for more"
         fits = 0 < context <= most or (context > 0 and not self.states_context)
         expect(fits, f"--context {context}; expected 1 to {most}, {limit}")
         config = replace(self.config, max_position_embeddings=max(context, most))
@@ -860,8 +859,7 @@ MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata, in a tokenizer.json
 
 def printable(text: str) -> str:
     """Text from a file, safe for a terminal: unprintable characters become "?"."""
-    text = " ".join(text.split())
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def well_formed(text: str) -> str:
@@ -1223,12 +1221,11 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
 
         def persistent_load(self, identity: Any) -> Weight:
             """A storage: a file of the zip."""
-            _, ggml_type, key, _, count = identity
+            _, ggml_type, key, _, _ = identity
             expect(type(ggml_type) is type(key) is str, "a storage that is missing")
             start, size = files[f"{folder}data/{key}"]
-            fits = count * DENSE[ggml_type].itemsize == size
-            expect(fits, f"a storage of {size} bytes, which does not match its size")
-            return map_weight(source, "a storage", ggml_type, (count,), start)
+            shape = (size // DENSE[ggml_type].itemsize,)
+            return map_weight(source, "a storage", ggml_type, shape, start)
 
     start, size = files[pickled]
     content = checked_pickle(source[start : start + min(size, MAX_HEADER)])
@@ -1328,13 +1325,10 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     linear = settings["rope_type"] == "linear"
     settings["rope_scaling_factor"] = get("factor", float, 1.0) if linear else 1.0
     if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
-        most = get("max_position_embeddings", int)
-        window = get("sliding_window", int, most)
-        expect(window > 0, f"{file}: sliding_window is {window}; it must be above 0")
-        settings["max_position_embeddings"] = min(most, window)
-    base = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
-    if index := read_json(path / f"{base}.index.json"):  # else all files that are there
-        names = lookup(path, index, "weight_map", dict).values()
+        window = get("sliding_window", int, 2**28)
+        settings["max_position_embeddings"] = min(window, get("max_position_embeddings", int))
+    for index in path.glob(f"*model{files[0].suffix}.index.json"):  # else all files that are there
+        names = lookup(index, read_json(index), "weight_map", dict).values()
         files = sorted({path / Path(str(name)).name for name in names})
     tensors: dict[str, Weight] = {}
     for part in files:
@@ -1380,12 +1374,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             files = sorted(path.glob(pattern))
             if files and (path / settings).is_file():
                 return open_directory(path, files)
-        found = sorted(os.listdir(path))[:5] if is_folder else ["one file of a directory"]
-        raise ValueError(
-            f"found {', '.join(found) or 'nothing'}; expected a .gguf file, or a"
-            " directory with params.json and consolidated.00.pth (Meta) or with config.json and"
-            " model*.safetensors or pytorch_model*.bin (Hugging Face)"
+        found = ", ".join(sorted(os.listdir(path))[:5]) if is_folder else "one file of a directory"
+        wanted = (
+            "a .gguf file, or a directory with params.json and consolidated.00.pth (Meta) or with"
         )
+        wanted += " config.json and model*.safetensors or pytorch_model*.bin (Hugging Face)"
+        raise ValueError(f"found {found or 'nothing'}; expected {wanted}")
 
 
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:

@@ -238,7 +238,10 @@ HOSTILE_PICKLES = {
     "no dimension": (state(tensor(shape=b"))")), "."),
     "no numbers": (state(tensor(shape=b"K\0K\2\x86K\2K\1\x86")), "has the sizes"),
     "negative": (state(tensor(rest=b"\x89" + HOOKS + b"}" + text("neg") + b"\x88s")), "contiguous"),
-    "storage of another size": (state(tensor(STORAGE.replace(b"K\4tQ", b"K\5tQ"))), "storage"),
+    "a storage of another size": (
+        state(tensor(STORAGE.replace(b"K\4tQ", b"K\5tQ"), shape=b"K\5\x85K\1\x85")),
+        "not within its storage",
+    ),
     "another storage": (state(tensor(STORAGE.replace(text("0"), text("1")))), "."),
     "boolean": (state(tensor(offset=b"\x89")), "contiguous"),
     "no end": (state(tensor())[:-1], "STOP|EMPTY_LIST"),
