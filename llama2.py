@@ -2797,7 +2797,7 @@ def replace_modules(model: Llama, linear: Callable, layers: Callable) -> None:
 
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 1  # of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 2  # of the interface between kernels/cpu.cpp and this file
 FEW_ROWS = 16  # up to here torch's int4 products are faster than unpacking weights first
 AMX_ROWS = 48  # up to here the kernels are: 1.1B, Q4_K_M, 32 rows 166 ms by VNNI, 223 by AMX
 
@@ -2913,7 +2913,7 @@ class NativeLinear(QuantizedLinear):
         for blocks, part in zip(held.split(rows), y.split(rows)):
             w = buffer[: len(blocks)]
             pointers = blocks.data_ptr(), w.data_ptr()
-            kernels().library.dequantize(self.type_id, True, *pointers, w.numel())
+            kernels().library.dequantize(self.type_id, *pointers, w.numel())
             torch.mm(w, x.T, out=part)
         return y.T
 

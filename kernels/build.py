@@ -145,7 +145,7 @@ def open_library(path: Path, version: int) -> dict[str, Any]:
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
         library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-        library.dequantize.argtypes = [i32, i32, pointer, pointer, i64]
+        library.dequantize.argtypes = [i32, pointer, pointer, i64]
         library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
         for function in (library.linear, library.dequantize, library.run_layers):
             function.errcheck = check_status  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 // blocks of quantised weights), and whole layers made of them.
 //
 //   linear       y = x W^T: gemv up to FEW_ROWS of x (streams W once), gemm with packing above
-//   dequantize   blocks -> float32 or bfloat16
+//   dequantize   blocks -> bfloat16
 //   run_layers   what Block.forward does, for several layers in one call
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 32
@@ -652,9 +652,9 @@ static Matrix matrix(const Linear &l, const Array<float> &y) {
   return {find_format(l.type, l.K), l.blocks, l.N, y.get()};
 }
 
-// x (B, T, C) += attention, += MLP; the cache (B, G, room, D) holds `pos` tokens. False: no memory
+// x (B, T, C) += attention, += MLP; the cache (B, G, room, D) holds `pos` tokens
 template <class E>
-static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, const float *sin,
+static void run_layer(const Layer &l, bool fast, float *x, const float *cos, const float *sin,
                       E *keys, E *values, int64_t B, int64_t T, int64_t pos, int64_t room) {
   const int64_t D = l.head_dim, C = l.q.K, H = l.q.N / D, G = l.k.N / D, rows = B * T;
   auto h = array<float>(rows * C), q = array<float>(rows * H * D), y = array<float>(rows * H * D);
@@ -677,28 +677,25 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
   }
   const int64_t step = T > FEW_ROWS ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
-  bool failed = false;
+  const int64_t size = step > 1 ? scratch_size(pos + T, D) : heads * ((pos + T) / 16 + 1) * 16;
+  const auto scratch = array<float>(size * omp_get_max_threads());
+  std::atomic<int64_t> started(0);
 #pragma omp parallel if (rows * (pos + T) > 64)
   {
-    std::unique_ptr<float[]> scratch(
-        new (std::nothrow) float[step > 1 ? scratch_size(pos + T, D) : heads * (pos + T + VL)]);
+    float *ours = &scratch[size * started++];
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < B * H / heads * steps; i++) {
       const int64_t b = i / steps / (H / heads), j = i / steps % (H / heads) * heads;
       const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * room * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
-      if (!scratch) {
-#pragma omp atomic write
-        failed = true;
-      } else if (step > 1)
-        attend_many(&q[from], keys + at, values + at, &y[from], scratch.get(), length, D,
+      if (step > 1)
+        attend_many(&q[from], keys + at, values + at, &y[from], ours, length, D,
                     T - t < step ? T - t : step, H * D);
       else
-        (heads == 4 ? attend<4, E> : attend<1, E>)(&q[from], keys + at, values + at, &y[from],
-                                                   scratch.get(), length, D);
+        (heads == 4 ? attend<4, E> : attend<1, E>)(&q[from], keys + at, values + at, &y[from], ours,
+                                                   length, D);
     }
   }
-  if (failed) return false;
   const Matrix o = matrix(l.o, h);
   multiply(&o, 1, y.get(), rows, H * D, fast);
   add(x, h.get(), rows * C);
@@ -714,7 +711,6 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
   const Matrix down = matrix(l.down, h);
   multiply(&down, 1, gate.get(), rows, l.gate.N, fast);
   add(x, h.get(), rows * C);
-  return true;
 }
 
 // ---- What Python calls --------------------------------------------------------------------------
@@ -723,7 +719,7 @@ static bool run_layer(const Layer &l, bool fast, float *x, const float *cos, con
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };
 
 extern "C" {
-int32_t kernels_version() { return 1; }
+int32_t kernels_version() { return 2; }
 // bit 0: OpenMP; bit 1: AMX, with which torch's own gemm is faster; from bit 8 on: FEW_ROWS
 int32_t kernels_features() {
   int32_t features = FEW_ROWS << 8;
@@ -744,7 +740,7 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 
-int32_t dequantize(int32_t type, int32_t bfloat16, const uint8_t *blocks, void *y, int64_t count) {
+int32_t dequantize(int32_t type, const uint8_t *blocks, uint16_t *y, int64_t count) {
   const Format *f = find_format(type, count);
   if (!f) return NOT_SUPPORTED;
 #pragma omp parallel for if (count > 1 << 16)
@@ -755,9 +751,7 @@ int32_t dequantize(int32_t type, int32_t bfloat16, const uint8_t *blocks, void *
     Bytes b = blocks + f->bytes(k);
     if (size < 256) b = pad(b, f->bytes(size), f->bytes(256), padded);
     f->unpack(b, line);
-    if (!bfloat16) memcpy((float *)y + k, line, size * sizeof(float));
-    for (int64_t i = 0; bfloat16 && i < size; i += VL)
-      store_bfloat16((uint16_t *)y + k + i, load<f32>(line + i));
+    for (int64_t i = 0; i < size; i += VL) store_bfloat16(y + k + i, load<f32>(line + i));
   }
   return DONE;
 }
@@ -770,7 +764,7 @@ int32_t run_layers(const Layer *layers, int64_t count, int32_t fast, float *x, c
       if (!find_format(part->type, part->K)) return NOT_SUPPORTED;
   auto run = [&](auto *k, auto *v) {
     for (const Layer *l = layers; l < layers + count; l++) {
-      if (!run_layer(*l, fast, x, cos, sin, k, v, B, T, pos, room)) return NO_MEMORY;
+      run_layer(*l, fast, x, cos, sin, k, v, B, T, pos, room);
       k += B * l->k.N * room, v += B * l->k.N * room;
     }
     return DONE;

@@ -117,19 +117,10 @@ template <int SIZE> INLINE u8 fifth(Bytes b, Sixteens w) {
 }
 // 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
 INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
-#ifdef __AVX2__
-  const __m128i v = load<__m128i>(b), six = _mm_set1_epi8(63), top = _mm_set1_epi8(48);
-  __m128i low = _mm_shuffle_epi32(v, 0xa5), last = _mm_shuffle_epi32(v, 0xff);  // words 1122, 3333
-  low = _mm_srlv_epi32(low, _mm_setr_epi32(0, 2, 0, 2)) & _mm_unpacklo_epi32(six, top);
-  last = _mm_srlv_epi32(last, _mm_setr_epi32(32, 0, 32, 4)) & _mm_set1_epi8(15);
-  low |= last;
-  memcpy(s, &low, 8), memcpy(m, (Bytes)&low + 8, 8);
-#else
   const uint64_t v = load<uint64_t>(b + 4), last = load<uint32_t>(b + 12), top = v >> 6 & each(3);
   const uint64_t low = last & each(15), high = last >> 4 & each(15), LOW32 = 0xffffffff;
   *s = (v & each(63) & LOW32) | (low | (top & LOW32) << 4) << 32;
   *m = (v & each(63)) >> 32 | (high | top >> 32 << 4) << 32;
-#endif
 }
 
 struct F32 : Dense<128> {
@@ -201,11 +192,11 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
   if constexpr (T::BLOCK == 256) {
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
-    const Two d = T::MINIMUM ? two_halves(b + T::D) : Two{half(b + T::D), 0};
+    const float d = half(b + T::D), d_minimum = T::MINIMUM ? half(b + T::D + 2) : 0;
     for (int i = 0; i < T::GROUPS / 8; i++) {
-      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * d.first);
+      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * d);
       if constexpr (T::MINIMUM)
-        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d.second);
+        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d_minimum);
     }
   } else {
 #ifdef MM

@@ -9,10 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <optional>
 #include <type_traits>
 #include <utility>
-#include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -161,18 +159,6 @@ INLINE float half(const void *p) {
   return v & 0x8000 ? -size : size;
 #endif
 }
-struct Two {
-  float first, second;
-};
-INLINE Two two_halves(const void *p) {  // one after the other
-#ifdef MM
-  const __m128 v = _mm_cvtph_ps(_mm_cvtsi32_si128(load<int32_t>(p)));
-  return {v[0], v[1]};
-#else
-  return {half(p), half((Bytes)p + 2)};
-#endif
-}
-
 // VL numbers of memory, float32 or float16 -> f32, and back, rounded to nearest even
 INLINE f32 load_f32(const float *p) { return load<f32>(p); }
 INLINE f32 load_f32(const float16 *p) {
@@ -221,36 +207,35 @@ INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
 // Memory that is kept when it is given back, for the next call: pages fresh from the system would
 // cost a tenth of a prompt's time. There are as many blocks as were in use at once.
 struct Pool {
+  struct alignas(64) Block {  // in front of what it describes
+    int64_t bytes;
+    Block *next;
+  };
   std::mutex mutex;
-  std::vector<int64_t *> blocks;  // that are not in use; 64 bytes in front hold their size
-  int64_t count = 0;              // of those in use, too
+  Block *unused = nullptr;
 
   void *take(int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
-    auto best = blocks.end();
-    for (auto b = blocks.begin(); b < blocks.end(); b++)
-      if (**b >= bytes && (best == blocks.end() || **b < **best)) best = b;
-    if (best == blocks.end()) {  // a new one, in the place of one that is too small
-      if (!blocks.empty()) drop(blocks.back()), blocks.pop_back();
-      blocks.reserve(count + 1);  // so that give() needs no memory
-      auto block = (int64_t *)operator new[](bytes + 64, std::align_val_t(64));
-      count++, *block = bytes;
-      return block + 8;
-    }
-    std::swap(*best, blocks.back());
-    int64_t *block = blocks.back();
-    blocks.pop_back();
-    return block + 8;
+    Block **best = &unused;  // the smallest that is large enough, else any
+    for (Block **b = best; *b; b = &(*b)->next)
+      if ((*b)->bytes >= bytes && ((*best)->bytes < bytes || (*b)->bytes < (*best)->bytes))
+        best = b;
+    Block *block = *best;
+    if (block) *best = block->next;
+    if (block && block->bytes >= bytes) return block + 1;
+    drop(block);  // a new one in its place
+    return new (operator new[](bytes + 64, std::align_val_t(64))) Block{bytes, nullptr} + 1;
   }
   void give(void *p) {
+    Block *block = (Block *)p - 1;
     std::lock_guard<std::mutex> lock(mutex);
 #ifdef __SANITIZE_ADDRESS__  // which is to see what is used after
-    drop((int64_t *)p - 8);
+    drop(block);
 #else
-    blocks.push_back((int64_t *)p - 8);
+    block->next = unused, unused = block;
 #endif
   }
-  void drop(int64_t *block) { operator delete[](block, std::align_val_t(64)), count--; }
+  void drop(Block *block) { operator delete[](block, std::align_val_t(64)); }
 };
 static Pool &pool = *new Pool;  // threads may outlive what is destroyed at the end
 
