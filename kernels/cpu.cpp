@@ -11,7 +11,9 @@
 #include "formats.h"
 #ifdef _OPENMP
 extern "C" int omp_get_max_threads();
+constexpr int OPENMP = 1;
 #else
+constexpr int OPENMP = 0;
 static int omp_get_max_threads() { return 1; }
 #endif
 
@@ -282,10 +284,8 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
     const int64_t size = f->bytes(K), down = n + 1 < m->N ? size : 0;
     for (int64_t r = 0, step; r < rows; r += step) {
       const int64_t left = rows - r, some = VL == 16 ? 3 : 2;
-      const auto d = integers ? (left > 2   ? f->four
-                                 : left > 1 ? f->two
-                                            : f->one)
-                              : (left < some ? f->exact : f->exact_some);
+      auto d = left > 2 ? f->four : left > 1 ? f->two : f->one;
+      if (!integers) d = left < some ? f->exact : f->exact_some;
       step = integers ? 4 : left < some ? 1 : SOME;
       d(m->w + n * size, down, vectors, r, m->y + r * m->N + n, m->N);
     }
@@ -478,11 +478,10 @@ static void pack_and_gemm(const Matrix *m, int count, const float *x, int64_t ro
   const Panels<X, V, S> panels(x, rows, K, max);
   for (int i = 0; i < count; i++) gemm(m[i], panels);
 }
-typedef decltype(&pack_and_gemm<f32, 1, 1>) Gemm;
 // With the panels that leave the fewest rows empty, wide ones if there are several
-template <class X> static Gemm find_gemm(int64_t rows) {
+template <class X> static auto find_gemm(int64_t rows) {
   auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
-  const Gemm wide = pack_and_gemm<X, 2, 1>, narrow = pack_and_gemm<X, 1, 1>;
+  const auto wide = pack_and_gemm<X, 2, 1>, narrow = pack_and_gemm<X, 1, 1>;
   if constexpr (VL == 16 && is_int16<X>)
     if (filled(24) < std::min(filled(16), filled(32))) return pack_and_gemm<X, 3, 2>;
   return filled(VL) < filled(2 * VL) ? narrow : wide;
@@ -503,10 +502,7 @@ static void multiply(const Matrix *matrices, int count, const float *x, int64_t 
     }
     if (rows <= FEW_ROWS) gemv(matrices, alike, x, rows, K, fast);
     else {
-      Gemm gemm = find_gemm<f32>(rows);
-#ifdef MM
-      if (integers(matrices->format)) gemm = find_gemm<i16>(rows);
-#endif
+      const auto gemm = integers(matrices->format) ? find_gemm<i16>(rows) : find_gemm<f32>(rows);
       gemm(matrices, alike, x, rows, K, max);
     }
     matrices += alike, count -= alike;
@@ -715,22 +711,11 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
 
 // ---- What Python calls --------------------------------------------------------------------------
 
-// NOT_SUPPORTED: an unknown type, or K no multiple of its block
-enum { DONE, NO_MEMORY, NOT_SUPPORTED };
+enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // an unknown type, or K no multiple of its block
 
 extern "C" {
 int32_t kernels_version() { return 2; }
-// bit 0: OpenMP; bit 1: AMX, with which torch's own gemm is faster; from bit 8 on: FEW_ROWS
-int32_t kernels_features() {
-  int32_t features = FEW_ROWS << 8;
-#ifdef _OPENMP
-  features |= 1;
-#endif
-#ifdef __AMX_BF16__
-  features |= 2;
-#endif
-  return features;
-}
+int32_t kernels_features() { return FEW_ROWS << 1 | OPENMP; }
 
 int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x, float *y,
                int64_t rows, int64_t N, int64_t K) try {

@@ -9,20 +9,15 @@ enum { NATURAL, HALVES, PARITY };
 struct Sixteens {  // that are unpacked to the i-th vector of bytes
   int i, order;
   __attribute__((always_inline)) int operator[](int p) const {
-    const int a = i / 2, group = order == HALVES ? W / 16 * a + p : a / 2 * 4 + 2 * p + a % 2;
+    const int a = i / 2, group = order == HALVES ? W / 16 * a + p : a / 2 * W / 8 + 2 * p + a % 2;
     return order == NATURAL ? W / 16 * i + p : 2 * group + i % 2;
   }
 };
 template <class F> INLINE u32 by_16s(F f) {  // f(0), f(1) ... in four lanes each, as one constant
-#if defined(AVX512)
-  const uint32_t a = f(0), b = f(1), c = f(2), d = f(3);
-  return u32{a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
-#elif defined(AVX2)
-  const uint32_t a = f(0), b = f(1);
-  return u32{a, a, a, a, b, b, b, b};
-#else
-  return (uint32_t)f(0) - u32{};
-#endif
+  uint32_t lanes[VL];
+  UNROLL
+  for (int i = 0; i < VL; i++) lanes[i] = f(i / 4);
+  return load<u32>(lanes);
 }
 
 // BLOCK weights in SIZE bytes, in groups of GROUP. SPAN: columns of int16 that share a scale

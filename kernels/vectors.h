@@ -14,9 +14,7 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#ifndef _OPENMP
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"
-#endif
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // without OpenMP
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -147,9 +145,7 @@ INLINE i32x8 widen8(const uint64_t &bytes) {
 #endif
 }
 
-struct float16 {
-  uint16_t bits;
-};
+enum float16 : uint16_t {};  // its bits
 INLINE float half(const void *p) {
 #ifdef MM
   return _cvtsh_ss(load<uint16_t>(p));
@@ -182,7 +178,7 @@ INLINE void store_f32(float16 *p, f32 v) {
            : size >= 0x47800000 ? 0x7c00
            : size < 0x38800000  ? load<uint32_t>(&shifted) - 0x3f000000
                                 : (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-    p[i].bits = (uint16_t)(sign | bits);
+    p[i] = (float16)(sign | bits);
   }
 #endif
 }
@@ -198,9 +194,8 @@ INLINE void store_bfloat16(void *p, f32 v) {
 INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   x = x < -87 ? splat(-87) : x > 88 ? splat(88) : x;
   f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  f32 p = splat(1.f / 720);
-  const float terms[] = {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f};
-  for (float term : terms) p = p * r + term;
+  f32 p = {};
+  for (float term : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = p * r + term;
   return p * (f32)((__builtin_convertvector(n, i32) + 127) << 23);
 }
 
@@ -208,18 +203,17 @@ INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
 // cost a tenth of a prompt's time. There are as many blocks as were in use at once.
 struct Pool {
   struct alignas(64) Block {  // in front of what it describes
-    int64_t bytes;
+    uint64_t bytes;
     Block *next;
   };
   std::mutex mutex;
   Block *unused = nullptr;
 
-  void *take(int64_t bytes) {
+  void *take(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
-    Block **best = &unused;  // the smallest that is large enough, else any
+    Block **best = &unused;  // the smallest that is large enough, else the smallest
     for (Block **b = best; *b; b = &(*b)->next)
-      if ((*b)->bytes >= bytes && ((*best)->bytes < bytes || (*b)->bytes < (*best)->bytes))
-        best = b;
+      if ((*b)->bytes - bytes < (*best)->bytes - bytes) best = b;  // huge where it is too small
     Block *block = *best;
     if (block) *best = block->next;
     if (block && block->bytes >= bytes) return block + 1;
