@@ -646,6 +646,10 @@ class QuantizedEmbedding(Quantized):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
+        if tokens.is_cuda and not torch.compiler.is_compiling():  # torch would end the process
+            wrong = (tokens < 0) | (tokens >= len(self.blocks))
+            if not torch.cuda.is_current_stream_capturing() and wrong.any():
+                raise IndexError("index out of range in self")
         rows = F.embedding(tokens.flatten(), self.blocks)
         return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
 
@@ -1420,7 +1424,20 @@ def build_model(
                 model.embed_tokens = QuantizedEmbedding(blocks, kind, dtype)
             else:
                 model.set_submodule(name, QuantizedLinear(blocks, kind))
+    if not trainable:
+        model.register_forward_hook(refuse_training)
     return model.train(trainable)
+
+
+def refuse_training(model: nn.Module, inputs: tuple, logits: Tensor) -> None:
+    """A hook: backward() through nothing but frozen weights is a ValueError that says what to do."""
+    alone = len(inputs) == 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if alone and not logits.requires_grad and type(logits) is Tensor:
+
+        def refuse(gradient: Tensor) -> None:
+            raise ValueError("frozen weights; load(path, trainable=True) makes a trainable model")
+
+        logits.requires_grad_().register_hook(refuse)
 
 
 def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
@@ -1479,8 +1496,9 @@ def load(
     tokenizer = checkpoint.tokenizer()
     if trainable:
         size = 4 * sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-        needed = f"{show_bytes(size)} of float32 parameters"
-        expect(size <= free_memory(device), f"no room on {device} for {needed}")
+        free, needed = free_memory(device), f"{show_bytes(size)} of float32 parameters"
+        problem = f"{needed}, and four times as much to train them, but {show_bytes(free)} free"
+        expect(size <= free, f"{problem} on {device}")
     model = build_model(checkpoint, device, DTYPES[chosen], trainable=trainable)
     model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
     faster = part_3("accelerate")
@@ -1604,7 +1622,9 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     def fits(value: Any) -> bool:
         if isinstance(value, list):
             return value != [] and all(isinstance(v, str) or abs(v) < 2**31 for v in value)
-        return isinstance(value, str) or 0 <= value < 2**31
+        if isinstance(value, float):
+            return abs(value) < 3e38
+        return isinstance(value, str) or 0 <= value < 2**32
 
     config = checkpoint.config
     settings = checkpoint.metadata | tokenizer.vocabulary(config.vocab_size)
@@ -1629,6 +1649,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     exists = os.path.lexists(path)
     writable = path.is_file() and path.stat().st_mode & stat.S_IWUSR
     expect(writable or not exists, f"{path}: cannot be replaced: read-only, or not a regular file")
+    for old in path.parent.glob(f"*.{'[0-9a-f]' * 8}.unfinished"):  # of a run that was killed
+        with suppress(OSError):
+            if old.stat().st_mtime < time.time() - 3600:
+                old.unlink()
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         with unfinished.open("xb") as file:
@@ -1715,7 +1739,8 @@ def save_gguf(
             file.write(encode_weight(name, weight, targets[name].ggml_type).numpy().data)
         file.write(bytes(-file.tell() % 32))
         file.flush()
-        check_saved(checkpoint, tokenizer, Path(file.name))
+        with naming(Path(path)):
+            check_saved(checkpoint, tokenizer, Path(file.name))
 
 
 def save_pretrained(
@@ -1760,7 +1785,8 @@ def save_pretrained(
     files = {"config.json": settings, **tokenizer.hf_files(config)}
     for file_name, content in files.items():
         data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
-        (folder / file_name).write_bytes(data)
+        with replacing(folder / file_name) as file:
+            file.write(data)
 
 
 def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
@@ -2864,8 +2890,9 @@ def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def overridden(part: nn.Module) -> bool:
-    """Whether it has a forward of its own, or hooks."""
-    return bool("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks)
+    """Whether it has a forward of its own, or hooks other than load()'s."""
+    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    return "forward" in vars(part) or any(hook is not refuse_training for hook in hooks)
 
 
 class NativeLinear(QuantizedLinear):

@@ -910,6 +910,18 @@ def test_links_are_followed_and_modes_are_those_of_any_file(source):
         llama2.save_gguf(llama2.open_checkpoint(source), folder / "real.gguf")
 
 
+@on_posix
+def test_leftovers_of_killed_runs_are_cleaned_up(source):
+    """After an hour; another program's files and those of a run that still writes stay."""
+    names = [f"a.gguf.{'0' * 8}.unfinished", f"b.gguf.{'1' * 8}.unfinished", "mine.unfinished"]
+    for name, age in zip(names, (7200, 60, 7200), strict=True):
+        old = source.with_name(name)
+        old.write_bytes(b"half")
+        os.utime(old, (time.time() - age,) * 2)
+    llama2.save_gguf(llama2.open_checkpoint(source), source.with_name("b.gguf"))
+    assert listing(source.parent) == sorted([*names[1:], "a.gguf", "b.gguf"])
+
+
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, SystemExit, MemoryError, OSError(28, "disk full")]
 )
