@@ -1856,39 +1856,29 @@ def open_sentencepiece(path: Path, model: bytes) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
-def read_tokenizer_model(path: Path, config: Config | None) -> tuple[dict[str, Any], bytes]:
-    """tokenizer.model as the keys of a GGUF file, and all its settings, which have fewer keys.
-
-    With a model's config, tokens are added that the files beside it name. Raises ValueError.
-    """
+def read_tokenizer_model(path: Path, config: Config) -> tuple[dict[str, Any], bytes]:
+    """tokenizer.model and what the files beside it add, as keys, and its settings. ValueError."""
     data = read_file(path, MAX_VOCABULARY)
     tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", data)  # Meta's Llama 3
     expect(not tiktoken, "it is tiktoken's text; use a GGUF file or Hugging Face directory")
     sp = open_sentencepiece(path, data)
-    count, rows = sp.vocab_size(), config.vocab_size if config else math.inf
-    expect(count <= rows, f"{path}: {count} pieces; the model has {rows}")
+    count = sp.vocab_size()
+    expect(count <= config.vocab_size, f"{count} pieces; the model has {config.vocab_size}")
     model = [*read_fields(sp.serialized_model_proto())]
+    settings = b"".join(protobuf({number: value}) for number, value in model if number != 1)
     types = [dict(read_fields(piece)).get(3, NORMAL) for number, piece in model if number == 1]
     pieces, scores = sp.id_to_piece([*range(count)]), sp.get_score([*range(count)])
     for i, kind in enumerate(types):
         if kind == USER_DEFINED:  # in GGUF files, these have plain spaces
             pieces[i] = pieces[i].replace("\u2581", " ")
-    if config is not None:
-        add_tokens(pieces, types, read_added_tokens(path.parent, pieces), config.vocab_size)
-    keys = {
-        "model": "llama",
-        "tokens": pieces,
-        "token_type": types,
-        "scores": scores + [0.0] * (len(pieces) - count),
-        "unknown_token_id": sp.unk_id(),
-        "bos_token_id": sp.bos_id(),
-        "eos_token_id": sp.eos_id(),
-        "add_bos_token": True,
-        "add_space_prefix": sp.encode_as_pieces("a")[0] != "a",
-        "remove_extra_whitespaces": sp.encode("a  a") == sp.encode("a a"),
-    }
-    settings = b"".join(protobuf({number: value}) for number, value in model if number != 1)
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}, settings
+    add_tokens(pieces, types, read_added_tokens(path.parent, pieces), config.vocab_size)
+    keys = {"model": "llama", "tokens": pieces, "token_type": types, "add_bos_token": True}
+    keys["scores"] = scores + [0.0] * (len(pieces) - count)
+    keys |= {"bos_token_id": sp.bos_id(), "eos_token_id": sp.eos_id()}
+    keys["unknown_token_id"] = sp.unk_id()
+    keys["add_space_prefix"] = sp.encode_as_pieces("a")[0] != "a"
+    keys["remove_extra_whitespaces"] = sp.encode("a  a") == sp.encode("a a")
+    return keys, settings
 
 
 def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
@@ -1959,56 +1949,53 @@ METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
 ESCAPES: tuple = (([PREPEND, REPLACE], {}), (None, METASPACE))
 
 
-def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
-    """A tokenizer.json as the keys of a GGUF file. Raises ValueError for what is not Llama's."""
-    with naming(path, "not a tokenizer of Llama's: "):
-        data, rows = read_file(path, MAX_TOKENIZER_JSON), config.vocab_size
-        expect(data.count(b",") <= MAX_VALUES, f"more than {MAX_VALUES} values")
-        content = parse_json(data)
-        parts = ("model", "pre_tokenizer", "normalizer", "post_processor", "added_tokens")
-        model, pre, normalizer, post, added = (content.get(part) or {} for part in parts)
-        expect(model["type"] == "BPE", f"it is a {model['type']}")
-        vocab = model["vocab"]
-        texts = {i: text for text, i in vocab.items()}
-        fits = len(texts) == len(vocab) and all(type(i) is int and 0 <= i < rows for i in texts)
-        expect(fits, f"its ids are not different and below {rows}")
-        pieces = [texts.get(i, f"[PAD{i}]") for i in range(max(texts) + 1)]
-        types = [NORMAL if i in texts else UNUSED for i in range(len(pieces))]
-        add_tokens(pieces, types, added, rows)
-        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        starts = [step.get("single", [])[:1] for step in post.get("processors", [post])]
-        ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
-        keys: dict[str, Any] = {"tokens": pieces, "token_type": types}
-        keys |= {"bos_token_id": ends[0], "eos_token_id": ends[1]}
-        keys["add_bos_token"] = any("SpecialToken" in step for start in starts for step in start)
-        keys["add_space_prefix"] = pre.pop("prepend_scheme", "") != "never"
-        known = [name for name, s in PRE_TOKENIZERS.items() if s == pre.get("pretokenizers")]
-        if known and not normalizer:
-            special = {types[i] for i in ends} <= {CONTROL, USER_DEFINED}
-            expect(special, f"config.json's ids {ends} are not all of added tokens")
-            keys |= {"model": "gpt2", "pre": known[0], "merges": [" ".join(m) for m in merges]}
-        elif model["byte_fallback"] and (normalizer.get("normalizers"), pre) in ESCAPES:
-            for byte in {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
-                types[vocab[byte]] = BYTE
-            keys |= {"model": "llama", "unknown_token_id": vocab["<unk>"]}
-            keys["scores"] = sentencepiece_scores(pieces, types, merges)
-        else:
-            found = f"pre_tokenizer {str(pre)[:150]}, normalizer {str(normalizer)[:80]}"
-            raise ValueError(f"{found}; expected that of Llama 2, Llama 3 or SmolLM2")
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+def read_tokenizer_json(path: Path, config: Config) -> tuple[dict[str, Any], bytes]:
+    """A tokenizer.json as keys, and no settings. Raises ValueError for what is not Llama's."""
+    data, rows = read_file(path, MAX_TOKENIZER_JSON), config.vocab_size
+    expect(data.count(b",") <= MAX_VALUES, f"more than {MAX_VALUES} values")
+    content = parse_json(data)
+    parts = ("model", "pre_tokenizer", "normalizer", "post_processor", "added_tokens")
+    model, pre, normalizer, post, added = (content.get(part) or {} for part in parts)
+    expect(model["type"] == "BPE", f"it is a {model['type']}")
+    vocab = model["vocab"]
+    texts = {i: text for text, i in vocab.items()}
+    fits = len(texts) == len(vocab) and all(type(i) is int and 0 <= i < rows for i in texts)
+    expect(fits, f"its ids are not different and below {rows}")
+    pieces = [texts.get(i, f"[PAD{i}]") for i in range(max(texts) + 1)]
+    types = [NORMAL if i in texts else UNUSED for i in range(len(pieces))]
+    add_tokens(pieces, types, added, rows)
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    starts = [step.get("single", [])[:1] for step in post.get("processors", [post])]
+    ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
+    keys: dict[str, Any] = {"tokens": pieces, "token_type": types}
+    keys |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    keys["add_bos_token"] = any("SpecialToken" in step for start in starts for step in start)
+    keys["add_space_prefix"] = pre.pop("prepend_scheme", "") != "never"
+    known = [name for name, s in PRE_TOKENIZERS.items() if s == pre.get("pretokenizers")]
+    if known and not normalizer:
+        special = {types[i] for i in ends} <= {CONTROL, USER_DEFINED}
+        expect(special, f"config.json's ids {ends} are not all of added tokens")
+        keys |= {"model": "gpt2", "pre": known[0], "merges": [" ".join(m) for m in merges]}
+    elif model["byte_fallback"] and (normalizer.get("normalizers"), pre) in ESCAPES:
+        for byte in {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
+            types[vocab[byte]] = BYTE
+        keys |= {"model": "llama", "unknown_token_id": vocab["<unk>"]}
+        keys["scores"] = sentencepiece_scores(pieces, types, merges)
+    else:
+        found = f"pre_tokenizer {str(pre)[:150]}, normalizer {str(normalizer)[:80]}"
+        raise ValueError(f"{found}; expected that of Llama 2, Llama 3 or SmolLM2")
+    return keys, b""
 
 
 def sentencepiece_scores(pieces: list[str], types: list[int], merges: list) -> list[float]:
-    """Scores by which SentencePiece does these merges. Raises ValueError if it would do others.
-
-    Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
-    """
+    """Scores by which SentencePiece does these merges. Raises ValueError if it would do others."""
     ranks = {left + right: -float(rank) for rank, (left, right) in enumerate(merges)}
     texts = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
     pairs = {(p[:i], p[i:]) for p in texts for i in range(1, len(p))}  # it merges any such two
     lost = {p for p in pairs if texts >= {*p}} - {*map(tuple, merges)} or ranks.keys() - {*pieces}
     if lost:
         raise ValueError(f"the merges and the pieces do not match: {min(lost)}")
+    # Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
     return [ranks.get(p, 0.0) if p.strip("\u2581") else -1e9 for p in pieces]
 
 
@@ -2029,10 +2016,7 @@ class Tokenizer:
         if self.is_bpe:  # what it does not have cannot come from text
             self.bpe = self.byte_pairs(NORMAL, USER_DEFINED)
         else:
-            model = self.sentencepiece_model(settings)
-            no_prefix = protobuf({3: {3: False}})  # add_dummy_prefix
-            self.sp = open_sentencepiece(path, model)
-            self.sp_no_prefix = open_sentencepiece(path, model + no_prefix)
+            self.build_sentencepiece(settings)
 
     def read_pieces(self, stop_ids: Iterable[int]) -> None:
         """The pieces, their types, the ids of BOS and EOS (-1: there is none). Raises ValueError."""
@@ -2046,8 +2030,8 @@ class Tokenizer:
             ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
             ("token_type", types, lambda kind: type(kind) is int and NORMAL <= kind <= BYTE),
         ):
-            bad = [repr(value)[:40] for value in values if not fits(value)]
-            found = f"{len(values)} values for {n} tokens" + f", among them {bad[:1]}" * bool(bad)
+            bad = [repr(value)[:40] for value in values if not fits(value)][:1]
+            found = f"{len(values)} values for {n} tokens, wrong ones: {bad}"
             expect(len(values) == n and not bad, f"{prefix}{name} has {found}")
         expect(len({*self.pieces}) == n, f"{prefix}tokens has duplicates")
         bos = get("tokenizer.ggml.bos_token_id", int, None if self.is_bpe else 1)
@@ -2063,18 +2047,20 @@ class Tokenizer:
             types[unknown] = UNKNOWN
         self.bos_id, self.eos_id = (i if types[i] == CONTROL else -1 for i in (bos, eos))
 
-    def sentencepiece_model(self, settings: bytes) -> bytes:
-        """The keys as SentencePiece's model, with the `settings` of a tokenizer.model, if there are."""
+    def build_sentencepiece(self, settings: bytes) -> None:
+        """Make SentencePiece's model, with the `settings` of a tokenizer.model or those in the keys."""
         trainer: dict[int, Any] = {3: 2, 35: self.types.count(BYTE) == 256}  # BPE, byte_fallback
         for j, i in enumerate((self.types.index(UNKNOWN), self.bos_id, self.eos_id)):
             trainer |= {40 + j: i, 45 + j: self.pieces[i].encode()}
         remove_extra = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
         normalizer = {3: self.strips_space, 4: remove_extra}  # add_dummy_prefix
-        model = []
+        fields = [settings or protobuf({2: trainer, 3: normalizer})]
         for text, score, kind in zip(self.pieces, self.keys["tokenizer.ggml.scores"], self.types):
             escaped = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
-            model.append(protobuf({1: {1: escaped.encode(), 2: float(score), 3: kind}}))
-        return b"".join(model) + (settings or protobuf({2: trainer, 3: normalizer}))
+            fields.append(protobuf({1: {1: escaped.encode(), 2: float(score), 3: kind}}))
+        self.sp = open_sentencepiece(self.source, b"".join(fields))
+        fields.append(protobuf({3: {3: False}}))  # add_dummy_prefix
+        self.sp_no_prefix = open_sentencepiece(self.source, b"".join(fields))
 
     def byte_pairs(self, *kinds: int) -> Any:
         """The package tokenizers' own, with the pieces of these types."""
@@ -2098,24 +2084,21 @@ class Tokenizer:
             bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
             token = partial(tokenizers.AddedToken, normalized=False)
             bpe.add_tokens([token(p, special=k == CONTROL) for p, _, k in rows if k != NORMAL])
-            if CONTROL in kinds and self.add_bos:
+            if CONTROL in kinds and self.add_bos and self.bos_id >= 0:
                 bos, template = self.pieces[self.bos_id], tokenizers.processors.TemplateProcessing
                 bpe.post_processor = template([bos, "$A"], special_tokens=[(bos, self.bos_id)])
         return bpe
 
     @classmethod
     def from_file(cls, path: str | Path, config: Config | None = None) -> Tokenizer:
-        """Read tokenizer.model; with a model's config, too, tokenizer.json and the files beside it."""
-        path, settings = Path(path), b""
+        """Read tokenizer.model or .json and what the files beside it say. ValueError."""
+        path, config = Path(path), config or Config(vocab_size=2**18)
+        read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
         with naming(path, "not a tokenizer of Llama's: "):
-            if config is not None and path.suffix == ".json":
-                keys = read_tokenizer_json(path, config)
-            else:
-                keys, settings = read_tokenizer_model(path, config)
-            if config is None:
-                return cls(path, keys, (), settings)
-        other, key = path.with_name("tokenizer_config.json"), "tokenizer.ggml.add_bos_token"
-        keys[key] = lookup(other, read_json(other), "add_bos_token", bool, keys[key])
+            keys, settings = read(path, config)
+        other, default = path.with_name("tokenizer_config.json"), keys["add_bos_token"]
+        keys["add_bos_token"] = lookup(other, read_json(other), "add_bos_token", bool, default)
+        keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
         keys["tokenizer.chat_template"] = read_chat_template(path.parent)
         ends = {config.bos_token_id, config.eos_token_id, *config.stop_token_ids}
         return cls(path, keys, ends & {*range(len(keys["tokenizer.ggml.tokens"]))}, settings)
@@ -2230,22 +2213,22 @@ class ChatFormat:
     """
 
     name: str
-    template_has: tuple[str, ...]  # texts by which its chat template is recognised
     tags: tuple[str, ...]  # begin or end a role; like EOS, they end an answer
     turn: str = ""  # of each ROLE that has no form of its own:
     user: str = ""
     assistant: str = ""  # after the last question, the model continues from what is before {}
     system: str = ""
     start: str = ""
+    template_has: tuple[str, ...] = ()  # besides the first tag: its chat template is recognised so
     template_lacks: tuple[str, ...] = ()
-    system_in: str = ""  # "first" or "last": the question that includes it
-    needs_tokens: bool = False  # only for vocabularies with a token for each tag
+    system_in: int | None = None  # the index of the question that includes it
+    as_tokens: bool = False  # only for vocabularies with a token for each tag
     default_system: str | None = None  # where none is given; only for templates that say so
 
     def suits(self, template: str) -> bool:
         """Whether its texts are in a chat template, and none that other formats have."""
         lacks = not any(text in template for text in self.template_lacks)
-        return lacks and all(text in template for text in self.template_has)
+        return lacks and all(text in template for text in (self.tags[0], *self.template_has))
 
     def form(self, role: str) -> str:
         """A message of that role and what is around it."""
@@ -2254,48 +2237,39 @@ class ChatFormat:
 
 MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
     "mistral",
-    ("[INST]",),
+    ("[INST]", "[/INST]"),
     template_lacks=("[SYSTEM_PROMPT]",),
     start="<s>",
     user="[INST] {}[/INST]",
     assistant=" {-}</s>",
     system="{}\n\n",
-    tags=("[INST]", "[/INST]"),
-    system_in="last",
-    needs_tokens=True,
+    system_in=-1,
+    as_tokens=True,
 )
-
 LLAMA_3_CHAT = ChatFormat(
     "llama-3",
-    ("<|start_header_id|>",),
-    start="<s>",
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     turn="<|start_header_id|>ROLE<|end_header_id|>\n\n{-}<|eot_id|>",
-    tags=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    start="<s>",
 )
-
-CHATML = ChatFormat(  # OpenHermes 2.5 and many others
-    "chatml",
-    ("<|im_start|>",),
-    turn="<|im_start|>ROLE\n{}<|im_end|>\n",
-    tags=("<|im_start|>", "<|im_end|>"),
-)
-
+# OpenHermes 2.5 and many others
+CHATML = ChatFormat("chatml", ("<|im_start|>", "<|im_end|>"), "<|im_start|>ROLE\n{}<|im_end|>\n")
 KNOWLEDGE = "Cutting Knowledge Date: December 2023"
 SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 CHAT_FORMATS = (
     ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
         "llama-2",
-        ("[INST]", "<<SYS>>"),
+        ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+        template_has=("<<SYS>>",),
         user="<s> [INST] {-} [/INST]",
         assistant=" {-} </s>",
         system="<<SYS>>\n{}\n<</SYS>>\n\n",
-        tags=("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
-        system_in="first",
+        system_in=0,
     ),
     replace(  # Llama 3.1 to 3.3
         LLAMA_3_CHAT,
-        template_has=("<|start_header_id|>", KNOWLEDGE),
+        template_has=(KNOWLEDGE,),
         system="<|start_header_id|>system<|end_header_id|>\n\n"
         f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}<|eot_id|>",
         default_system="",
@@ -2303,30 +2277,26 @@ CHAT_FORMATS = (
     LLAMA_3_CHAT,
     MISTRAL,
     replace(  # version 1: v0.1 and v0.2, whose first templates had no space before [INST]
-        MISTRAL,
-        user=" [INST] {} [/INST]",
-        assistant=" {}</s>",
-        system_in="first",
-        needs_tokens=False,
+        MISTRAL, user=" [INST] {} [/INST]", assistant=" {}</s>", system_in=0, as_tokens=False
     ),
     ChatFormat(  # Zephyr 7B, TinyLlama Chat
         "zephyr",
-        ("<|assistant|>", "eos_token"),
-        template_lacks=("<|end|>", "<|endoftext|>"),
+        ("<|assistant|>", "<|user|>", "<|system|>"),
         turn="<|ROLE|>\n{}</s>\n",
-        tags=("<|user|>", "<|assistant|>", "<|system|>"),
+        template_has=("eos_token",),
+        template_lacks=("<|end|>", "<|endoftext|>"),
     ),
     ChatFormat(  # Vicuna 1.1 and 1.5, as in the published templates and llama.cpp; FastChat, which
         "vicuna",  # trained it, has a space where these have a newline, and none after </s>
-        ("USER: ", "ASSISTANT: "),
+        ("USER:", "ASSISTANT:"),
+        template_has=("USER: ", "ASSISTANT: "),
         template_lacks=("SYSTEM: ",),
         start="<s>",
         user="USER: {-}\n",
         assistant="ASSISTANT: {-}</s>\n",
         system="{-}\n\n",
-        tags=("USER:", "ASSISTANT:"),
     ),
-    replace(CHATML, template_has=("<|im_start|>", SMOLLM), default_system=SMOLLM),  # SmolLM2
+    replace(CHATML, template_has=(SMOLLM,), default_system=SMOLLM),  # SmolLM2
     CHATML,
 )
 CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
@@ -2351,13 +2321,8 @@ def describe_chat_format(template: str) -> str:
     return name if template.strip() else f"{name} (assumed: the model has no chat template)"
 
 
-def find_chat_format(
-    tokenizer: Tokenizer, name: str | None
-) -> tuple[ChatFormat, dict[str, int], list[str]]:
-    """The row of a name which suits the tokenizer, the ids of its tags, the tags that text can spell.
-
-    Name None: the format of the tokenizer's own template. Raises ValueError if it has none.
-    """
+def find_chat_format(tokenizer: Tokenizer, name: str | None) -> tuple[ChatFormat, dict, list[str]]:
+    """The row of a name (None: by its template), the ids of its tags, the tags that text can spell."""
     template = tokenizer.chat_template
     if name is None:
         problem = f"the model has no chat template; pass chat_format, one of {ANY_FORMAT}"
@@ -2366,13 +2331,13 @@ def find_chat_format(
     for row in CHAT_FORMATS:
         ids = {t: tokenizer.special_ids[t] for t in row.tags if t in tokenizer.special_ids}
         fits = row.default_system is None or row.suits(template)
-        if row.name == name and fits and (len(ids) == len(row.tags) or not row.needs_tokens):
+        if row.name == name and fits and (len(ids) == len(row.tags) or not row.as_tokens):
             control = [tag for tag, i in ids.items() if tokenizer.types[i] == CONTROL]
             return row, ids, [tag for tag in row.tags if tag not in control]
     raise ValueError(f"unknown chat format {name!r}; choose from {ANY_FORMAT}")
 
 
-def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tuple[str, str]]:
+def check_messages(messages: Sequence, tags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(role, text) pairs. ValueError for roles out of order, contents that are not text, tags."""
     listed = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
     expect(listed, "expected a list of messages, each with role and content")
@@ -2381,7 +2346,6 @@ def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tup
     found = ", ".join(map(str, roles)) or "no message"
     in_turn = turns == [*["user", "assistant"] * (len(turns) // 2), "user"]
     expect(in_turn, f"expected the roles [system,] user, assistant, ..., user; found: {found}")
-    checked: list[tuple[str, str]] = []
     for role, message in zip(roles, messages):
         content: Any = message.get("content")
         if isinstance(content, list):  # as OpenAI has it: of {"type": "text", "text"}
@@ -2391,43 +2355,38 @@ def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tup
         expect(isinstance(content, str), f"the {role} message is a {kind}, not text")
         for tag in tags:
             expect(tag not in content, f"the {role} message contains the reserved tag {tag}")
-        checked.append((role, content))
-    return checked
+        yield role, content
 
 
 def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping],
-    chat_format: str | None = None,
-    date_string: str | None = None,
+    tokenizer: Tokenizer, messages: Sequence[Mapping], chat_format: str | None = None
 ) -> list[int]:
     """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
-    `chat_format`: a name of CHAT_FORMATS (None: the tokenizer's own). `date_string`: the date in
-    Llama 3.1's system message (None: the one that its template names, the same every day).
-    Raises ValueError for roles out of order (system?, user, assistant, ..., user) and for tags in a
-    message, which could impersonate another role.
+    `chat_format`: a name of CHAT_FORMATS (None: the tokenizer's own). Raises ValueError for roles
+    out of order and for tags in a message, which could impersonate another role.
     """
     row, tag_ids, reserved = find_chat_format(tokenizer, chat_format)
-    turns = check_messages(messages, reserved)
+    turns = [*check_messages(messages, reserved)]
     if turns[0][0] != "system" and row.default_system is not None:
         turns.insert(0, ("system", row.default_system))
-    if turns[0][0] == "system" and row.system_in:
+    if turns[0][0] == "system" and row.system_in is not None:
         (_, system), *turns = turns
-        at = 0 if row.system_in == "first" else -1
-        turns[at] = ("user", row.system.replace("{}", system) + turns[at][1])
+        asked = row.system.replace("{}", system) + turns[row.system_in][1]
+        turns[row.system_in] = ("user", asked)
     cue = row.form("assistant").partition("{")[0].rstrip(" ")
     form = row.start + "".join(row.form(role) for role, _ in turns) + cue
     contents = iter([t.strip() if "{-}" in row.form(role) else t for role, t in turns])
-    named = re.search(r'date_string = "([^"]{1,40})"', tokenizer.chat_template)
-    date = date_string or (named[1] if named else "26 Jul 2024")
+    # Llama 3.1 has a date in its system message: here the template's own, the same every day.
+    named = re.search(r'date_string = "([\w ]{1,40})"', tokenizer.chat_template)
+    form = form.replace("{date}", named[1] if named else "26 Jul 2024")
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     ids: list[int] = []
     for part in re.split(f"({'|'.join(map(re.escape, token_ids))})", form):
         if part in token_ids:
             ids.append(token_ids[part])
         else:  # all that is between two tokens is encoded together
-            text = re.sub(r"\{-?(date)?\}", lambda m: date if m[1] else next(contents), part)
+            text = re.sub(r"\{-?\}", lambda mark: next(contents), part)
             ids += tokenizer.encode(text, bos=False, first=not ids)
     expect(min(ids) >= 0, f"the vocabulary has no BOS or EOS token; {row.name} needs it")
     return ids
