@@ -2005,18 +2005,18 @@ class Tokenizer:
     def __init__(self, path: Path, keys: dict, stops: Iterable = (), settings: bytes = b"") -> None:
         self.source, self.keys, self.get = path, keys, partial(lookup, path, keys)
         self.is_bpe = self.get("tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
-        self.read_pieces(stops)
+        self.read_pieces(stops)  # ids that end a text besides EOS
         kinds = enumerate(zip(self.pieces, self.types))
         self.special_ids = {p: i for i, (p, kind) in kinds if kind in (CONTROL, USER_DEFINED)}
         self.chat_template = self.get("tokenizer.chat_template", str, "")  # in Jinja; not executed
         bos = keys.get("tokenizer.ggml.pre") != "smollm"
-        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, bos)  # to a prompt
+        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, bos)  # before a prompt
         prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
         self.strips_space = prefix and not self.is_bpe  # decode() takes off what encode() adds
-        if self.is_bpe:  # what it does not have cannot come from text
+        if self.is_bpe:  # without control tokens, which so cannot come from text
             self.bpe = self.byte_pairs(NORMAL, USER_DEFINED)
         else:
-            self.build_sentencepiece(settings)
+            self.build_sentencepiece(settings)  # a tokenizer.model's, else those in the keys
 
     def read_pieces(self, stop_ids: Iterable[int]) -> None:
         """The pieces, their types, the ids of BOS and EOS (-1: there is none). Raises ValueError."""
@@ -2038,7 +2038,7 @@ class Tokenizer:
         eos = get("tokenizer.ggml.eos_token_id", int, None if self.is_bpe else 2)
         for i in (bos, eos, *stop_ids):
             expect(-1 <= i < n, f"{self.source}: the BOS or EOS id is {i} of {n} tokens")
-            # Some converters mark BOS and EOS as NORMAL; typed text becomes what is USER_DEFINED.
+            # Some converters mark BOS and EOS as NORMAL; what is USER_DEFINED could be typed.
             if i >= 0 and (i in (bos, eos) or types[i] == USER_DEFINED):
                 types[i] = CONTROL
         if not self.is_bpe:  # some mark it as CONTROL: SentencePiece refuses
@@ -2048,18 +2048,18 @@ class Tokenizer:
         self.bos_id, self.eos_id = (i if types[i] == CONTROL else -1 for i in (bos, eos))
 
     def build_sentencepiece(self, settings: bytes) -> None:
-        """Make SentencePiece's model, with the `settings` of a tokenizer.model or those in the keys."""
+        """Make SentencePiece's processors, of which the second puts no space in front of a text."""
         trainer: dict[int, Any] = {3: 2, 35: self.types.count(BYTE) == 256}  # BPE, byte_fallback
         for j, i in enumerate((self.types.index(UNKNOWN), self.bos_id, self.eos_id)):
             trainer |= {40 + j: i, 45 + j: self.pieces[i].encode()}
         remove_extra = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        normalizer = {3: self.strips_space, 4: remove_extra}  # add_dummy_prefix
+        normalizer = {3: self.strips_space, 4: remove_extra}  # add_dummy_prefix, as below
         fields = [settings or protobuf({2: trainer, 3: normalizer})]
         for text, score, kind in zip(self.pieces, self.keys["tokenizer.ggml.scores"], self.types):
             escaped = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
             fields.append(protobuf({1: {1: escaped.encode(), 2: float(score), 3: kind}}))
         self.sp = open_sentencepiece(self.source, b"".join(fields))
-        fields.append(protobuf({3: {3: False}}))  # add_dummy_prefix
+        fields.append(protobuf({3: {3: False}}))
         self.sp_no_prefix = open_sentencepiece(self.source, b"".join(fields))
 
     def byte_pairs(self, *kinds: int) -> Any:
