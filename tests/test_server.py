@@ -734,7 +734,7 @@ def test_a_developer_is_the_system(server):
     assert first.choices[0].message == second.choices[0].message
     assert first.usage.prompt_tokens == second.usage.prompt_tokens
     two = [*messages, {"role": "user", "content": "B"}]
-    with pytest.raises(openai.BadRequestError, match="join messages of one role"):
+    with pytest.raises(openai.BadRequestError, match="expected the roles"):
         server.client.chat.completions.create(messages=two, model="")
 
 
