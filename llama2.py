@@ -768,22 +768,23 @@ class Weight:
         if self.hf_head_dim:
             data = rows_from_hf(data, self.hf_head_dim)
         data = data.contiguous()
-        if data.storage_offset() % DENSE.get(self.ggml_type, torch.float16).itemsize:
-            data = data.clone()  # old safetensors files do not align their tensors
-        return data
+        size = DENSE.get(self.ggml_type, torch.float16).itemsize
+        return data.clone() if data.storage_offset() % size else data  # old safetensors files
 
     def part(self, axis: int, start: int, stop: int) -> Weight:
         """A view of rows (axis 0) or columns (1) from start to stop, which lie between blocks."""
-        shape, shards, offset = list(self.shape), [], 0
-        shape[axis] = stop - start
         block, size = self.block if axis == 1 else (1, 1)
-        begin, end = start // block * size, stop // block * size  # in rows, or in bytes of a row
+        shards, begin, end = (
+            [],
+            start // block * size,
+            stop // block * size,
+        )  # rows, or bytes of one
         for shard in self.shards:
-            span = slice(max(begin - offset, 0), max(end - offset, 0))
-            shards.append(shard[span] if axis == 0 else shard[:, span])
+            shards.append(shard[begin:end] if axis == 0 else shard[:, begin:end])
             if axis == self.axis:  # the next shard begins where this one ends
-                offset += shard.shape[axis]
-        return replace(self, shape=tuple(shape), shards=[s for s in shards if s.numel()])
+                begin, end = (max(n - shard.shape[axis], 0) for n in (begin, end))
+        shape = tuple(stop - start if i == axis else n for i, n in enumerate(self.shape))
+        return replace(self, shape=shape, shards=[s for s in shards if s.numel()])
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The weight as a dense tensor, a few rows at a time; a view of the file if unchanged."""
@@ -1242,8 +1243,8 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     return weights
 
 
-def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
-    """Open Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
+def read_meta(path: Path, files: list[Path]) -> tuple[Config, dict[str, Weight]]:
+    """Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
     shards = [read_tensors(file) for file in files]
     axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
     for name, weight in shards[0].items():
@@ -1264,19 +1265,13 @@ def meta_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     known |= {row[2] for row in SETTINGS}
     odd = " ".join({key for key in settings if settings[key]} - known)
     expect(not odd, f"{params}: unknown key {odd[:60]}; expected {' '.join(sorted(known))}")
-    matrix = partial(lookup, path, tensors, expected=Weight)
-    vocab_size, columns = matrix("tok_embeddings.weight").shape
-    width, _ = matrix("layers.0.feed_forward.w1.weight").shape
+    vocab_size, columns = lookup(path, tensors, "tok_embeddings.weight", Weight).shape
+    width, _ = lookup(path, tensors, "layers.0.feed_forward.w1.weight", Weight).shape
     get = partial(lookup, params, settings)
     config = read_config(2, get, vocab_size=vocab_size, intermediate_size=width)
     found = f"have {columns} columns of tok_embeddings, but dim is {config.hidden_size}"
     expect(columns == config.hidden_size, f"{len(files)} shards {found}: are shards missing?")
-    file, above = (at / "tokenizer.model" for at in (path, path.resolve().parent))
-    file = above if above.exists() and not file.exists() else file
-    tokenizer = partial(Tokenizer.from_file, file, config)
-    weights, form = rename(tensors, 2, config), f"Meta's directory, {len(files)} .pth"
-    # 4096 tokens are Llama 2's context, Code Llama's is 16384.
-    return Checkpoint(form, config, weights, tokenizer, path=str(path), states_context=False)
+    return config, rename(tensors, 2, config)
 
 
 def read_chat_template(path: Path) -> str:
@@ -1316,8 +1311,8 @@ def llama3_divisors(get: Callable, config: Config) -> tuple[float, ...]:
     return tuple((1 / ((1 - smooth) / factor + smooth)).tolist())
 
 
-def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
-    """Open a Hugging Face directory: config.json, tokenizer.model, .safetensors or .bin files."""
+def read_hf(path: Path, files: list[Path]) -> tuple[Config, dict[str, Weight]]:
+    """A Hugging Face directory: config.json, generation_config.json, .safetensors or .bin files."""
     file = path / "config.json"
     settings = read_json(file)
     get = partial(lookup, file, settings)
@@ -1355,12 +1350,7 @@ def hf_checkpoint(path: Path, files: list[Path]) -> Checkpoint:
     get("head_dim", (config.head_dim, None))
     if settings["rope_type"] == "llama3":
         config = replace(config, rope_freq_factors=llama3_divisors(get, config))
-    file = path / "tokenizer.model"
-    file = file if file.exists() else path / "tokenizer.json"
-    tokenizer = partial(Tokenizer.from_file, file, config)
-    form = f"Hugging Face directory, {len(files)} {files[0].suffix}"
-    weights, template = rename(tensors, 0, config), read_chat_template(path)
-    return Checkpoint(form, config, weights, tokenizer, template, str(path))
+    return config, rename(tensors, 0, config)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -1370,20 +1360,28 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     with naming(path):
         if not is_folder and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
             return gguf_checkpoint(path)
-        for settings, pattern, open_directory in (
-            ("config.json", "model*.safetensors", hf_checkpoint),
-            ("config.json", "pytorch_model*.bin", hf_checkpoint),
-            ("params.json", "consolidated.*.pth", meta_checkpoint),
+        for form, settings, pattern, other, read in (
+            ("Hugging Face", "config.json", "model*.safetensors", "tokenizer.json", read_hf),
+            ("Hugging Face", "config.json", "pytorch_model*.bin", "tokenizer.json", read_hf),
+            ("Meta", "params.json", "consolidated.*.pth", "../tokenizer.model", read_meta),
         ):
             files = sorted(path.glob(pattern))
             if files and (path / settings).is_file():
-                return open_directory(path, files)
-        found = ", ".join(sorted(os.listdir(path))[:5]) if is_folder else "one file of a directory"
-        wanted = (
-            "a .gguf file, or a directory with params.json and consolidated.00.pth (Meta) or with"
+                break
+        else:
+            found = sorted(os.listdir(path))[:5] if is_folder else ["one file of a directory"]
+            wanted = "a .gguf file, or a directory of Meta (params.json and consolidated.00.pth) or"
+            wanted += " Hugging Face (config.json and model*.safetensors or pytorch_model*.bin)"
+            raise ValueError(f"found {', '.join(found) or 'nothing'}; expected {wanted}")
+        config, weights = read(path, files)
+        file = path / "tokenizer.model"
+        tokenizer = partial(Tokenizer.from_file, file if file.exists() else path / other, config)
+        kind, template = (
+            f"{form} directory, {len(files)} {files[0].suffix}",
+            read_chat_template(path),
         )
-        wanted += " config.json and model*.safetensors or pytorch_model*.bin (Hugging Face)"
-        raise ValueError(f"found {found or 'nothing'}; expected {wanted}")
+        # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
+        return Checkpoint(kind, config, weights, tokenizer, template, str(path), form != "Meta")
 
 
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:

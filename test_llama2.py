@@ -823,7 +823,7 @@ def test_sections_refer_upwards():
         below = [n for n in globals_of(table) if home.get(n, 0) > home.get(user, 99)]
         downwards |= {(user, name) for name in below}
     known = {  # a file's reader makes its tokenizer, a plan knows how many tokens come at once
-        *((f"{form}_checkpoint", "Tokenizer") for form in ("gguf", "meta", "hf")),
+        *((f"{name}_checkpoint", "Tokenizer") for name in ("gguf", "open")),
         ("memory_plan", "PREFILL_CHUNK"),
         ("accelerate", "CompiledLayers"),
         ("accelerate", "CompiledLinear"),
