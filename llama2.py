@@ -944,7 +944,7 @@ class GGUF:
     def __init__(self, path: str | Path) -> None:
         import gguf
 
-        self.path, self.values_left = Path(path), MAX_VALUES
+        self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
         self.file = MappedFile.open(self.path)
         self.end = min(len(self.file), MAX_METADATA)  # of what is read here
         self.metadata: dict[str, Any] = {}
@@ -975,7 +975,7 @@ class GGUF:
                     ggml_type = gguf.GGMLQuantizationType(number).name
                 infos.append((offset, name, ggml_type, tuple(dims[::-1])))
             align = self.get("general.alignment", tuple(2**i for i in range(3, 21)), 32)  # gguf.md
-            base = end = -(-self.file.tell() // align) * align
+            base = end = -(-self.offset // align) * align
             for offset, name, ggml_type, shape in sorted(infos):
                 expect(name not in self.tensors, f"duplicate tensor {name!r}")
                 fits = offset % align == 0 and base + offset >= end
@@ -985,9 +985,10 @@ class GGUF:
 
     def take(self, size: int, item: str) -> bytes:
         """The next bytes. ValueError beyond the end."""
-        if self.file.tell() + size > self.end:
+        start, self.offset = self.offset, self.offset + size
+        if self.offset > self.end:
             raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
-        return self.file.read(size)
+        return self.file[start : self.offset]
 
     def unpack(self, letters: str, item: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
@@ -1162,10 +1163,7 @@ OPCODES += " LONG_BINGET GLOBAL BINPERSID REDUCE BUILD STOP"
 
 
 class PickledDict(dict):
-    """A dict of a pickle. Other keys than strings are not even hashed.
-
-    A tuple may hold itself 2**60 times: to hash it, to compare or to print it would take for ever.
-    """
+    """A pickle's dict. Only strings are hashed as keys: a tuple may hold itself 2**60 times."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         fits = type(key) is str and key not in self
@@ -1261,8 +1259,7 @@ def read_meta(path: Path, files: list[Path]) -> tuple[Config, dict[str, Weight]]
 
     params = path / "params.json"
     settings = read_json(params)
-    known = {"vocab_size", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size"}
-    known |= {row[2] for row in SETTINGS}
+    known = {"vocab_size", "multiple_of", "ffn_dim_multiplier"} | {row[2] for row in SETTINGS}
     odd = " ".join({key for key in settings if settings[key]} - known)
     expect(not odd, f"{params}: unknown key {odd[:60]}; expected {' '.join(sorted(known))}")
     vocab_size, columns = lookup(path, tensors, "tok_embeddings.weight", Weight).shape
@@ -1376,10 +1373,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         config, weights = read(path, files)
         file = path / "tokenizer.model"
         tokenizer = partial(Tokenizer.from_file, file if file.exists() else path / other, config)
-        kind, template = (
-            f"{form} directory, {len(files)} {files[0].suffix}",
-            read_chat_template(path),
-        )
+        kind = f"{form} directory, {len(files)} {files[0].suffix}"
+        template = read_chat_template(path)
         # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
         return Checkpoint(kind, config, weights, tokenizer, template, str(path), form != "Meta")
 
