@@ -187,6 +187,7 @@ class Cache:
         self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # see mask()
         self.max_seq_len = S
         self.pos = 0  # how many tokens are stored; the next one gets this position
+        self.passes = 0  # how often tokens were stored: tells whether somebody else did
 
     @property
     def batch_size(self) -> int:
@@ -247,6 +248,7 @@ class Cache:
     def advance(self, T: int) -> None:
         """Count T tokens as stored: called once per forward pass, after the last layer."""
         self.pos = self.slots(T).stop
+        self.passes += 1
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens. Raises ValueError when fewer are stored."""
@@ -2337,8 +2339,9 @@ def check_messages(messages: Sequence, tags: Sequence[str]) -> Iterator[tuple[st
     roles: list[Any] = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     found = ", ".join(map(str, roles)) or "no message"
+    order = "[system,] user, assistant, ..., user; join messages of one role in a row"
     in_turn = turns == [*["user", "assistant"] * (len(turns) // 2), "user"]
-    expect(in_turn, f"expected the roles [system,] user, assistant, ..., user; found: {found}")
+    expect(in_turn, f"expected the roles {order}; found: {found}")
     for role, message in zip(roles, messages):
         content: Any = message.get("content")
         if isinstance(content, list):  # as OpenAI has it: of {"type": "text", "text"}
@@ -2524,6 +2527,7 @@ class Report:
         self.prompt_tokens = prompt_tokens  # that were read: a cache may hold the others
         self.seconds: list[float] = []  # of each step, the prompt in the first; the caller's not
         self.drafted = 0  # new tokens that took no pass of their own
+        self.passes = 0  # of the cache, as this generation has left it
 
 
 class Stream(Iterator[Item]):
@@ -2554,7 +2558,7 @@ CACHE_USERS: weakref.WeakKeyDictionary[Cache, Report] = weakref.WeakKeyDictionar
 def held(model: Llama, cache: Cache, ids: Sequence[int]) -> int:
     """How many of the first ids, all but one at most, the last generation has left in a cache."""
     last = CACHE_USERS.get(cache)
-    if last is None or last.model() is not model:
+    if last is None or last.model() is not model or last.passes != cache.passes:
         return 0
     pairs = zip(last.texts[0][: cache.pos], ids[:-1])
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -2587,8 +2591,8 @@ def generate_batch(
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: the beginning that
     the last generation has left there is not read again, so that each turn of a conversation costs
-    what is new (reset() it if anything else has written to it, or weights have changed). `step`:
-    runs the model instead of it, such as Drafts of part III. ValueError for what is out of range.
+    what is new (reset() it if weights or its tensors have been changed). `step` runs the model
+    instead of it, such as Drafts of part III. ValueError for what is out of range.
     """
     config, weight = model.config, model.norm.weight
     vocab_size = vocab_size or getattr(model, "token_count", None)  # as load() found it
@@ -2609,6 +2613,7 @@ def generate_batch(
     else:
         cache = Cache(config, len(texts), size, weight.dtype, weight.device)
     report = CACHE_USERS[cache] = Report(model, texts, sum(map(len, texts)) - cache.pos)
+    report.passes = cache.passes
     seed = torch.Generator().seed() if sampling.seed is None else sampling.seed  # a random one
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(texts))]
 
@@ -2621,10 +2626,11 @@ def generate_batch(
     def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
         while active := [i for i, reason in enumerate(report.stop_reasons) if not reason]:
             start = time.perf_counter()
-            last = CACHE_USERS[cache] is report
-            expect(last, "the cache was used by another generation: this one cannot go on")
+            alone = CACHE_USERS[cache] is report and cache.passes == report.passes
+            expect(alone, "the cache was used by another generation: this one cannot go on")
             for chunk in tokens.to(weight.device).split(prefill_chunk(weight.device), dim=1):
                 logits = (step or model)(chunk, cache)
+                report.passes = cache.passes
             logits, before = logits[active, :vocab_size], [texts[i] for i in active]
             drawn = sample(logits, sampling, before, [generators[i] for i in active]).tolist()
             if -1 in drawn:

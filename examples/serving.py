@@ -43,7 +43,7 @@ class Scorer:
         ids, model = self.prompt, self.session.model
         tokens = torch.tensor([ids], device=cache.k.device)
         cache.reset()
-        llama2.CACHE_USERS[cache] = llama2.Report(model, [ids], len(ids))
+        report = llama2.CACHE_USERS[cache] = llama2.Report(model, [ids], len(ids))
         self.scores.append(Score(ids[0], None, None))
         for start in range(0, len(ids) - 1, llama2.SCORE_CHUNK):
             chunk = tokens[:, start : start + llama2.SCORE_CHUNK + 1]
@@ -51,6 +51,7 @@ class Scorer:
             logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (T, V)
             logprobs = logits[:, : self.tokenizer.vocab_size].log_softmax(-1)
             self.add(logprobs, chunk[0, 1:].tolist())
+        report.passes = cache.passes
         decoder = llama2.StreamDecoder(self.tokenizer)
         texts = [decoder.decode(token_id) for token_id in ids]
         texts[-1] += decoder.flush()  # as in the prompt's text
@@ -139,7 +140,8 @@ class Session:
             cache = next(iter(shared))
         if cache is not best:
             cache.k[:, :, :, :n], cache.v[:, :, :, :n] = best.k[:, :, :, :n], best.v[:, :, :, :n]
-            cache.pos, llama2.CACHE_USERS[cache] = n, llama2.CACHE_USERS[best]
+            cache.pos, cache.passes = n, best.passes
+            llama2.CACHE_USERS[cache] = llama2.CACHE_USERS[best]
         if not reuse:
             cache.reset()
         del self.prompts[cache]

@@ -402,8 +402,11 @@ def test_a_conversation_goes_on(model, tokenizer):
         ids += more
     other = scripted([7, 8], len(ids))  # the same cache would fit
     assert llama2.held(model, cache, ids) == len(ids) - 1 and llama2.held(other, cache, ids) == 0
-    cache.reset()
+    cache.truncate(4)
+    assert llama2.held(model, cache, ids) == 4
+    model(torch.tensor([[7, 8]]), cache)  # somebody else's tokens, in the places of these
     assert llama2.held(model, cache, ids) == 0
+    assert text != "".join(llama2.stream_text(model, tokenizer, [7, 8], cache=cache, **options))
     with pytest.raises(ValueError, match="2 prompts; a cache continues one"):
         llama2.generate_batch(model, [ids, ids], cache=cache)
 
