@@ -2295,15 +2295,14 @@ CHAT_FORMATS = (
     CHATML,
 )
 CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
-ANY_FORMAT = ", ".join(CHAT_FORMAT_NAMES)
+CHOICES = ", ".join(CHAT_FORMAT_NAMES)
 
 
 def recognise_chat_format(template: str) -> str:
     """The format of a chat template, which is never executed. ValueError if it is unknown."""
     known = [row.name for row in CHAT_FORMATS if row.suits(template)]
     start = " ".join(template.split())[:60]
-    choice = f"choose one with --chat-format: {ANY_FORMAT}"
-    expect(known or not start, f"unknown chat template {start!r}; {choice}")
+    expect(known or not start, f"unknown chat template {start!r}; choose --chat-format: {CHOICES}")
     return known[0] if start else "llama-2"
 
 
@@ -2320,7 +2319,7 @@ def find_chat_format(tokenizer: Tokenizer, name: str | None) -> tuple[ChatFormat
     """The row of a name (None: by its template), the ids of its tags, the tags that text can spell."""
     template = tokenizer.chat_template
     if name is None:
-        problem = f"the model has no chat template; pass chat_format, one of {ANY_FORMAT}"
+        problem = f"the model has no chat template; pass chat_format, one of {CHOICES}"
         expect(template.strip(), problem)
         name = recognise_chat_format(template)
     for row in CHAT_FORMATS:
@@ -2329,7 +2328,7 @@ def find_chat_format(tokenizer: Tokenizer, name: str | None) -> tuple[ChatFormat
         if row.name == name and fits and (len(ids) == len(row.tags) or not row.as_tokens):
             control = [tag for tag, i in ids.items() if tokenizer.types[i] == CONTROL]
             return row, ids, [tag for tag in row.tags if tag not in control]
-    raise ValueError(f"unknown chat format {name!r}; choose from {ANY_FORMAT}")
+    raise ValueError(f"unknown chat format {name!r}; choose from {CHOICES}")
 
 
 def check_messages(messages: Sequence, tags: Sequence[str]) -> Iterator[tuple[str, str]]:

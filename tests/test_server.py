@@ -653,7 +653,7 @@ def test_stop_text_of_bytes(parrot):
 
 def test_unknown_chat_template(parrot):
     """The model is served all the same; what cannot be is a chat, which is said at the start."""
-    assert "unknown chat template '{{ odd }}'; choose one with --chat-format" in parrot.notes[0]
+    assert "unknown chat template '{{ odd }}'; choose --chat-format" in parrot.notes[0]
     with pytest.raises(openai.BadRequestError, match="template is unknown") as error:
         parrot.client.chat.completions.create(**CHAT, model="")
     assert error.value.param == "messages"
