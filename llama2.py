@@ -3370,12 +3370,13 @@ class Drafts:
             logits, guess = self.model(tokens, cache), ""
         cache.truncate(len(text))
         self.waiting, seconds = [*zip(guess, logits[1:, None])], time.perf_counter() - start
-        if guess:
+        if guess:  # what took longer than these ids would take alone was disturbed by others
+            seconds = min(seconds, len(logits) * self.alone)
             self.right, self.credit = 0, self.credit + self.alone - seconds
         elif T == 1:
-            self.alone = (7 * (self.alone or seconds) + seconds) / 8
-        limit = 2 * self.alone
-        self.credit = max(-limit, min(self.credit + self.alone / 100, limit))
+            alone = self.alone or seconds
+            self.alone = (7 * alone + min(seconds, 2 * alone)) / 8
+        self.credit = min(self.credit + self.alone / 100, 2 * self.alone)
         return logits[:1]
 
 
