@@ -2354,12 +2354,16 @@ def check_messages(messages: Sequence, tags: Sequence[str]) -> Iterator[tuple[st
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Mapping], chat_format: str | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping],
+    chat_format: str | None = None,
+    date_string: str | None = None,
 ) -> list[int]:
     """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
-    `chat_format`: a name of CHAT_FORMATS (None: the tokenizer's own). Raises ValueError for roles
-    out of order and for tags in a message, which could impersonate another role.
+    `chat_format`: a name of CHAT_FORMATS (None: the tokenizer's own). `date_string`: the date in
+    Llama 3.1's system message (None: the template's own, the same every day). Raises ValueError for
+    roles out of order and for tags in a message, which could impersonate another role.
     """
     row, tag_ids, reserved = find_chat_format(tokenizer, chat_format)
     turns = [*check_messages(messages, reserved)]
@@ -2372,9 +2376,10 @@ def encode_chat(
     cue = row.form("assistant").partition("{")[0].rstrip(" ")
     form = row.start + "".join(row.form(role) for role, _ in turns) + cue
     contents = iter([t.strip() if "{-}" in row.form(role) else t for role, t in turns])
-    # Llama 3.1 has a date in its system message: here the template's own, the same every day.
     named = re.search(r'date_string = "([\w ]{1,40})"', tokenizer.chat_template)
-    form = form.replace("{date}", named[1] if named else "26 Jul 2024")
+    date = date_string or (named[1] if named else "26 Jul 2024")
+    expect(re.fullmatch(r"[\w ,./-]{1,40}", date), f"date_string is {date[:40]!r}, not a date")
+    form = form.replace("{date}", date)
     token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
     ids: list[int] = []
     for part in re.split(f"({'|'.join(map(re.escape, token_ids))})", form):

@@ -483,6 +483,9 @@ def test_chat_ids_equal_transformers(talking, name):
         wanted = theirs.apply_chat_template(messages, **options)
         assert llama2.encode_chat(ours, messages) == wanted, messages
         assert llama2.encode_chat(ours, messages, NAMES[name]) == wanted
+    wanted = theirs.apply_chat_template(messages, date_string="3 Mar 2033", **options)
+    assert llama2.encode_chat(ours, messages, date_string="3 Mar 2033") == wanted
+    assert (wanted != llama2.encode_chat(ours, messages)) is name.startswith("3.")
 
 
 def test_a_date_is_no_tag(tmp_path):
@@ -495,6 +498,8 @@ def test_a_date_is_no_tag(tmp_path):
         ids = llama2.encode_chat(ours, [{"role": "user", "content": "{date}{}"}])
         text = ours.decode(ids)
         assert ids.count(EOT) == 2 and "{date}{}" in text and "Date: 26 Jul 2024\n" in text
+        with pytest.raises(ValueError, match="date_string is"):
+            llama2.encode_chat(ours, [{"role": "user", "content": "hi"}], date_string=odd)
 
 
 def test_no_template_no_format(llama3):
