@@ -676,8 +676,7 @@ NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axi
     ("lm_head", "output", "output", 0),
 )
 
-# The names of all settings. Optional ones default to Config's values, except that the
-# number of key/value heads defaults to that of the query heads.
+# The names of all settings. Those that may be missing have Config's defaults: see read_config().
 SETTINGS = (  # Config and Hugging Face, GGUF, Meta, whether it is needed
     ("hidden_size", "llama.embedding_length", "dim", True),
     ("intermediate_size", "llama.feed_forward_length", "", True),
@@ -776,11 +775,8 @@ class Weight:
     def part(self, axis: int, start: int, stop: int) -> Weight:
         """A view of rows (axis 0) or columns (1) from start to stop, which lie between blocks."""
         block, size = self.block if axis == 1 else (1, 1)
-        shards, begin, end = (
-            [],
-            start // block * size,
-            stop // block * size,
-        )  # rows, or bytes of one
+        shards = []
+        begin, end = start // block * size, stop // block * size  # in rows, or in bytes of a row
         for shard in self.shards:
             shards.append(shard[begin:end] if axis == 0 else shard[:, begin:end])
             if axis == self.axis:  # the next shard begins where this one ends
@@ -882,16 +878,14 @@ def naming(item: object, problem: str = "") -> Iterator[None]:
     except (OSError, ImportError, MemoryError):  # which say nothing of a file's content
         raise
     except Exception as error:  # noqa: BLE001 (whatever damaged files make Python's modules raise)
-        named = str(error).startswith(str(item))
-        text = str(error) if named else f"{item}: {problem}{error}"
+        text = str(error) if str(error).startswith(str(item)) else f"{item}: {problem}{error}"
         raise ValueError(printable(text[:400])) from None
 
 
 def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
     """The content of a file. Raises ValueError if it is empty or longer than `limit`."""
     source = MappedFile.open(path)
-    size = len(source)
-    expect(size <= limit, f"{path}: damaged: {size} bytes; expected at most {limit}")
+    expect(len(source) <= limit, f"{path}: damaged: {len(source)} bytes; expected at most {limit}")
     return source[:]
 
 
@@ -1031,7 +1025,6 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
         with naming(name):  # one of each type: whether it is of weights at all
             dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
     get("general.architecture", ("llama",))
-    get("general.type", ("model", None))
     get("llama.expert_count", (0, None))
     factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
     if get("llama.rope.scaling.type", ("linear", "none", None)) == "none":
@@ -1042,8 +1035,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     config = read_config(1, get, vocab_size=vocab_size, rope_scaling_factor=factor or 1.0)
     tied = "output.weight" not in tensors
     config = replace(config, tie_word_embeddings=tied, stop_token_ids=file.stop_ids())
-    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
-        get(f"llama.{key}", (config.head_dim, None))
+    get("llama.rope.dimension_count", (config.head_dim, None))
     divisors = tensors.pop("rope_freqs.weight", None)
     weights = rename(tensors, 1, config)
     if divisors is not None:
@@ -1054,9 +1046,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     template = get("tokenizer.chat_template", str, "")
     checkpoint = Checkpoint(form, config, weights, partial(Tokenizer.from_gguf, file), template)
     # Keys that follow from the tensors, or that the tokenizer knows, are written anew by save_gguf().
-    known = (
-        r"general\.(architecture|file_type|alignment)|llama\.rope\.scal|quantize|split|tokenizer"
-    )
+    known = r"general\.(arch|file_type|align)|llama\.rope\.scal|quantize|split|tokenizer"
     others = {k: v for k, v in file.metadata.items() if not re.match(known, k)}
     return replace(checkpoint, path=str(path), metadata=others)
 
@@ -1168,8 +1158,7 @@ class PickledDict(dict):
     """A pickle's dict. Only strings are hashed as keys: a tuple may hold itself 2**60 times."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        fits = type(key) is str and key not in self
-        expect(fits, "a key that is not a string, or is duplicated")
+        expect(type(key) is str and key not in self, "a key that is no string, or is duplicated")
         super().__setitem__(key, value)
 
     def __setstate__(self, attributes: Any) -> None:
@@ -1206,8 +1195,7 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
         fits = type(base) is Weight and all(type(n) is int and n >= 0 for n in counts)
         fits = fits and len(shape) < 3 and stride == (*shape[1:], 1) and not any(options[2:])
         expect(fits, "a tensor that is not contiguous in the file")
-        fits = offset + math.prod(shape) <= math.prod(base.shape)
-        expect(fits, f"a tensor {list(shape)} that is not within its storage")
+        expect(offset + math.prod(shape) <= base.shape[0], "a tensor not within its storage")
         at = base.shards[0].storage_offset() + offset * base.block[1]
         return map_weight(source, "a tensor", base.ggml_type, shape, int(at))
 
@@ -1236,8 +1224,7 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     content = checked_pickle(source[start : start + min(size, MAX_HEADER)])
     weights = Unpickler(io.BytesIO(content)).load()
     for name, weight in weights.items():
-        kind = type(weight)
-        expect(kind is Weight, f"{name} is of type {kind.__name__}; expected a tensor")
+        expect(type(weight) is Weight, f"{name} is of type {type(weight).__name__}, not a tensor")
     size = sum(weight.nbytes for weight in weights.values())  # embed_tokens and lm_head may be one
     expect(size <= 2 * len(source), "its tensors share bytes")
     return weights
@@ -1337,14 +1324,13 @@ def read_hf(path: Path, files: list[Path]) -> tuple[Config, dict[str, Weight]]:
                 tensors[ours] = weight
     tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
     others, vocab_size = read_json(path / "generation_config.json"), get("vocab_size", int)
-    for key in ("bos_token_id", "eos_token_id"):  # each a number or a list
-        both: list[Any] = [settings.get(key), others.get(key)]
-        found = [i for value in both for i in (value if isinstance(value, list) else [value])]
-        found = [i for i in found if i is not None] or [getattr(Config, key)]
-        fits = all(type(i) is int and 0 <= i < vocab_size for i in found)
-        problem = f"{key} is {str(found)[:40]}, not ids below {vocab_size}"
-        expect(fits, f"{file} or generation_config.json: {problem}")
-        settings[key], *stop_ids = dict.fromkeys(found)
+    both: list[Any] = [settings.get("eos_token_id"), others.get("eos_token_id")]
+    found = [i for value in both for i in (value if isinstance(value, list) else [value])]
+    found = [i for i in found if i is not None] or [Config.eos_token_id]
+    fits = all(type(i) is int and 0 <= i < vocab_size for i in found)
+    problem = f"eos_token_id is {str(found)[:40]}, not ids below {vocab_size}"
+    expect(fits, f"{file} or generation_config.json: {problem}")
+    settings["eos_token_id"], *stop_ids = dict.fromkeys(found)
     config = read_config(0, get, tie_word_embeddings=tied, stop_token_ids=tuple(stop_ids))
     get("head_dim", (config.head_dim, None))
     if settings["rope_type"] == "llama3":

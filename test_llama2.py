@@ -1136,13 +1136,11 @@ def test_files_of_16_bits(tmp_path, keys, weights, kind, dtype):
 
 REFUSED = {
     "architecture": ({}, {}, "falcon", "falcon"),
-    "adapter": ({"general.type": "adapter"}, {}, "llama", "adapter"),
     "experts": ({"llama.expert_count": 8}, {}, "llama", "expert_count is 8"),
     "gpt-2": ({"tokenizer.ggml.model": "gpt2"}, {}, "llama", "tokenizer.ggml.pre is missing"),
     "no vocabulary": ({"tokenizer.ggml.model": "no_vocab"}, {}, "llama", "no_vocab"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, {}, "llama", "yarn"),
     "longrope": ({"llama.rope.scaling.type": "longrope"}, {}, "llama", "longrope"),
-    "head size": ({"llama.attention.key_length": 32}, {}, "llama", "key_length is 32"),
     "rope size": ({"llama.rope.dimension_count": 8}, {}, "llama", "dimension_count is 8"),
     "uneven heads": ({"llama.attention.head_count": [4, 2]}, {}, "llama", "head_count"),
     "alignment": ({"general.alignment": 33}, {}, "llama", "alignment is 33"),
