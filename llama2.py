@@ -703,11 +703,6 @@ def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
-    """The way back: of each head first the rows 0, 2, 4, ..., then 1, 3, 5, ..."""
-    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The state dict of a Llama of transformers, for load_state_dict() of one of this file."""
     renamed = {name.removeprefix("model."): w for name, w in state.items()}
@@ -820,10 +815,7 @@ class Checkpoint:
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
 
     def read(self, label: str, progress: bool = False) -> Iterator[tuple[str, Weight]]:
-        """Each weight, mapped anew: whoever changes it changes neither file nor checkpoint.
-
-        Its pages are dropped after its turn. `progress`: with a bar on a terminal.
-        """
+        """Each weight, mapped anew: whoever changes it changes neither file nor checkpoint."""
         from tqdm import tqdm  # type: ignore[import-untyped]
 
         again = functools.cache(lambda source: MappedFile.open(source.path, before=source))
@@ -837,7 +829,7 @@ class Checkpoint:
                 weight = replace(weight, source=source, shards=[rows])
             yield name, weight
             if weight.source is not None and hasattr(mmap, "MADV_DONTNEED"):
-                weight.source.madvise(mmap.MADV_DONTNEED)
+                weight.source.madvise(mmap.MADV_DONTNEED)  # pages that were read need no memory
 
     def allow_context(self, context: int | None) -> Checkpoint:
         """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
@@ -1029,9 +1021,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
     if get("llama.rope.scaling.type", ("linear", "none", None)) == "none":
         factor = 1.0
-    vocab_size, _ = lookup(file.path, tensors, "token_embd.weight", Weight).shape
-    count = len(get("tokenizer.ggml.tokens", list))
-    expect(count == vocab_size, f"{count} tokens, but {vocab_size} rows of token_embd.weight")
+    vocab_size = len(get("tokenizer.ggml.tokens", list))  # the embedding's rows, too: see rename()
     config = read_config(1, get, vocab_size=vocab_size, rope_scaling_factor=factor or 1.0)
     tied = "output.weight" not in tensors
     config = replace(config, tie_word_embeddings=tied, stop_token_ids=file.stop_ids())
@@ -1760,8 +1750,9 @@ def save_pretrained(
         file.write(struct.pack("<Q", len(text)) + text)
         for name, weight in checkpoint.weights.items():
             rows = encode_weight(name, weight, ggml_type)
-            if last_name(name) in ("q_proj", "k_proj"):
-                rows = rows_to_hf(rows, config.head_dim).contiguous()
+            if last_name(name) in ("q_proj", "k_proj"):  # of each head rows 0, 2, 4, ..., 1, 3, ...
+                pairs = (-1, config.head_dim // 2, 2)
+                rows = rows.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
             file.write(rows.numpy().data)
     files = {"config.json": settings, **tokenizer.hf_files(config)}
     for file_name, content in files.items():

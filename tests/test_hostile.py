@@ -606,8 +606,8 @@ N = CONFIG.vocab_size
 @pytest.mark.parametrize(
     "name, kind, value, said",
     [
-        ("tokens", ARRAY, (STRING, [f"t{i}" for i in range(N - 1)]), f"{N - 1} tokens"),
-        ("tokens", ARRAY, (STRING, []), "0 tokens"),
+        ("tokens", ARRAY, (STRING, [f"t{i}" for i in range(N - 1)]), f"expected [{N - 1}, "),
+        ("tokens", ARRAY, (STRING, []), "vocab_size is 0"),
         ("tokens", ARRAY, (STRING, ["same"] * N), "duplicates"),
         ("tokens", ARRAY, lambda pieces: (STRING, [*pieces[:-1], ""]), "SentencePiece"),
         ("tokens", ARRAY, lambda pieces: (STRING, [*pieces[:-1], "\0x"]), "null"),

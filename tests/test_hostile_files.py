@@ -715,7 +715,7 @@ def test_large_vocabularies_are_read(tmp_path):
     body += array(b"tokenizer.ggml.merges", STRING, 300_000, merges)
     body += gguf_string(b"tokenizer.ggml.model") + struct.pack("<I", STRING) + gguf_string(b"gpt2")
     (tmp_path / "llama-3.gguf").write_bytes(gguf_bytes(0, 5, body) + bytes(64))
-    refused(tmp_path / "llama-3.gguf", "token_embd.weight is missing")
+    refused(tmp_path / "llama-3.gguf", "llama.embedding_length is missing")
 
 
 def test_fused_tensors_are_refused(parts, tmp_path):  # noqa: F811
