@@ -202,7 +202,7 @@ class Setting:
     def build(self, checkpoint: llama2.Checkpoint, context: int = 512) -> llama2.Llama:
         """The model as the command line builds it. ValueError if there is no memory for it."""
         plan = llama2.memory_plan(checkpoint, context, self.dtype, self.dtype)
-        llama2.check_memory(plan, self.device, llama2.free_memory(self.device))
+        llama2.check_memory(plan, context, self.device, llama2.free_memory(self.device))
         *_, exact = llama2.choose_dtypes(self.args.dtype, self.device, checkpoint)
         return llama2.build(self.args, checkpoint, self.device, self.dtype, exact)
 

@@ -1564,11 +1564,15 @@ def show_plan(plan: dict[str, int]) -> str:
     return f"{' + '.join(parts)} = {show_bytes(sum(plan.values()))}"
 
 
-def check_memory(plan: dict[str, int], device: torch.device, free: float) -> None:
+def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    found = f"{show_plan(plan)}, but {device} has {show_bytes(free)} free"
-    advice = "--context N, fewer bits per weight (--save OUT.gguf --type Q4_0), devices (torchrun)"
-    expect(sum(plan.values()) <= free, f"the model needs {found}; try {advice}")
+    missing = sum(plan.values()) - free
+    if missing > 0:
+        most = int(context * (1 - missing / plan["cache"]))  # which would fit
+        advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
+        advice = f"--context {most}" if most > 0 else advice
+        found = f"{show_plan(plan)}, but {device} has {show_bytes(free)} free"
+        raise ValueError(f"the model needs {found}; try {advice}")
 
 
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
@@ -3682,7 +3686,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         ids = check_prompt(config, tokenizer.encode(args.prompt, bos=tokenizer.add_bos), context)
         size = min(context, len(ids) + max(most, 1))
     free = free_memory(device)
-    check_memory(plan(size), device, min(ranks.gather(free)) if ranks else free)
+    check_memory(plan(size), size, device, min(ranks.gather(free)) if ranks else free)
     model = build(args, checkpoint, device, dtype, exact)
     if ranks:
         connect_ranks(model, ranks)

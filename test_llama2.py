@@ -2174,11 +2174,14 @@ def test_memory_plan_and_refusal():
     assert plan["cache"] == 2**31 == (layer.k.nbytes + layer.v.nbytes) * 32 * 64
     assert 0 < plan["overhead"] < 1e9
     need, cpu = sum(plan.values()), torch.device("cpu")
-    llama2.check_memory(plan, cpu, need)
-    llama2.check_memory(plan, cpu, float("inf"))  # unknown
-    message = r"needs weights 13\.5 GB .* 10 GB free; try .*--context.* \(--save .* \(torchrun"
-    with pytest.raises(ValueError, match=message):
-        llama2.check_memory(plan, cpu, 10e9)
+    llama2.check_memory(plan, 4096, cpu, need)
+    llama2.check_memory(plan, 4096, cpu, float("inf"))  # unknown
+    for free, message in (
+        (need - 1, r"needs weights 13\.5 .* GB free; try --context 4095"),
+        (10e9, r"10 GB free.* fewer bits per weight \(--save .* or more devices"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llama2.check_memory(plan, 4096, cpu, free)
 
 
 def test_memory_that_is_free(tmp_path, monkeypatch):

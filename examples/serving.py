@@ -117,7 +117,7 @@ class Session:
         plan = llama2.memory_plan(checkpoint, context, dtype, cache_dtype)
         count = max(1, min(MAX_CACHES, CACHE_BYTES // plan["cache"]))
         plan["cache"] *= count
-        llama2.check_memory(plan, device, llama2.free_memory(device))
+        llama2.check_memory(plan, context, device, llama2.free_memory(device))
         model, tokenizer = llama2.load(checkpoint, device, dtype, exact=exact)
         kind = (1, context, cache_dtype, device)
         caches = [llama2.Cache(model.config, *kind) for _ in range(count)]
