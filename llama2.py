@@ -1139,9 +1139,12 @@ def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
 
 
 # All that the pickle of a state dict needs: constants, dicts, tuples, calls of a few functions.
-OPCODES = "PROTO NONE NEWTRUE NEWFALSE BINUNICODE BININT BININT1 BININT2 LONG1 EMPTY_TUPLE TUPLE1"
-OPCODES += " TUPLE2 TUPLE3 MARK TUPLE EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT BINGET"
-OPCODES += " LONG_BINGET GLOBAL BINPERSID REDUCE BUILD STOP"
+OPCODES = {
+    "PROTO", "NONE", "NEWTRUE", "NEWFALSE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1",
+    "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "MARK", "TUPLE", "EMPTY_DICT", "SETITEM",
+    "SETITEMS", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "BINPERSID", "REDUCE",
+    "BUILD", "STOP",
+}  # fmt: skip
 
 
 class PickledDict(dict):
@@ -1162,7 +1165,7 @@ def checked_pickle(data: bytes) -> bytes:
     opcodes: list[bytes] = []
     for opcode, value, start in pickletools.genops(stream):
         name, found = opcode.name, data[start : stream.tell()]
-        expect(name in OPCODES.split(), f"{name} {str(value or '')[:60]}")
+        expect(name in OPCODES, f"{name} {str(value or '')[:60]}")
         expect(last != "BUILD" or name == "STOP", "a tensor with extra attributes")
         fits = len(opcodes) < 2**16 and (name != "LONG_BINPUT" or (value or 0) < 2**16)
         expect(fits, "the pickle is longer than a state dict's")  # which has 35 opcodes a tensor
@@ -2040,12 +2043,12 @@ class Tokenizer:
 
     def byte_pairs(self, *kinds: int) -> Any:
         """The package tokenizers' own, with the pieces of these types."""
+        pre = self.get("tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
+        merges = self.get("tokenizer.ggml.merges", list)
         try:
             import tokenizers
         except ImportError as error:
             raise ImportError(f"{self.source}: {error}: pip install tokenizers") from None
-        pre = self.get("tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
-        merges = self.get("tokenizer.ggml.merges", list)
         rows = [row for row in zip(self.pieces, itertools.count(), self.types) if row[2] in kinds]
         vocab = {piece: i for piece, i, _ in rows}
         words = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}
