@@ -1174,6 +1174,20 @@ def checked_pickle(data: bytes) -> bytes:
     return b"".join(opcodes)
 
 
+class StateDictReader(pickle.Unpickler):
+    """Reads a checked pickle: finds what is `known`, and makes tensors' storages by `storage`."""
+
+    def __init__(self, data: bytes, known: dict[str, Any], storage: Callable) -> None:
+        super().__init__(io.BytesIO(data))
+        self.known, self.storage = known, storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self.known[f"{module} {name}"]
+
+    def persistent_load(self, identity: Any) -> Weight:
+        return self.storage(*identity)
+
+
 def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     """What torch.save wrote: a zip of a pickle and of storages."""
     files = zip_files(source)
@@ -1181,6 +1195,12 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     folder = pickled.removesuffix("data.pkl")
     start, _ = files.get(f"{folder}byteorder", (0, 0))
     expect(source[start : start + 3] != b"big", "its numbers are big-endian")
+
+    def storage(kind: str, ggml_type: str, key: str, device: Any, numel: int) -> Weight:
+        expect(type(ggml_type) is type(key) is str, "a storage that is missing")
+        start, size = files[f"{folder}data/{key}"]
+        shape = (size // DENSE[ggml_type].itemsize,)
+        return map_weight(source, "a storage", ggml_type, shape, start)
 
     def tensor(base: Weight, offset: int, shape: tuple, stride: tuple, *options: Any) -> Weight:
         """torch._utils._rebuild_tensor_v2. Options: requires_grad, hooks, metadata."""
@@ -1201,21 +1221,9 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
         "torch BFloat16Storage": "BF16",
     }
 
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return known[f"{module} {name}"]
-
-        def persistent_load(self, identity: Any) -> Weight:
-            """A storage: a file of the zip."""
-            _, ggml_type, key, _, _ = identity
-            expect(type(ggml_type) is type(key) is str, "a storage that is missing")
-            start, size = files[f"{folder}data/{key}"]
-            shape = (size // DENSE[ggml_type].itemsize,)
-            return map_weight(source, "a storage", ggml_type, shape, start)
-
     start, size = files[pickled]
     content = checked_pickle(source[start : start + min(size, MAX_HEADER)])
-    weights = Unpickler(io.BytesIO(content)).load()
+    weights = StateDictReader(content, known, storage).load()
     for name, weight in weights.items():
         expect(type(weight) is Weight, f"{name} is of type {type(weight).__name__}, not a tensor")
     size = sum(weight.nbytes for weight in weights.values())  # embed_tokens and lm_head may be one

@@ -569,8 +569,7 @@ def test_one_descriptor_per_file(tmp_path):
     weights = {f"{i}": torch.ones(4) for i in range(300)}
     (tmp_path / "model.safetensors").write_bytes(safetensors(weights))
     (tmp_path / "model.bin").write_bytes(saved(weights))
-    highest = os.dup(0)
-    os.close(highest)
+    highest = max(map(int, os.listdir("/dev/fd")))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, hard))
     try:
