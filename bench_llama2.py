@@ -214,9 +214,9 @@ class Setting:
         """Random token ids (B, T)."""
         return torch.randint(config.vocab_size, (B, T), device=self.device)
 
-    def cache(self, config: llama2.Config, room: int, filled: int = 0) -> llama2.Cache:
+    def cache(self, config: llama2.Config, size: int, filled: int = 0) -> llama2.Cache:
         """A cache for one row, its first `filled` slots taken."""
-        cache = llama2.Cache(config, 1, room, self.dtype, self.device)
+        cache = llama2.Cache(config, 1, size, self.dtype, self.device)
         fill(cache, filled)
         return cache
 
@@ -230,7 +230,7 @@ def fill(cache: llama2.Cache, n: int) -> None:
 
 
 def forward(s: Setting, model: llama2.Llama, T: int, context: int = 0) -> Callable[[], Tensor]:
-    """One pass of T tokens behind `context` others; it can be repeated."""
+    """One pass of T tokens after `context` others; it can be repeated."""
     cache = s.cache(model.config, context + T, context)
     tokens = s.tokens(model.config, 1, T)
 
@@ -527,7 +527,7 @@ def claim_speedup(s: Setting, model: llama2.Llama) -> Finding:
         for name, values in samples.items():
             factor = ratio(values, samples["all on"])
             rows.append((f"prompt of {T}, {name}", show(median(values)), f"{factor:.2f}x"))
-        cases[f"behind {T} tokens"] = ratio(samples["all naive"], samples["all on"])
+        cases[f"after {T} tokens"] = ratio(samples["all naive"], samples["all on"])
     table(("(e) 6 new tokens", "median", "of all on"), rows)
     return Finding("naive / all on", cases, 2, 3)
 
@@ -592,12 +592,12 @@ def greedy_engine(
 
 
 def our_engine(
-    s: Setting, checkpoint: llama2.Checkpoint, model: llama2.Llama, room: int, batch: int = 1
+    s: Setting, checkpoint: llama2.Checkpoint, model: llama2.Llama, size: int, batch: int = 1
 ) -> Engine:
     """llama2.py with the cache of its command line."""
     compile = s.args.compile is not False
     _, dtype, _ = llama2.choose_dtypes(s.args.dtype, s.device, checkpoint, compile)
-    cache = llama2.Cache(model.config, batch, room, dtype, s.device)
+    cache = llama2.Cache(model.config, batch, size, dtype, s.device)
 
     def step(tokens: Tensor) -> Tensor:
         for chunk in tokens.split(llama2.prefill_chunk(s.device), 1):
@@ -605,11 +605,11 @@ def our_engine(
         return logits
 
     return greedy_engine(
-        step, cache.reset, partial(fill, cache), s.tokens(model.config, batch, room)
+        step, cache.reset, partial(fill, cache), s.tokens(model.config, batch, size)
     )
 
 
-def transformers_engine(s: Setting, config: llama2.Config, room: int, name: str) -> Engine:
+def transformers_engine(s: Setting, config: llama2.Config, size: int, name: str) -> Engine:
     """The same shape as Hugging Face's model, eager; "transformers-DTYPE" in that dtype."""
     import transformers
 
@@ -628,11 +628,11 @@ def transformers_engine(s: Setting, config: llama2.Config, room: int, name: str)
     def step(tokens: Tensor) -> Tensor:
         return model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    return greedy_engine(step, reset, None, s.tokens(config, s.args.batch, room))
+    return greedy_engine(step, reset, None, s.tokens(config, s.args.batch, size))
 
 
 def llama_bench_engine(program: str, path: Path) -> Engine:
-    """A llama-bench, llama.cpp's or a fork's: one process for all prompts, which warms up itself."""
+    """A llama-bench, llama.cpp's or a fork's: one process for all prompts, with its own warm-up."""
     if shutil.which(program) is None:
         raise ValueError(f"there is no {program}: --llama-bench PATH names llama.cpp's llama-bench")
 
@@ -672,7 +672,7 @@ def take_turns(engines: Mapping[str, Engine], *tests: object, rounds: int) -> di
 
 
 def compare(samples: Mapping[str, Samples], tokens: Mapping[str, int]) -> dict[str, dict]:
-    """What the engines, ours first, reached for each key of `tokens`: how many a sample computed."""
+    """What the engines, ours first, reached for each key of `tokens`, numbers per sample."""
     ours, rows = next(iter(samples.values())), {}
     for key, n in tokens.items():
         rows[key] = {"seconds": median(ours[key]), "iqr": iqr(ours[key])}
@@ -699,19 +699,19 @@ def run_model(s: Setting, path: Path | None) -> dict:
     new, B, depths = args.gen_tokens, args.batch, {"tg": 0}
     depths |= {f"tg@{n}": n for n in args.context_sweep}
     checkpoint = llama2.open_checkpoint(path) if args.table else s.checkpoint("7b")
-    room, limit = max(*prompts, *depths.values()) + new, checkpoint.config.max_position_embeddings
-    if room > limit:
-        raise ValueError(f"the context holds {limit} tokens, not {room - new} and {new} new ones")
-    load = seconds(lambda: made.append(s.build(checkpoint, room)))
+    size, limit = max(*prompts, *depths.values()) + new, checkpoint.config.max_position_embeddings
+    if size > limit:
+        raise ValueError(f"the context holds {limit} tokens, not {size - new} and {new} new ones")
+    load = seconds(lambda: made.append(s.build(checkpoint, size)))
     (model,) = made
-    engines = {"llama2.py": our_engine(s, checkpoint, model, room, B)}
+    engines = {"llama2.py": our_engine(s, checkpoint, model, size, B)}
     take_turns(engines, prompts[:1], new, {"tg": 0}, rounds=0)
     peak = llama2.peak_memory(s.device)  # before the others come
     for text in args.llama_bench if args.table else ():
         name, _, program = text.rpartition("=")
         engines[name or "llama.cpp"] = llama_bench_engine(program, path)
     for name in args.compare:
-        engines[name] = transformers_engine(s, checkpoint.config, room, name)
+        engines[name] = transformers_engine(s, checkpoint.config, size, name)
     samples = take_turns(engines, prompts, new, depths, rounds=args.rounds)
     rows = compare(samples, {f"pp{T}": B * T for T in prompts} | dict.fromkeys(depths, B))
     others, most = [*engines][1:], max(x for row in rows.values() for x in row["tokens/s"].values())
@@ -854,7 +854,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", **numbers, help=prompts)
     add("--gen-tokens", metavar="N", type=count, default=16, help="default: 16")
     add("--batch", metavar="N", type=count, default=1, help="rows at once (default: 1)")
-    add("--context-sweep", **numbers, default=[], help="generation behind N tokens")
+    add("--context-sweep", **numbers, default=[], help="generation after N tokens")
     add("--context", metavar="N", type=count, default=512, help="of --perplexity (default: 512)")
     others = ("transformers", "transformers-bfloat16")
     add("--compare", choices=others, nargs="+", default=[], help="run these in turns with ours")

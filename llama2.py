@@ -195,7 +195,7 @@ class Cache:
         return self.k.shape[1]
 
     def check(self, config: Config, tokens: Tensor) -> None:
-        """Raises ValueError unless it was made for this model and for as many rows as tokens has."""
+        """Raises ValueError unless it was made for this model and for the rows of `tokens`."""
         L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         shape = (L, len(tokens), G, self.max_seq_len, D)
         if self.k.shape != shape or self.v.shape != shape or self.k.device != tokens.device:
@@ -404,7 +404,7 @@ class Llama(nn.Module):
         pass, all positions, differentiable. ValueError for a cache that is full or does not fit.
         """
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"tokens must be a tensor of ids, not a {type(tokens).__name__}")  # noqa: TRY004
+            raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor of ids")  # noqa: TRY004
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             found = f"{tuple(tokens.shape)} {tokens.dtype}"
             raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
@@ -449,7 +449,7 @@ class PaddedCache(Cache):
         return self.cos[position], self.sin[position]
 
     def mask(self, T: int) -> Tensor:
-        """Which of the S = pos + T tokens a new one sees: bool (B, 1, T, S), no filler among them."""
+        """Which of the S = pos + T tokens a new one sees, fillers not: bool (B, 1, T, S)."""
         visible, S = super().mask(T), self.slots(T).stop
         slot = torch.arange(S, device=self.k.device)
         real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
@@ -713,7 +713,7 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str,
 
 
 class MappedFile(mmap.mmap):
-    """A regular file mapped into memory, private and writable. ValueError if it cannot be mapped."""
+    """A regular file mapped into memory, private and writable. ValueError if it cannot be."""
 
     path: Path
     identity: tuple[int, ...]
@@ -1035,7 +1035,7 @@ def gguf_checkpoint(path: str | Path) -> Checkpoint:
     form = f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1)
     template = get("tokenizer.chat_template", str, "")
     checkpoint = Checkpoint(form, config, weights, partial(Tokenizer.from_gguf, file), template)
-    # Keys that follow from the tensors, or that the tokenizer knows, are written anew by save_gguf().
+    # save_gguf() writes keys anew that follow from the tensors, or that the tokenizer knows.
     known = r"general\.(arch|file_type|align)|llama\.rope\.scal|quantize|split|tokenizer"
     others = {k: v for k, v in file.metadata.items() if not re.match(known, k)}
     return replace(checkpoint, path=str(path), metadata=others)
@@ -1288,7 +1288,7 @@ ROPE_KEYS |= {"high_freq_factor", "original_max_position_embeddings"}
 
 
 def llama3_divisors(get: Callable, config: Config) -> tuple[float, ...]:
-    """What Llama 3.1 divides its rotary frequencies by: 1 for short waves, `factor` for long ones."""
+    """What Llama 3.1 divides rotary frequencies by: 1 for short waves, `factor` for long ones."""
     factor = get("factor", float)
     low, high = (get(f"{end}_freq_factor", float) for end in ("low", "high"))
     original = get("original_max_position_embeddings", int, config.max_position_embeddings)
@@ -1383,8 +1383,9 @@ def build_model(
 ) -> Llama:
     """Read the weights into a model, one at a time, for activations of `dtype`.
 
-    Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside float32
-    activations: half the memory, the same numbers. `trainable`: all become float32 parameters.
+    Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
+    float32 activations: half the memory, the same numbers. `trainable`: all become float32
+    parameters.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
@@ -1412,7 +1413,7 @@ def build_model(
 
 
 def refuse_training(model: nn.Module, inputs: tuple, logits: Tensor) -> None:
-    """A hook: backward() through nothing but frozen weights is a ValueError that says what to do."""
+    """A hook: backward() through frozen weights alone is a ValueError that says what to do."""
     alone = len(inputs) == 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if alone and not logits.requires_grad and type(logits) is Tensor:
 
@@ -1734,7 +1735,7 @@ def save_pretrained(
 ) -> None:
     """Write a model as a Hugging Face directory, all weights as `dtype`; transformers reads it.
 
-    Raises ValueError for what config.json cannot hold, and for a directory that holds other weights.
+    Raises ValueError for what config.json cannot hold, and for a directory with other weights.
     """
     checkpoint, folder = model_checkpoint(model, tokenizer), Path(directory)
     expect(dtype in DENSE_NAMES, f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
@@ -1792,7 +1793,7 @@ def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
 # --------------------------------------------------------------------------------------------------
 # 11. Tokenizer
 #
-# Whatever file a vocabulary is in, it is read as the keys of a GGUF file; a Tokenizer is made of them.
+# Whatever file a vocabulary is in, it is read as the keys of a GGUF file, which make a Tokenizer.
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 
@@ -1869,7 +1870,7 @@ def read_tokenizer_model(path: Path, config: Config) -> tuple[dict[str, Any], by
 
 
 def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
-    """Tokens that the files beside a tokenizer.model add to it, as tokenizer.json would have them."""
+    """Tokens that the files beside a tokenizer.model add, as tokenizer.json would have them."""
     names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
     files = [read_json(path / name) for name in names]
 
@@ -1897,7 +1898,7 @@ def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
 
 
 def add_tokens(pieces: list[str], types: list[int], added: Iterable[Mapping], rows: int) -> None:
-    """Add tokens of a Hugging Face directory, below `rows`; gaps become unused pieces. ValueError."""
+    """Add a directory's tokens, those below `rows`; gaps become unused pieces. ValueError."""
     for token in added:
         i, text = token["id"], token["content"]
         if not 0 <= i < rows:
@@ -2006,7 +2007,7 @@ class Tokenizer:
             self.build_sentencepiece(settings)  # a tokenizer.model's, else those in the keys
 
     def read_pieces(self, stop_ids: Iterable[int]) -> None:
-        """The pieces, their types, the ids of BOS and EOS (-1: there is none). Raises ValueError."""
+        """The pieces, their types, the ids of BOS and EOS (-1: none). Raises ValueError."""
         get, prefix = self.get, f"{self.source}: tokenizer.ggml."
         self.pieces: list[str] = get("tokenizer.ggml.tokens", list)
         self.vocab_size = n = len(self.pieces)
@@ -2098,7 +2099,7 @@ class Tokenizer:
         return cls(gguf.path, keys, gguf.stop_ids())
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
-        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says). ValueError without one.
+        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says); ValueError without it.
 
         `first`: it begins a text, where SentencePiece adds a space.
         """
@@ -2118,7 +2119,7 @@ class Tokenizer:
         return "".join([*map(decoder.decode, ids), decoder.flush()])
 
     def piece(self, token_id: int) -> tuple[bytes, int]:
-        """The bytes that a token stands for and its type. ValueError for an id that is none."""
+        """The bytes that a token means, and its type. ValueError for an id out of range."""
         if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id}; expected 0 to {self.vocab_size - 1}")
         text, kind = self.pieces[token_id], self.types[token_id]
@@ -2308,7 +2309,7 @@ def describe_chat_format(template: str) -> str:
 
 
 def find_chat_format(tokenizer: Tokenizer, name: str | None) -> tuple[ChatFormat, dict, list[str]]:
-    """The row of a name (None: by its template), the ids of its tags, the tags that text can spell."""
+    """The row of a name (None: by the template), ids of its tags, tags that text can spell."""
     template = tokenizer.chat_template
     if name is None:
         problem = f"the model has no chat template; pass chat_format, one of {CHOICES}"
@@ -2453,8 +2454,8 @@ def sample(
 ) -> Tensor:
     """logits (..., V) -> ids (...), -1 where the logits are not finite.
 
-    `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of one
-    per row (default: one with sampling.seed, else torch's). ValueError if no token can be drawn.
+    `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of
+    one per row (default: one with sampling.seed, else torch's). ValueError if none can be drawn.
     """
     V, shape = logits.shape[-1], logits.shape[:-1]
     finite = (logits * 0).sum(-1) == 0
@@ -2925,7 +2926,7 @@ class Snapshot:
 class FastLayers(Layers):
     """Layers with a faster forward for the common case; whatever is not that goes to the blocks.
 
-    Replaced parts, methods of an instance and hooks are obeyed; patches of whole classes are not seen.
+    Replaced parts, an instance's methods and hooks are obeyed; patches of whole classes are not.
     """
 
     caches: tuple[type[Cache], ...]  # that are served, unless a method of theirs is replaced
@@ -2986,8 +2987,8 @@ class NativeLayers(FastLayers):
         structs, exact, shape = made
         native, k, v, pos = kernels(), cache.k, cache.v, cache.pos
         need(native.library and x.dim() == 3 and k.dim() == 5)
-        (B, T, C), (L, _, G, room, D) = x.shape, k.shape
-        need(L == len(self) and shape == (C, G, D) and D % 16 == 0 and 0 <= pos <= room - T)
+        (B, T, C), (L, _, G, size, D) = x.shape, k.shape
+        need(L == len(self) and shape == (C, G, D) and D % 16 == 0 and 0 <= pos <= size - T)
         need(not (B * T > AMX_ROWS and native.amx and not exact))
         need(T == 1 or mask is not None)
         if mask is not None:
@@ -2996,13 +2997,13 @@ class NativeLayers(FastLayers):
         address(x, torch.float32, x.shape)
         tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
         need(k.dtype in (torch.float32, torch.float16))
-        stored = [address(t, k.dtype, (L, B, G, room, D)) for t in (k, v)]
+        stored = [address(t, k.dtype, (L, B, G, size, D)) for t in (k, v)]
         y = x.clone()
         step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C works between calls
         for i in range(0, L, step):
             layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes
             pointers = y.data_ptr(), *tables, *(start + offset for start in stored)
-            sizes = k.dtype == torch.float16, B, T, pos, room
+            sizes = k.dtype == torch.float16, B, T, pos, size
             native.library.run_layers(layers, step, not exact, *pointers, *sizes)
         return y
 
@@ -3028,7 +3029,7 @@ class PackedLinear(QuantizedLinear):
         self.pack_all()
 
     def pack_all(self) -> None:
-        """Pack the blocks if types and memory allow it, and they are not what was packed already."""
+        """Pack the blocks if types and memory allow it, and they are not packed already."""
         blocks = self.blocks
         version = 0 if blocks.is_inference() else blocks._version
         if self.packed_from[0].data_ptr() == blocks.data_ptr() and self.packed_from[1] == version:
@@ -3303,7 +3304,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 
 
 def prompt_lookup(text: str, n: int) -> str:
-    """What followed the longest run of the last ids, two or more, that stands earlier: up to n ids."""
+    """Up to n ids that followed the longest run of the last ids (two or more) that is repeated."""
     run, end = 1, len(text) - 1  # where the most recent such run ends
     while run <= 16 and (place := text.rfind(text[-run:], 0, end)) >= 0:
         run, end = run + 1, place + run

@@ -1,7 +1,7 @@
 """What stands between the network and server.py; nothing in it knows of models.
 
 Refused are a wrong key and, as long as there is none, pages of other sites: a browser would send
-what they ask for. Of too many connections, idle ones are closed. Every request is a line of the log.
+what they ask for. Of too many connections, idle ones are closed. Each request is a line of the log.
 """
 
 import functools

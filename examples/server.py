@@ -111,8 +111,10 @@ class Job:
         self.include_usage = take(options, "include_usage", bool) or not self.stream
         stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
         if len(stops) > 16 or not all(isinstance(s, str) and 1 <= len(s) <= 256 for s in stops):
-            told = f"stop is {json.dumps(stop)[:40]}; must be up to 16 texts of 1 to 256 characters"
-            raise Refusal(400, told, param="stop")
+            problem = (
+                f"stop is {json.dumps(stop)[:40]}; must be up to 16 texts of 1 to 256 characters"
+            )
+            raise Refusal(400, problem, param="stop")
         top = take(body, "logprobs", bool if self.chat else int)
         if self.chat:
             top = take(body, "top_logprobs", int, 0) if top else None
@@ -141,8 +143,8 @@ class Job:
             raise ValueError(f"there are {len(self.prompts)}; must be at most {MAX_PROMPTS}")
         longest = max(map(len, self.prompts))
         if longest + min(self.options["max_new_tokens"], 1) > session.context:
-            told = f"{field}: {longest} tokens; the context holds {session.context} in all"
-            raise Refusal(400, told, param=field, code="context_length_exceeded")
+            problem = f"{field}: {longest} tokens; the context holds {session.context} in all"
+            raise Refusal(400, problem, param=field, code="context_length_exceeded")
         kind = ("chat.completion" + ".chunk" * self.stream) if self.chat else "text_completion"
         name = f"{'chat' * self.chat}cmpl-{secrets.token_hex(12)}"
         self.about = {"id": name, "object": kind, "created": int(time.time()), **about}
@@ -262,8 +264,8 @@ def make_app(session: Session, name: str, args: Any) -> Any:
             reply = await anyio.to_thread.run_sync(handle, body, field)
             for key, found in ((key, json.dumps(value)) for key, value in body.items()):
                 if key not in IGNORED.split() and (key, found) not in NEUTRAL:
-                    told = f"{key[:40]} is {found[:40]}, which is not supported"
-                    raise Refusal(400, told, param=key)
+                    problem = f"{key[:40]} is {found[:40]}, which is not supported"
+                    raise Refusal(400, problem, param=key)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"{field}: {error}", param=field) from None
         return reply

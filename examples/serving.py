@@ -1,4 +1,4 @@
-"""What server.py does with a model: several caches, prompts of any kind, how likely each token was."""
+"""What server.py does with a model: several caches, prompts of any kind, log-probabilities."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -132,7 +132,7 @@ class Session:
         return self.run(tokens, cache)
 
     def take(self, ids: Sequence[int], reuse: bool) -> llama2.Cache:
-        """The cache whose prompt goes on in `ids`, else the oldest with what another shares with it."""
+        """The cache whose prompt goes on in `ids`, else the oldest, with what another shares."""
         shared = {c: reuse and llama2.held(self.model, c, ids) for c in self.prompts}
         cache = best = max(shared, key=shared.__getitem__)
         n = shared[best]
@@ -180,9 +180,9 @@ class Session:
     ) -> tuple[llama2.Stream[str], list[Score]]:
         """llama2.stream_text() of a prompt, and its tokens' scores, which come with its end.
 
-        `chat`: it is an answer. `echo`: the prompt's text and scores come first. `top`: scores, with
-        those of so many likeliest ids. `reuse`: what a cache holds is not read again (where rounding
-        differs, the text may depend on it).
+        `chat`: it is an answer. `echo`: the prompt's text and scores come first. `top`: scores,
+        with those of so many likeliest ids. `reuse`: what a cache holds is not read again (where
+        rounding differs, the text may depend on it).
         """
         scorer = None if top is None else Scorer(self, ids, top)
         cache = self.take(ids, reuse and not (scorer and echo))

@@ -1,4 +1,4 @@
-"""Compiles cpu.cpp, once per machine, and opens it: llama2.py calls load() when it wants kernels."""
+"""Compiles cpu.cpp once per machine and opens it, for llama2.py, which calls load()."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def load(version: int) -> dict[str, Any]:
         try:
             return find_or_compile(compiler, cache_folder(), version)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            problems.append(" ".join(str(error).split())[:300])  # no home, no room, no C++17, ...
+            problems.append(
+                " ".join(str(error).split())[:300]
+            )  # no home, a full disk, no C++17, ...
     return {"problem": "; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)"}
 
 
