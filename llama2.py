@@ -404,7 +404,7 @@ class Llama(nn.Module):
         pass, all positions, differentiable. ValueError for a cache that is full or does not fit.
         """
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor of ids")  # noqa: TRY004
+            raise ValueError(f"tokens must be a tensor, not a {type(tokens).__name__}")  # noqa: TRY004
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             found = f"{tuple(tokens.shape)} {tokens.dtype}"
             raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
