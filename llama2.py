@@ -41,11 +41,12 @@ __all__ = [
     "generate_batch", "stream_text", "score", "main",
 ]  # fmt: skip
 
-if __name__ == "__main__":  # what must be set before torch is imported: see main()
+if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle OpenMP threads sleep
     import os, signal
 
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.get("OMP_WAIT_POLICY") or os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if not os.environ.get("OMP_WAIT_POLICY"):
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # ==================================================================================================
 # Part I: The model
@@ -187,20 +188,16 @@ class Cache:
         self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # see mask()
         self.max_seq_len = S
         self.pos = 0  # how many tokens are stored; the next one gets this position
-        self.passes = 0  # how often tokens were stored: tells whether somebody else did
-
-    @property
-    def batch_size(self) -> int:
-        """B, the number of rows that the cache was made for."""
-        return self.k.shape[1]
+        self.passes = 0  # how often tokens were stored, by whomever
 
     def check(self, config: Config, tokens: Tensor) -> None:
         """Raises ValueError unless it was made for this model and for the rows of `tokens`."""
         L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         shape = (L, len(tokens), G, self.max_seq_len, D)
-        if self.k.shape != shape or self.v.shape != shape or self.k.device != tokens.device:
-            found = f"{tuple(self.k.shape)} and {tuple(self.v.shape)} on {self.k.device}"
-            raise ValueError(f"the cache is {found}; it must be {shape} on {tokens.device}")
+        for t in (self.k, self.v):
+            if t.shape != shape or t.device != tokens.device:
+                found = f"{tuple(t.shape)} on {t.device}"
+                raise ValueError(f"the cache is {found}; it must be {shape} on {tokens.device}")
         if not 0 <= self.pos <= self.max_seq_len:
             raise ValueError(f"the cache's position is {self.pos} of {self.max_seq_len}")
 
@@ -315,7 +312,7 @@ class CausalSelfAttention(nn.Module):
         H, G = q.shape[1], k.shape[1]
         q = q.reshape(B, G, H // G * T, self.head_dim)
         if mask is not None and H != G:
-            mask = mask.repeat(*[1] * (mask.dim() - 2), H // G, 1)  # (..., H/G * T, S)
+            mask = torch.cat([mask] * (H // G), dim=-2)  # (..., H/G * T, S)
         # float32 island 3 of 4, inside: the fused kernels keep scores and softmax in float32.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, G, H/G * T, D)
         y = y.reshape(B, H, T, self.head_dim).transpose(1, 2).flatten(2)  # (B, T, H * D)
@@ -467,6 +464,7 @@ import io
 import itertools
 import json
 import mmap
+import operator
 import os
 import pickle
 import pickletools
@@ -526,7 +524,7 @@ GGML_TYPES: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], int]] = 
 
 
 def half(b: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block: (n, bytes) -> (n, 1)."""
+    """The float16 at byte `at` of each block, as float32: (n, bytes) -> (n, 1)."""
     low, high = (b[:, i : i + 1].view(torch.uint8).short() for i in (at, at + 1))
     return (low | high << 8).view(torch.float16).float()
 
@@ -534,7 +532,7 @@ def half(b: Tensor, at: int) -> Tensor:
 def unpack_bits(b: Tensor, count: int, at: int, width: int, n: int) -> Tensor:
     """`count` n-bit integers: of every `width` bytes the lowest n bits of each, then the next n."""
     b = b[:, at : at + count * n // 8].contiguous().view(len(b), -1, width)
-    return torch.stack([b >> shift & (1 << n) - 1 for shift in range(0, 8, n)], 2).flatten(1)
+    return torch.stack([(b >> shift) & (2**n - 1) for shift in range(0, 8, n)], 2).flatten(1)
 
 
 def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, ...]:
@@ -563,7 +561,7 @@ def unpack(blocks: Tensor, ggml_type: str) -> tuple[Tensor, ...]:
     """uint8 (rows, bytes per row) -> of n blocks q (n, block), s and, if they have them, m."""
     block, block_bytes, low, high, zero_point = GGML_TYPES[ggml_type]
     b = blocks.reshape(-1, block_bytes)
-    q = b[:, 2:].view(torch.int8) if ggml_type == "Q8_0" else unpack_bits(b, block, *low)
+    q = b[:, low[0] :].view(torch.int8) if low[2] == 8 else unpack_bits(b, block, *low)
     if high:
         q = q | unpack_bits(b, block, *high) << low[2]
     if zero_point:
@@ -720,7 +718,7 @@ class MappedFile(mmap.mmap):
 
     @classmethod
     def open(cls, path: Path, before: MappedFile | None = None) -> MappedFile:
-        """Map a file, nothing whose opening could block; the same as `before`, if that is given."""
+        """Map a regular file (a pipe would block). `before`: it must be that file, unchanged."""
         expect(stat.S_ISREG(path.stat().st_mode), f"{path}: not a regular file")
         with path.open("rb") as file:
             try:
@@ -811,11 +809,11 @@ class Checkpoint:
     tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
     path: str = ""
-    states_context: bool = True  # else it may be larger than the usual one
+    states_context: bool = True  # else the files do not say, and --context may be larger
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
 
     def read(self, label: str, progress: bool = False) -> Iterator[tuple[str, Weight]]:
-        """Each weight, mapped anew: whoever changes it changes neither file nor checkpoint."""
+        """Each weight, mapped anew: changes of a model reach neither file nor checkpoint."""
         from tqdm import tqdm  # type: ignore[import-untyped]
 
         again = functools.cache(lambda source: MappedFile.open(source.path, before=source))
@@ -985,8 +983,9 @@ class GGUF:
     def values(self, value_type: int, count: int, item: str) -> list:
         """The next numbers or strings, each of these a length of 8 bytes and UTF-8."""
         self.values_left -= count
-        fits = self.values_left >= 0 and value_type in GGUF_TYPES
-        expect(fits, f"{item} is an array of {count} values of type {value_type}")
+        found = f"{item}: {count} values of type {value_type}"
+        expect(value_type in GGUF_TYPES, f"{found}, which is unknown")
+        expect(self.values_left >= 0, f"{found}; expected at most {MAX_VALUES} in all")
         if value_type != GGUF_STRING:
             return list(self.unpack(f"{count}{GGUF_TYPES[value_type]}", item))
         texts = []
@@ -1197,7 +1196,7 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
     expect(source[start : start + 3] != b"big", "its numbers are big-endian")
 
     def storage(kind: str, ggml_type: str, key: str, device: Any, numel: int) -> Weight:
-        expect(type(ggml_type) is type(key) is str, "a storage that is missing")
+        expect(type(ggml_type) is type(key) is str, "a storage of an unknown type")
         start, size = files[f"{folder}data/{key}"]
         shape = (size // DENSE[ggml_type].itemsize,)
         return map_weight(source, "a storage", ggml_type, shape, start)
@@ -1303,7 +1302,7 @@ def read_hf(path: Path, files: list[Path]) -> tuple[Config, dict[str, Weight]]:
     file = path / "config.json"
     settings = read_json(file)
     get = partial(lookup, file, settings)
-    # The former until transformers 5, the latter since, with theta.
+    # rope_scaling is the name of transformers 4; rope_parameters is that of 5, and has theta, too.
     rope = get("rope_scaling", dict, {}) | get("rope_parameters", dict, {})
     settings |= {"rope_type": rope.get("type")} | {k: rope[k] for k in ROPE_KEYS & rope.keys()}
     for key, accepted in HF_ACCEPTED.items():
@@ -1384,8 +1383,8 @@ def build_model(
     """Read the weights into a model, one at a time, for activations of `dtype`.
 
     Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
-    float32 activations: half the memory, the same numbers. `trainable`: all become float32
-    parameters.
+    float32 activations: half the memory, the same numbers. `trainable`: all become parameters of
+    `dtype`.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
@@ -1408,14 +1407,14 @@ def build_model(
             else:
                 model.set_submodule(name, QuantizedLinear(blocks, kind))
     if not trainable:
-        model.register_forward_hook(refuse_training)
+        model.register_forward_hook(refuse_training, with_kwargs=True)
     return model.train(trainable)
 
 
-def refuse_training(model: nn.Module, inputs: tuple, logits: Tensor) -> None:
+def refuse_training(model: nn.Module, inputs: tuple, options: dict, logits: Tensor) -> None:
     """A hook: backward() through frozen weights alone is a ValueError that says what to do."""
-    alone = len(inputs) == 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if alone and not logits.requires_grad and type(logits) is Tensor:
+    alone = len(inputs) + len(options) == 1 and not torch.compiler.is_compiling()
+    if alone and torch.is_grad_enabled() and not logits.requires_grad and type(logits) is Tensor:
 
         def refuse(gradient: Tensor) -> None:
             raise ValueError("frozen weights; load(path, trainable=True) makes a trainable model")
@@ -1424,7 +1423,7 @@ def refuse_training(model: nn.Module, inputs: tuple, logits: Tensor) -> None:
 
 
 def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
-    """A model and its tokenizer as a Checkpoint, not copied. ValueError if a weight is missing."""
+    """A model and its tokenizer as a Checkpoint, not copied. ValueError if a module is missing."""
     config, weights = model.config, {}
     with naming(Path("the model"), "not the modules of a Llama: "):
         for name in name_map(0, config):
@@ -1434,6 +1433,7 @@ def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
                 weights[name] = Weight(module.ggml_type, shape, [module.blocks.cpu()])
             else:
                 w = module.weight.detach().cpu().contiguous()
+                w = w if w.dtype in DENSE_NAMES else w.float()
                 rows = torch.atleast_2d(w).view(torch.uint8)
                 weights[name] = Weight(DENSE_NAMES[w.dtype], tuple(w.shape), [rows])
     embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
@@ -1447,8 +1447,10 @@ def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
 def blame(model: Llama) -> str:
     """Why logits are not finite: the first weight that is not, or none."""
     origin = getattr(model, "name_or_path", "") or "the model"
-    weights = model_checkpoint(model).weights.items()
-    bad = (name for name, w in weights if not w.dense(torch.float32).isfinite().all())
+    weights: dict[str, Weight] = {}
+    with suppress(ValueError):  # where a module has been replaced
+        weights = model_checkpoint(model).weights
+    bad = (k for k, w in weights.items() if not w.dense(torch.float32).isfinite().all())
     return f"{origin}: NaN or infinity in {next(bad, 'no weight: sums of finite ones overflow')}"
 
 
@@ -1604,7 +1606,7 @@ def encode_weight(name: str, weight: Weight, ggml_type: str) -> Tensor:
 
 
 def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The metadata to write, less what has no place in types of 32 bits: see check_saved()."""
+    """The metadata to write, without what 32 bits cannot hold: check_saved() sees if it matters."""
 
     def fits(value: Any) -> bool:
         if isinstance(value, list):
@@ -1688,6 +1690,7 @@ def save_gguf(
     """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
 
     Matrices become `ggml_type`; None: they stay as they are. The file appears once it is complete.
+    `tokenizer`: a model's; a checkpoint has its own.
     Raises ValueError for what a GGUF file cannot hold.
     """
     import gguf
@@ -1740,9 +1743,11 @@ def save_pretrained(
     checkpoint, folder = model_checkpoint(model, tokenizer), Path(directory)
     expect(dtype in DENSE_NAMES, f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
     config, ggml_type = checkpoint.config, DENSE_NAMES[dtype]
+    expect(tokenizer, "a model can only be saved with its tokenizer")
     folder.mkdir(parents=True, exist_ok=True)
-    for other in folder.glob("*.index.json"):  # it would be read in place of ours
-        raise ValueError(f"{folder} holds another model, of several files: {other.name}")
+    others = {*folder.glob("*.index.json"), *folder.glob("model*.safetensors")}
+    found = [path.name for path in others if path.name != "model.safetensors"]
+    expect(not found, f"{folder} holds another model, of several files: {found[:1]}")
     stops = [config.eos_token_id, *config.stop_token_ids]
     settings = {row[0]: getattr(config, row[0]) for row in SETTINGS}
     del settings["rope_scaling_factor"]
@@ -1831,8 +1836,8 @@ def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
     while file.tell() < len(message):
         number, wire_type = divmod(read_varint(), 8)
-        size = {1: 8, 5: 4}.get(wire_type)
-        yield number, file.read(size or read_varint()) if wire_type else read_varint()
+        size = {1: 8, 5: 4}.get(wire_type) or read_varint()  # of type 0: the value itself
+        yield number, file.read(size) if wire_type else size
 
 
 def open_sentencepiece(path: Path, model: bytes) -> Any:
@@ -1962,7 +1967,7 @@ def read_tokenizer_json(path: Path, config: Config) -> tuple[dict[str, Any], byt
     known = [name for name, s in PRE_TOKENIZERS.items() if s == pre.get("pretokenizers")]
     if known and not normalizer:
         special = {types[i] for i in ends} <= {CONTROL, USER_DEFINED}
-        expect(special, f"config.json's ids {ends} are not all of added tokens")
+        expect(special, f"the ids of BOS and EOS, {ends}, are not all of added tokens")
         keys |= {"model": "gpt2", "pre": known[0], "merges": [" ".join(m) for m in merges]}
     elif model["byte_fallback"] and (normalizer.get("normalizers"), pre) in ESCAPES:
         for byte in {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
@@ -2039,7 +2044,7 @@ class Tokenizer:
         """Make SentencePiece's processors, of which the second puts no space in front of a text."""
         trainer: dict[int, Any] = {3: 2, 35: self.types.count(BYTE) == 256}  # BPE, byte_fallback
         for j, i in enumerate((self.types.index(UNKNOWN), self.bos_id, self.eos_id)):
-            trainer |= {40 + j: i, 45 + j: self.pieces[i].encode()}
+            trainer |= {40 + j: i, 45 + j: self.pieces[i].encode() if i >= 0 else b"none"}
         remove_extra = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
         normalizer = {3: self.strips_space, 4: remove_extra}  # add_dummy_prefix, as below
         fields = [settings or protobuf({2: trainer, 3: normalizer})]
@@ -2051,7 +2056,7 @@ class Tokenizer:
         self.sp_no_prefix = open_sentencepiece(self.source, b"".join(fields))
 
     def byte_pairs(self, *kinds: int) -> Any:
-        """The package tokenizers' own, with the pieces of these types."""
+        """A tokenizers.Tokenizer that knows the pieces of these types."""
         pre = self.get("tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
         merges = self.get("tokenizer.ggml.merges", list)
         try:
@@ -2104,7 +2109,7 @@ class Tokenizer:
         `first`: it begins a text, where SentencePiece adds a space.
         """
         expect(isinstance(text, str), f"a {type(text).__name__} is not text")
-        bos, text = self.add_bos if bos is None else bos, well_formed(text)
+        text, bos = well_formed(text), (self.add_bos if bos is None else bos)
         expect(self.bos_id >= 0 or not bos, f"{self.source} has no BOS token; pass bos=False")
         if self.is_bpe:
             ids = self.bpe.encode(text, add_special_tokens=False).ids
@@ -2119,7 +2124,7 @@ class Tokenizer:
         return "".join([*map(decoder.decode, ids), decoder.flush()])
 
     def piece(self, token_id: int) -> tuple[bytes, int]:
-        """The bytes that a token means, and its type. ValueError for an id out of range."""
+        """The bytes that a token means, and BYTE, CONTROL, UNKNOWN or NORMAL. ValueError."""
         if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id}; expected 0 to {self.vocab_size - 1}")
         text, kind = self.pieces[token_id], self.types[token_id]
@@ -2309,7 +2314,7 @@ def describe_chat_format(template: str) -> str:
 
 
 def find_chat_format(tokenizer: Tokenizer, name: str | None) -> tuple[ChatFormat, dict, list[str]]:
-    """The row of a name (None: by the template), ids of its tags, tags that text can spell."""
+    """The row of a name (None: by the template), ids of its tags, tags that no text may have."""
     template = tokenizer.chat_template
     if name is None:
         problem = f"the model has no chat template; pass chat_format, one of {CHOICES}"
@@ -2421,7 +2426,7 @@ class Sampling:
             value, default = getattr(self, name), getattr(Sampling, name)
             kinds = (int, float) if isinstance(default, float) else (int,)
             fits = (type(value) in kinds and low <= value <= high) or value is default is None
-            expect(fits, f"{name} is {value!r}; must be {low} to {high}")
+            expect(fits, f"{name} is {value!r}; must be {low} to {high:g}")
         for item, bias in (self.logit_bias or {}).items():
             fits = type(item) is int and type(bias) in (int, float) and bias < math.inf
             expect(fits, f"logit_bias has {item!r}: {bias!r}; must be id: number")
@@ -2455,14 +2460,16 @@ def sample(
     """logits (..., V) -> ids (...), -1 where the logits are not finite.
 
     `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of
-    one per row (default: one with sampling.seed, else torch's). ValueError if none can be drawn.
+    one per row (default: a new one with sampling.seed, else torch's). ValueError if no token can be
+    drawn.
     """
     V, shape = logits.shape[-1], logits.shape[:-1]
     finite = (logits * 0).sum(-1) == 0
     penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
     if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
-        rows = zip(logits.reshape(-1, V), [ids] if logits.dim() == 1 else ids, strict=True)
-        logits = torch.stack([sampling.adjust(row, text) for row, text in rows]).view(*shape, V)
+        rows, texts = logits.reshape(-1, V), [ids] if logits.dim() == 1 else ids
+        expect(len(rows) == len(texts), "penalties need `ids`: what comes before each row")
+        logits = torch.stack([*map(sampling.adjust, rows, texts)]).view(*shape, V)
         some = logits.amax(-1).isfinite() | ~finite
         expect(some.all(), "logit_bias or logits_processor leaves no token that can be drawn")
     if sampling.temperature == 0:
@@ -2477,7 +2484,7 @@ def sample(
     else:
         u = torch.rand(shape, generator=generator, dtype=torch.float32)
     # The inverse of the cumulative distribution at u, on the CPU, so that a seed gives the same on
-    # every device. What ends before the last of the likeliest, and its equals, needs no others.
+    # every device. Only the likeliest n tokens are sorted, if no other could change the draw.
     k, top_p, total = min(sampling.top_k or V, V), sampling.top_p, weights.sum(-1, keepdim=True)
     filtered = k < V or top_p < 1 or sampling.min_p > 0
     every = torch.arange(V, device=weights.device).expand_as(weights)
@@ -2486,11 +2493,11 @@ def sample(
         places = weights.topk(n).indices.sort(-1).values if n < V else every
         values, order = weights.gather(-1, places).cpu().sort(dim=-1, descending=True, stable=True)
         sums = values.cumsum(-1, dtype=torch.float64)
-        mass = sums[..., k - 1 : k] if k < V else total.cpu().double()
+        whole = sums[..., k - 1 : k] if k < V else total.cpu().double()
         kept = (values > 0) & (values >= sampling.min_p)
-        kept &= (sums - values < top_p * mass) | (top_p == 1)
+        kept &= (sums - values < top_p * whole) | (top_p == 1)
         last = (kept[..., :k].sum(-1, keepdim=True) - 1).clamp(min=0)
-        mass = sums.gather(-1, last) if filtered else mass
+        mass = sums.gather(-1, last) if filtered else whole
         place = torch.searchsorted(sums, u[..., None] * mass, right=True).minimum(last)
         end = last if filtered else place
         if (values.gather(-1, end) > values[..., -1:]).all():
@@ -2539,7 +2546,9 @@ class Stream(Iterator[Item]):
 
 def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
     """The ids as a list. Raises ValueError if there are none, too many, or some out of range."""
-    ids, V = list(ids), config.vocab_size
+    V = config.vocab_size
+    with naming("the prompt"):
+        ids = [operator.index(i) for i in ids]  # of a tensor, too
     wrong = next((i for i in ids if not 0 <= i < V), None)
     expect(wrong is None, f"the prompt holds the token id {wrong}; expected ids below {V}")
     expect(ids, "the prompt is empty; expected one token at least")
@@ -2570,7 +2579,7 @@ def generate(
 ) -> Stream[int]:
     """Continue a prompt: yields new ids, without the stop id. Takes generate_batch()'s options."""
     batch = generate_batch(model, [ids], sampling, max_new_tokens, **options)
-    return Stream((row for (row,) in batch if row is not None), batch.report)
+    return Stream((token_id for (token_id,) in batch if token_id is not None), batch.report)
 
 
 def generate_batch(
@@ -2588,11 +2597,12 @@ def generate_batch(
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: the beginning that
     the last generation has left there is not read again, so that each turn of a conversation costs
-    what is new (reset() it if weights or its tensors have been changed). `step` runs the model
-    instead of it, such as Drafts of part III. ValueError for what is out of range.
+    what is new (reset() it after changing weights or its tensors). `step(tokens, cache)` is called
+    in place of the model, such as Drafts of part III. ValueError for what is out of range.
     """
     config, weight = model.config, model.norm.weight
-    vocab_size = vocab_size or getattr(model, "token_count", None)  # as load() found it
+    V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
+    expect(0 < V <= config.vocab_size, f"vocab_size is {V}; must be 1 to {config.vocab_size}")
     ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len
     texts = [check_prompt(config, prompt, limit) for prompt in prompts]
@@ -2628,7 +2638,7 @@ def generate_batch(
             for chunk in tokens.to(weight.device).split(prefill_chunk(weight.device), dim=1):
                 logits = (step or model)(chunk, cache)
                 report.passes = cache.passes
-            logits, before = logits[active, :vocab_size], [texts[i] for i in active]
+            logits, before = logits[active, :V], [texts[i] for i in active]
             drawn = sample(logits, sampling, before, [generators[i] for i in active]).tolist()
             if -1 in drawn:
                 raise ValueError(f"the logits are not finite: {blame(model)}")
@@ -2673,13 +2683,13 @@ def stream_text(
 
     `chat_format`: treat it as an answer: strip leading white space, stop at the format's tags.
     """
-    stop, config = (stop,) if isinstance(stop, str) else tuple(stop), model.config
+    config, stop = model.config, ((stop,) if isinstance(stop, str) else tuple(stop))
     for text in stop:
         expect(text and isinstance(text, str), f"stop is {stop}; must be texts that are not empty")
     if chat_format is not None:
         _, tag_ids, tags = find_chat_format(tokenizer, chat_format)
         ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
-        options["stop_ids"] = {*ends, *tag_ids.values()}
+        options["stop_ids"] = {*options.get("stop_ids", ends), *tag_ids.values()}
         stop += tuple(tags)
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
     decoder = StreamDecoder(tokenizer, first=not tokenizer.decode(ids))
@@ -2708,7 +2718,7 @@ def stream_text(
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
     """T ids -> log-probability of each id given those before it, float32 (T - 1,).
 
-    Raises ValueError as generate() does.
+    Raises ValueError for ids that generate() refuses.
     """
     config, weight = model.config, model.norm.weight
     ids = check_prompt(config, ids, config.max_position_embeddings)
@@ -2728,7 +2738,6 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
 
 import datetime
 import importlib.util
-import operator
 import signal
 import warnings
 
@@ -2780,7 +2789,7 @@ def replace_modules(model: Llama, linear: Callable, layers: Callable) -> None:
 KERNELS = Path(__file__).resolve().parent / "kernels"
 KERNELS_VERSION = 2  # of the interface between kernels/cpu.cpp and this file
 FEW_ROWS = 16  # up to here torch's int4 products are faster than unpacking weights first
-AMX_ROWS = 48  # up to here the kernels are: 1.1B, Q4_K_M, 32 rows 166 ms by VNNI, 223 by AMX
+AMX_ROWS = 48  # up to here the kernels are faster than AMX: 1.1B, Q4_K_M, 32 rows 166 ms, not 223
 
 
 @dataclass
@@ -2889,7 +2898,7 @@ class NativeLinear(QuantizedLinear):
     def by_amx(self, x: Tensor, held: Tensor) -> Tensor:
         """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
         K, N, x = self.in_features, self.out_features, x.bfloat16()
-        rows = max(1, 4 * CHUNK // K)  # half as many: 142 tokens/s, not 163
+        rows = max(1, 4 * CHUNK // K)  # measured: 163 tokens/s; half as many 142
         buffer = x.new_empty(min(rows, N), K)
         y = x.new_empty(N, len(x))  # transposed: each product writes one run
         for blocks, part in zip(held.split(rows), y.split(rows)):
@@ -2901,7 +2910,7 @@ class NativeLinear(QuantizedLinear):
 
 
 class Snapshot:
-    """What the modules inside one consist of, to see whether all of it is still the same."""
+    """The state of all modules inside one; holds() tells whether any of it has changed since."""
 
     def __init__(self, root: nn.Module) -> None:
         self.dicts: list[dict] = [root._modules]
@@ -3106,12 +3115,12 @@ class CompiledLinear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        outer = not torch.compiler.is_compiling()  # not within a compiled step
+        inside = torch.compiler.is_compiling()  # a compiled step, which compiles this, too
         if x.numel() == self.in_features and not (x.requires_grad and torch.is_grad_enabled()):
-            multiply = compiled(multiply_row) if outer else multiply_row
+            multiply = multiply_row if inside else compiled(multiply_row)
             return multiply(x, self.blocks, self.ggml_type)
-        unpack = compiled(dequantize_as, dynamic=True) if outer else dequantize_as
-        return F.linear(x, unpack(self.blocks, self.ggml_type, x.dtype))
+        to_dense = dequantize_as if inside else compiled(dequantize_as, dynamic=True)
+        return F.linear(x, to_dense(self.blocks, self.ggml_type, x.dtype))
 
 
 class StaticCache(Cache):
@@ -3241,7 +3250,7 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     """One of `count` ranks' part of every matrix (Megatron-LM, arXiv:1909.08053, section 3).
 
     Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
-    same columns of the last. ValueError for more ranks than heads or blocks.
+    same columns of the last. ValueError unless heads and blocks can be divided by them.
     """
     config, weights = checkpoint.config, dict(checkpoint.weights)
     kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
@@ -3253,7 +3262,7 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
         if (axis := axes[last_name(name)]) is None:
             continue
         size, block = weight.shape[axis], weight.block[0] if axis == 1 else 1
-        unit = block  # what stays together, but:
+        unit = block  # the smallest part that a rank can have; larger are:
         if ".self_attn." in name:  # a key/value head with its query heads
             unit = size // kv_heads
         elif ".mlp." in name:  # the columns of one block of down_proj
@@ -3314,10 +3323,10 @@ def prompt_lookup(text: str, n: int) -> str:
 class Drafts:
     """A `step` for generate(): reads with an id those that may follow. Same text in less time.
 
-    Up to kernels().few_rows ids at once have the logits that each has alone, to the last bit. These
-    wait until the ids are drawn, or others are and the cache forgets them. At most `most` are read
-    with an id: one more than were right last time, while that costs no time on the whole. For one
-    row and the kernels on a CPU, without hooks on the model; else it runs as without drafts.
+    Up to kernels().few_rows ids at once have the logits that each has alone, to the last bit. They
+    are kept: if the id that is drawn is the guess, the next step takes no pass, else the cache is
+    truncated. It guesses one id more than were right last time, up to `most`, as long as guesses
+    save the time that they cost. For one row and the kernels on a CPU, without hooks on the model.
     """
 
     def __init__(self, model: Llama, most: int = 3) -> None:
@@ -3430,8 +3439,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     number: Any = {"metavar": "X", "type": float}
     add("--temperature", **number, help="default: %(default)s; 0 is greedy")
     add("--top-k", metavar="K", type=int, help="only the K likeliest tokens (default: 0, all)")
-    add("--top-p", **number, help="only the fewest tokens with this probability (0.95; 1: all)")
-    add("--min-p", **number, help="only tokens with this part of the highest probability (0: all)")
+    add("--top-p", **number, help="only the likeliest that have this probability in all (1: all)")
+    add("--min-p", **number, help="only tokens with this fraction of the highest probability (0)")
     add("--repetition-penalty", **number, help="divides logits of recent tokens (1: off)")
     add("--presence-penalty", **number, help="taken off logits of recent tokens (0: off)")
     add("--frequency-penalty", **number, help="the same for each time they occur (0: off)")
@@ -3439,11 +3448,12 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
     add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
     add("--context", metavar="N", type=int, help="most tokens in all (default: the model's)")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    device = "default: CUDA, else MPS for dense weights, else the CPU"
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device)
     dtype = "of the activations (default on a CPU: float32, rounded to 16 bits in large models)"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
-    add("--draft", metavar="N", type=int, help="guess N repeated tokens (default: 3; 0: off)")
+    add("--draft", metavar="N", type=int, help="guess up to N repeated tokens (default: 3; 0: off)")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: for models above 64 MiB")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
@@ -3457,8 +3467,8 @@ def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argpar
         alone = getattr(args, option) is not None and not getattr(args, needed)
         expect(not alone, f"--{option.replace('_', '-')} needs --{needed}")
     cores = os.cpu_count() or 1
-    if args.threads is not None and not 1 <= args.threads <= cores:
-        parser.error(f"--threads {args.threads}; expected 1 to {cores}")
+    fits = args.threads is None or 1 <= args.threads <= cores
+    expect(fits, f"--threads {args.threads}; expected 1 to {cores}")
     expect((args.draft or 0) >= 0, f"--draft {args.draft}; expected 0 or more")
     most = args.max_new_tokens
     expect((most or 0) >= 0, f"--max-new-tokens {most}; expected 0 or more")
@@ -3595,6 +3605,7 @@ def chat(
         with suppress(ImportError):  # Windows edits lines itself; a pasted text is one question
             __import__("readline").parse_and_bind("set enable-bracketed-paste on")
     say = (lambda text: None) if args.quiet else note
+    complain = (lambda problem: None) if ranks and ranks.rank else fail
     name, size = args.model.resolve().name, options["cache"].max_seq_len
     form = args.chat_format or describe_chat_format(tokenizer.chat_template)
     say(f"{name}, format {form}, {size} tokens; {CHAT_KEYS}")
@@ -3609,7 +3620,7 @@ def chat(
         if command in ("/help", "/reset"):
             say(CHAT_HELP if command == "/help" else "the conversation is forgotten")
         elif command:
-            fail(f"unknown command {command}; {CHAT_HELP}")
+            complain(f"unknown command {command}; {CHAT_HELP}")
         if command or not question.strip():
             continue
         turns = [*messages, {"role": "user", "content": question}]
@@ -3622,7 +3633,7 @@ def chat(
                 ids = encode_chat(tokenizer, system + turns, options["chat_format"])
             stream = stream_text(model, tokenizer, ids, **options)
         except ValueError as error:
-            fail(error)
+            complain(error)
             continue
         if dropped := (len(messages) + 1 - len(turns)) // 2:
             say(f"context full: dropped the oldest {dropped} turn{'s' * (dropped > 1)}")
@@ -3695,7 +3706,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
         most = size if args.max_new_tokens is None else args.max_new_tokens
     else:
         chat_format, most = None, 256 if args.max_new_tokens is None else args.max_new_tokens
-        ids = check_prompt(config, tokenizer.encode(args.prompt, bos=tokenizer.add_bos), context)
+        ids = check_prompt(config, tokenizer.encode(args.prompt), context)
         size = min(context, len(ids) + max(most, 1))
     free = free_memory(device)
     check_memory(plan(size), size, device, min(ranks.gather(free)) if ranks else free)

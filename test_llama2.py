@@ -958,9 +958,18 @@ def test_truncated_files_are_refused(tmp_path, model_path, part):
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "bad.gguf"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "beyond"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 13), "type 13"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**60), "array"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 5, 2**60), "array"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "array"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**60),
+            "1152921504606846976 values.*at most",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 5, 2**60),
+            "1152921504606846976 values.*at most",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1),
+            "type 9, which is unknown",
+        ),
         (b"GGUF" + struct.pack("<IQQQ1s", 3, 0, 1, 1, b"\xff"), "UTF-8"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9), "9 dimensions"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 99, 0), "t: 99 is not"),
