@@ -62,6 +62,19 @@ def test_training_what_is_frozen_is_one_clear_sentence(small):
             model.train(mode)(TOKENS[:1, :5]).mean().backward()
     with torch.no_grad():
         assert not model(TOKENS[:1, :5]).requires_grad
+    cache = llama2.Cache(model.config)  # which takes no gradient, however it is passed
+    assert not model(TOKENS[:1, :5], cache=cache).requires_grad
+
+
+def test_a_replaced_module_hides_no_nan(small):
+    model, _ = llama2.load(small)
+    model.norm.weight[0] = torch.nan
+    match = "NaN or infinity in norm"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=match):
+            list(llama2.generate(model, [1, 5]))
+        model.layers[0].mlp.up_proj = torch.nn.Sequential(model.layers[0].mlp.up_proj)
+        match = "not finite: .* no weight"
 
 
 def test_adapters_on_a_frozen_model_are_trained(small):

@@ -243,6 +243,18 @@ def test_a_processor_writes_what_a_grammar_wants(model):
     assert [*rows] == [(10, 11, None, None), (71, 72, 73, 74)]
 
 
+def test_ids_may_be_a_tensor_and_must_be_integers(model):
+    """Whose items are no keys to count by: penalties would see each one once."""
+    options = {"sampling": llama2.Sampling(0, frequency_penalty=2.0), "max_new_tokens": 9}
+    ids = [1, 70, 70, 70, 80]
+    assert [*llama2.generate(model, torch.tensor(ids), **options)] == [
+        *llama2.generate(model, ids, **options)
+    ]
+    for odd in ("text", [1.5], [None]):
+        with pytest.raises(ValueError, match="the prompt: .*integer"):
+            llama2.generate(model, odd)
+
+
 def test_penalties_count_what_a_cache_holds(model):
     sampling, ids = llama2.Sampling(1, seed=2, repetition_penalty=1.8), [1, 5, 9, 200, 31, 8]
     wanted = [*llama2.generate(model, ids, sampling, 9, stop_ids=())]

@@ -37,6 +37,18 @@ def test_no_text_becomes_what_ends_a_text(tmp_path, end):
     assert SIZE + 1 in found.encode("a<tool x>")
 
 
+def test_no_bos_stays_none(tmp_path):
+    """And the last piece, here a control token, does not become it."""
+    keys = some_pieces(PIECES, SIZE, added=[("<end>", 3)])
+    keys["tokenizer.ggml.bos_token_id"] = -1
+    found = llama2.Tokenizer(tmp_path, keys)
+    (tmp_path / "tokenizer.model").write_bytes(found.sp.serialized_model_proto())
+    again = llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
+    assert found.bos_id == found.sp.bos_id() == again.bos_id == again.sp.bos_id() == -1
+    with pytest.raises(ValueError, match="no BOS token"):
+        found.encode("a", bos=True)
+
+
 def test_many_tokens_in_linear_time(tmp_path):
     """20,000 special tokens without a number, and one at id 100,000: seconds were minutes."""
     file = model_file(tmp_path)
