@@ -1199,6 +1199,7 @@ def torch_tensors(source: MappedFile) -> dict[str, Weight]:
         expect(type(ggml_type) is type(key) is str, "a storage of an unknown type")
         start, size = files[f"{folder}data/{key}"]
         shape = (size // DENSE[ggml_type].itemsize,)
+        expect(shape == (numel,), "a storage that does not match its size")
         return map_weight(source, "a storage", ggml_type, shape, start)
 
     def tensor(base: Weight, offset: int, shape: tuple, stride: tuple, *options: Any) -> Weight:
@@ -1738,16 +1739,12 @@ def save_pretrained(
 ) -> None:
     """Write a model as a Hugging Face directory, all weights as `dtype`; transformers reads it.
 
-    Raises ValueError for what config.json cannot hold, and for a directory with other weights.
+    Raises ValueError for what config.json cannot hold, and for another model's directory.
     """
     checkpoint, folder = model_checkpoint(model, tokenizer), Path(directory)
     expect(dtype in DENSE_NAMES, f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
     config, ggml_type = checkpoint.config, DENSE_NAMES[dtype]
     expect(tokenizer, "a model can only be saved with its tokenizer")
-    folder.mkdir(parents=True, exist_ok=True)
-    others = {*folder.glob("*.index.json"), *folder.glob("model*.safetensors")}
-    found = [path.name for path in others if path.name != "model.safetensors"]
-    expect(not found, f"{folder} holds another model, of several files: {found[:1]}")
     stops = [config.eos_token_id, *config.stop_token_ids]
     settings = {row[0]: getattr(config, row[0]) for row in SETTINGS}
     del settings["rope_scaling_factor"]
@@ -1759,6 +1756,12 @@ def save_pretrained(
         "torch_dtype": str(dtype).removeprefix("torch."),
         "rope_scaling": hf_rope_scaling(config),
     }
+    files = {"config.json": settings, **tokenizer.hf_files(config)}
+    folder.mkdir(parents=True, exist_ok=True)
+    patterns = ("*.safetensors", "*.index.json", "generation_config.json", "chat_template*")
+    found = {path.name for p in (*patterns, "*token*") for path in folder.glob(p)}
+    found -= {"model.safetensors", *files}
+    expect(not found, f"{folder} holds files of another model: {', '.join(sorted(found))}")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, weight in checkpoint.weights.items():
@@ -1775,7 +1778,6 @@ def save_pretrained(
                 pairs = (-1, config.head_dim // 2, 2)
                 rows = rows.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
             file.write(rows.numpy().data)
-    files = {"config.json": settings, **tokenizer.hf_files(config)}
     for file_name, content in files.items():
         data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
         with replacing(folder / file_name) as file:
@@ -1984,6 +1986,7 @@ def sentencepiece_scores(pieces: list[str], types: list[int], merges: list) -> l
     """Scores by which SentencePiece does these merges. Raises ValueError if it would do others."""
     ranks = {left + right: -float(rank) for rank, (left, right) in enumerate(merges)}
     texts = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
+    expect(all(len(piece) <= 512 for piece in texts), "a piece of more than 512 characters")
     pairs = {(p[:i], p[i:]) for p in texts for i in range(1, len(p))}  # it merges any such two
     lost = {p for p in pairs if texts >= {*p}} - {*map(tuple, merges)} or ranks.keys() - {*pieces}
     if lost:
@@ -2428,7 +2431,8 @@ class Sampling:
             fits = (type(value) in kinds and low <= value <= high) or value is default is None
             expect(fits, f"{name} is {value!r}; must be {low} to {high:g}")
         for item, bias in (self.logit_bias or {}).items():
-            fits = type(item) is int and type(bias) in (int, float) and bias < math.inf
+            finite = type(bias) in (int, float) and abs(bias) <= sys.float_info.max
+            fits = type(item) is int and (finite or bias == -math.inf)
             expect(fits, f"logit_bias has {item!r}: {bias!r}; must be id: number")
 
     def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
@@ -2602,7 +2606,7 @@ def generate_batch(
     """
     config, weight = model.config, model.norm.weight
     V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
-    expect(0 < V <= config.vocab_size, f"vocab_size is {V}; must be 1 to {config.vocab_size}")
+    expect(V > 0, f"vocab_size is {V}; must be 1 or more")
     ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
     limit = config.max_position_embeddings if cache is None else cache.max_seq_len
     texts = [check_prompt(config, prompt, limit) for prompt in prompts]
@@ -3332,7 +3336,7 @@ class Drafts:
     def __init__(self, model: Llama, most: int = 3) -> None:
         self.model, self.most = model, most
         self.texts: Any = weakref.WeakKeyDictionary()  # what each cache holds
-        self.place: Any = None  # the generation and the position where these come next:
+        self.place: Any = None  # the generation, position and passes where these come next:
         self.waiting: list[tuple[str, Tensor]] = []  # guesses, and logits (1, V) after each
         self.right = 0  # how many that were read with them have been right
         self.alone = 0.0  # seconds of a pass without guesses
@@ -3358,11 +3362,11 @@ class Drafts:
             return self.model(tokens, cache)
         text = self.texts.get(cache, "")[:pos].rjust(pos, chr(sys.maxunicode))
         text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
-        waiting = self.waiting if T == 1 and self.place == (report, pos) else []
-        self.place = report, len(text)
+        waiting = self.waiting if T == 1 and self.place == (report, pos, cache.passes) else []
         if waiting and waiting[0][0] == text[-1]:
             self.right, self.credit = self.right + 1, self.credit + self.alone
             cache.advance(1)
+            self.place = report, len(text), cache.passes
             report.drafted += 1
             return waiting.pop(0)[1]
         start, self.waiting = time.perf_counter(), []
@@ -3376,6 +3380,7 @@ class Drafts:
         except Unfit:
             logits, guess = self.model(tokens, cache), ""
         cache.truncate(len(text))
+        self.place = report, len(text), cache.passes
         self.waiting, seconds = [*zip(guess, logits[1:, None])], time.perf_counter() - start
         if guess:  # what took longer than these ids would take alone was disturbed by others
             seconds = min(seconds, len(logits) * self.alone)

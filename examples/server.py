@@ -265,7 +265,7 @@ def make_app(session: Session, name: str, args: Any) -> Any:
             for key, found in ((key, json.dumps(value)) for key, value in body.items()):
                 if key not in IGNORED.split() and (key, found) not in NEUTRAL:
                     problem = f"{key[:40]} is {found[:40]}, which is not supported"
-                    raise Refusal(400, problem, param=key)
+                    raise Refusal(400, problem, param=llama2.well_formed(key[:40]))
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"{field}: {error}", param=field) from None
         return reply

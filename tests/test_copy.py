@@ -344,10 +344,20 @@ def test_what_cannot_be_saved(small, tmp_path):
         llama2.save_gguf(model, tmp_path / "out.gguf")
     with pytest.raises(ValueError, match="dtype"):
         llama2.save_pretrained(model, tokenizer, tmp_path / "folder", torch.int8)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index\.json"):
-        llama2.save_pretrained(model, tokenizer, tmp_path / "other")
+    for name in (  # it would be read in place of ours, or beside it
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "generation_config.json",
+        "tokenizer.json",
+        "added_tokens.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("{}")
+        with pytest.raises(ValueError, match=f"files of another model: {name}"):
+            llama2.save_pretrained(model, tokenizer, tmp_path / name)
+        assert [path.name for path in (tmp_path / name).iterdir()] == [name]
     model.layers[0].mlp.up_proj = torch.nn.Identity()
     with pytest.raises(ValueError, match="Identity"):
         llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)

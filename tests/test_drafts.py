@@ -229,6 +229,16 @@ def test_nothing_waits_for_another_generation(native):
         stream = llama2.generate(native, PROMPT, GREEDY, 20, **options)  # begins with one id
         assert [*stream] == ids and stream.report.prompt_tokens == 1
         assert [*llama2.generate(native, [1, 70, 71, 72], GREEDY, 20, **options)] == other
+    stream = llama2.generate(native, PROMPT, GREEDY, 20, **options)
+    assert [next(stream) for _ in range(2)] == ids[:2] and len(step.waiting) > 1
+    clean, pos = llama2.Cache(WIDE), cache.pos
+    native(torch.tensor([PROMPT]), clean)
+    native(torch.tensor([ids[:1]]), clean)
+    native(torch.tensor([[70, 71]]), cache)  # somebody else's tokens, in the places of the guesses
+    cache.truncate(pos)
+    for token_id in ids[1:4]:
+        token = torch.tensor([[token_id]])
+        assert torch.equal(step(token, cache), native(token, clean))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ HOSTILE_PICKLES = {
     "negative": (state(tensor(rest=b"\x89" + HOOKS + b"}" + text("neg") + b"\x88s")), "contiguous"),
     "a storage of another size": (
         state(tensor(STORAGE.replace(b"K\4tQ", b"K\5tQ"), shape=b"K\5\x85K\1\x85")),
-        "not within its storage",
+        "does not match its size",
     ),
     "another storage": (state(tensor(STORAGE.replace(text("0"), text("1")))), "."),
     "boolean": (state(tensor(offset=b"\x89")), "contiguous"),

@@ -280,7 +280,18 @@ def test_penalties_count_what_a_cache_holds(model):
         *[{"presence_penalty": v} for v in (math.nan, 101)],
         *[{"frequency_penalty": v} for v in (-math.inf, "1")],
         *[{"seed": v} for v in (-1, 2**63, 1.0)],
-        *[{"logit_bias": v} for v in ({"1": 1}, {1: "1"}, {1: math.nan}, {1: math.inf}, {True: 1})],
+        *[
+            {"logit_bias": v}
+            for v in (
+                {"1": 1},
+                {1: "1"},
+                {1: math.nan},
+                {1: math.inf},
+                {True: 1},
+                {1: 10**310},
+                {1: -(10**310)},
+            )
+        ],
     ],
     ids=str,
 )

@@ -49,6 +49,14 @@ def test_no_bos_stays_none(tmp_path):
         found.encode("a", bos=True)
 
 
+def test_a_long_piece_is_refused_at_once():
+    """All its parts would take a gigabyte."""
+    start = time.process_time()
+    with pytest.raises(ValueError, match="more than 512 characters"):
+        llama2.sentencepiece_scores(["x" * 40_000], [1], [])
+    assert time.process_time() - start < 1
+
+
 def test_many_tokens_in_linear_time(tmp_path):
     """20,000 special tokens without a number, and one at id 100,000: seconds were minutes."""
     file = model_file(tmp_path)
