@@ -45,8 +45,7 @@ if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle Ope
     import os, signal
 
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not os.environ.get("OMP_WAIT_POLICY"):
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.get("OMP_WAIT_POLICY") or os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # ==================================================================================================
 # Part I: The model
