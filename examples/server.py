@@ -135,9 +135,8 @@ class Job:
         for message in (m for m in messages if isinstance(m, dict)):
             if others := [k for k in message if k not in ("role", "content") and message[k]]:
                 raise ValueError(f"{others[0][:40]} in a message is not supported")
-            message["role"] = (
-                "system" if message.get("role") == "developer" else message.get("role")
-            )
+            if message.get("role") == "developer":
+                message["role"] = "system"
         self.prompts = session.encode(prompt, self.chat)
         if len(self.prompts) > MAX_PROMPTS:
             raise ValueError(f"there are {len(self.prompts)}; must be at most {MAX_PROMPTS}")
