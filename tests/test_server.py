@@ -724,6 +724,11 @@ def test_sampling_is_that_of_the_library(server, loaded):
     assert server.post("/v1/completions", body)[1]["choices"][0]["text"] == wanted
 
 
+def test_a_field_with_a_name_that_utf_8_cannot_hold(server):
+    status, reply = server.post("/v1/completions", {"prompt": "A", "max_tokens": 1, "\ud800": 1})
+    assert status == 400 and {*reply["error"]["param"]} == {"\ufffd"}
+
+
 def test_a_developer_is_the_system(server):
     replies = []
     for role in ("system", "developer"):
