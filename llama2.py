@@ -1607,6 +1607,7 @@ def encode_weight(name: str, weight: Weight, ggml_type: str) -> Tensor:
 
 def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
     """The metadata to write, without what 32 bits cannot hold: check_saved() sees if it matters."""
+    import gguf
 
     def fits(value: Any) -> bool:
         if isinstance(value, list):
@@ -1621,7 +1622,7 @@ def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
         settings[key] = type(getattr(Config, name))(getattr(config, name))
     for key, token_id in zip(("eot", "eom"), config.stop_token_ids):
         settings[f"tokenizer.ggml.{key}_token_id"] = token_id
-    settings["general.quantization_version"] = 2  # as gguf.GGML_QUANT_VERSION
+    settings["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     settings["llama.rope.dimension_count"] = config.head_dim
     settings["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
     settings["tokenizer.chat_template"] = checkpoint.chat_template
