@@ -5,9 +5,8 @@
 //   dequantize   blocks -> bfloat16
 //   run_layers   what Block.forward does, for several layers in one call
 //
-// Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 32
-// numbers, for gemm each 128 (3e-5 relative; gemm of Q6_K 6e-5), since integers multiply faster.
-// Dense weights are float32 in both.
+// Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
+// numbers, for gemm each 128 (3e-5 relative; gemm of Q6_K 6e-5), but for dense weights.
 #include "formats.h"
 #ifdef _OPENMP
 extern "C" int omp_get_max_threads();
@@ -20,57 +19,31 @@ static int omp_get_max_threads() { return 1; }
 // ---- gemv: few rows of x; the bits of a row do not depend on how many there are -----------------
 
 // The border between gemv and gemm, by measuring both on either side of it. gemv takes 4 rows at a
-// time, and unpacks W for each 4; the 9th row would cost more than gemm of 16, with AVX2 the 7th.
-constexpr int64_t FEW_ROWS = VL == 16 ? 8 : 6;
+// time, and unpacks W for each 4; the 13th row would cost more than gemm of 16, with AVX2 the 7th.
+constexpr int64_t FEW_ROWS = VL == 16 ? 12 : 6;
 
-// Rows of x as integers q with scales, and sums of x, for minima. Scales and sums are kept per 16
-// numbers [0] and per 32 [1], for formats have groups of either. Rows end with zeros, up to `room`.
-struct Rows {
-  const float *x;
-  int64_t count, K, room;
-  Array<float> memory;
-  int16_t *q;
-  float *scales[2], *sums[2];
-  Rows(const float *x, int64_t count, int64_t K, bool integers)
-      : x(x), count(count), K(K), room((K + 255) / 256 * 256) {
-    const int64_t n = integers ? (count + 3) / 4 * 4 * room / 32 : 0;
-    memory = array<float>(22 * n);
-    if (K < room || count % 4) std::fill_n(memory.get(), 22 * n, 0.f);
-    q = (int16_t *)memory.get();
-    scales[0] = &memory[16 * n], sums[0] = scales[0] + 2 * n;
-    scales[1] = sums[0] + 2 * n, sums[1] = scales[1] + n;
+// SPAN numbers of x -> integers q, their scale, and sums of each GROUP. The integers are as large
+// as int16 allows, and small enough that a sum of them all times `most` stays within int32.
+template <int SPAN, int GROUP>
+static float quantize(const float *x, int most, int16_t *q, float *sums) {
+  f32 v[SPAN / VL], top = {}, sizes = {}, some[SPAN / GROUP] = {};
+  for (int i = 0; i < SPAN / VL; i++) {
+    v[i] = load<f32>(x + VL * i);
+    f32 size = v[i] < 0 ? -v[i] : v[i];
+    top = max(size, top), sizes += size;
   }
-};
-
-// The r-th row of x -> its integers, scales and sums. The integers are as large as int16 allows,
-// and small enough that a sum of SPAN of them times `most` stays within int32.
-template <int SPAN> static void quantize_row(Rows &to, int64_t r, int most) {
-  int64_t k = r * to.room;
-  for (const float *x = to.x + r * to.K, *end = x + to.K; x < end; x += SPAN, k += SPAN) {
-    f32 v[SPAN / VL], top = {}, sizes = {}, sums[SPAN / 16] = {};
-    for (int i = 0; i < SPAN / VL; i++) {
-      v[i] = load<f32>(x + VL * i);
-      f32 size = v[i] < 0 ? -v[i] : v[i];
-      top = max(size, top), sizes += size;
-    }
-    float limit = top[0], all = sum(sizes);  // NaN if an x is
-    for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
-    const float least = all / (0x7fff0000 / most - SPAN / 2);
-    const float scale = limit / 32639 > least ? limit / 32639 : least;  // 127.5 * 256
-    const float inverse = limit > 1e-30f ? 1 / scale : 0;
-    for (int i = 0; i < SPAN / VL; i++) {
-      v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer
-      sums[i * VL / 16] += v[i];
-      store(&to.q[k + VL * i],
-            __builtin_convertvector(__builtin_convertvector(v[i], i32), i16_half));
-    }
-    for (int64_t i = 0, at = k / 16; i < SPAN / 16; i += 2, at += 2) {
-      float first = sum(sums[i]) * scale, second = sum(sums[i + 1]) * scale;
-      to.scales[0][at] = to.scales[0][at + 1] = to.scales[1][at / 2] = scale;
-      to.sums[0][at] = first, to.sums[0][at + 1] = second;
-      to.sums[1][at / 2] = first + second;
-    }
+  float limit = top[0], all = sum(sizes);  // NaN if an x is
+  for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
+  const float least = all / (0x7fff0000 / most - SPAN / 2);
+  const float scale = limit / 32639 > least ? limit / 32639 : least;  // 127.5 * 256
+  const float inverse = limit > 1e-30f ? 1 / scale : 0;
+  for (int i = 0; i < SPAN / VL; i++) {
+    v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer
+    some[i * VL / GROUP] += v[i];
+    store(q + VL * i, __builtin_convertvector(__builtin_convertvector(v[i], i32), i16_half));
   }
+  for (int i = 0; i < SPAN / GROUP; i++) sums[i] = sum(some[i]) * scale;
+  return scale;
 }
 // Each UNIT of n numbers q, in place: the even ones, then the odd ones
 template <int UNIT> static void split(int16_t *q, int64_t n) {
@@ -83,47 +56,65 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
     }
   }
 }
-// Each 256 of n numbers q, in place, in gemv's order and as multiply() takes them
-template <int ORDER> static void split_for_gemv(int16_t *q, int64_t n) {
-  for (int16_t *end = q + n; q < end; q += 256) {
-    int16_t old[256];
-    memcpy(old, q, sizeof old);
-    for (int i = 0; i < 256 / W; i++)
-      for (int p = 0; p < W / 16; p++)
-        memcpy(q + W * i + 16 * p, old + 16 * Sixteens{i, ORDER}[p], 32);
+
+// 256 numbers of a row of x for gemv: integers in the order of the weights, their scale, and sums
+// of the groups
+struct alignas(64) Slice {
+  int16_t q[256];
+  float sums[16], scale;
+};
+template <int ORDER> static void slice(const float *x, Slice &to) {
+  int16_t q[256];
+  to.scale = quantize<256, ORDER == NATURAL ? 16 : 32>(x, 1, q, to.sums);
+  static const Fours<ORDER> fours;
+  for (int i = 0; i < 64; i++) memcpy(to.q + 4 * i, q + 4 * fours.at[i], 8);
 #ifdef VNNI  // high bytes, then low bytes: q = 256 high + low, both signed
-    for (int16_t *to = q; to < q + 256; to += W) {
-      i16 v[2];
-      memcpy(v, to, sizeof v);
-      for (int i = 0; i < 2; i++) {
-        store((int8_t *)to + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
-        store((int8_t *)to + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
-      }
+  for (int16_t *to_q = to.q; to_q < to.q + 256; to_q += W) {
+    i16 v[2];
+    memcpy(v, to_q, sizeof v);
+    for (int i = 0; i < 2; i++) {
+      store((int8_t *)to_q + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
+      store((int8_t *)to_q + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
     }
-#else
-    split<W>(q, 256);
-#endif
   }
+#else
+  split<W>(to.q, 256);
+#endif
 }
+// Rows of x in parts of 256 numbers, sliced or not: (K / 256, stride), of which some are too many
+struct Rows {
+  int64_t count, K, stride;
+  Array<float> x;
+  Array<Slice> slices;
+  Rows(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
+      : count(count), K(K), stride(count > 2 ? (count + 3) / 4 * 4 : count) {
+    const int64_t parts = (K + 255) / 256 * stride;
+    if (slice) slices = array<Slice>(parts);
+    else x = array<float>(256 * parts);
+#pragma omp parallel for if (count > 1)
+    for (int64_t i = 0; i < parts; i++) {
+      const int64_t k = i / stride * 256, r = i % stride;
+      alignas(64) float part[256] = {};
+      if (r < count) memcpy(part, from + r * K + k, std::min<int64_t>(K - k, 256) * 4);
+      if (slice) slice(part, slices[i]);
+      else memcpy(&x[256 * i], part, sizeof part);
+    }
+  }
+};
 // N vectors of W weights times numbers of x; each lane is the sum of 4 N products
-template <int N> INLINE i32 multiply(const u8 *w, Bytes x) {
-  i32 total = {};
+template <int N, bool ALONE> INLINE i32 multiply(const u8 *w, Bytes x) {
+  i32 high = {}, low = {};
 #ifdef VNNI
-  UNROLL
-  for (int i = 0; i < N; i++)
-    total = (i32)VNNI(dpbusd)((Mi)total, (Mi)w[i], load<Mi>(x + 2 * W * i));
-  total <<= 8;
-  UNROLL
-  for (int i = 0; i < N; i++)
-    total = (i32)VNNI(dpbusd)((Mi)total, (Mi)w[i], load<Mi>(x + 2 * W * i + W));
+  EACH (i, N) high = (i32)VNNI(dpbusd)((Mi)high, (Mi)w[i], load<Mi>(x + 2 * W * i));
+  if (!ALONE) low = high << 8, high = i32{};  // else at the same time, for nothing else is to do
+  EACH (i, N) low = (i32)VNNI(dpbusd)((Mi)low, (Mi)w[i], load<Mi>(x + 2 * W * i + W));
 #else
-  UNROLL
-  for (int i = 0; i < N; i++) {
-    total = madd(total, (i16)((u16)w[i] & 255), load<i16>(x + 2 * W * i));
-    total = madd(total, (i16)((u16)w[i] >> 8), load<i16>(x + 2 * W * i + W));
+  EACH (i, N) {
+    low = madd(low, (i16)((u16)w[i] & 255), load<i16>(x + 2 * W * i));
+    low = madd(low, (i16)((u16)w[i] >> 8), load<i16>(x + 2 * W * i + W));
   }
 #endif
-  return total;
+  return (high << 8) + low;
 }
 
 // 256 weights, from the k-th of K on, and some that follow into L2
@@ -135,49 +126,46 @@ template <class T> INLINE Bytes blocks_of(Bytes w, int64_t k, int64_t K, uint8_t
 }
 
 // NW rows of W (K), `down` bytes apart, times R rows of x, from `row` on -> y (R, NW), rows
-// `stride` numbers apart. Few rows of x are multiplied by one of W at a time: in one run of memory.
+// `stride` numbers apart
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 template <class T, int R>
-static void dot(Bytes w, int64_t down, const Rows &x, int64_t row, float *y, int64_t stride) {
-  constexpr int GROUPS = T::GROUPS, WIDE = T::GROUP == 32, SHARE = T::GROUP / 16;
-  constexpr int N = R < 4 ? 1 : NW;
-  const int64_t room = x.room, start = row * room;
+static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, int64_t stride) {
+  constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, N = R == 1 ? 1 : NW;
   for (int first = 0; first < NW; first += N) {
     f32 total[N][R] = {};
     f32x8 low[N][R] = {};
-    for (int64_t k = 0; k < x.K; k += 256) {
+    const Slice *x = &rows.slices[row];
+    for (int64_t k = 0; k < rows.K; k += 256, x += rows.stride) {
       uint8_t padded[N][T::SIZE256];
       Bytes b[N];
-      f32x8 scales[N][R][GROUPS / 8];
-      UNROLL
-      for (int n = 0; n < N; n++) {
-        b[n] = blocks_of<T>(w + (first + n) * down, k, x.K, padded[n]);
-        f32x8 s[GROUPS / 8], m[GROUPS / 8];
-        read_scales<T>(b[n], (float *)s, (float *)m);
-        UNROLL
-        for (int r = 0; r < R; r++)
-          for (int g = 0; g < GROUPS / 8; g++) {
-            const int64_t at = (start + r * room + k) / T::GROUP + 8 * g;
-            scales[n][r][g] = s[g] * load<f32x8>(x.scales[WIDE] + at);
-            // Minima or zero points times sums of x are taken off at the end
-            low[n][r] += (T::MINIMUM ? m[g] : s[g]) * load<f32x8>(x.sums[WIDE] + at);
-          }
+      f32x8 scales[N][GROUPS / 8];
+      f32 part[N][R] = {};
+      EACH (n, N) {
+        b[n] = blocks_of<T>(w + (first + n) * down, k, rows.K, padded[n]);
+        f32x8 minima[GROUPS / 8];
+        read_scales<T>(b[n], (float *)scales[n], (float *)minima);
+        EACH (r, R)
+          for (int g = 0; g < GROUPS / 8; g++)  // or zero points, taken off at the end
+            low[n][r] += (T::MINIMUM ? minima : scales[n])[g] * load<f32x8>(x[r].sums + 8 * g);
       }
-      unrolled<256 / W / SHARE>([&](int i) INLINE_LAMBDA {
-        u8 v[N][SHARE];
-        UNROLL
-        for (int n = 0; n < N; n++) UNROLL
-        for (int j = 0; j < SHARE; j++) v[n][j] = T::values(b[n], {SHARE * i + j, T::ORDER});
-        UNROLL
-        for (int r = 0; r < R; r++) UNROLL
-        for (int n = 0; n < N; n++) {
-          const auto q = (Bytes)(x.q + start + r * room + k + SHARE * W * i);
-          const f32 scale = spread<T::GROUP>(scales[n][r], {SHARE * i, T::ORDER});
-          total[n][r] += to_f32(multiply<SHARE>(v[n], q)) * scale;
+      unrolled<256 / W / VECTORS>([&](int i) INLINE_LAMBDA {
+        u8 v[N][VECTORS];
+        f32 scale[N];
+        EACH (n, N) {
+          EACH (j, VECTORS) v[n][j] = T::values(b[n], {VECTORS * i + j, T::ORDER});
+          mix<T::ORDER>(v[n]);
+          scale[n] = spread_mixed<T>(scales[n], VECTORS * i);
         }
+        EACH (r, R)
+          EACH (n, N) {
+            const auto q = (Bytes)(x[r].q + VECTORS * W * i);
+            part[n][r] += to_f32(multiply < VECTORS, R == 1 && VECTORS == 4 > (v[n], q)) * scale[n];
+          }
       });
+      EACH (r, R)
+        EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
     }
-    for (int r = 0; r < R && row + r < x.count; r++)
+    for (int r = 0; r < R && row + r < rows.count; r++)
       for (int n = 0; n < N; n++)
         y[r * stride + (down ? first + n : 0)] =
             sum(total[n][r]) - sum(low[n][r]) * (T::MINIMUM ? 1 : T::ZERO);
@@ -189,34 +177,30 @@ template <class T, int R>
 static void dot_exact(Bytes w, int64_t down, const Rows &x, int64_t row, float *y, int64_t stride) {
   constexpr int N = R == 1 ? 1 : NW;
   const int64_t K = x.K, rows = std::min<int64_t>(x.count - row, R);
-  const float *from[R];
-  for (int r = 0; r < R; r++) from[r] = x.x + (row + std::min<int64_t>(r, rows - 1)) * K;
   for (int first = 0; first < NW; first += N) {
     f32 total[N][R][32 / VL] = {};
     for (int64_t k = 0; k < K; k += 256) {
       uint8_t padded[N][T::SIZE256];
       alignas(64) float line[N][256];
       Bytes b[N];
+      const float *from = &x.x[k * x.stride + 256 * row];
       for (int n = 0; n < N; n++) {
         b[n] = blocks_of<T>(w + (first + n) * down, k, K, padded[n]);
         if (!T::DENSE) unpack<T>(b[n], line[n]);
       }
-      for (int i = 0; i < 256 && i < K - k; i += 32) UNROLL
-      for (int j = 0; j < 32 / VL; j++) {
-        f32 v[N];
-        UNROLL
-        for (int n = 0; n < N; n++)
-          if constexpr (T::DENSE) v[n] = T::load(b[n], i + VL * j);
-          else v[n] = load<f32>(line[n] + i + VL * j);
-        UNROLL
-        for (int r = 0; r < R; r++) UNROLL
-        for (int n = 0; n < N; n++) total[n][r][j] += v[n] * load<f32>(from[r] + k + i + VL * j);
-      }
+      for (int i = 0; i < 256 && i < K - k; i += 32)
+        EACH (j, 32 / VL) {
+          f32 v[N];
+          EACH (n, N)
+            if constexpr (T::DENSE) v[n] = T::load(b[n], i + VL * j);
+            else v[n] = load<f32>(line[n] + i + VL * j);
+          EACH (r, R)
+            EACH (n, N) total[n][r][j] += v[n] * load<f32>(from + 256 * r + i + VL * j);
+        }
     }
     for (int r = 0; r < rows; r++)
       for (int n = 0; n < N; n++) {
-        UNROLL
-        for (int j = 1; j < 32 / VL; j++) total[n][r][0] += total[n][r][j];
+        EACH (j, 32 / VL - 1) total[n][r][0] += total[n][r][j + 1];
         y[r * stride + (down ? first + n : 0)] = sum(total[n][r][0]);
       }
   }
@@ -228,19 +212,19 @@ struct Format {
   int64_t type, block, size, span, max;
   bool minimum;
   decltype(&::unpack<F32>) unpack = nullptr;
-  decltype(&split_for_gemv<NATURAL>) split = nullptr;
   decltype(&dot<Q8_0, 1>) exact = nullptr, exact_some = nullptr;         // 1 or SOME rows of x
   decltype(&dot<Q8_0, 1>) one = nullptr, two = nullptr, four = nullptr;  // null: as if exact
+  decltype(&::slice<NATURAL>) slice = nullptr;                           // for these
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;                // null: as if exact
   int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
 constexpr int SOME = VL == 16 ? 4 : 2;  // for more rows, AVX2 has not enough registers
 template <class T> static constexpr Format format(int64_t type) {
   Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
-  f.unpack = unpack<T>, f.split = split_for_gemv<T::ORDER>;
+  f.unpack = unpack<T>;
   f.exact = dot_exact<T, 1>, f.exact_some = dot_exact<T, SOME>;
   if constexpr (!T::DENSE) {
-    f.one = dot<T, 1>, f.two = dot<T, 2>, f.four = dot<T, 4>;
+    f.slice = slice<T::ORDER>, f.one = dot<T, 1>, f.two = dot<T, 2>, f.four = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -271,16 +255,14 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
                  bool fast) {
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += (matrices[i].N + NW - 1) / NW;
-  Rows vectors(x, rows, K, fast);
-  for (int64_t r = 0; fast && r < rows; r++) quantize_row<32>(vectors, r, 1);
-  if (fast) matrices->format->split(vectors.q, rows * vectors.room);
-#pragma omp parallel for schedule(guided, 16) if (total * K > 1 << 16)  // long runs of memory
+  const Rows vectors(x, rows, K, fast ? matrices->format->slice : nullptr);
+#pragma omp parallel for schedule(guided, 4) if (total * K > 1 << 16)  // long runs of memory
   for (int64_t i = 0; i < total; i++) {
     const Matrix *m = matrices;
     int64_t n = i * NW;
     for (; n >= m->N; m++) n -= (m->N + NW - 1) / NW * NW;
     const Format *f = m->format;
-    const bool integers = fast && f->one;
+    const bool integers = fast && f->slice;
     const int64_t size = f->bytes(K), down = n + 1 < m->N ? size : 0;
     for (int64_t r = 0, step; r < rows; r += step) {
       const int64_t left = rows - r, some = VL == 16 ? 3 : 2;
@@ -300,9 +282,10 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
 // at a time.
 
 constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
-constexpr int KC = 256, HELD = 1024, STRIP = 48, LANES = 16 * MR;
+constexpr int KC = 256, HELD = 1024, LANES = 16 * MR;
 template <int V> constexpr int NR = VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 4 : 6;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
+template <class X> constexpr int STRIP_OF = 24 * PER_WORD<X>;  // rows of W, 24 KB of words
 
 // sums (NR, V) += w (NR, count) . x (count, V vectors), in words; w has strides `down` and `right`
 template <class X, int S = 1, int V, int R>
@@ -312,14 +295,11 @@ INLINE void microkernel(Sum<X> (&sums)[R][V], const void *w, int64_t down, int64
   UNROLL_4
   for (int64_t k = 0; k < count; k += S, a += 4 * S * right, b += 4 * VL * V) {
     X v[V];
-    UNROLL
-    for (int i = 0; i < V; i++) v[i] = load<X>(b + 4 * VL * i);
+    EACH (i, V) v[i] = load<X>(b + 4 * VL * i);
     for (int i = 0; i < 4 * VL * V; i += 64) __builtin_prefetch(b + i + 2048);  // panels lie in L2
-    UNROLL
-    for (int n = 0; n < R; n++) {
+    EACH (n, R) {
       const X words = splat<X, S>(a + 4 * n * down);
-      UNROLL
-      for (int i = 0; i < V; i++) sums[n][i] = madd(sums[n][i], v[i], words);
+      EACH (i, V) sums[n][i] = madd(sums[n][i], v[i], words);
     }
   }
 }
@@ -351,20 +331,23 @@ template <class X, int V, int S> struct Panels {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
     const int64_t groups = is_int16<X> ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
-    Rows vectors(x, rows, K, is_int16<X>);
+    const auto q = array<int16_t>(is_int16<X> ? rows * K : 0);
+    const auto s = array<float>(is_int16<X> ? rows * K / 16 : 0);  // scales and sums of rows
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++) {
-      const int64_t r = p * MR, n = std::min<int64_t>(rows - r, MR), room = vectors.room;
+      const int64_t r = p * MR, n = std::min<int64_t>(rows - r, MR);
       if constexpr (!is_int16<X>) turn<S>(x + r * K, n, K, K, &words[r * K], LANES);
       else {
-        for (int64_t i = r; i < r + n; i++) {
-          (K % 128 ? quantize_row<32> : quantize_row<128>)(vectors, i, max);
-          split<32>(vectors.q + i * room, K);
+        float *scale = &s[r * K / 16], *sum = scale + n * K / 32;
+        const int64_t to = p * LANES * K / 32, span = K % 128 ? 32 : 128;
+        for (int64_t k = r * K, i = 0; k < (r + n) * K; k += span, i += span / 32) {
+          const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
+          std::fill_n(scale + i, span / 32, f(x + k, max, &q[k], sum + i));
         }
-        const int64_t to = p * LANES * K / 32, from = r * room / 32;
-        turn<S>(vectors.q + r * room, n, K / 2, room / 2, &words[r * K / 2], LANES);
-        turn<1, S>(vectors.scales[1] + from, n, K / 32, room / 32, &scales[to], LANES);
-        turn<1, S>(vectors.sums[1] + from, n, K / 32, room / 32, &sums[to], LANES);
+        split<32>(&q[r * K], n * K);
+        turn<S>(&q[r * K], n, K / 2, K / 2, &words[r * K / 2], LANES);
+        turn<1, S>(scale, n, K / 32, K / 32, &scales[to], LANES);
+        turn<1, S>(sum, n, K / 32, K / 32, &sums[to], LANES);
       }
     }
   }
@@ -376,9 +359,8 @@ INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t ri
                  int64_t count) {
   f32 sums[NR<V>][V] = {};  // not what total is: GCC would keep half of that in memory
   microkernel<f32>(sums, w, down, right, x, count);
-  UNROLL
-  for (int j = 0; j < NR<V>; j++) UNROLL
-  for (int i = 0; i < V; i++) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
+  EACH (j, NR<V>)
+    EACH (i, V) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
 }
 template <int V>  // the same once for all who call it
 __attribute__((noinline)) static void some_tile(float (*total)[V * VL], const void *w, int64_t down,
@@ -395,13 +377,10 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
     microkernel<i16, S>(sums, w + g * span / 2, KC / 2, 1, x + g * span / 2 * (V * VL / S),
                         span / 2);
     f32 x_scale[V];  // loaded once: a store to total might change them
-    UNROLL
-    for (int i = 0; i < V; i++) x_scale[i] = load<f32>(x_scales + g * span / 32 * V * VL + i * VL);
-    UNROLL
-    for (int j = 0; j < NR<V>; j++) {
+    EACH (i, V) x_scale[i] = load<f32>(x_scales + g * span / 32 * V * VL + i * VL);
+    EACH (j, NR<V>) {
       f32 scale = splat(scales[j][g]);
-      UNROLL
-      for (int i = 0; i < V; i++) {
+      EACH (i, V) {
         i32 some = sums[j][i];
 #ifdef AVX512
         if (S == 2) some += (i32)_mm512_shuffle_epi32((Mi)some, _MM_PERM_CDAB);
@@ -415,7 +394,7 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
 }
 
 template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<X, V, S> &x) {
-  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL;
+  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL, STRIP = STRIP_OF<X>;
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256);
   struct Scratch {  // of a thread; stacks may be small
@@ -495,7 +474,7 @@ static void multiply(const Matrix *matrices, int count, const float *x, int64_t 
     int alike = 1, max = matrices->format->max;
     for (; alike < count; alike++) {
       const Format *f = matrices[alike].format;
-      if (rows <= FEW_ROWS ? f->split != matrices->format->split
+      if (rows <= FEW_ROWS ? f->slice != matrices->format->slice
                            : integers(f) != integers(matrices->format))
         break;
       max = std::max(max, (int)f->max);
@@ -551,8 +530,7 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
     prefetch((Bytes)(keys + s * D) + AHEAD, D * sizeof(E));
     for (int64_t d = 0; d < D; d += VL) {
       f32 key = load_f32(keys + s * D + d);
-      UNROLL
-      for (int j = 0; j < J; j++) products[j] += load<f32>(q + j * D + d) * key;
+      EACH (j, J) products[j] += load<f32>(q + j * D + d) * key;
     }
     for (int j = 0; j < J; j++) {
       float score = p[j * room + s] = sum(products[j]) * scale;
@@ -572,11 +550,9 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
     f32 mix[J][V] = {};
     for (int64_t s = 0; s < length; s++) {
       if (d == 0) prefetch((Bytes)(values + s * D) + AHEAD, D * sizeof(E));
-      UNROLL
-      for (int i = 0; i < V; i++) {  // the last one twice if there is but one
+      EACH (i, V) {  // the last one twice if there is but one
         f32 value = load_f32(values + s * D + d + std::min<int64_t>(i, vectors - 1) * VL);
-        UNROLL
-        for (int j = 0; j < J; j++) mix[j][i] += value * p[j * room + s];
+        EACH (j, J) mix[j][i] += value * p[j * room + s];
       }
     }
     for (int j = 0; j < J; j++)

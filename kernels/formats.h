@@ -13,10 +13,9 @@ struct Sixteens {  // that are unpacked to the i-th vector of bytes
     return order == NATURAL ? W / 16 * i + p : 2 * group + i % 2;
   }
 };
-template <class F> INLINE u32 by_16s(F f) {  // f(0), f(1) ... in four lanes each, as one constant
+template <class F> INLINE u32 by_lanes(F f) {  // f(0), f(1) ..., as one constant
   uint32_t lanes[VL];
-  UNROLL
-  for (int i = 0; i < VL; i++) lanes[i] = f(i / 4);
+  EACH (i, VL) lanes[i] = f(i);
   return load<u32>(lanes);
 }
 
@@ -76,8 +75,9 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
 #else
   const u32 all = load<u32>(b + first);
 #endif
-  const u32 right = by_16s([&](int p) INLINE_LAMBDA { return std::max(piece(w[p]).bit - to, 0); });
-  const u32 left = by_16s([&](int p) INLINE_LAMBDA { return std::max(to - piece(w[p]).bit, 0); });
+  auto bit = [&](int l) INLINE_LAMBDA { return piece(w[l / 4]).bit; };
+  const u32 right = by_lanes([&](int l) INLINE_LAMBDA { return std::max(bit(l) - to, 0); });
+  const u32 left = by_lanes([&](int l) INLINE_LAMBDA { return std::max(to - bit(l), 0); });
   return (u8)((u32)all >> right << left) & (uint8_t)(mask << to);
 }
 // Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
@@ -207,28 +207,56 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
     store(s, halves(b));
     if (T::MINIMUM) store(m, -halves(b + 2));
 #else
-    UNROLL
-    for (int i = 0; i < 8; i++, b += T::SIZE) {
-      s[i] = half(b);
-      if (T::MINIMUM) m[i] = -half(b + 2);
+    EACH (i, 8) {
+      s[i] = half(b + i * T::SIZE);
+      if (T::MINIMUM) m[i] = -half(b + i * T::SIZE + 2);
     }
 #endif
   }
 }
-// Of 8 groups' numbers those of some 16s, in the lanes of each
-template <int GROUP> INLINE f32 spread(const f32x8 *v, Sixteens w) {
-  const f32x8 eight = v[w[0] * 16 / GROUP / 8];
-#ifdef MM
-  const u32 lane = by_16s([&](int p) INLINE_LAMBDA { return w[p] * 16 / GROUP % 8; });
-#ifdef AVX512
-  return (f32)_mm512_permutexvar_ps((Mi)lane, _mm512_castps256_ps512((__m256)eight));
+// Of all groups' numbers those of the lanes, whose groups are group(0), group(1), ...
+template <int GROUPS, class F> INLINE f32 spread(const f32x8 *v, F group) {
+#if defined(AVX512)
+  const Mf all = GROUPS == 16 ? load<Mf>(v) : _mm512_castps256_ps512((__m256)*v);
+  return (f32)_mm512_permutexvar_ps((Mi)by_lanes(group), all);
+#elif defined(AVX2)
+  const u32 lane = by_lanes([&](int l) INLINE_LAMBDA { return group(l) % 8; });
+  return (f32)_mm256_permutevar8x32_ps((__m256)v[group(0) / 8], (Mi)lane);
 #else
-  return (f32)_mm256_permutevar8x32_ps((__m256)eight, (Mi)lane);
-#endif
-#else
-  return splat(eight[w[0] * 16 / GROUP % 8]);
+  return splat(v[group(0) / 8][group(0) % 8]);
 #endif
 }
+// gemv takes SHARE vectors of weights at a time, in whose lanes are the same groups: their products
+// share an addition. With wide vectors K types are mixed for that: 4 vectors are 256 weights.
+template <int ORDER>
+constexpr int SHARE = VL == 16 && ORDER != HALVES ? 4
+                      : ORDER == NATURAL          ? 1
+                                                  : 2;
+template <int ORDER> INLINE void mix([[maybe_unused]] u8 *v) {
+#ifdef AVX512
+  auto interleave = [&](int a, int b, bool words) INLINE_LAMBDA {
+    const Mi x = (Mi)v[a], y = (Mi)v[b];
+    v[a] = (u8)(words ? _mm512_unpacklo_epi32(x, y) : _mm512_unpacklo_epi64(x, y));
+    v[b] = (u8)(words ? _mm512_unpackhi_epi32(x, y) : _mm512_unpackhi_epi64(x, y));
+  };
+  if (ORDER == NATURAL) interleave(0, 1, true), interleave(2, 3, true);
+  if (ORDER != HALVES) interleave(0, 2, false), interleave(1, 3, false);
+#endif
+}
+// The groups of the lanes of SHARE vectors from the i-th on
+template <class T> INLINE f32 spread_mixed(const f32x8 *v, int i) {
+  return spread<T::GROUPS>(v, [&](int lane) INLINE_LAMBDA {
+    if (SHARE<T::ORDER> == 4) return T::GROUP == 16 ? lane % 4 * 4 + lane / 4 : lane / 2;
+    return Sixteens{i, T::ORDER}[lane / 4] * 16 / T::GROUP;
+  });
+}
+template <int ORDER> struct Fours {  // of 256 weights, that are in one lane after the other then
+  alignas(64) uint32_t at[64];
+  Fours() {
+    for (int i = 0; i < 64; i++) at[i] = 4 * Sixteens{i / VL, ORDER}[i % VL / 4] + i % 4;
+    mix<ORDER>((u8 *)at);
+  }
+};
 // Some bytes into L2. AHEAD: beyond what hardware fetches at a page's end (F16 1.6 times as fast)
 constexpr int AHEAD = 6144;
 INLINE void prefetch(Bytes p, int64_t count) {
@@ -282,7 +310,8 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
     const u8 v = T::values(w, {i, NATURAL});
     i16 even = (i16)((u16)v & 255) - (int16_t)T::ZERO, odd = (i16)((u16)v >> 8) - (int16_t)T::ZERO;
     if constexpr (T::BLOCK == 256) {
-      const i16 factor = (i16)spread<T::GROUP>(factors, {i, NATURAL});
+      auto group = [&](int lane) INLINE_LAMBDA { return (W * i + 4 * lane) / T::GROUP; };
+      const i16 factor = (i16)spread<T::GROUPS>(factors, group);
       even *= factor, odd *= factor;
     }
 #ifdef AVX512

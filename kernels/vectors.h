@@ -25,6 +25,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+#define EACH(i, count) UNROLL for (int i = 0; i < (count); i++)
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 
@@ -67,8 +68,7 @@ typedef float f32x8 VECTOR(32);
 typedef int32_t i32x8 VECTOR(32);
 constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
 template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
-template <class X>
-using Sum = typename std::conditional<is_int16<X>, i32, f32>::type;  // of products
+template <class X> using Sum = std::conditional_t<is_int16<X>, i32, f32>;  // of products
 
 template <class V> INLINE V load(const void *p) {
   V v;
@@ -116,11 +116,10 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
 #elif defined(MM)
   return total + (i32)MM(madd_epi16)((Mi)a, (Mi)b);
 #else  // other pairs: a number and the one half a vector away
-  auto low = [](i16 v) { return __builtin_convertvector(load<i16_half>(&v), i32); };
-  auto high = [](i16 v) {
-    return __builtin_convertvector(load<i16_half>((Bytes)&v + 2 * VL), i32);
+  auto part = [](const i16 &v, int at) INLINE_LAMBDA {
+    return __builtin_convertvector(load<i16_half>((Bytes)&v + at), i32);
   };
-  return total + low(a) * low(b) + high(a) * high(b);
+  return total + part(a, 0) * part(b, 0) + part(a, 2 * VL) * part(b, 2 * VL);
 #endif
 }
 
@@ -183,13 +182,9 @@ INLINE void store_f32(float16 *p, f32 v) {
 #endif
 }
 INLINE void store_bfloat16(void *p, f32 v) {
-#ifdef __AVX512BF16__
-  store(p, _mm512_cvtneps_pbh((__m512)v));
-#else
   u32 bits = (u32)v, nearest = bits + 0x7fff + (bits >> 16 & 1);
   nearest = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : nearest;  // NaN stays NaN
   store(p, __builtin_convertvector(nearest >> 16, u16_half));
-#endif
 }
 INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   x = x < -87 ? splat(-87) : x > 88 ? splat(88) : x;
