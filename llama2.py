@@ -3329,8 +3329,8 @@ class Drafts:
 
     Up to kernels().few_rows ids at once have the logits that each has alone, to the last bit. They
     are kept: if the id that is drawn is the guess, the next step takes no pass, else the cache is
-    truncated. It guesses one id more than were right last time, up to `most`, as long as guesses
-    save the time that they cost. For one row and the kernels on a CPU, without hooks on the model.
+    truncated. It guesses one id, or `most` if it was right the last time, as long as guesses save
+    the time that they cost. For one row and the kernels on a CPU, without hooks on the model.
     """
 
     def __init__(self, model: Llama, most: int = 3) -> None:
@@ -3339,7 +3339,7 @@ class Drafts:
         self.place: Any = None  # the generation, position and passes where these come next:
         self.waiting: list[tuple[str, Tensor]] = []  # guesses, and logits (1, V) after each
         self.right = 0  # how many that were read with them have been right
-        self.alone = 0.0  # seconds of a pass without guesses
+        self.usual: dict[int, float] = {}  # seconds of a pass of so many rows
         self.credit = 0.0  # seconds that guesses may cost: what they saved, and 1 % of all passes
 
     def read(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -3364,13 +3364,14 @@ class Drafts:
         text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
         waiting = self.waiting if T == 1 and self.place == (report, pos, cache.passes) else []
         if waiting and waiting[0][0] == text[-1]:
-            self.right, self.credit = self.right + 1, self.credit + self.alone
+            self.right, self.credit = self.right + 1, self.credit + self.usual[1]
             cache.advance(1)
             self.place = report, len(text), cache.passes
             report.drafted += 1
             return waiting.pop(0)[1]
         start, self.waiting = time.perf_counter(), []
-        most = min(self.most, self.right + 1, kernels().few_rows - 1, cache.max_seq_len - len(text))
+        most = self.most if self.right else 1  # three rows take as long as four
+        most = min(most, kernels().few_rows - 1, cache.max_seq_len - len(text))
         may_guess = T == 1 and report and most > 0 and self.credit > 0
         guess = prompt_lookup(text, most) if may_guess else ""
         try:
@@ -3382,13 +3383,13 @@ class Drafts:
         cache.truncate(len(text))
         self.place = report, len(text), cache.passes
         self.waiting, seconds = [*zip(guess, logits[1:, None])], time.perf_counter() - start
-        if guess:  # what took longer than these ids would take alone was disturbed by others
-            seconds = min(seconds, len(logits) * self.alone)
-            self.right, self.credit = 0, self.credit + self.alone - seconds
-        elif T == 1:
-            alone = self.alone or seconds
-            self.alone = (7 * alone + min(seconds, 2 * alone)) / 8
-        self.credit = min(self.credit + self.alone / 100, 2 * self.alone)
+        if T == 1:  # what takes longer than usual was disturbed by others
+            rows, alone = len(logits), self.usual.setdefault(1, seconds)
+            usual = self.usual.get(rows, min(seconds, rows * alone))
+            self.usual[rows] = usual = (7 * usual + min(seconds, 2 * usual)) / 8
+            if guess:
+                self.right, self.credit = 0, self.credit + alone - usual
+            self.credit = min(self.credit + alone / 100, 2 * alone)
         return logits[:1]
 
 
