@@ -6,7 +6,7 @@
 //   run_layers   what Block.forward does, for several layers in one call
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
-// numbers, for gemm each 128 (3e-5 relative; gemm of Q6_K 6e-5), but for dense weights.
+// numbers, for gemm each 128 (3e-5 relative, gemm of Q6_K 6e-5); for dense weights it stays as is.
 #include "formats.h"
 #ifdef _OPENMP
 extern "C" int omp_get_max_threads();
@@ -101,12 +101,12 @@ struct Rows {
     }
   }
 };
-// N vectors of W weights times numbers of x; each lane is the sum of 4 N products
-template <int N, bool ALONE> INLINE i32 multiply(const u8 *w, Bytes x) {
+// N vectors of W weights times numbers of one of R rows of x; each lane is the sum of 4 N products
+template <int N, int R> INLINE i32 multiply(const u8 *w, Bytes x) {
   i32 high = {}, low = {};
 #ifdef VNNI
   EACH (i, N) high = (i32)VNNI(dpbusd)((Mi)high, (Mi)w[i], load<Mi>(x + 2 * W * i));
-  if (!ALONE) low = high << 8, high = i32{};  // else at the same time, for nothing else is to do
+  if (N < 4 || R > 1) low = high << 8, high = i32{};  // else both sums grow at the same time
   EACH (i, N) low = (i32)VNNI(dpbusd)((Mi)low, (Mi)w[i], load<Mi>(x + 2 * W * i + W));
 #else
   EACH (i, N) {
@@ -159,7 +159,7 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
         EACH (r, R)
           EACH (n, N) {
             const auto q = (Bytes)(x[r].q + VECTORS * W * i);
-            part[n][r] += to_f32(multiply < VECTORS, R == 1 && VECTORS == 4 > (v[n], q)) * scale[n];
+            part[n][r] += to_f32(multiply<VECTORS, R>(v[n], q)) * scale[n];
           }
       });
       EACH (r, R)
