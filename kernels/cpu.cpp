@@ -94,10 +94,10 @@ struct Rows {
 #pragma omp parallel for if (count > 1)
     for (int64_t i = 0; i < parts; i++) {
       const int64_t k = i / stride * 256, r = i % stride;
-      alignas(64) float part[256] = {};
-      if (r < count) memcpy(part, from + r * K + k, std::min<int64_t>(K - k, 256) * 4);
+      const int64_t there = r < count ? std::min<int64_t>(K - k, 256) : 0;
+      float some[256], *part = slice ? some : &x[256 * i];
+      std::fill(std::copy_n(from + (there ? r * K + k : 0), there, part), part + 256, 0.f);
       if (slice) slice(part, slices[i]);
-      else memcpy(&x[256 * i], part, sizeof part);
     }
   }
 };
