@@ -367,22 +367,20 @@ STEEP = {n: float(n) for n in ROWS}  # where nothing is won by reading several a
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_quotes_are_faster_and_other_text_is_not_slower(monkeypatch, noise):
-    randoms, lookup = random.Random(3), llama2.prompt_lookup
+    randoms = random.Random(3)
     source = randoms.choices(range(900), k=300)
     edited = [i if randoms.random() > 0.05 else 950 for i in source]
     fresh = randoms.choices(range(900), k=600)
     looping = [*fresh[:200], *[randoms.randrange(4) for _ in range(400)]]  # runs that say nothing
 
-    def seconds(text, prompt, rows, propose=llama2.prompt_lookup):
-        return seconds_of(text, prompt, Clock(rows, noise), propose, monkeypatch)
+    def seconds(text, prompt, rows, propose=llama2.prompt_lookup, disturbed=0):
+        return seconds_of(text, prompt, Clock(rows, noise, disturbed), propose, monkeypatch)
 
     one = 1 + noise / 2
     assert seconds([*source, *edited], 300, ROWS) < one / 1.5
     assert seconds([*source, *edited], 300, STEEP) < one * 1.03
     for disturbed in (5, 7, 10, 13):
-        clock = Clock(FOURS, noise, disturbed)
-        quote = [*source, *edited]
-        assert seconds_of(quote, 300, clock, lookup, monkeypatch) < one / 1.5
+        assert seconds([*source, *edited], 300, FOURS, disturbed=disturbed) < one / 1.5
     for rows in (ROWS, STEEP):
         assert seconds(fresh, 100, rows) < one * 1.03
         assert seconds(looping, 100, rows) < one * 1.03
