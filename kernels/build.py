@@ -100,8 +100,8 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str
         new = Path(build, "cpu.so")
         for name, source in sources.items():
             Path(build, name).write_bytes(source)
-        command = [*compiler, "-O2", "-ffp-contract=fast", target, "-std=c++17", "-shared"]
-        command += [SOURCE.name, "-o", new.name]
+        command = [*compiler, "-O2", "-falign-loops=64", "-ffp-contract=fast", target]
+        command += ["-std=c++17", "-shared", SOURCE.name, "-o", new.name]
         command += ["-fPIC"] * (sys.platform != "win32")
         apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
         for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):

@@ -117,14 +117,6 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, Bytes x) {
   return (high << 8) + low;
 }
 
-// 256 weights, from the k-th of K on, and some that follow into L2
-template <class T> INLINE Bytes blocks_of(Bytes w, int64_t k, int64_t K, uint8_t *padded) {
-  const Bytes b = w + k / 256 * T::SIZE256;
-  prefetch(b + AHEAD, T::SIZE256);
-  if (T::BLOCK == 256 || k + 256 <= K) return b;
-  return pad(b, (K - k) / T::BLOCK * T::SIZE, T::SIZE256, padded);
-}
-
 // NW rows of W (K), `down` bytes apart, times R rows of x, from `row` on -> y (R, NW), rows
 // `stride` numbers apart
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
@@ -136,12 +128,15 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
     f32x8 low[N][R] = {};
     const Slice *x = &rows.slices[row];
     for (int64_t k = 0; k < rows.K; k += 256, x += rows.stride) {
+      const int64_t there = T::BLOCK == 256 ? +T::SIZE : (rows.K - k) / T::BLOCK * T::SIZE;
       uint8_t padded[N][T::SIZE256];
       Bytes b[N];
       f32x8 scales[N][GROUPS / 8];
       f32 part[N][R] = {};
       EACH (n, N) {
-        b[n] = blocks_of<T>(w + (first + n) * down, k, rows.K, padded[n]);
+        const Bytes from = w + (first + n) * down + k / 256 * T::SIZE256;
+        b[n] = there < T::SIZE256 ? pad(from, there, T::SIZE256, padded[n]) : from;
+        prefetch(from + AHEAD, T::SIZE256);
         f32x8 minima[GROUPS / 8];
         read_scales<T>(b[n], (float *)scales[n], (float *)minima);
         EACH (r, R)
@@ -172,59 +167,31 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
   }
 }
 
-// The same in float32
-template <class T, int R>
-static void dot_exact(Bytes w, int64_t down, const Rows &x, int64_t row, float *y, int64_t stride) {
-  constexpr int N = R == 1 ? 1 : NW;
-  const int64_t K = x.K, rows = std::min<int64_t>(x.count - row, R);
-  for (int first = 0; first < NW; first += N) {
-    f32 total[N][R][32 / VL] = {};
-    for (int64_t k = 0; k < K; k += 256) {
-      uint8_t padded[N][T::SIZE256];
-      alignas(64) float line[N][256];
-      Bytes b[N];
-      const float *from = &x.x[k * x.stride + 256 * row];
-      for (int n = 0; n < N; n++) {
-        b[n] = blocks_of<T>(w + (first + n) * down, k, K, padded[n]);
-        if (!T::DENSE) unpack<T>(b[n], line[n]);
-      }
-      for (int i = 0; i < 256 && i < K - k; i += 32)
-        EACH (j, 32 / VL) {
-          f32 v[N];
-          EACH (n, N)
-            if constexpr (T::DENSE) v[n] = T::load(b[n], i + VL * j);
-            else v[n] = load<f32>(line[n] + i + VL * j);
-          EACH (r, R)
-            EACH (n, N) total[n][r][j] += v[n] * load<f32>(from + 256 * r + i + VL * j);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-      for (int n = 0; n < N; n++) {
-        EACH (j, 32 / VL - 1) total[n][r][0] += total[n][r][j + 1];
-        y[r * stride + (down ? first + n : 0)] = sum(total[n][r][0]);
-      }
-  }
-}
-
 // ---- The table of formats -----------------------------------------------------------------------
 
+// W (N, K) of a product y (rows, N) = x (rows, K) W^T
+struct Matrix {
+  const struct Format *format;
+  Bytes w;
+  int64_t N;
+  float *y;
+};
+template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Rows &x);
 struct Format {
   int64_t type, block, size, span, max;
   bool minimum;
   decltype(&::unpack<F32>) unpack = nullptr;
-  decltype(&dot<Q8_0, 1>) exact = nullptr, exact_some = nullptr;         // 1 or SOME rows of x
-  decltype(&dot<Q8_0, 1>) one = nullptr, two = nullptr, four = nullptr;  // null: as if exact
-  decltype(&::slice<NATURAL>) slice = nullptr;                           // for these
-  decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;                // null: as if exact
+  decltype(&dot_exact<F32>) exact = nullptr;
+  decltype(&dot<Q8_0, 1>) fast[3] = {};                    // null: as if exact
+  decltype(&::slice<NATURAL>) slice = nullptr;             // for these
+  decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
   int64_t bytes(int64_t weights) const { return weights / block * size; }
 };
-constexpr int SOME = VL == 16 ? 4 : 2;  // for more rows, AVX2 has not enough registers
 template <class T> static constexpr Format format(int64_t type) {
   Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
-  f.unpack = unpack<T>;
-  f.exact = dot_exact<T, 1>, f.exact_some = dot_exact<T, SOME>;
+  f.unpack = unpack<T>, f.exact = dot_exact<std::conditional_t<T::DENSE, T, F32>>;
   if constexpr (!T::DENSE) {
-    f.slice = slice<T::ORDER>, f.one = dot<T, 1>, f.two = dot<T, 2>, f.four = dot<T, 4>;
+    f.slice = slice<T::ORDER>, f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>, f.fast[2] = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -242,35 +209,72 @@ static const Format *find_format(int64_t type, int64_t K) {  // null if there is
   return nullptr;
 }
 
-// W (N, K) of a product y (rows, N) = x (rows, K) W^T
-struct Matrix {
-  const Format *format;
-  Bytes w;
-  int64_t N;
-  float *y;
-};
+// Up to `high` rows of W, from the n-th on, times all rows of x in float32. The rows of W take
+// turns, 256 weights each, unpacked if they are not of a dense type D, so that x stays in L1.
+constexpr int STRIP = 16, SOME = VL == 16 ? 4 : 2;  // AVX2 has not enough registers for more
+template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Rows &x) {
+  const int64_t K = x.K, size = m.format->bytes(256), row = m.format->bytes(K);
+  const Bytes w = m.w + n * row;
+  high = std::min(high, m.N - n);
+  f32 total[(FEW_ROWS + 3) / 4 * 4][STRIP];
+  for (int64_t r = 0; r < x.stride; r++) std::fill_n(total[r], high, f32{});
+  Bytes ahead = w + std::max<int64_t>(high * row, AHEAD);
+  for (int64_t k = 0; k < K; k += 256)
+    for (int64_t first = 0; first < high; first += NW) {
+      const Bytes at = w + first * row + k / 256 * size;
+      uint8_t padded[NW][1024];
+      alignas(64) float line[NW][256];
+      Bytes b[NW];
+      for (int i = 0; i < NW; i++, ahead += size) {
+        const Bytes from = first + i < high ? at + i * row : at;
+        b[i] = K - k < 256 ? pad(from, row - k / 256 * size, size, padded[i]) : from;
+        prefetch(ahead, size);
+        if (m.format->slice) m.format->unpack(b[i], line[i]), b[i] = (Bytes)line[i];
+      }
+      auto multiply = [&](auto some, int64_t r) INLINE_LAMBDA {
+        constexpr int R = some;
+        const float *from = &x.x[k * x.stride + 256 * r];
+        f32 sums[NW][R][32 / VL] = {};
+        for (int at = 0; at < 256; at += 32)
+          EACH (part, 32 / VL) {
+            f32 v[NW];
+            EACH (i, NW) v[i] = keep<(R > 1)>(D::load(b[i], at + VL * part));
+            EACH (j, R) {
+              const f32 numbers = keep<(NW > 1)>(load<f32>(from + 256 * j + at + VL * part));
+              EACH (i, NW) sums[i][j][part] += v[i] * numbers;
+            }
+          }
+        EACH (j, R)
+          EACH (i, NW)
+            EACH (part, 32 / VL) total[r + j][first + i] += sums[i][j][part];
+      };
+      int64_t r = 0;
+      for (; x.count - r > SOME / 2; r += SOME) multiply(std::integral_constant<int, SOME>(), r);
+      for (; r < x.count; r++) multiply(std::integral_constant<int, 1>(), r);
+    }
+  for (int64_t r = 0; r < x.count; r++)
+    for (int64_t i = 0; i < high; i++) m.y[r * m.N + n + i] = sum(total[r][i]);
+}
 
 // Several matrices, whose formats split x alike, times the same rows of x, in one parallel loop
 static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                  bool fast) {
+  const bool integers = fast && matrices->format->slice;
+  const int64_t high = integers ? NW : rows > 2 ? STRIP : 4;
   int64_t total = 0;
-  for (int i = 0; i < count; i++) total += (matrices[i].N + NW - 1) / NW;
-  const Rows vectors(x, rows, K, fast ? matrices->format->slice : nullptr);
-#pragma omp parallel for schedule(guided, 4) if (total * K > 1 << 16)  // long runs of memory
-  for (int64_t i = 0; i < total; i++) {
+  for (int i = 0; i < count; i++) total += (matrices[i].N + high - 1) / high;
+  const Rows vectors(x, rows, K, integers ? matrices->format->slice : nullptr);
+#pragma omp parallel for schedule(guided, high > NW ? 1 : 4) if (total * high * K > 1 << 17)
+  for (int64_t i = 0; i < total; i++) {  // by long runs of memory
     const Matrix *m = matrices;
-    int64_t n = i * NW;
-    for (; n >= m->N; m++) n -= (m->N + NW - 1) / NW * NW;
+    int64_t n = i * high;
+    for (; n >= m->N; m++) n -= (m->N + high - 1) / high * high;
     const Format *f = m->format;
-    const bool integers = fast && f->slice;
     const int64_t size = f->bytes(K), down = n + 1 < m->N ? size : 0;
-    for (int64_t r = 0, step; r < rows; r += step) {
-      const int64_t left = rows - r, some = VL == 16 ? 3 : 2;
-      auto d = left > 2 ? f->four : left > 1 ? f->two : f->one;
-      if (!integers) d = left < some ? f->exact : f->exact_some;
-      step = integers ? 4 : left < some ? 1 : SOME;
-      d(m->w + n * size, down, vectors, r, m->y + r * m->N + n, m->N);
-    }
+    if (!integers) f->exact(*m, n, high, vectors);
+    for (int64_t r = 0; integers && r < rows; r += 4)
+      f->fast[rows - r > 2 ? 2 : rows - r - 1](m->w + n * size, down, vectors, r,
+                                               m->y + r * m->N + n, m->N);
   }
 }
 
@@ -285,18 +289,18 @@ constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
 constexpr int KC = 256, HELD = 1024, LANES = 16 * MR;
 template <int V> constexpr int NR = VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 4 : 6;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
-template <class X> constexpr int STRIP_OF = 24 * PER_WORD<X>;  // rows of W, 24 KB of words
 
-// sums (NR, V) += w (NR, count) . x (count, V vectors), in words; w has strides `down` and `right`
+// sums (NR, V) += w (NR, count) . x (count, V vectors), in words; w has strides `down` and `right`.
+// With every S columns one line of memory `ahead` is fetched into L2, `step` bytes from the last.
 template <class X, int S = 1, int V, int R>
 INLINE void microkernel(Sum<X> (&sums)[R][V], const void *w, int64_t down, int64_t right,
-                        const void *x, int64_t count) {
+                        const void *x, int64_t count, Bytes &ahead, int64_t step) {
   Bytes a = (Bytes)w, b = (Bytes)x;
   UNROLL_4
   for (int64_t k = 0; k < count; k += S, a += 4 * S * right, b += 4 * VL * V) {
     X v[V];
     EACH (i, V) v[i] = load<X>(b + 4 * VL * i);
-    for (int i = 0; i < 4 * VL * V; i += 64) __builtin_prefetch(b + i + 2048);  // panels lie in L2
+    __builtin_prefetch(ahead, 0, 2), ahead += step;
     EACH (n, R) {
       const X words = splat<X, S>(a + 4 * n * down);
       EACH (i, V) sums[n][i] = madd(sums[n][i], v[i], words);
@@ -356,26 +360,22 @@ template <class X, int V, int S> struct Panels {
 // total (NR, lanes) += w (NR, count), of strides `down` and `right`, times x (count, lanes)
 template <int V>
 INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t right, const void *x,
-                 int64_t count) {
+                 int64_t count, Bytes ahead = nullptr, int64_t step = 0) {
+  if (!ahead) ahead = (Bytes)x;
   f32 sums[NR<V>][V] = {};  // not what total is: GCC would keep half of that in memory
-  microkernel<f32>(sums, w, down, right, x, count);
+  microkernel<f32>(sums, w, down, right, x, count, ahead, step);
   EACH (j, NR<V>)
     EACH (i, V) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
 }
-template <int V>  // the same once for all who call it
-__attribute__((noinline)) static void some_tile(float (*total)[V * VL], const void *w, int64_t down,
-                                                int64_t right, const void *x, int64_t count) {
-  tile<V>(total, w, down, right, x, count);
-}
-
 // The same with int16: w has a scale for each `span` columns, x (words) one for each 32
 template <int V, int S>
 INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*scales)[8],
-                       const uint32_t *x, const float *x_scales, int64_t span, int64_t spans) {
+                       const uint32_t *x, const float *x_scales, int64_t span, int64_t spans,
+                       Bytes ahead, int64_t step) {
   for (int64_t g = 0; g < spans; g++) {
     i32 sums[NR<V>][V] = {};
     microkernel<i16, S>(sums, w + g * span / 2, KC / 2, 1, x + g * span / 2 * (V * VL / S),
-                        span / 2);
+                        span / 2, ahead, step);
     f32 x_scale[V];  // loaded once: a store to total might change them
     EACH (i, V) x_scale[i] = load<f32>(x_scales + g * span / 32 * V * VL + i * VL);
     EACH (j, NR<V>) {
@@ -394,12 +394,12 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
 }
 
 template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<X, V, S> &x) {
-  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL, STRIP = STRIP_OF<X>;
+  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL, STRIP = 24 * PER_WORD<X>;
   const Format *f = m.format;
-  const int64_t K = x.K, size = f->bytes(256);
-  struct Scratch {  // of a thread; stacks may be small
-    uint32_t words[STRIP][KC / PER_WORD<X>];
-    float scales[STRIP][8], minima[HELD / 32][STRIP], total[PANELS][STRIP][ALL];
+  const int64_t K = x.K, size = f->bytes(256), row = f->bytes(K);
+  struct Scratch {                            // of a thread; stacks may be small
+    uint32_t words[STRIP][KC / PER_WORD<X>];  // 24 KB
+    float scales[STRIP][8], minima[STRIP][HELD / 32], total[PANELS][STRIP][ALL];
   };
   const auto memory = array<Scratch>(omp_get_max_threads());
   std::atomic<int64_t> taken(0), started(0);  // strips, by a thread each; threads
@@ -413,34 +413,30 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
       for (int64_t first = 0; first < x.count; first += PANELS) {
         const int64_t panels = std::min<int64_t>(x.count - first, PANELS);
         memset(s.total, 0, panels * sizeof *s.total);
+        if (first + PANELS >= x.count) next = STRIP * taken++;
         for (int64_t k = 0; k < K; k += KC) {
           const int64_t count = std::min<int64_t>(K - k, KC), end = k + count, held = k % HELD;
-          if (end == K && first + PANELS >= x.count) next = STRIP * taken++;
-          const Bytes ahead = m.w + f->bytes(end < K ? n * K + end : next * K);  // to be fetched
           for (int i = 0; i < high; i++) {
-            Bytes blocks = m.w + f->bytes((n + i) * K + k);
-            if (count < 256) blocks = pad(blocks, f->bytes(count), size, padded);
-            if constexpr (!is_int16<X>) f->unpack(blocks, (float *)s.words[i]);
-            else {
-              float minimum[8];
-              f->unpack_int16(blocks, (int16_t *)s.words[i], s.scales[i], minimum);
-              for (int j = 0; f->minimum && j < 8; j++) s.minima[held / 32 + j][i] = minimum[j];
-            }
+            Bytes b = m.w + (n + i) * row + k / 256 * size;
+            if (count < 256) b = pad(b, f->bytes(count), size, padded);
+            if constexpr (!is_int16<X>) f->unpack(b, (float *)s.words[i]);
+            else f->unpack_int16(b, (int16_t *)s.words[i], s.scales[i], s.minima[i] + held / 32);
           }
           for (int64_t p = 0; p < panels; p++)
             for (int i = 0; i < high; i += NR<V>) {
-              for (int64_t j = i + p * NR<V> / panels; j < i + (p + 1) * NR<V> / panels; j++)
-                prefetch(ahead + f->bytes(j * K), size + 63);
               const int64_t at = (first + p) * K + k, group = at / 32 * ALL;
               const uint32_t *panel = &x.words[at * MR / PER_WORD<X>];
               auto *total = s.total[p] + i;
-              if constexpr (!is_int16<X>) tile<V>(total, s.words[i], KC, 1, panel, count);
+              auto ahead = p ? (Bytes)panel + 2048 : m.w + next * row + (k / KC * STRIP + i) * size;
+              const int64_t step = p ? 4 * ALL : NR<V> * size * PER_WORD<X> * S / 256 + 1;
+              if constexpr (!is_int16<X>)
+                tile<V>(total, s.words[i], KC, 1, panel, count, ahead, step);
               else {
                 tile_int16<V, S>(total, s.words[i], s.scales + i, panel, &x.scales[group], f->span,
-                                 count / f->span);
+                                 count / f->span, ahead, step);
                 if (f->minimum && (end == K || end % HELD == 0))
-                  some_tile<V>(total, &s.minima[0][i], 1, STRIP, &x.sums[group - held / 32 * ALL],
-                               (held + count) / 32);
+                  tile<V>(total, s.minima[i], HELD / 32, 1, &x.sums[group - held / 32 * ALL],
+                          (held + count) / 32);
               }
             }
         }
@@ -460,10 +456,9 @@ static void pack_and_gemm(const Matrix *m, int count, const float *x, int64_t ro
 // With the panels that leave the fewest rows empty, wide ones if there are several
 template <class X> static auto find_gemm(int64_t rows) {
   auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
-  const auto wide = pack_and_gemm<X, 2, 1>, narrow = pack_and_gemm<X, 1, 1>;
   if constexpr (VL == 16 && is_int16<X>)
     if (filled(24) < std::min(filled(16), filled(32))) return pack_and_gemm<X, 3, 2>;
-  return filled(VL) < filled(2 * VL) ? narrow : wide;
+  return filled(VL) < filled(2 * VL) ? pack_and_gemm<X, 1, 1> : pack_and_gemm<X, 2, 1>;
 }
 
 // Each of the matrices times x (rows, K)
@@ -584,7 +579,7 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
     for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(keys + from * D + i));
     for (int64_t s = from; s < from + n; s += NK) {
       alignas(64) float sums[NK][MR] = {};
-      some_tile<V>(sums, some + (s - from) * D, D, 1, queries, D);
+      tile<V>(sums, some + (s - from) * D, D, 1, queries, D);
       for (int j = 0; j < NK; j++)
         for (int i = 0; i < V; i++) {
           const auto seen = lane + (int)(VL * i + length) > (int)s + j;
@@ -603,7 +598,7 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
       }
     for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(values + from * D + i));
     for (int64_t d = 0; d < D; d += NK)
-      some_tile<V>((float (*)[MR])(total + d * MR), some + d, 1, D, p + from * MR, n);
+      tile<V>((float (*)[MR])(total + d * MR), some + d, 1, D, p + from * MR, n);
   }
   for (f32 &w : weight) w = 1 / w;
   for (int64_t i = 0; i < tokens; i++)
@@ -706,13 +701,13 @@ int32_t dequantize(int32_t type, const uint8_t *blocks, uint16_t *y, int64_t cou
   if (!f) return NOT_SUPPORTED;
 #pragma omp parallel for if (count > 1 << 16)
   for (int64_t k = 0; k < count; k += 256) {
-    const int64_t size = std::min(count - k, (int64_t)256);
+    const int64_t there = std::min<int64_t>(count - k, 256);
     uint8_t padded[1024];
     float line[256];
     Bytes b = blocks + f->bytes(k);
-    if (size < 256) b = pad(b, f->bytes(size), f->bytes(256), padded);
+    if (there < 256) b = pad(b, f->bytes(there), f->bytes(256), padded);
     f->unpack(b, line);
-    for (int64_t i = 0; i < size; i += VL) store_bfloat16(y + k + i, load<f32>(line + i));
+    for (int64_t i = 0; i < there; i += VL) store_bfloat16(y + k + i, load<f32>(line + i));
   }
   return DONE;
 }

@@ -266,8 +266,7 @@ INLINE void prefetch(Bytes p, int64_t count) {
 __attribute__((noinline, cold)) static Bytes pad(Bytes w, int64_t there, int64_t whole,
                                                  uint8_t *padded) {
   memset(padded + there, 0, whole - there);
-  memcpy(padded, w, there);
-  return padded;
+  return (Bytes)memcpy(padded, w, there);
 }
 
 // ---- 256 weights as numbers ---------------------------------------------------------------------

@@ -80,6 +80,12 @@ typedef uint64_t u64 VECTOR(4 * VL);
 template <class V, int WORDS = 1> INLINE V splat(const void *p) {  // one after the other
   return WORDS == 2 ? (V)(load<uint64_t>(p) - u64{}) : (V)(load<uint32_t>(p) - u32{});
 }
+template <bool SHARED> INLINE f32 keep(f32 v) {  // GCC would load it again for each use
+#ifdef MM
+  if (SHARED) asm("" : "+v"(v));
+#endif
+  return v;
+}
 INLINE f32 splat(float f) { return f - f32{}; }
 INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
 INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
