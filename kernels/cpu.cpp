@@ -87,7 +87,7 @@ struct Rows {
   Array<float> x;
   Array<Slice> slices;
   Rows(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
-      : count(count), K(K), stride(count > 2 ? (count + 3) / 4 * 4 : count) {
+      : count(count), K(K), stride(slice || count < 3 ? count : (count + 3) / 4 * 4) {
     const int64_t parts = (K + 255) / 256 * stride;
     if (slice) slices = array<Slice>(parts);
     else x = array<float>(256 * parts);
@@ -102,16 +102,16 @@ struct Rows {
   }
 };
 // N vectors of W weights times numbers of one of R rows of x; each lane is the sum of 4 N products
-template <int N, int R> INLINE i32 multiply(const u8 *w, Bytes x) {
+template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   i32 high = {}, low = {};
 #ifdef VNNI
-  EACH (i, N) high = (i32)VNNI(dpbusd)((Mi)high, (Mi)w[i], load<Mi>(x + 2 * W * i));
+  EACH (i, N) high = (i32)VNNI(dpbusd)((Mi)high, (Mi)w[i], load<Mi>(x + W * i));
   if (N < 4 || R > 1) low = high << 8, high = i32{};  // else both sums grow at the same time
-  EACH (i, N) low = (i32)VNNI(dpbusd)((Mi)low, (Mi)w[i], load<Mi>(x + 2 * W * i + W));
+  EACH (i, N) low = (i32)VNNI(dpbusd)((Mi)low, (Mi)w[i], load<Mi>(x + W * i + W / 2));
 #else
   EACH (i, N) {
-    low = madd(low, (i16)((u16)w[i] & 255), load<i16>(x + 2 * W * i));
-    low = madd(low, (i16)((u16)w[i] >> 8), load<i16>(x + 2 * W * i + W));
+    low = madd(low, (i16)((u16)w[i] & 255), load<i16>(x + W * i));
+    low = madd(low, (i16)((u16)w[i] >> 8), load<i16>(x + W * i + W / 2));
   }
 #endif
   return (high << 8) + low;
@@ -152,15 +152,13 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
           scale[n] = spread_mixed<T>(scales[n], VECTORS * i);
         }
         EACH (r, R)
-          EACH (n, N) {
-            const auto q = (Bytes)(x[r].q + VECTORS * W * i);
-            part[n][r] += to_f32(multiply<VECTORS, R>(v[n], q)) * scale[n];
-          }
+          EACH (n, N)
+            part[n][r] += to_f32(multiply<VECTORS, R>(v[n], x[r].q + VECTORS * W * i)) * scale[n];
       });
       EACH (r, R)
         EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
     }
-    for (int r = 0; r < R && row + r < rows.count; r++)
+    for (int r = 0; r < R; r++)
       for (int n = 0; n < N; n++)
         y[r * stride + (down ? first + n : 0)] =
             sum(total[n][r]) - sum(low[n][r]) * (T::MINIMUM ? 1 : T::ZERO);
@@ -178,11 +176,10 @@ struct Matrix {
 };
 template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Rows &x);
 struct Format {
-  int64_t type, block, size, span, max;
-  bool minimum;
+  int64_t type, block, size, span, max, minimum;
   decltype(&::unpack<F32>) unpack = nullptr;
   decltype(&dot_exact<F32>) exact = nullptr;
-  decltype(&dot<Q8_0, 1>) fast[3] = {};                    // null: as if exact
+  decltype(&dot<Q8_0, 1>) fast[4] = {};                    // null: as if exact
   decltype(&::slice<NATURAL>) slice = nullptr;             // for these
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
   int64_t bytes(int64_t weights) const { return weights / block * size; }
@@ -191,7 +188,8 @@ template <class T> static constexpr Format format(int64_t type) {
   Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
   f.unpack = unpack<T>, f.exact = dot_exact<std::conditional_t<T::DENSE, T, F32>>;
   if constexpr (!T::DENSE) {
-    f.slice = slice<T::ORDER>, f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>, f.fast[2] = dot<T, 4>;
+    f.slice = slice<T::ORDER>;
+    f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>, f.fast[2] = dot<T, 3>, f.fast[3] = dot<T, 4>;
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -221,13 +219,12 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
   Bytes ahead = w + std::max<int64_t>(high * row, AHEAD);
   for (int64_t k = 0; k < K; k += 256)
     for (int64_t first = 0; first < high; first += NW) {
-      const Bytes at = w + first * row + k / 256 * size;
       uint8_t padded[NW][1024];
       alignas(64) float line[NW][256];
       Bytes b[NW];
       for (int i = 0; i < NW; i++, ahead += size) {
-        const Bytes from = first + i < high ? at + i * row : at;
-        b[i] = K - k < 256 ? pad(from, row - k / 256 * size, size, padded[i]) : from;
+        b[i] = w + std::min(first + i, high - 1) * row + k / 256 * size;
+        if (K - k < 256) b[i] = pad(b[i], row - k / 256 * size, size, padded[i]);
         prefetch(ahead, size);
         if (m.format->slice) m.format->unpack(b[i], line[i]), b[i] = (Bytes)line[i];
       }
@@ -273,8 +270,8 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
     const int64_t size = f->bytes(K), down = n + 1 < m->N ? size : 0;
     if (!integers) f->exact(*m, n, high, vectors);
     for (int64_t r = 0; integers && r < rows; r += 4)
-      f->fast[rows - r > 2 ? 2 : rows - r - 1](m->w + n * size, down, vectors, r,
-                                               m->y + r * m->N + n, m->N);
+      f->fast[std::min<int64_t>(rows - r, 4) - 1](m->w + n * size, down, vectors, r,
+                                                  m->y + r * m->N + n, m->N);
   }
 }
 
@@ -287,7 +284,7 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
 
 constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
 constexpr int KC = 256, HELD = 1024, LANES = 16 * MR;
-template <int V> constexpr int NR = VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 4 : 6;
+template <int V> constexpr int NR = VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 3 : 6;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
 
 // sums (NR, V) += w (NR, count) . x (count, V vectors), in words; w has strides `down` and `right`.
@@ -382,8 +379,8 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
       f32 scale = splat(scales[j][g]);
       EACH (i, V) {
         i32 some = sums[j][i];
-#ifdef AVX512
-        if (S == 2) some += (i32)_mm512_shuffle_epi32((Mi)some, _MM_PERM_CDAB);
+#ifdef MM
+        if (S == 2) some += (i32)MM(shuffle_epi32)((Mi)some, (_MM_PERM_ENUM)0xb1);
 #endif
         f32 old = load<f32>(&total[j][i * VL]);
         store(&total[j][i * VL], old + to_f32(some) * scale * x_scale[i]);
@@ -455,10 +452,10 @@ static void pack_and_gemm(const Matrix *m, int count, const float *x, int64_t ro
 }
 // With the panels that leave the fewest rows empty, wide ones if there are several
 template <class X> static auto find_gemm(int64_t rows) {
-  auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
-  if constexpr (VL == 16 && is_int16<X>)
-    if (filled(24) < std::min(filled(16), filled(32))) return pack_and_gemm<X, 3, 2>;
-  return filled(VL) < filled(2 * VL) ? pack_and_gemm<X, 1, 1> : pack_and_gemm<X, 2, 1>;
+  auto all = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
+  if constexpr (VL > 4 && is_int16<X>)
+    if (all(3 * VL / 2) <= all(VL) && all(3 * VL / 2) < all(2 * VL)) return pack_and_gemm<X, 3, 2>;
+  return all(VL) < all(2 * VL) ? pack_and_gemm<X, 1, 1> : pack_and_gemm<X, 2, 1>;
 }
 
 // Each of the matrices times x (rows, K)
