@@ -3370,7 +3370,7 @@ class Drafts:
             report.drafted += 1
             return waiting.pop(0)[1]
         start, self.waiting = time.perf_counter(), []
-        most = self.most if self.right else min(self.most, 1)  # three rows take as long as four
+        most = self.most if self.right else min(self.most, 1)  # a run that goes on pays for more
         most = min(most, kernels().few_rows - 1, cache.max_seq_len - len(text))
         may_guess = T == 1 and report and most > 0 and self.credit > 0
         guess = prompt_lookup(text, most) if may_guess else ""
