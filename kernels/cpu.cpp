@@ -212,6 +212,7 @@ static const Format *find_format(int64_t type, int64_t K) {  // null if there is
 constexpr int STRIP = 16, SOME = VL == 16 ? 4 : 2;  // AVX2 has not enough registers for more
 template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Rows &x) {
   const int64_t K = x.K, size = m.format->bytes(256), row = m.format->bytes(K);
+  const auto unpack = m.format->slice ? m.format->unpack : nullptr;
   const Bytes w = m.w + n * row;
   high = std::min(high, m.N - n);
   f32 total[(FEW_ROWS + 3) / 4 * 4][STRIP];
@@ -219,14 +220,15 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
   Bytes ahead = w + std::max<int64_t>(high * row, AHEAD);
   for (int64_t k = 0; k < K; k += 256)
     for (int64_t first = 0; first < high; first += NW) {
+      const Bytes at = w + first * row + k / 256 * size;
       uint8_t padded[NW][1024];
       alignas(64) float line[NW][256];
       Bytes b[NW];
       for (int i = 0; i < NW; i++, ahead += size) {
-        b[i] = w + std::min(first + i, high - 1) * row + k / 256 * size;
+        b[i] = first + i < high ? at + i * row : at;
         if (K - k < 256) b[i] = pad(b[i], row - k / 256 * size, size, padded[i]);
         prefetch(ahead, size);
-        if (m.format->slice) m.format->unpack(b[i], line[i]), b[i] = (Bytes)line[i];
+        if (unpack) unpack(b[i], line[i]), b[i] = (Bytes)line[i];
       }
       auto multiply = [&](auto some, int64_t r) INLINE_LAMBDA {
         constexpr int R = some;
