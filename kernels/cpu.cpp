@@ -216,7 +216,7 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
   const Bytes w = m.w + n * row;
   high = std::min(high, m.N - n);
   f32 total[(FEW_ROWS + 3) / 4 * 4][STRIP];
-  for (int64_t r = 0; r < x.stride; r++) std::fill_n(total[r], high, f32{});
+  memset(total, 0, x.stride * sizeof *total);
   Bytes ahead = w + std::max<int64_t>(high * row, AHEAD);
   for (int64_t k = 0; k < K; k += 256)
     for (int64_t first = 0; first < high; first += NW) {
@@ -259,7 +259,7 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
 static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                  bool fast) {
   const bool integers = fast && matrices->format->slice;
-  const int64_t high = integers ? NW : rows > 2 ? STRIP : 4;
+  const int64_t high = integers ? NW : rows > 2 ? STRIP : 4;  // one row waits for memory
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += (matrices[i].N + high - 1) / high;
   const Rows vectors(x, rows, K, integers ? matrices->format->slice : nullptr);
@@ -360,8 +360,8 @@ template <class X, int V, int S> struct Panels {
 template <int V>
 INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t right, const void *x,
                  int64_t count, Bytes ahead = nullptr, int64_t step = 0) {
-  if (!ahead) ahead = (Bytes)x;
-  f32 sums[NR<V>][V] = {};  // not what total is: GCC would keep half of that in memory
+  if (!ahead) ahead = (Bytes)x;  // there is nothing to fetch
+  f32 sums[NR<V>][V] = {};       // not what total is: GCC would keep half of that in memory
   microkernel<f32>(sums, w, down, right, x, count, ahead, step);
   EACH (j, NR<V>)
     EACH (i, V) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
@@ -382,7 +382,7 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
       EACH (i, V) {
         i32 some = sums[j][i];
 #ifdef MM
-        if (S == 2) some += (i32)MM(shuffle_epi32)((Mi)some, (_MM_PERM_ENUM)0xb1);
+        if (S == 2) some += (i32)MM(shuffle_epi32)((Mi)some, _MM_PERM_CDAB);
 #endif
         f32 old = load<f32>(&total[j][i * VL]);
         store(&total[j][i * VL], old + to_f32(some) * scale * x_scale[i]);
@@ -396,8 +396,8 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
   constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL, STRIP = 24 * PER_WORD<X>;
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256), row = f->bytes(K);
-  struct Scratch {                            // of a thread; stacks may be small
-    uint32_t words[STRIP][KC / PER_WORD<X>];  // 24 KB
+  struct Scratch {  // of a thread, with 24 KB of words; stacks may be small
+    uint32_t words[STRIP][KC / PER_WORD<X>];
     float scales[STRIP][8], minima[STRIP][HELD / 32], total[PANELS][STRIP][ALL];
   };
   const auto memory = array<Scratch>(omp_get_max_threads());
@@ -454,10 +454,11 @@ static void pack_and_gemm(const Matrix *m, int count, const float *x, int64_t ro
 }
 // With the panels that leave the fewest rows empty, wide ones if there are several
 template <class X> static auto find_gemm(int64_t rows) {
-  auto all = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
+  auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
+  const int64_t narrow = filled(VL), middle = filled(3 * VL / 2), wide = filled(2 * VL);
   if constexpr (VL > 4 && is_int16<X>)
-    if (all(3 * VL / 2) <= all(VL) && all(3 * VL / 2) < all(2 * VL)) return pack_and_gemm<X, 3, 2>;
-  return all(VL) < all(2 * VL) ? pack_and_gemm<X, 1, 1> : pack_and_gemm<X, 2, 1>;
+    if (middle <= narrow && middle < wide) return pack_and_gemm<X, 3, 2>;
+  return narrow < wide ? pack_and_gemm<X, 1, 1> : pack_and_gemm<X, 2, 1>;
 }
 
 // Each of the matrices times x (rows, K)

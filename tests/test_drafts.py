@@ -361,7 +361,7 @@ def seconds_of(text, prompt, clock, propose, monkeypatch):
 
 
 ROWS = {1: 1.0, 2: 1.25, 3: 1.4, 4: 1.6, 5: 1.9, 6: 2.2, 7: 2.5, 8: 2.8}
-FOURS = {1: 1.0, 2: 1.2, 3: 1.8, 4: 1.8}  # gemv takes 4 rows at a time
+FOURS = {1: 1.0, 2: 1.2, 3: 1.8, 4: 1.8}  # where 3 rows take as long as 4
 STEEP = {n: float(n) for n in ROWS}  # where nothing is won by reading several at once
 
 
