@@ -22,8 +22,8 @@ static int omp_get_max_threads() { return 1; }
 // time, and unpacks W for each 4; the 13th row would cost more than gemm of 16, with AVX2 the 7th.
 constexpr int64_t FEW_ROWS = VL == 16 ? 12 : 6;
 
-// SPAN numbers of x -> integers q, their scale, and sums of each GROUP. The integers are as large
-// as int16 allows, and small enough that a sum of them all times `most` stays within int32.
+// SPAN numbers of x -> integers q, their scale, and their sums of each GROUP. They are as large as
+// int16 allows, and small enough that a sum of them all times `most` stays within int32.
 template <int SPAN, int GROUP>
 static float quantize(const float *x, int most, int16_t *q, float *sums) {
   f32 v[SPAN / VL], top = {}, sizes = {}, some[SPAN / GROUP] = {};
@@ -42,7 +42,7 @@ static float quantize(const float *x, int most, int16_t *q, float *sums) {
     some[i * VL / GROUP] += v[i];
     store(q + VL * i, __builtin_convertvector(__builtin_convertvector(v[i], i32), i16_half));
   }
-  for (int i = 0; i < SPAN / GROUP; i++) sums[i] = sum(some[i]) * scale;
+  for (int i = 0; i < SPAN / GROUP; i++) sums[i] = sum(some[i]) * (SPAN < 256 ? scale : 1);
   return scale;
 }
 // Each UNIT of n numbers q, in place: the even ones, then the odd ones
@@ -125,25 +125,28 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
   constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, N = R == 1 ? 1 : NW;
   for (int first = 0; first < NW; first += N) {
     f32 total[N][R] = {};
-    f32x8 low[N][R] = {};
     const Slice *x = &rows.slices[row];
     for (int64_t k = 0; k < rows.K; k += 256, x += rows.stride) {
       const int64_t there = T::BLOCK == 256 ? +T::SIZE : (rows.K - k) / T::BLOCK * T::SIZE;
       uint8_t padded[N][T::SIZE256];
       Bytes b[N];
       f32x8 scales[N][GROUPS / 8];
-      f32 part[N][R] = {};
+      f32 part[N][R];
       EACH (n, N) {
         const Bytes from = w + (first + n) * down + k / 256 * T::SIZE256;
         b[n] = there < T::SIZE256 ? pad(from, there, T::SIZE256, padded[n]) : from;
         prefetch(from + AHEAD, T::SIZE256);
         f32x8 minima[GROUPS / 8];
         read_scales<T>(b[n], (float *)scales[n], (float *)minima);
-        EACH (r, R)
-          for (int g = 0; g < GROUPS / 8; g++)  // or zero points, taken off at the end
-            low[n][r] += (T::MINIMUM ? minima : scales[n])[g] * load<f32x8>(x[r].sums + 8 * g);
+        EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
+        EACH (r, R) {
+          Narrow low = {};
+          for (int g = 0; g < GROUPS; g += sizeof low / 4)
+            low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
+          part[n][r] = widen(low);
+        }
       }
-      unrolled<256 / W / VECTORS>([&](int i) INLINE_LAMBDA {
+      EACH_VECTOR (i, 256 / W / VECTORS) {
         u8 v[N][VECTORS];
         f32 scale[N];
         EACH (n, N) {
@@ -154,14 +157,12 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
         EACH (r, R)
           EACH (n, N)
             part[n][r] += to_f32(multiply<VECTORS, R>(v[n], x[r].q + VECTORS * W * i)) * scale[n];
-      });
+      }
       EACH (r, R)
         EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
     }
     for (int r = 0; r < R; r++)
-      for (int n = 0; n < N; n++)
-        y[r * stride + (down ? first + n : 0)] =
-            sum(total[n][r]) - sum(low[n][r]) * (T::MINIMUM ? 1 : T::ZERO);
+      for (int n = 0; n < N; n++) y[r * stride + (down ? first + n : 0)] = sum(total[n][r]);
   }
 }
 
@@ -271,9 +272,11 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
     const Format *f = m->format;
     const int64_t size = f->bytes(K), down = n + 1 < m->N ? size : 0;
     if (!integers) f->exact(*m, n, high, vectors);
-    for (int64_t r = 0; integers && r < rows; r += 4)
-      f->fast[std::min<int64_t>(rows - r, 4) - 1](m->w + n * size, down, vectors, r,
-                                                  m->y + r * m->N + n, m->N);
+    const int64_t passes = integers ? (rows + 3) / 4 : 0;  // 5 rows are 2 and 3, not 4 and 1
+    for (int64_t p = 0; p < passes; p++) {
+      const int64_t r = rows * p / passes, some = rows * (p + 1) / passes - r;
+      f->fast[some - 1](m->w + n * size, down, vectors, r, m->y + r * m->N + n, m->N);
+    }
   }
 }
 
@@ -281,7 +284,7 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
 // x is packed in panels of V vectors; strips of W are unpacked, KC columns at a time; the
 // microkernel multiplies some of their rows by a panel. Both consist of words of 32 bits: one
 // float32 or two int16. A row of x has S lanes of a panel, which take words in turn: integers only,
-// whose sums do not depend on that. They are scaled span by span; minima are taken off HELD columns
+// whose sums do not depend on that. They are scaled span by span; minima are added for HELD columns
 // at a time.
 
 constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
@@ -446,28 +449,27 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
     }
   }
 }
-template <class X, int V, int S>
-static void pack_and_gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K,
-                          int max) {
-  const Panels<X, V, S> panels(x, rows, K, max);
-  for (int i = 0; i < count; i++) gemm(m[i], panels);
-}
-// With the panels that leave the fewest rows empty, wide ones if there are several
-template <class X> static auto find_gemm(int64_t rows) {
+// In the panels that leave the fewest rows empty, wide ones if there are several
+template <class X>
+static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K, int max) {
   auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
   const int64_t narrow = filled(VL), middle = filled(3 * VL / 2), wide = filled(2 * VL);
+  auto multiply = [=](const auto &panels) {
+    for (int i = 0; i < count; i++) gemm(m[i], panels);
+  };
   if constexpr (VL > 4 && is_int16<X>)
-    if (middle <= narrow && middle < wide) return pack_and_gemm<X, 3, 2>;
-  return narrow < wide ? pack_and_gemm<X, 1, 1> : pack_and_gemm<X, 2, 1>;
+    if (middle <= narrow && middle < wide) return multiply(Panels<X, 3, 2>(x, rows, K, max));
+  if (narrow < wide) multiply(Panels<X, 1, 1>(x, rows, K, max));
+  else multiply(Panels<X, 2, 1>(x, rows, K, max));
 }
 
 // Each of the matrices times x (rows, K)
-static void multiply(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
+static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t rows, int64_t K,
                      bool fast) {
-  while (count) {
+  for (const Matrix *matrices = all.begin(); matrices < all.end();) {
     auto integers = [&](const Format *f) { return fast && f->unpack_int16; };
     int alike = 1, max = matrices->format->max;
-    for (; alike < count; alike++) {
+    for (; matrices + alike < all.end(); alike++) {
       const Format *f = matrices[alike].format;
       if (rows <= FEW_ROWS ? f->slice != matrices->format->slice
                            : integers(f) != integers(matrices->format))
@@ -475,11 +477,9 @@ static void multiply(const Matrix *matrices, int count, const float *x, int64_t 
       max = std::max(max, (int)f->max);
     }
     if (rows <= FEW_ROWS) gemv(matrices, alike, x, rows, K, fast);
-    else {
-      const auto gemm = integers(matrices->format) ? find_gemm<i16>(rows) : find_gemm<f32>(rows);
-      gemm(matrices, alike, x, rows, K, max);
-    }
-    matrices += alike, count -= alike;
+    else if (integers(matrices->format)) gemm<i16>(matrices, alike, x, rows, K, max);
+    else gemm<f32>(matrices, alike, x, rows, K, max);
+    matrices += alike;
   }
 }
 
@@ -490,10 +490,8 @@ static void norm(const float *x, const float *w, double eps, float *y, int64_t r
 #pragma omp parallel for if (rows > 16)
   for (int64_t r = 0; r < rows; r++) {
     f32 squares = {};
-    for (int64_t i = r * C; i < (r + 1) * C; i += VL) {
-      f32 v = load<f32>(x + i);
-      squares += v * v;
-    }
+    for (int64_t i = r * C; i < (r + 1) * C; i += VL)
+      squares += load<f32>(x + i) * load<f32>(x + i);
     float scale = 1 / std::sqrt(sum(squares) / (float)C + (float)eps);
     for (int64_t i = 0; i < C; i += VL)
       store(y + r * C + i, load<f32>(x + r * C + i) * scale * load<f32>(w + i));
@@ -513,54 +511,55 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t D) {
 }
 
 // Attention of one token: J heads q (J, D) that share keys and values (length, D) -> y (J, D), with
-// J (length + VL) numbers of scratch memory
+// J length + 16 numbers of scratch memory
 template <int J, class E>
 static void attend(const float *q, const E *keys, const E *values, float *y, float *p,
                    int64_t length, int64_t D) {
-  const int64_t room = (length + VL - 1) / VL * VL;
-  float top[J], inverse[J], scale = 1 / std::sqrt((float)D);
-  std::fill_n(top, J, -INFINITY), std::fill_n(p, J * room, -INFINITY);
-  for (int64_t s = 0; s < length; s++) {
-    f32 products[J] = {};
-    prefetch((Bytes)(keys + s * D) + AHEAD, D * sizeof(E));
+  constexpr int KEYS = 8 / J, N = J == 1 ? 64 / VL : V;  // keys and vectors at a time
+  const float scale = 1 / std::sqrt((float)D);
+  f32x8 tops = f32x8{} - INFINITY;
+  for (int64_t s = 0; s < length; s += KEYS) {
+    f32 products[8] = {};
+    prefetch((Bytes)(keys + s * D) + AHEAD, KEYS * D * sizeof(E));
     for (int64_t d = 0; d < D; d += VL) {
-      f32 key = load_f32(keys + s * D + d);
-      EACH (j, J) products[j] += load<f32>(q + j * D + d) * key;
-    }
-    for (int j = 0; j < J; j++) {
-      float score = p[j * room + s] = sum(products[j]) * scale;
-      top[j] = score > top[j] ? score : top[j];
-    }
-  }
-  for (int j = 0; j < J; j++) {
-    f32 total = {};
-    for (int64_t s = j * room; s < (j + 1) * room; s += VL) {
-      f32 e = exp(load<f32>(p + s) - top[j]);
-      store(p + s, e), total += e;
-    }
-    inverse[j] = 1 / sum(total);
-  }
-  for (int64_t d = 0; d < D; d += V * VL) {
-    const int64_t vectors = D - d < V * VL ? (D - d) / VL : V;
-    f32 mix[J][V] = {};
-    for (int64_t s = 0; s < length; s++) {
-      if (d == 0) prefetch((Bytes)(values + s * D) + AHEAD, D * sizeof(E));
-      EACH (i, V) {  // the last one twice if there is but one
-        f32 value = load_f32(values + s * D + d + std::min<int64_t>(i, vectors - 1) * VL);
-        EACH (j, J) mix[j][i] += value * p[j * room + s];
+      f32 numbers[J];
+      EACH (j, J) numbers[j] = keep<(KEYS > 1)>(load<f32>(q + j * D + d));
+      EACH (i, KEYS) {  // the last one again if there are fewer
+        const f32 key = keep<(J > 1)>(load_f32(keys + std::min(s + i, length - 1) * D + d));
+        EACH (j, J) products[i * J + j] += numbers[j] * key;
       }
     }
-    for (int j = 0; j < J; j++)
-      for (int i = 0; i < vectors; i++) store(y + j * D + d + i * VL, mix[j][i] * inverse[j]);
+    const f32x8 scores = sums(products) * scale;
+    tops = tops > scores ? tops : scores;
+    store(p + s * J, scores);
+  }
+  std::fill_n(p + length * J, VL, -INFINITY);
+  f32 top, total = {};
+  for (int i = J; i < 8; i++) tops[i % J] = std::max(tops[i % J], tops[i]);
+  for (int i = 0; i < VL; i++) top[i] = tops[i % J];
+  for (int64_t s = 0; s < length * J; s += VL) {
+    f32 e = exp(load<f32>(p + s) - top);
+    store(p + s, e), total += e;
+  }
+  for (int i = J; i < VL; i++) total[i % J] += total[i];
+  for (int64_t d = 0; d < D; d += N * VL) {
+    f32 mix[J][N] = {};
+    auto at = [=](int i) INLINE_LAMBDA { return std::min(d + i * VL, D - VL); };
+    for (int64_t s = 0; s < length; s++) {
+      if (d == 0) prefetch((Bytes)(values + s * D) + AHEAD, D * sizeof(E));
+      EACH (i, N) {
+        f32 value = load_f32(values + s * D + at(i));
+        EACH (j, J) mix[j][i] += value * p[s * J + j];
+      }
+    }
+    EACH (j, J)
+      EACH (i, N) store(y + j * D + at(i), mix[j][i] / total[j]);
   }
 }
 
 // The same for up to MR tokens of one head, `row` numbers apart: the i-th sees length + i keys
 constexpr int NK = NR<V>;
 constexpr int64_t KEYS = 5 * NK;  // are converted to float32 at a time
-static int64_t scratch_size(int64_t length, int64_t D) {
-  return (2 * D + length + MR + 3 * NK) * MR + (KEYS + NK) * D;
-}
 template <class E>
 static void attend_many(const float *q, const E *keys, const E *values, float *y, float *scratch,
                         int64_t length, int64_t D, int64_t tokens, int64_t row) {
@@ -568,8 +567,7 @@ static void attend_many(const float *q, const E *keys, const E *values, float *y
   float *queries = scratch, *total = queries + D * MR, *p = total + (D + NK) * MR;
   float *some = p + (count + NK) * MR;  // (KEYS, D) of keys or values
   f32 top[V], weight[V] = {};
-  i32 lane = {};
-  for (int i = 0; i < VL; i++) lane[i] = i;
+  const i32 lane = (i32)by_lanes([](int i) INLINE_LAMBDA { return i; });
   float scale = 1 / std::sqrt((float)D);
   for (int i = 0; i < V; i++) top[i] = splat(-INFINITY);
   turn<1>(q, tokens, D, row, queries, MR);
@@ -627,8 +625,7 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
   auto h = array<float>(rows * C), q = array<float>(rows * H * D), y = array<float>(rows * H * D);
   auto k = array<float>(rows * G * D), v = array<float>(rows * G * D);
   norm(x, l.norm1, l.eps, h.get(), rows, C);
-  const Matrix qkv[] = {matrix(l.q, q), matrix(l.k, k), matrix(l.v, v)};
-  multiply(qkv, 3, h.get(), rows, C, fast);
+  multiply({matrix(l.q, q), matrix(l.k, k), matrix(l.v, v)}, h.get(), rows, C, fast);
 #pragma omp parallel for if (rows > 16)
   for (int64_t i = 0; i < rows; i++) {
     const float *c = cos + i % T * (D / 2), *s = sin + i % T * (D / 2);
@@ -644,7 +641,8 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
   }
   const int64_t step = T > FEW_ROWS ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
-  const int64_t size = step > 1 ? scratch_size(pos + T, D) : heads * ((pos + T) / 16 + 1) * 16;
+  const int64_t size =
+      step > 1 ? (2 * D + pos + T + MR + 3 * NK) * MR + (KEYS + NK) * D : heads * (pos + T) + 16;
   const auto scratch = array<float>(size * omp_get_max_threads());
   std::atomic<int64_t> started(0);
 #pragma omp parallel if (rows * (pos + T) > 64)
@@ -663,20 +661,17 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
                                                    length, D);
     }
   }
-  const Matrix o = matrix(l.o, h);
-  multiply(&o, 1, y.get(), rows, H * D, fast);
+  multiply({matrix(l.o, h)}, y.get(), rows, H * D, fast);
   add(x, h.get(), rows * C);
   norm(x, l.norm2, l.eps, h.get(), rows, C);
   auto gate = array<float>(rows * l.gate.N), up = array<float>(rows * l.gate.N);
-  const Matrix gate_up[] = {matrix(l.gate, gate), matrix(l.up, up)};
-  multiply(gate_up, 2, h.get(), rows, C, fast);
+  multiply({matrix(l.gate, gate), matrix(l.up, up)}, h.get(), rows, C, fast);
 #pragma omp parallel for if (rows > 16)
   for (int64_t i = 0; i < rows * l.gate.N; i += VL) {
     f32 g = load<f32>(&gate[i]);
     store(&gate[i], g / (1 + exp(-g)) * load<f32>(&up[i]));
   }
-  const Matrix down = matrix(l.down, h);
-  multiply(&down, 1, gate.get(), rows, l.gate.N, fast);
+  multiply({matrix(l.down, h)}, gate.get(), rows, l.gate.N, fast);
   add(x, h.get(), rows * C);
 }
 
@@ -692,7 +687,7 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x
                int64_t rows, int64_t N, int64_t K) try {
   const Matrix m = {find_format(type, K), blocks, N, y};
   if (!m.format) return NOT_SUPPORTED;
-  multiply(&m, 1, x, rows, K, fast);
+  multiply({m}, x, rows, K, fast);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 

@@ -1,4 +1,4 @@
-// The blocks of ggml: weight = scale * (value - ZERO) - minimum, each shared by a group
+// The blocks of ggml: weight = scale * (value - ZERO) + minimum, each shared by a group
 #pragma once
 #include "vectors.h"
 
@@ -25,7 +25,7 @@ template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
   enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
   enum { ORDER = GROUP_ == 16 ? NATURAL : BLOCK_ == 32 ? HALVES : PARITY };
 };
-// A float16 scale and perhaps another float16, a minimum less than zero, begin the block
+// A float16 scale and perhaps another float16, the minimum, begin the block
 template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
 struct Block32 : Block<32, SIZE_, 32, MINIMUM_> {
   enum { DENSE = ZERO_ < 0, ZERO = ZERO_, MAX = 128 };
@@ -187,31 +187,29 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
   if constexpr (T::BLOCK == 256) {
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
-    const float d = half(b + T::D), d_minimum = T::MINIMUM ? half(b + T::D + 2) : 0;
+    const float d = half(b + T::D), d_minimum = T::MINIMUM ? -half(b + T::D + 2) : 0;
     for (int i = 0; i < T::GROUPS / 8; i++) {
       store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * d);
       if constexpr (T::MINIMUM)
         store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d_minimum);
     }
   } else {
-#ifdef MM
-    // Joined as scalars: vectors have enough to do
-    auto four = [&](Bytes p) INLINE_LAMBDA {
-      uint64_t bits = load<uint16_t>(p);
-      for (int i = 1; i < 4; i++) bits |= (uint64_t)load<uint16_t>(p + i * T::SIZE) << 16 * i;
-      return (int64_t)bits;
-    };
     auto halves = [&](Bytes p) INLINE_LAMBDA {
+#ifdef MM  // joined as scalars: vectors have enough to do
+      auto four = [&](Bytes p) INLINE_LAMBDA {
+        uint64_t bits = load<uint16_t>(p);
+        for (int i = 1; i < 4; i++) bits |= (uint64_t)load<uint16_t>(p + i * T::SIZE) << 16 * i;
+        return (int64_t)bits;
+      };
       return (f32x8)_mm256_cvtph_ps(_mm_set_epi64x(four(p + 4 * T::SIZE), four(p)));
+#else
+      f32x8 v;
+      EACH (i, 8) v[i] = half(p + i * T::SIZE);
+      return v;
+#endif
     };
     store(s, halves(b));
-    if (T::MINIMUM) store(m, -halves(b + 2));
-#else
-    EACH (i, 8) {
-      s[i] = half(b + i * T::SIZE);
-      if (T::MINIMUM) m[i] = -half(b + i * T::SIZE + 2);
-    }
-#endif
+    if (T::MINIMUM) store(m, halves(b + 2));
   }
 }
 // Of all groups' numbers those of the lanes, whose groups are group(0), group(1), ...
@@ -278,17 +276,17 @@ template <class T> static void unpack(Bytes w, float *y) {
   } else {
     float s[T::GROUPS], m[T::GROUPS];
     read_scales<T>(w, s, m);
-    unrolled<256 / W>([&](int i) INLINE_LAMBDA {
+    EACH_VECTOR (i, 256 / W) {
       const u8 v = T::values(w, {i, NATURAL});
       for (int p = 0; p < W; p += VL) {
         const int group = (W * i + p) / T::GROUP;
         f32 scaled = (to_f32(widen((Bytes)&v + p)) - (float)T::ZERO) * s[group];
-        store(y + W * i + p, T::MINIMUM ? scaled - m[group] : scaled);
+        store(y + W * i + p, T::MINIMUM ? scaled + m[group] : scaled);
       }
-    });
+    }
   }
 }
-// The same as int16, even ones of 32 first, with a scale for each SPAN and, negated, the minima
+// The same as int16, even ones of 32 first, with a scale for each SPAN and the minima
 template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
   f32x8 factors[2];  // twice an int16
   if constexpr (T::BLOCK == 256) {
@@ -303,9 +301,8 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
       store(minima, __builtin_convertvector(widen8(*minimum), f32x8) * -half(w + T::D + 2));
   } else {
     read_scales<T>(w, scale, minima);
-    for (int i = 0; T::MINIMUM && i < 8; i++) minima[i] = -minima[i];
   }
-  unrolled<256 / W>([&](int i) INLINE_LAMBDA {
+  EACH_VECTOR (i, 256 / W) {
     const u8 v = T::values(w, {i, NATURAL});
     i16 even = (i16)((u16)v & 255) - (int16_t)T::ZERO, odd = (i16)((u16)v >> 8) - (int16_t)T::ZERO;
     if constexpr (T::BLOCK == 256) {
@@ -322,5 +319,5 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
 #else
     store(y, even), store(y + 16, odd), y += 32;
 #endif
-  });
+  }
 }

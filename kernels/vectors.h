@@ -10,9 +10,11 @@
 #include <mutex>
 #include <new>
 #include <type_traits>
-#include <utility>
 #ifdef __AVX2__
 #include <immintrin.h>
+#define EACH_VECTOR EACH
+#else  // there are too many
+#define EACH_VECTOR(i, count) for (int i = 0; i < (count); i++)
 #endif
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"  // without OpenMP
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
@@ -90,29 +92,35 @@ INLINE f32 splat(float f) { return f - f32{}; }
 INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
 INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
 INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
-#ifdef MM  // by parts of what lies in memory, GCC would leave it there
-INLINE float sum(f32x8 v) {
-  return sum((f32x4)_mm256_castps256_ps128((__m256)v) + (f32x4)_mm256_extractf128_ps((__m256)v, 1));
-}
-#else
-INLINE float sum(const f32x8 &v) { return sum(load<f32x4>(&v) + load<f32x4>((Bytes)&v + 16)); }
-#endif
 #ifdef AVX512
-INLINE float sum(f32 v) {
-  return sum((f32x8)_mm512_castps512_ps256((Mf)v) + (f32x8)_mm512_extractf32x8_ps((Mf)v, 1));
+typedef f32x8 Narrow;
+INLINE f32 widen(f32x8 v) { return (f32)_mm512_zextps256_ps512((__m256)v); }
+INLINE f32x8 halves(f32 v) {  // added
+  return (f32x8)_mm512_castps512_ps256((Mf)v) + (f32x8)_mm512_extractf32x8_ps((Mf)v, 1);
 }
-#endif
-// f(0), f(1) ... f(N - 1), where vectors are wide with constants
-template <class F, int... I> INLINE void call(F f, std::integer_sequence<int, I...>) {
-  (f(I), ...);
-}
-template <int N, class F> INLINE void unrolled(F f) {
-#ifdef MM
-  call(f, std::make_integer_sequence<int, N>());
 #else
-  for (int i = 0; i < N; i++) f(i);
+typedef f32 Narrow;
+INLINE f32 widen(f32 v) { return v; }
+INLINE f32 halves(f32 v) { return v; }
 #endif
+#ifdef MM  // by parts of what lies in memory, GCC would leave it there
+INLINE float sum(f32 v) {
+  const __m256 h = (__m256)halves(v);
+  return sum((f32x4)_mm256_castps256_ps128(h) + (f32x4)_mm256_extractf128_ps(h, 1));
 }
+INLINE f32x8 sums(const f32 *v) {  // of eight
+  auto add = [](auto a, auto b) INLINE_LAMBDA { return _mm256_hadd_ps((__m256)a, (__m256)b); };
+  auto two = [&](int i) INLINE_LAMBDA { return add(halves(v[i]), halves(v[i + 1])); };
+  const __m256 a = add(two(0), two(2)), b = add(two(4), two(6));
+  return (f32x8)_mm256_permute2f128_ps(a, b, 0x20) + (f32x8)_mm256_permute2f128_ps(a, b, 0x31);
+}
+#else
+INLINE f32x8 sums(const f32 *v) {
+  f32x8 r;
+  EACH (i, 8) r[i] = sum(v[i]);
+  return r;
+}
+#endif
 
 INLINE f32 madd(f32 total, f32 a, f32 b) { return total + a * b; }  // fused: -ffp-contract=fast
 // The 2i-th and the 2i+1-th product are added to the i-th total
