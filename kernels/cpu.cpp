@@ -22,8 +22,8 @@ static int omp_get_max_threads() { return 1; }
 // time, and unpacks W for each 4; the 13th row would cost more than gemm of 16, with AVX2 the 7th.
 constexpr int64_t FEW_ROWS = VL == 16 ? 12 : 6;
 
-// SPAN numbers of x -> integers q, their scale, and their sums of each GROUP. They are as large as
-// int16 allows, and small enough that a sum of them all times `most` stays within int32.
+// SPAN numbers of x -> integers q, a scale, and sums of each GROUP (for gemv: of q). q are as
+// large as int16 allows, and small enough that a sum of them all times `most` stays within int32.
 template <int SPAN, int GROUP>
 static float quantize(const float *x, int most, int16_t *q, float *sums) {
   f32 v[SPAN / VL], top = {}, sizes = {}, some[SPAN / GROUP] = {};
@@ -140,7 +140,7 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
         read_scales<T>(b[n], (float *)scales[n], (float *)minima);
         EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
         EACH (r, R) {
-          Narrow low = {};
+          Narrow low = {};  // what minima or zero points come to
           for (int g = 0; g < GROUPS; g += sizeof low / 4)
             low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
           part[n][r] = widen(low);
