@@ -143,7 +143,7 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
           Narrow low = {};  // what minima or zero points come to
           for (int g = 0; g < GROUPS; g += sizeof low / 4)
             low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
-          part[n][r] = widen(low);
+          part[n][r] = with_zeros(low);
         }
       }
       EACH_VECTOR (i, 256 / W / VECTORS) {
@@ -454,13 +454,13 @@ template <class X>
 static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K, int max) {
   auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
   const int64_t narrow = filled(VL), middle = filled(3 * VL / 2), wide = filled(2 * VL);
-  auto multiply = [=](const auto &panels) {
+  auto by = [=](const auto &panels) {
     for (int i = 0; i < count; i++) gemm(m[i], panels);
   };
   if constexpr (VL > 4 && is_int16<X>)
-    if (middle <= narrow && middle < wide) return multiply(Panels<X, 3, 2>(x, rows, K, max));
-  if (narrow < wide) multiply(Panels<X, 1, 1>(x, rows, K, max));
-  else multiply(Panels<X, 2, 1>(x, rows, K, max));
+    if (middle <= narrow && middle < wide) return by(Panels<X, 3, 2>(x, rows, K, max));
+  if (narrow < wide) by(Panels<X, 1, 1>(x, rows, K, max));
+  else by(Panels<X, 2, 1>(x, rows, K, max));
 }
 
 // Each of the matrices times x (rows, K)
@@ -533,7 +533,7 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
     tops = tops > scores ? tops : scores;
     store(p + s * J, scores);
   }
-  std::fill_n(p + length * J, VL, -INFINITY);
+  std::fill_n(p + length * J, VL, -INFINITY);  // not the last key again
   f32 top, total = {};
   for (int i = J; i < 8; i++) tops[i % J] = std::max(tops[i % J], tops[i]);
   for (int i = 0; i < VL; i++) top[i] = tops[i % J];

@@ -13,7 +13,7 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #define EACH_VECTOR EACH
-#else  // there are too many
+#else  // of narrow vectors there are too many to unroll
 #define EACH_VECTOR(i, count) for (int i = 0; i < (count); i++)
 #endif
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"  // without OpenMP
@@ -93,14 +93,14 @@ INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
 INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
 INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
 #ifdef AVX512
-typedef f32x8 Narrow;
-INLINE f32 widen(f32x8 v) { return (f32)_mm512_zextps256_ps512((__m256)v); }
+typedef f32x8 Narrow;  // of at most 8 lanes
+INLINE f32 with_zeros(f32x8 v) { return (f32)_mm512_zextps256_ps512((__m256)v); }
 INLINE f32x8 halves(f32 v) {  // added
   return (f32x8)_mm512_castps512_ps256((Mf)v) + (f32x8)_mm512_extractf32x8_ps((Mf)v, 1);
 }
 #else
 typedef f32 Narrow;
-INLINE f32 widen(f32 v) { return v; }
+INLINE f32 with_zeros(f32 v) { return v; }
 INLINE f32 halves(f32 v) { return v; }
 #endif
 #ifdef MM  // by parts of what lies in memory, GCC would leave it there
@@ -108,7 +108,7 @@ INLINE float sum(f32 v) {
   const __m256 h = (__m256)halves(v);
   return sum((f32x4)_mm256_castps256_ps128(h) + (f32x4)_mm256_extractf128_ps(h, 1));
 }
-INLINE f32x8 sums(const f32 *v) {  // of eight
+INLINE f32x8 sums(const f32 *v) {  // of each of eight
   auto add = [](auto a, auto b) INLINE_LAMBDA { return _mm256_hadd_ps((__m256)a, (__m256)b); };
   auto two = [&](int i) INLINE_LAMBDA { return add(halves(v[i]), halves(v[i + 1])); };
   const __m256 a = add(two(0), two(2)), b = add(two(4), two(6));
