@@ -126,16 +126,16 @@ static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, 
   for (int first = 0; first < NW; first += N) {
     f32 total[N][R] = {};
     const Slice *x = &rows.slices[row];
+    Bytes b[N], ahead = w + std::max<int64_t>(N * down, AHEAD);  // AHEAD may be in the other row
     for (int64_t k = 0; k < rows.K; k += 256, x += rows.stride) {
       const int64_t there = T::BLOCK == 256 ? +T::SIZE : (rows.K - k) / T::BLOCK * T::SIZE;
       uint8_t padded[N][T::SIZE256];
-      Bytes b[N];
       f32x8 scales[N][GROUPS / 8];
       f32 part[N][R];
       EACH (n, N) {
         const Bytes from = w + (first + n) * down + k / 256 * T::SIZE256;
         b[n] = there < T::SIZE256 ? pad(from, there, T::SIZE256, padded[n]) : from;
-        prefetch(from + AHEAD, T::SIZE256);
+        prefetch(N > 1 ? ahead : from + AHEAD, T::SIZE256), ahead += T::SIZE256;
         f32x8 minima[GROUPS / 8];
         read_scales<T>(b[n], (float *)scales[n], (float *)minima);
         EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
