@@ -97,6 +97,7 @@ def serve(path: str) -> None:
             send(connection, pid)
             send(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             os._exit(0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though pytest runs under nohup
         for stream, sent in enumerate(streams):
             os.dup2(sent, stream)
             os.close(sent)

@@ -209,7 +209,9 @@ def compiling(tmp_path_factory):
         environment = {"XDG_CACHE_HOME": str(folder), "CXX": script(folder / "slow", text)}
         command = [*launch.command(Path(llama2.__file__)), "--compile", "--prompt", "x"]
         options = {"env": {**os.environ, **environment}, "start_new_session": True}
+        handler = signal.signal(number, lambda *_: None)  # what nohup ignores is inherited
         runs[number] = folder, subprocess.Popen(command, **options)
+        signal.signal(number, handler)
     return runs
 
 
