@@ -117,53 +117,62 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   return (high << 8) + low;
 }
 
-// NW rows of W (K), `down` bytes apart, times R rows of x, from `row` on -> y (R, NW), rows
-// `stride` numbers apart
+// `high` rows of W (K), NW at a time, times R rows of x, from `row` on -> y (R, high), rows
+// `stride` numbers apart. All rows of W take the same COLUMNS of x, then the next, so that these
+// stay in L1.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
+constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
 template <class T, int R>
-static void dot(Bytes w, int64_t down, const Rows &rows, int64_t row, float *y, int64_t stride) {
+static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, float *y, int64_t stride) {
   constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, N = R == 1 ? 1 : NW;
-  for (int first = 0; first < NW; first += N) {
-    f32 total[N][R] = {};
-    const Slice *x = &rows.slices[row];
-    Bytes b[N], ahead = w + std::max<int64_t>(N * down, AHEAD);  // AHEAD may be in the other row
-    for (int64_t k = 0; k < rows.K; k += 256, x += rows.stride) {
-      const int64_t there = T::BLOCK == 256 ? +T::SIZE : (rows.K - k) / T::BLOCK * T::SIZE;
-      uint8_t padded[N][T::SIZE256];
-      f32x8 scales[N][GROUPS / 8];
-      f32 part[N][R];
-      EACH (n, N) {
-        const Bytes from = w + (first + n) * down + k / 256 * T::SIZE256;
-        b[n] = there < T::SIZE256 ? pad(from, there, T::SIZE256, padded[n]) : from;
-        prefetch(N > 1 ? ahead : from + AHEAD, T::SIZE256), ahead += T::SIZE256;
-        f32x8 minima[GROUPS / 8];
-        read_scales<T>(b[n], (float *)scales[n], (float *)minima);
-        EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
-        EACH (r, R) {
-          Narrow low = {};  // what minima or zero points come to
-          for (int g = 0; g < GROUPS; g += sizeof low / 4)
-            low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
-          part[n][r] = with_zeros(low);
-        }
-      }
-      EACH_VECTOR (i, 256 / W / VECTORS) {
-        u8 v[N][VECTORS];
-        f32 scale[N];
+  const int64_t K = rows.K, size = K / T::BLOCK * T::SIZE, some = R > 2 && N < HIGH ? COLUMNS : K;
+  f32 totals[HIGH][R] = {};
+  for (int64_t start = 0; start < K; start += some)
+    for (int first = 0; first < high; first += N) {
+      f32 total[N][R];  // in registers
+      memcpy(total, totals[first], sizeof total);
+      const Slice *x = &rows.slices[row + start / 256 * rows.stride];
+      const int64_t count = std::min(K - start, some), down = first + 1 < high ? size : 0;
+      const Bytes line = w + first * size + start / 256 * T::SIZE256;
+      Bytes b[N], ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
+      for (int64_t k = 0; k < count; k += 256, x += rows.stride) {
+        const int64_t there = T::BLOCK == 256 ? +T::SIZE : (count - k) / T::BLOCK * T::SIZE;
+        uint8_t padded[N][T::SIZE256];
+        f32x8 scales[N][GROUPS / 8];
+        f32 part[N][R];
         EACH (n, N) {
-          EACH (j, VECTORS) v[n][j] = T::values(b[n], {VECTORS * i + j, T::ORDER});
-          mix<T::ORDER>(v[n]);
-          scale[n] = spread_mixed<T>(scales[n], VECTORS * i);
+          const Bytes from = line + n * down + k / 256 * T::SIZE256;
+          b[n] = there < T::SIZE256 ? pad(from, there, T::SIZE256, padded[n]) : from;
+          prefetch(N > 1 ? ahead : from + AHEAD, T::SIZE256), ahead += T::SIZE256;
+          f32x8 minima[GROUPS / 8];
+          read_scales<T>(b[n], (float *)scales[n], (float *)minima);
+          EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
+          EACH (r, R) {
+            Narrow low = {};  // what minima or zero points come to
+            for (int g = 0; g < GROUPS; g += sizeof low / 4)
+              low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
+            part[n][r] = with_zeros(low);
+          }
+        }
+        EACH_VECTOR (i, 256 / W / VECTORS) {
+          u8 v[N][VECTORS];
+          f32 scale[N];
+          EACH (n, N) {
+            EACH (j, VECTORS) v[n][j] = T::values(b[n], {VECTORS * i + j, T::ORDER});
+            mix<T::ORDER>(v[n]);
+            scale[n] = spread_mixed<T>(scales[n], VECTORS * i);
+          }
+          EACH (r, R)
+            EACH (n, N)
+              part[n][r] += to_f32(multiply<VECTORS, R>(v[n], x[r].q + VECTORS * W * i)) * scale[n];
         }
         EACH (r, R)
-          EACH (n, N)
-            part[n][r] += to_f32(multiply<VECTORS, R>(v[n], x[r].q + VECTORS * W * i)) * scale[n];
+          EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
       }
-      EACH (r, R)
-        EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
+      memcpy(totals[first], total, sizeof total);
     }
-    for (int r = 0; r < R; r++)
-      for (int n = 0; n < N; n++) y[r * stride + (down ? first + n : 0)] = sum(total[n][r]);
-  }
+  for (int r = 0; r < R; r++)
+    for (int n = 0; n < high; n++) y[r * stride + n] = sum(totals[n][r]);
 }
 
 // ---- The table of formats -----------------------------------------------------------------------
@@ -183,7 +192,7 @@ struct Format {
   decltype(&dot<Q8_0, 1>) fast[4] = {};                    // null: as if exact
   decltype(&::slice<NATURAL>) slice = nullptr;             // for these
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
-  int64_t bytes(int64_t weights) const { return weights / block * size; }
+  int64_t bytes(int64_t weights) const { return (weights >> __builtin_ctzll(block)) * size; }
 };
 template <class T> static constexpr Format format(int64_t type) {
   Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
@@ -260,22 +269,22 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
 static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
                  bool fast) {
   const bool integers = fast && matrices->format->slice;
-  const int64_t high = integers ? NW : rows > 2 ? STRIP : 4;  // one row waits for memory
+  const int64_t high = integers ? HIGH : rows > 2 ? STRIP : 4;  // one row waits for memory
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += (matrices[i].N + high - 1) / high;
   const Rows vectors(x, rows, K, integers ? matrices->format->slice : nullptr);
-#pragma omp parallel for schedule(guided, high > NW ? 1 : 4) if (total * high * K > 1 << 17)
+#pragma omp parallel for schedule(guided, high > 4 ? 1 : 4) if (total * high * K > 1 << 17)
   for (int64_t i = 0; i < total; i++) {  // by long runs of memory
     const Matrix *m = matrices;
     int64_t n = i * high;
     for (; n >= m->N; m++) n -= (m->N + high - 1) / high * high;
     const Format *f = m->format;
-    const int64_t size = f->bytes(K), down = n + 1 < m->N ? size : 0;
     if (!integers) f->exact(*m, n, high, vectors);
     const int64_t passes = integers ? (rows + 3) / 4 : 0;  // 5 rows are 2 and 3, not 4 and 1
     for (int64_t p = 0; p < passes; p++) {
       const int64_t r = rows * p / passes, some = rows * (p + 1) / passes - r;
-      f->fast[some - 1](m->w + n * size, down, vectors, r, m->y + r * m->N + n, m->N);
+      f->fast[some - 1](m->w + n * f->bytes(K), std::min(high, m->N - n), vectors, r,
+                        m->y + r * m->N + n, m->N);
     }
   }
 }
@@ -289,7 +298,7 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
 
 constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
 constexpr int KC = 256, HELD = 1024, LANES = 16 * MR;
-template <int V> constexpr int NR = VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 3 : 6;
+template <int V> constexpr int NR = V == 1 ? 12 : VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 3 : 6;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
 
 // sums (NR, V) += w (NR, count) . x (count, V vectors), in words; w has strides `down` and `right`.
@@ -338,22 +347,25 @@ template <class X, int V, int S> struct Panels {
     const int64_t groups = is_int16<X> ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
     const auto q = array<int16_t>(is_int16<X> ? rows * K : 0);
-    const auto s = array<float>(is_int16<X> ? rows * K / 16 : 0);  // scales and sums of rows
+    const auto s = array<float>(is_int16<X> ? rows * K / 16 : 0);  // scales, then sums of rows
+    float *scale = s.get(), *sum = scale + rows * K / 32;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t r = 0; r < (is_int16<X> ? rows : 0); r++) {
+      const int64_t span = K % 128 ? 32 : 128;
+      const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
+      for (int64_t k = r * K; k < (r + 1) * K; k += span)
+        std::fill_n(scale + k / 32, span / 32, f(x + k, max, &q[k], sum + k / 32));
+      split<32>(&q[r * K], K);
+    }
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++) {
       const int64_t r = p * MR, n = std::min<int64_t>(rows - r, MR);
       if constexpr (!is_int16<X>) turn<S>(x + r * K, n, K, K, &words[r * K], LANES);
       else {
-        float *scale = &s[r * K / 16], *sum = scale + n * K / 32;
-        const int64_t to = p * LANES * K / 32, span = K % 128 ? 32 : 128;
-        for (int64_t k = r * K, i = 0; k < (r + n) * K; k += span, i += span / 32) {
-          const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
-          std::fill_n(scale + i, span / 32, f(x + k, max, &q[k], sum + i));
-        }
-        split<32>(&q[r * K], n * K);
+        const int64_t from = r * K / 32, to = p * LANES * K / 32;
         turn<S>(&q[r * K], n, K / 2, K / 2, &words[r * K / 2], LANES);
-        turn<1, S>(scale, n, K / 32, K / 32, &scales[to], LANES);
-        turn<1, S>(sum, n, K / 32, K / 32, &sums[to], LANES);
+        turn<1, S>(scale + from, n, K / 32, K / 32, &scales[to], LANES);
+        turn<1, S>(sum + from, n, K / 32, K / 32, &sums[to], LANES);
       }
     }
   }
@@ -396,7 +408,8 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
 }
 
 template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<X, V, S> &x) {
-  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL, STRIP = 24 * PER_WORD<X>;
+  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL;
+  constexpr int STRIP = (V == 1 && VL < 16 ? 12 : 24) * PER_WORD<X>;  // one panel reads W once
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256), row = f->bytes(K);
   struct Scratch {  // of a thread, with 24 KB of words; stacks may be small
@@ -458,7 +471,7 @@ static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64
     for (int i = 0; i < count; i++) gemm(m[i], panels);
   };
   if constexpr (VL > 4 && is_int16<X>)
-    if (middle <= narrow && middle < wide) return by(Panels<X, 3, 2>(x, rows, K, max));
+    if (middle < narrow + (VL > 8) && middle < wide) return by(Panels<X, 3, 2>(x, rows, K, max));
   if (narrow < wide) by(Panels<X, 1, 1>(x, rows, K, max));
   else by(Panels<X, 2, 1>(x, rows, K, max));
 }
@@ -559,44 +572,37 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
 
 // The same for up to MR tokens of one head, `row` numbers apart: the i-th sees length + i keys
 constexpr int NK = NR<V>;
-constexpr int64_t KEYS = 5 * NK;  // are converted to float32 at a time
-template <class E>
-static void attend_many(const float *q, const E *keys, const E *values, float *y, float *scratch,
-                        int64_t length, int64_t D, int64_t tokens, int64_t row) {
+constexpr int64_t KEYS = 5 * NK;  // of which values are added up before these sums are
+static void attend_many(const float *q, const float *keys, const float *values, float *y,
+                        float *scratch, int64_t length, int64_t D, int64_t tokens, int64_t row) {
   const int64_t count = length + tokens - 1;
   float *queries = scratch, *total = queries + D * MR, *p = total + (D + NK) * MR;
-  float *some = p + (count + NK) * MR;  // (KEYS, D) of keys or values
   f32 top[V], weight[V] = {};
   const i32 lane = (i32)by_lanes([](int i) INLINE_LAMBDA { return i; });
   float scale = 1 / std::sqrt((float)D);
   for (int i = 0; i < V; i++) top[i] = splat(-INFINITY);
   turn<1>(q, tokens, D, row, queries, MR);
-  std::fill_n(total, (D + NK) * MR, 0.f), std::fill_n(some, (KEYS + NK) * D, 0.f);
-  for (int64_t from = 0; from < count; from += KEYS) {
-    const int64_t n = count - from < KEYS ? count - from : KEYS;
-    for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(keys + from * D + i));
-    for (int64_t s = from; s < from + n; s += NK) {
-      alignas(64) float sums[NK][MR] = {};
-      tile<V>(sums, some + (s - from) * D, D, 1, queries, D);
-      for (int j = 0; j < NK; j++)
-        for (int i = 0; i < V; i++) {
-          const auto seen = lane + (int)(VL * i + length) > (int)s + j;
-          f32 score = seen ? load<f32>(&sums[j][VL * i]) * scale : splat(-INFINITY);
-          top[i] = max(score, top[i]);
-          store(p + (s + j) * MR + VL * i, score);
-        }
-    }
+  std::fill_n(total, (D + NK) * MR, 0.f);
+  for (int64_t s = 0; s < count; s += NK) {
+    alignas(64) float sums[NK][MR] = {};
+    tile<V>(sums, keys + s * D, D, 1, queries, D);
+    EACH (j, NK)
+      EACH (i, V) {
+        const auto seen = lane + (int)(VL * i + length) > (int)s + j;
+        f32 score = seen ? load<f32>(&sums[j][VL * i]) * scale : splat(-INFINITY);
+        top[i] = max(score, top[i]);
+        store(p + (s + j) * MR + VL * i, score);
+      }
   }
   for (int64_t from = 0; from < count; from += KEYS) {
-    const int64_t n = count - from < KEYS ? count - from : KEYS;
+    const int64_t n = std::min(count - from, KEYS);
     for (int64_t s = from; s < from + n; s++)
-      for (int i = 0; i < V; i++) {
+      EACH (i, V) {
         f32 e = exp(load<f32>(p + s * MR + VL * i) - top[i]);
         store(p + s * MR + VL * i, e), weight[i] += e;
       }
-    for (int64_t i = 0; i < n * D; i += VL) store(some + i, load_f32(values + from * D + i));
     for (int64_t d = 0; d < D; d += NK)
-      tile<V>((float (*)[MR])(total + d * MR), some + d, 1, D, p + from * MR, n);
+      tile<V>((float (*)[MR])(total + d * MR), values + from * D + d, 1, D, p + from * MR, n);
   }
   for (f32 &w : weight) w = 1 / w;
   for (int64_t i = 0; i < tokens; i++)
@@ -641,22 +647,29 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
   }
   const int64_t step = T > FEW_ROWS ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
+  const int64_t floats = (pos + T + NK) * D;  // a head's keys, and what tiles read on
   const int64_t size =
-      step > 1 ? (2 * D + pos + T + MR + 3 * NK) * MR + (KEYS + NK) * D : heads * (pos + T) + 16;
+      step > 1 ? 2 * floats + (2 * D + pos + T + MR + 3 * NK) * MR : heads * (pos + T) + 16;
   const auto scratch = array<float>(size * omp_get_max_threads());
   std::atomic<int64_t> started(0);
 #pragma omp parallel if (rows * (pos + T) > 64)
   {
     float *ours = &scratch[size * started++];
+    int64_t unpacked = -1;  // the head whose keys and values stand there as float32
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < B * H / heads * steps; i++) {
       const int64_t b = i / steps / (H / heads), j = i / steps % (H / heads) * heads;
       const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * room * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
-      if (step > 1)
-        attend_many(&q[from], keys + at, values + at, &y[from], ours, length, D,
-                    T - t < step ? T - t : step, H * D);
-      else
+      if (step > 1) {
+        for (int64_t i = unpacked == at ? floats : 0; i < (pos + T) * D; i += VL) {
+          store(ours + i, load_f32(keys + at + i));
+          store(ours + floats + i, load_f32(values + at + i));
+        }
+        unpacked = at;
+        attend_many(&q[from], ours, ours + floats, &y[from], ours + 2 * floats, length, D,
+                    std::min(T - t, step), H * D);
+      } else
         (heads == 4 ? attend<4, E> : attend<1, E>)(&q[from], keys + at, values + at, &y[from], ours,
                                                    length, D);
     }
