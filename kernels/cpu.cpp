@@ -126,6 +126,7 @@ template <class T, int R>
 static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, float *y, int64_t stride) {
   constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, N = R == 1 ? 1 : NW;
   const int64_t K = rows.K, size = K / T::BLOCK * T::SIZE, some = R > 2 && N < HIGH ? COLUMNS : K;
+  const int64_t far = some < K ? 2 * size : AHEAD;  // the same columns two rows on
   f32 totals[HIGH][R] = {};
   for (int64_t start = 0; start < K; start += some)
     for (int first = 0; first < high; first += N) {
@@ -143,7 +144,7 @@ static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, float *y, 
         EACH (n, N) {
           const Bytes from = line + n * down + k / 256 * T::SIZE256;
           b[n] = there < T::SIZE256 ? pad(from, there, T::SIZE256, padded[n]) : from;
-          prefetch(N > 1 ? ahead : from + AHEAD, T::SIZE256), ahead += T::SIZE256;
+          prefetch(N > 1 ? ahead : from + far, T::SIZE256), ahead += T::SIZE256;
           f32x8 minima[GROUPS / 8];
           read_scales<T>(b[n], (float *)scales[n], (float *)minima);
           EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
