@@ -413,7 +413,7 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
   constexpr int STRIP = (V == 1 && VL < 16 ? 12 : 24) * PER_WORD<X>;  // one panel reads W once
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256), row = f->bytes(K);
-  struct Scratch {  // of a thread, with 24 KB of words; stacks may be small
+  struct Scratch {  // of a thread, with up to 24 KB of words; stacks may be small
     uint32_t words[STRIP][KC / PER_WORD<X>];
     float scales[STRIP][8], minima[STRIP][HELD / 32], total[PANELS][STRIP][ALL];
   };
@@ -463,7 +463,7 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
     }
   }
 }
-// In the panels that leave the fewest rows empty, wide ones if there are several
+// In the panels that leave the fewest rows empty, wide ones if there are several, or (AVX2) narrow
 template <class X>
 static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K, int max) {
   auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
@@ -648,7 +648,7 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
   }
   const int64_t step = T > FEW_ROWS ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
-  const int64_t floats = (pos + T + NK) * D;  // a head's keys, and what tiles read on
+  const int64_t floats = (pos + T + NK) * D;  // of a head's keys; tiles read up to NK further
   const int64_t size =
       step > 1 ? 2 * floats + (2 * D + pos + T + MR + 3 * NK) * MR : heads * (pos + T) + 16;
   const auto scratch = array<float>(size * omp_get_max_threads());
@@ -663,9 +663,9 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
       const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * room * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
       if (step > 1) {
-        for (int64_t i = unpacked == at ? floats : 0; i < (pos + T) * D; i += VL) {
-          store(ours + i, load_f32(keys + at + i));
-          store(ours + floats + i, load_f32(values + at + i));
+        for (int64_t d = unpacked == at ? floats : 0; d < (pos + T) * D; d += VL) {
+          store(ours + d, load_f32(keys + at + d));
+          store(ours + floats + d, load_f32(values + at + d));
         }
         unpacked = at;
         attend_many(&q[from], ours, ours + floats, &y[from], ours + 2 * floats, length, D,
