@@ -118,8 +118,8 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
 }
 
 // `high` rows of W (K), NW at a time, times R rows of x, from `row` on -> y (R, high), rows
-// `stride` numbers apart. All rows of W take the same COLUMNS of x, then the next, so that these
-// stay in L1.
+// `stride` numbers apart. With more than two rows of x all of W take the same COLUMNS, then the
+// next, so that these stay in L1.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
 template <class T, int R>
@@ -350,7 +350,7 @@ template <class X, int V, int S> struct Panels {
     const auto q = array<int16_t>(is_int16<X> ? rows * K : 0);
     const auto s = array<float>(is_int16<X> ? rows * K / 16 : 0);  // scales, then sums of rows
     float *scale = s.get(), *sum = scale + rows * K / 32;
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (is_int16<X>)
     for (int64_t r = 0; r < (is_int16<X> ? rows : 0); r++) {
       const int64_t span = K % 128 ? 32 : 128;
       const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;

@@ -218,7 +218,7 @@ template <int GROUPS, class F> INLINE f32 spread(const f32x8 *v, F group) {
   const Mf all = GROUPS == 16 ? load<Mf>(v) : _mm512_castps256_ps512((__m256)*v);
   return (f32)_mm512_permutexvar_ps((Mi)by_lanes(group), all);
 #elif defined(AVX2)
-  if (group(0) == group(VL - 1)) return splat(((const float *)v)[group(0)]);
+  if (group(0) == group(VL - 1)) return splat(((const float *)v)[group(0)]);  // there is one
   const u32 lane = by_lanes([&](int l) INLINE_LAMBDA { return group(l) % 8; });
   return (f32)_mm256_permutevar8x32_ps((__m256)v[group(0) / 8], (Mi)lane);
 #else

@@ -203,8 +203,8 @@ INLINE void store_bfloat16(void *p, f32 v) {
 INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   constexpr float TERMS[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1, 1};
   x = max(splat(-87), x), x = splat(88) < x ? splat(88) : x;  // NaN stays NaN
-  f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f,
-      p = {};
+  f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  f32 p = {};
   EACH (i, 7) p = p * r + TERMS[i];
   return p * (f32)((__builtin_convertvector(n, i32) + 127) << 23);
 }
