@@ -573,7 +573,7 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
 
 // The same for up to MR tokens of one head, `row` numbers apart: the i-th sees length + i keys
 constexpr int NK = NR<V>;
-constexpr int64_t KEYS = 5 * NK;  // of which values are added up before these sums are
+constexpr int64_t KEYS = 60;  // of which values are added up before these sums are; NK divides it
 static void attend_many(const float *q, const float *keys, const float *values, float *y,
                         float *scratch, int64_t length, int64_t D, int64_t tokens, int64_t row) {
   const int64_t count = length + tokens - 1;

@@ -82,7 +82,7 @@ typedef uint64_t u64 VECTOR(4 * VL);
 template <class V, int WORDS = 1> INLINE V splat(const void *p) {  // one after the other
   return WORDS == 2 ? (V)(load<uint64_t>(p) - u64{}) : (V)(load<uint32_t>(p) - u32{});
 }
-template <bool SHARED> INLINE f32 keep(f32 v) {  // GCC would load it again for each use
+template <bool SHARED> INLINE f32 keep(f32 v) {  // a register; GCC would load it for each use
 #ifdef MM
   if (SHARED) asm("" : "+v"(v));
 #endif
@@ -201,11 +201,12 @@ INLINE void store_bfloat16(void *p, f32 v) {
   store(p, __builtin_convertvector(nearest >> 16, u16_half));
 }
 INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
-  constexpr float TERMS[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1, 1};
-  x = max(splat(-87), x), x = splat(88) < x ? splat(88) : x;  // NaN stays NaN
+  constexpr float TERMS[] = {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1, 1};
+  const f32 least = keep<true>(splat(-87)), most = keep<true>(splat(88));
+  x = max(least, x), x = most < x ? most : x;  // NaN stays NaN
   f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  f32 p = {};
-  EACH (i, 7) p = p * r + TERMS[i];
+  f32 p = splat(1.f / 720);
+  EACH (i, 6) p = p * r + TERMS[i];
   return p * (f32)((__builtin_convertvector(n, i32) + 127) << 23);
 }
 
