@@ -467,12 +467,14 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
 template <class X>
 static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K, int max) {
   auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
-  const int64_t narrow = filled(VL), middle = filled(3 * VL / 2), wide = filled(2 * VL);
+  constexpr int S = is_int16<X> ? 2 : 1;
+  const int64_t narrow = filled(VL), middle = filled(3 * VL / S), wide = filled(2 * VL);
   auto by = [=](const auto &panels) {
     for (int i = 0; i < count; i++) gemm(m[i], panels);
   };
-  if constexpr (VL > 4 && is_int16<X>)
-    if (middle < narrow + (VL > 8) && middle < wide) return by(Panels<X, 3, 2>(x, rows, K, max));
+  if constexpr (VL == 8 || (VL == 16 && S == 2))
+    if (middle < narrow + (VL > 8 || S == 1) && middle < wide)
+      return by(Panels<X, 3, S>(x, rows, K, max));
   if (narrow < wide) by(Panels<X, 1, 1>(x, rows, K, max));
   else by(Panels<X, 2, 1>(x, rows, K, max));
 }
