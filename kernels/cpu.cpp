@@ -463,7 +463,8 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
     }
   }
 }
-// In the panels that leave the fewest rows empty, wide ones if there are several, or (AVX2) narrow
+// In the panels that leave the fewest rows empty; where several do, wide ones, for integers with
+// AVX2 narrow ones rather than middle
 template <class X>
 static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K, int max) {
   auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
@@ -472,9 +473,10 @@ static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64
   auto by = [=](const auto &panels) {
     for (int i = 0; i < count; i++) gemm(m[i], panels);
   };
-  if constexpr (VL == 8 || (VL == 16 && S == 2))
-    if (middle < narrow + (VL > 8 || S == 1) && middle < wide)
-      return by(Panels<X, 3, S>(x, rows, K, max));
+  if constexpr (VL == 8 || (VL == 16 && S == 2)) {
+    const bool fuller = VL == 8 && S == 2 ? middle < narrow : middle <= narrow;
+    if (fuller && middle < wide) return by(Panels<X, 3, S>(x, rows, K, max));
+  }
   if (narrow < wide) by(Panels<X, 1, 1>(x, rows, K, max));
   else by(Panels<X, 2, 1>(x, rows, K, max));
 }
