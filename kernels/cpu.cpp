@@ -193,6 +193,7 @@ struct Format {
   decltype(&dot<Q8_0, 1>) fast[4] = {};                    // null: as if exact
   decltype(&::slice<NATURAL>) slice = nullptr;             // for these
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
+  // By a shift, of powers of two: gemv asks for each few rows
   int64_t bytes(int64_t weights) const { return (weights >> __builtin_ctzll(block)) * size; }
 };
 template <class T> static constexpr Format format(int64_t type) {
@@ -345,15 +346,16 @@ template <class X, int V, int S> struct Panels {
   Panels(const float *x, int64_t rows, int64_t K, int max)
       : rows(rows), K(K), count((rows + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
-    const int64_t groups = is_int16<X> ? count * LANES * K / 32 : 0;
+    const int64_t rounded = is_int16<X> ? rows : 0,
+                  groups = is_int16<X> ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
-    const auto q = array<int16_t>(is_int16<X> ? rows * K : 0);
-    const auto s = array<float>(is_int16<X> ? rows * K / 16 : 0);  // scales, then sums of rows
-    float *scale = s.get(), *sum = scale + rows * K / 32;
-#pragma omp parallel for schedule(dynamic) if (is_int16<X>)
-    for (int64_t r = 0; r < (is_int16<X> ? rows : 0); r++) {
-      const int64_t span = K % 128 ? 32 : 128;
-      const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
+    const auto q = array<int16_t>(rounded * K);
+    const auto s = array<float>(rounded * K / 16);  // scales, then sums of rows
+    float *scale = s.get(), *sum = scale + rounded * K / 32;
+    const int64_t span = K % 128 ? 32 : 128;
+    const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
+#pragma omp parallel for schedule(dynamic) if (rounded)
+    for (int64_t r = 0; r < rounded; r++) {
       for (int64_t k = r * K; k < (r + 1) * K; k += span)
         std::fill_n(scale + k / 32, span / 32, f(x + k, max, &q[k], sum + k / 32));
       split<32>(&q[r * K], K);
@@ -667,10 +669,11 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
       const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * room * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
       if (step > 1) {
-        for (int64_t d = unpacked == at ? floats : 0; d < (pos + T) * D; d += VL) {
-          store(ours + d, load_f32(keys + at + d));
-          store(ours + floats + d, load_f32(values + at + d));
-        }
+        if (unpacked != at)
+          for (int64_t d = 0; d < (pos + T) * D; d += VL) {
+            store(ours + d, load_f32(keys + at + d));
+            store(ours + floats + d, load_f32(values + at + d));
+          }
         unpacked = at;
         attend_many(&q[from], ours, ours + floats, &y[from], ours + 2 * floats, length, D,
                     std::min(T - t, step), H * D);

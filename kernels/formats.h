@@ -214,15 +214,16 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
 }
 // Of all groups' numbers those of the lanes, whose groups are group(0), group(1), ...
 template <int GROUPS, class F> INLINE f32 spread(const f32x8 *v, F group) {
-#if defined(AVX512)
+#ifdef AVX512
   const Mf all = GROUPS == 16 ? load<Mf>(v) : _mm512_castps256_ps512((__m256)*v);
   return (f32)_mm512_permutexvar_ps((Mi)by_lanes(group), all);
-#elif defined(AVX2)
-  if (group(0) == group(VL - 1)) return splat(((const float *)v)[group(0)]);  // there is one
-  const u32 lane = by_lanes([&](int l) INLINE_LAMBDA { return group(l) % 8; });
-  return (f32)_mm256_permutevar8x32_ps((__m256)v[group(0) / 8], (Mi)lane);
 #else
-  return splat(v[group(0) / 8][group(0) % 8]);
+#ifdef AVX2
+  const u32 lane = by_lanes([&](int l) INLINE_LAMBDA { return group(l) % 8; });
+  if (group(0) != group(VL - 1))
+    return (f32)_mm256_permutevar8x32_ps((__m256)v[group(0) / 8], (Mi)lane);
+#endif
+  return splat(((const float *)v)[group(0)]);  // there is one
 #endif
 }
 // gemv takes SHARE vectors of weights at a time, in whose lanes are the same groups: their products

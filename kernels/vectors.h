@@ -203,7 +203,7 @@ INLINE void store_bfloat16(void *p, f32 v) {
 INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   constexpr float TERMS[] = {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1, 1};
   const f32 least = keep<true>(splat(-87)), most = keep<true>(splat(88));
-  x = max(least, x), x = most < x ? most : x;  // NaN stays NaN
+  x = max(least, x), x = most < x ? most : x;  // NaN stays NaN; GCC compares with constants
   f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
   f32 p = splat(1.f / 720);
   EACH (i, 6) p = p * r + TERMS[i];
