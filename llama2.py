@@ -35,7 +35,7 @@ from __future__ import annotations
 __version__ = "0.3.0"
 __all__ = [
     "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
-    "Block", "Layers", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
+    "Block", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
     "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
     "Tokenizer", "StreamDecoder", "encode_chat", "Sampling", "sample", "generate",
     "generate_batch", "stream_text", "score", "main",
@@ -162,10 +162,11 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Cache:
-    """What one pass hands to the next: keys, values, RoPE tables, causal masks, the position.
+    """What one pass hands to the next: keys, values, RoPE tables, causal masks, ids, the position.
 
-    It is allocated once, for `max_seq_len` tokens (default: the model's context), and it owns the
-    position, so no caller can be off by one. `dtype` may have fewer bits than the model's.
+    It is allocated once, for `max_seq_len` tokens (default: the model's context). It owns the
+    position, so that no caller can be off by one, and knows the ids that it holds, so that any
+    caller can tell what it lacks. `dtype` may have fewer bits than the model's.
     """
 
     def __init__(
@@ -185,9 +186,9 @@ class Cache:
         self.v = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
         self.cos, self.sin = rope_tables(config, S, device)  # (max_seq_len, D/2)
         self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # see mask()
+        self.tokens = torch.zeros(batch_size, S, dtype=torch.int64, device=device)
         self.max_seq_len = S
         self.pos = 0  # how many tokens are stored; the next one gets this position
-        self.passes = 0  # how often tokens were stored, by whomever
 
     def check(self, config: Config, tokens: Tensor) -> None:
         """Raises ValueError unless it was made for this model and for the rows of `tokens`."""
@@ -241,10 +242,17 @@ class Cache:
         keys, values = self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
         return keys.type_as(k), values.type_as(v)  # views if the dtypes are the same
 
-    def advance(self, T: int) -> None:
-        """Count T tokens as stored: called once per forward pass, after the last layer."""
-        self.pos = self.slots(T).stop
-        self.passes += 1
+    def advance(self, tokens: Tensor) -> None:
+        """Count tokens (B, T) as stored: called once per forward pass, after the last layer."""
+        where = self.slots(tokens.shape[1])
+        self.tokens[:, where] = tokens
+        self.pos = where.stop
+
+    def common_prefix(self, tokens: Tensor) -> int:
+        """How many of the first tokens (B, T) it holds already, in every row."""
+        n = min(self.pos, tokens.shape[1])
+        same = (self.tokens[:, :n] == tokens[:, :n].to(self.tokens.device)).all(dim=0)
+        return int(same.cumprod(0).sum())
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens. Raises ValueError when fewer are stored."""
@@ -356,17 +364,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Layers(nn.ModuleList):
-    """The L blocks, one after the other."""
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        for block in self:
-            x = block(x, cos, sin, mask, cache)
-        return x
-
-
 # --------------------------------------------------------------------------------------------------
 # 8. Llama
 
@@ -385,7 +382,7 @@ class Llama(nn.Module):
         rows = torch.empty(config.vocab_size, config.hidden_size)
         rows.uniform_(-(config.hidden_size**-0.5), config.hidden_size**-0.5)
         self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
-        self.layers = Layers(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -416,14 +413,15 @@ class Llama(nn.Module):
         # No gradient through a cache: it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            x = self.layers(x, cos, sin, mask, cache)
+            for block in self.layers:
+                x = block(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the other rows of the largest matrix product would go unused
             # float32 island 4 of 4: what is sampled from.
             logits = self.lm_head(self.norm(x)).float()
 
         if cache is not None:
-            cache.advance(T)
+            cache.advance(tokens)
         return logits
 
 
