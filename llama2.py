@@ -2750,48 +2750,23 @@ __all__ += ["accelerate", "Drafts"]
 # --------------------------------------------------------------------------------------------------
 # 15. CPU kernels
 
-
-def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
-    """Replace the quantised linear layers by faster ones; returns the model.
-
-    On a CPU: kernels/cpu.cpp, compiled once per machine. `exact` keeps activations in float32 (1e-6
-    relative per layer); else they become 16-bit integers with a scale per group (6e-5), with AMX
-    and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 matmul,
-    unless `exact` (4e-3); a warning says what is missing. On CUDA: steps compiled by torch.
-    """
-    device = model.norm.weight.device.type
-    if device == "cuda" and compile:
-        note = "steps will be slow: torch.compile needs the package triton"
-        if importlib.util.find_spec("triton"):
-            replace_modules(model, lambda m: CompiledLinear(m.blocks, m.ggml_type), CompiledLayers)
-            note = "the first token waits for torch.compile: a minute, less from its disk cache"
-        warnings.warn(note, stacklevel=2)
-    elif device == "cpu" and any(isinstance(m, QuantizedLinear) for m in model.modules()):
-        if compile and kernels().library:
-            replace_modules(model, partial(NativeLinear, exact=exact), NativeLayers)
-        elif not exact:
-            replace_modules(model, PackedLinear, Layers)
-        if compile and not kernels().library:
-            advice = "; exact=False (--dtype auto) takes torch's faster products" if exact else ""
-            note = f"quantised weights will be slow: {kernels().problem}{advice}"
-            warnings.warn(note, stacklevel=2)
-    return model
-
-
-def replace_modules(model: Llama, linear: Callable, layers: Callable) -> None:
-    """Put linear(old) in the place of each QuantizedLinear, layers(old) in that of the layers."""
-    new = {"layers": layers(model.layers)}
-    new |= {name: linear(m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    for name, module in new.items():
-        old = vars(model.get_submodule(name)).items()
-        vars(module).update({k: value for k, value in old if "hooks" in k or k == "training"})
-        model.set_submodule(name, module)
-
-
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 2  # of the interface between kernels/cpu.cpp and this file
-FEW_ROWS = 16  # up to here torch's int4 products are faster than unpacking weights first
-AMX_ROWS = 48  # up to here the kernels are faster than AMX: 1.1B, Q4_K_M, 32 rows 166 ms, not 223
+KERNELS_VERSION = 3  # of the interface between kernels/cpu.cpp and this file
+TYPE_IDS = {  # ggml's numbers, by which cpu.cpp knows the types
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "BF16": 30,
+}
 
 
 @dataclass
@@ -2801,423 +2776,262 @@ class Kernels:
     library: Any = None  # its functions raise MemoryError or RuntimeError
     problem: str = ""
     compile_seconds: float = 0.0  # 0 if it was compiled before
-    amx: bool = False  # torch's product of bfloat16 is faster for more than AMX_ROWS
     few_rows: int = 0  # up to here a row's result has the bits that it has alone
 
 
 @functools.cache
-def kernel_builder() -> Any:
-    """kernels/build.py as a module; None where it is missing."""
+def kernels() -> Kernels:
+    """Compile kernels/cpu.cpp once per machine and open it. It runs on torch's own threads."""
     path = KERNELS / "build.py"
     if not path.is_file():
-        return None
+        return Kernels(problem=f"{path} is missing; the folder belongs beside llama2.py")
     spec: Any = importlib.util.spec_from_file_location("llama2_kernels_build", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    return Kernels(**build.load(KERNELS_VERSION))
 
 
-@functools.cache
-def kernels() -> Kernels:
-    """Compile kernels/cpu.cpp once per machine and load it. It runs on torch's own threads."""
-    if builder := kernel_builder():
-        return Kernels(**builder.load(KERNELS_VERSION))
-    return Kernels(problem=f"{KERNELS / 'cpu.cpp'} is missing; it belongs beside llama2.py")
+def accelerate(model: Llama, exact: bool = True) -> Llama:
+    """Make a model faster by changing the classes of its modules; returns the model.
+
+    On a CPU, quantised layers then run by kernels/cpu.cpp, if it compiles: see kernels(). `exact`
+    keeps activations in float32 (1e-6 relative per layer); else products of quantised matrices
+    round them to 16-bit integers with a scale per group (6e-5). On CUDA, torch.compile makes the
+    steps of one token.
+    """
+    device = model.norm.weight.device.type
+    if device == "cuda" and importlib.util.find_spec("triton"):
+        change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
+    if device == "cpu" and kernels().library:
+        change_classes(model, {QuantizedLinear: NativeLinear, Block: NativeBlock})
+        for module in model.modules():
+            if type(module) is NativeLinear:
+                module.exact = exact
+        blocks = [block for block in model.layers if type(block) is NativeBlock]
+        if not exact and len(blocks) == len(model.layers) and all(b.matrices() for b in blocks):
+            model.cache_dtype = torch.float16  # type: ignore[assignment]
+    return model
 
 
-def have_kernels() -> bool:
-    """Whether kernels() may find a library: there are a source and a compiler."""
-    return kernel_builder() is not None and bool(kernel_builder().compilers())
-
-
-class Unfit(Exception):
-    """Raised where the kernels do not apply: the caller then uses plain torch."""
-
-
-def need(fits: bool) -> None:
-    """Raises Unfit if not."""
-    if not fits:
-        raise Unfit
-
-
-def check_call(x: Tensor) -> None:
-    """Unfit where torch differentiates, traces, transforms or compiles what is done to x."""
-    need(isinstance(x, Tensor) and not (x.requires_grad and torch.is_grad_enabled()))
-    need(not (torch.compiler.is_compiling() or torch.jit.is_tracing()))
-    need(torch.autograd.forward_ad._current_level < 0)
-    need(not (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()))
+def change_classes(model: nn.Module, kinds: dict[type[nn.Module], type[nn.Module]]) -> None:
+    """Give modules of these classes others, which add methods: weights, hooks and names stay."""
+    for module in model.modules():
+        module.__class__ = kinds.get(type(module), type(module))
 
 
 def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """t's address, for C++. Unfit unless it is contiguous CPU memory of this dtype and shape."""
-    need(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided)
-    need(t.dtype == dtype and t.shape == shape and t.is_contiguous() and not t.is_neg())
-    return t.data_ptr()
+    """Where C++ finds a tensor; 0 unless it is contiguous on a CPU, of this dtype and shape."""
+    readable = t.is_cpu and t.dtype == dtype and t.shape == shape and t.is_contiguous()
+    return t.data_ptr() if readable else 0
 
 
-def overridden(part: nn.Module) -> bool:
-    """Whether it has a forward of its own, or hooks other than load()'s."""
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    return "forward" in vars(part) or any(hook is not refuse_training for hook in hooks)
+class NativeProduct(torch.autograd.Function):
+    """x W^T by the kernels; its gradient with respect to x by plain torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Tensor, linear: "NativeLinear") -> Tensor:
+        """x (..., in) float32 and contiguous -> (..., out) float32."""
+        ctx.save_for_backward(blocks)
+        ctx.ggml_type = linear.ggml_type
+        N, K = linear.out_features, linear.in_features
+        y = x.new_empty(*x.shape[:-1], N)
+        kernels().library.linear(
+            TYPE_IDS[linear.ggml_type],
+            not linear.exact,
+            blocks.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
+            x.numel() // K,
+            N,
+            K,
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of y (..., out) -> that of x (..., in)."""
+        (blocks,) = ctx.saved_tensors
+        (dy,) = gradients
+        rows = max(1, CHUNK // dy.shape[-1])
+        pairs = zip(dy.split(rows, -1), blocks.split(rows))
+        dx = sum(part @ dequantize(some, ctx.ggml_type) for part, some in pairs)
+        return dx, None, None
 
 
 class NativeLinear(QuantizedLinear):
-    """QuantizedLinear by kernels/cpu.cpp; gradients, other devices, odd layouts by plain torch."""
+    """QuantizedLinear by the kernels; other devices, dtypes and layouts by plain torch."""
 
-    def __init__(self, linear: QuantizedLinear, exact: bool) -> None:
-        import gguf
+    exact: bool
 
-        super().__init__(linear.blocks, linear.ggml_type)
-        self.exact = exact
-        self.type_id = int(gguf.GGMLQuantizationType[linear.ggml_type])
-
-    def pack(self, blocks: Tensor) -> tuple[int, int, int, int]:
-        """struct Linear of kernels/cpu.cpp, which points to these blocks. Raises Unfit."""
+    def address(self, N: int, K: int) -> int:
+        """Where C++ finds the blocks of W (N, K); 0 if it cannot read them."""
         block, block_bytes, *_ = GGML_TYPES[self.ggml_type]
+        if (self.out_features, self.in_features) != (N, K) or K % 32:
+            return 0
+        return address(self.blocks, torch.uint8, (N, K // block * block_bytes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out) of x's dtype."""
+        if torch.compiler.is_compiling() or x.dtype not in DENSE_NAMES or not kernels().library:
+            return super().forward(x)
+        x32 = x.float().contiguous()
         N, K = self.out_features, self.in_features
-        need(K % 32 == 0)
-        return address(blocks, torch.uint8, (N, K // block * block_bytes)), self.type_id, N, K
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype."""
-        native, held = kernels(), self.blocks.detach()  # another thread may replace them meanwhile
-        try:
-            check_call(x)
-            blocks, type_id, N, K = self.pack(held)
-            need(native.library and x.layout == torch.strided)
-            need(x.dtype in DENSE.values() and x.shape[-1:] == (K,))
-            x32 = x.float().contiguous()
-            source = address(x32, torch.float32, x.shape)
-        except Unfit:
+        if not address(x32, torch.float32, (*x.shape[:-1], K)) or not self.address(N, K):
             return super().forward(x)
-        rows = x.numel() // K
-        if native.amx and not self.exact and rows > AMX_ROWS:
-            return self.by_amx(x32.view(rows, K), held).to(x.dtype).view(*x.shape[:-1], N)
-        y = x32.new_empty(*x.shape[:-1], N)
-        native.library.linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K)
-        return y.to(x.dtype)
-
-    def by_amx(self, x: Tensor, held: Tensor) -> Tensor:
-        """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
-        K, N, x = self.in_features, self.out_features, x.bfloat16()
-        rows = max(1, 4 * CHUNK // K)  # measured: 163 tokens/s; half as many 142
-        buffer = x.new_empty(min(rows, N), K)
-        y = x.new_empty(N, len(x))  # transposed: each product writes one run
-        for blocks, part in zip(held.split(rows), y.split(rows)):
-            w = buffer[: len(blocks)]
-            pointers = blocks.data_ptr(), w.data_ptr()
-            kernels().library.dequantize(self.type_id, *pointers, w.numel())
-            torch.mm(w, x.T, out=part)
-        return y.T
+        return NativeProduct.apply(x32, self.blocks, self).to(x.dtype)
 
 
-class Snapshot:
-    """The state of all modules inside one; holds() tells whether any of it has changed since."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.dicts: list[dict] = [root._modules]
-        usual = vars(nn.Module()).keys()
-        for part in [*root.modules()][1:]:
-            self.dicts += [vars(part), part._modules, part._parameters, part._buffers]
-            self.dicts += [part._forward_hooks, part._forward_pre_hooks]
-        self.lengths = [*map(len, self.dicts)]
-        self.places = [(held, name) for held in self.dicts for name in held.keys() - usual]
-        self.values = [held[name] for held, name in self.places]
-        self.tensors = [*root.parameters(), *root.buffers()]
-        self.held = [t.detach() for t in self.tensors]  # another thread may replace them meanwhile
-        self.addresses = [*map(Tensor.data_ptr, self.held)]
-
-    def holds(self) -> bool:
-        """Whether nothing has been replaced, added or moved."""
-        now = itertools.starmap(dict.get, self.places)
-        same = [*map(len, self.dicts)] == self.lengths and all(map(operator.is_, now, self.values))
-        return same and [*map(Tensor.data_ptr, self.tensors)] == self.addresses
+def is_unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is just of this class: without hooks, or a forward of its own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is kind and not hooks and "forward" not in vars(module)
 
 
-class FastLayers(Layers):
-    """Layers with a faster forward for the common case; whatever is not that goes to the blocks.
+class NativeBlock(Block):
+    """Block by one call of the kernels for each pass; what they cannot do, by plain torch."""
 
-    Replaced parts, an instance's methods and hooks are obeyed; patches of whole classes are not.
-    """
+    def matrices(self) -> list[Any]:
+        """From q_proj to down_proj; none if parts of the Block were replaced or have hooks."""
+        attention, mlp = self.self_attn, self.mlp
+        if not is_unchanged(attention, CausalSelfAttention) or not is_unchanged(mlp, MLP):
+            return []
+        norms = (self.input_layernorm, self.post_attention_layernorm)
+        if not all(is_unchanged(norm, RMSNorm) for norm in norms):
+            return []
+        matrices = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(is_unchanged(matrix, NativeLinear) for matrix in matrices):
+            return []
+        return matrices if len({matrix.exact for matrix in matrices}) == 1 else []
 
-    caches: tuple[type[Cache], ...]  # that are served, unless a method of theirs is replaced
-    pack: Callable[[], Any]  # what fast() needs of the blocks; Unfit if they are not as they were
-    fast: Callable[..., Tensor]  # forward(), given that; raises Unfit before anything is stored
-    memory: Any = None  # a Snapshot, and what pack() returned then; None if it raised Unfit
+    def pack(self, C: int, kv_size: int, head_dim: int) -> bytes:
+        """struct Layer of kernels/cpu.cpp; empty if the kernels cannot run this Block."""
+        matrices = self.matrices()
+        if not matrices:
+            return b""
+        q, k, v, o, gate, up, down = matrices
+        norms = (self.input_layernorm, self.post_attention_layernorm)
+        q_size, inner = q.out_features, gate.out_features
+        addresses = [
+            q.address(q_size, C),
+            k.address(kv_size, C),
+            v.address(kv_size, C),
+            o.address(C, q_size),
+            gate.address(inner, C),
+            up.address(inner, C),
+            down.address(C, inner),
+            *(address(norm.weight, torch.float32, (C,)) for norm in norms),
+        ]
+        if not all(addresses) or q_size % kv_size or head_dim != self.self_attn.head_dim:
+            return b""
+        types = [TYPE_IDS[matrix.ggml_type] for matrix in matrices]
+        eps = [norm.eps for norm in norms]
+        sizes = (C, q_size, kv_size, head_dim, inner)
+        return struct.pack("16q2d6q", *addresses, *types, *eps, *sizes, not q.exact)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "memory"}
-
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """forward() the fast way. Raises Unfit before anything is stored."""
-        check_call(x)
-        need(not torch.nn.modules.module._has_any_global_hook())
-        need(type(cache) in self.caches and not any(map(callable, vars(cache).values())))
-        memory = self.memory
-        if memory is None or not memory[0].holds():
-            memory = self.memory = [Snapshot(self), None]
-            memory[1] = self.pack()
-            need(memory[0].holds())  # what has been packed
-        need(memory[1] is not None)
-        return self.fast(memory[1], x, cos, sin, mask, cache)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        try:
-            return self.run(x, cos, sin, mask, cache)
-        except Unfit:
-            return super().forward(x, cos, sin, mask, cache)
+        y = None
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not plain and type(cache) is Cache and kernels().library:
+            y = self.by_kernels(x, cos, sin, mask, cache)
+        return super().forward(x, cos, sin, mask, cache) if y is None else y
 
-
-class NativeLayers(FastLayers):
-    """All layers in one call of the kernels: Python between them would take 2 to 4 ms a token."""
-
-    caches = (Cache,)
-
-    def pack(self) -> tuple[list[bytes], bool, tuple[int, int, int]]:
-        """struct Layer of kernels/cpu.cpp for each block, `exact`, and (C, G, D)."""
-        structs, kinds = [], set()
-        for i, block in enumerate(self):
-            parts: list[Any] = list(block.modules())
-            need([type(part) for part in parts] == PARTS and not any(map(overridden, parts)))
-            _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
-            linears, D = (q, k, v, o, gate, up, down), attention.head_dim
-            packed = [linear.pack(linear.blocks) for linear in linears]
-            sizes = [(N, K) for _, _, N, K in packed]
-            (HD, C), (GD, _), *_, (inner, _), _ = sizes
-            need(sizes == [(HD, C), (GD, C), (GD, C), (C, HD), (inner, C), (inner, C), (C, inner)])
-            need(GD % D == HD % GD == 0 and attention.layer == i and norm1.eps == norm2.eps)
-            norms = [address(norm.weight, torch.float32, (C,)) for norm in (norm1, norm2)]
-            structs.append(struct.pack("30qdq", *itertools.chain(*packed, norms), norm1.eps, D))
-            kinds |= {(linear.exact, (C, GD // D, D)) for linear in linears}
-        need(len(kinds) == 1)
-        return structs, *kinds.pop()
-
-    def fast(self, made: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """For float32 and the cache's own mask."""
-        structs, exact, shape = made
-        native, k, v, pos = kernels(), cache.k, cache.v, cache.pos
-        need(native.library and x.dim() == 3 and k.dim() == 5)
-        (B, T, C), (L, _, G, size, D) = x.shape, k.shape
-        need(L == len(self) and shape == (C, G, D) and D % 16 == 0 and 0 <= pos <= size - T)
-        need(not (B * T > AMX_ROWS and native.amx and not exact))
-        need(T == 1 or mask is not None)
-        if mask is not None:
-            causal = torch.ones(T, pos + T, dtype=torch.bool, device="cpu").tril(pos)
-            need(mask.is_cpu and mask.dtype == torch.bool and torch.equal(mask, causal))
-        address(x, torch.float32, x.shape)
-        tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
-        need(k.dtype in (torch.float32, torch.float16))
-        stored = [address(t, k.dtype, (L, B, G, size, D)) for t in (k, v)]
-        y = x.clone()
-        step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C works between calls
-        for i in range(0, L, step):
-            layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes
-            pointers = y.data_ptr(), *tables, *(start + offset for start in stored)
-            sizes = k.dtype == torch.float16, B, T, pos, size
-            native.library.run_layers(layers, step, not exact, *pointers, *sizes)
+    def by_kernels(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache
+    ) -> Tensor | None:
+        """forward() in one call; None, with nothing stored, where the kernels do not apply."""
+        B, T, C = x.shape
+        L, _, G, room, D = cache.k.shape
+        layer = self.pack(C, G * D, D)
+        i, pos, dtype = self.self_attn.layer, cache.pos, cache.k.dtype
+        if not layer or D % 16 or dtype not in (torch.float32, torch.float16):
+            return None
+        if not 0 <= i < L or not 0 <= pos <= room - T:
+            return None
+        masks = [None if m is None else m.data_ptr() for m in (mask, cache.mask(T))]
+        if masks[0] != masks[1]:  # they know the cache's own alone
+            return None
+        y = torch.empty_like(x)
+        addresses = [
+            address(x, torch.float32, (B, T, C)),
+            address(y, torch.float32, (B, T, C)),
+            address(cos, torch.float32, (T, D // 2)),
+            address(sin, torch.float32, (T, D // 2)),
+            address(cache.k, dtype, (L, B, G, room, D)),
+            address(cache.v, dtype, (L, B, G, room, D)),
+        ]
+        if not all(addresses):
+            return None
+        half = dtype == torch.float16
+        kernels().library.run_layer(layer, *addresses, half, i, B, T, pos, room)
         return y
-
-
-# The modules of a Block that the kernels can run, in order.
-PARTS: list[type] = [Block, RMSNorm, CausalSelfAttention, *4 * [NativeLinear], RMSNorm, MLP]
-PARTS += 3 * [NativeLinear]
-
-
-class PackedLinear(QuantizedLinear):
-    """QuantizedLinear for a CPU without compiled kernels: torch's products with 4-bit integers.
-
-    Integers of more bits become two such digits, multiplied by x and 16 x. Activations and scales
-    are rounded to 16 bits (4e-3 relative). More than FEW_ROWS rows are multiplied in bfloat16.
-    """
-
-    def __init__(self, linear: QuantizedLinear) -> None:
-        super().__init__(linear.blocks, linear.ggml_type)
-        self.one_digit = self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
-        features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11
-        self.has_bfloat16 = any(features.get(f"{name}bf16") for name in ("avx512_", "amx_", ""))
-        self.packed_from = torch.empty(0), 0
-        self.pack_all()
-
-    def pack_all(self) -> None:
-        """Pack the blocks if types and memory allow it, and they are not packed already."""
-        blocks = self.blocks
-        version = 0 if blocks.is_inference() else blocks._version
-        if self.packed_from[0].data_ptr() == blocks.data_ptr() and self.packed_from[1] == version:
-            return
-        self.packed_from, self.group = (blocks.detach(), version), 0
-        has_int4 = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
-        fits = free_memory(blocks.device) >= 4 * blocks.nbytes  # the repacked copy
-        if self.ggml_type not in DENSE and has_int4 and len(blocks) % 16 == 0 and fits:
-            packed, scales = zip(*map(self.pack, blocks.split(256)))
-            self.packed, self.scales = torch.cat(packed), torch.cat(scales, 1)  # (groups, out, 2)
-
-    def pack(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Some rows as torch's 4-bit matrix, which means (digit - 8) * scale + zero."""
-        q, s, *m = unpack(blocks, self.ggml_type)  # a weight is q s + low
-        low, self.group = -m[0] if m else 0 * s, q.shape[1] // s.shape[1]
-        if self.ggml_type == "Q4_0":
-            q, low = q + 8, -8 * s
-        zero = low + 8 * s
-        if not self.one_digit:
-            q = q.view(len(s), -1, 1, self.group)
-            q, self.group = torch.cat((q & 15, (q >> 4) + 8), 2), 2 * self.group
-            zero = zero / 17  # added for x and again for 16 x: 17 times in all
-        s, zero = (part.reshape(len(blocks), -1).T for part in (s, zero))
-        packed = torch._convert_weight_to_int4pack_for_cpu(q.reshape(len(blocks), -1).int(), 1)
-        return packed, torch.stack((s, zero), -1).bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype."""
-        K = self.in_features
-        if x.shape[-1:] != (K,) or (x.requires_grad and torch.is_grad_enabled()):
-            return super().forward(x)
-        if x.numel() > FEW_ROWS * K:
-            return super().forward(x.bfloat16() if self.has_bfloat16 else x).to(x.dtype)
-        if self.ggml_type in ("F16", "BF16"):
-            w = self.blocks.view(DENSE[self.ggml_type])
-            return F.linear(x.to(w.dtype), w).to(x.dtype)
-        self.pack_all()
-        if not self.group:
-            return super().forward(x)
-        rows = x.reshape(-1, K).bfloat16()
-        if not self.one_digit:
-            places = torch.tensor([[1], [16]], dtype=torch.bfloat16)
-            rows = (rows.view(len(rows), -1, 1, self.group // 2) * places).flatten(1)
-        y = torch._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
-        return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
 # 16. Compiled steps
+#
+# For a GPU: torch.compile makes one graph of a Block, for steps of one token, which serves all
+# Blocks. It has never run on a GPU; the tests compile it for a CPU.
 
 
 @functools.cache
-def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+def compiled(function: Callable) -> Callable:
     """A function by torch.compile, which takes seconds when it is called first."""
     # By default Inductor writes what took many operations to memory: here that would be all of W.
     options: Any = {"realize_reads_threshold": 64, "realize_opcount_threshold": 1000}
-    return torch.compile(function, dynamic=dynamic, options=options)
+    return torch.compile(function, dynamic=True, options=options)
 
 
 def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
     """One row x (..., in) times W^T, summed as W is unpacked: compiled, W is never in memory."""
     # Views of another size keep x from being computed anew for each row of W.
     x32 = x.float().flatten().view(torch.int16).view(torch.float32)
-    return (dequantize(blocks, ggml_type) * x32).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def dequantize_as(blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> Tensor:
-    """dequantize() to a dtype: compiled, nothing is written in float32."""
-    return dequantize(blocks, ggml_type).to(dtype)
+    y = (dequantize(blocks, ggml_type) * x32).sum(-1)
+    return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 class CompiledLinear(QuantizedLinear):
-    """QuantizedLinear for a GPU: one row is multiplied as W is unpacked; for more, W is written."""
+    """QuantizedLinear for a GPU: one row is multiplied as W is unpacked."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        inside = torch.compiler.is_compiling()  # a compiled step, which compiles this, too
-        if x.numel() == self.in_features and not (x.requires_grad and torch.is_grad_enabled()):
-            multiply = multiply_row if inside else compiled(multiply_row)
-            return multiply(x, self.blocks, self.ggml_type)
-        to_dense = dequantize_as if inside else compiled(dequantize_as, dynamic=True)
-        return F.linear(x, to_dense(self.blocks, self.ggml_type, x.dtype))
+        if x.numel() != self.in_features or torch.is_grad_enabled():
+            return super().forward(x)
+        inside = torch.compiler.is_compiling()  # of a Block, which is compiled as a whole
+        multiply = multiply_row if inside else compiled(multiply_row)
+        return multiply(x, self.blocks, self.ggml_type)
 
 
-class StaticCache(Cache):
-    """One layer of a cache in a compiled step: nothing but tensors changes from token to token."""
+class LayerCache:
+    """One layer of a Cache with a slot for the next token, in tensors alone: S is a dimension."""
 
-    def __init__(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
-        self.k, self.v, self.slot = k, v, slot  # (B, G, window, D), its position (1,)
+    def __init__(self, cache: Cache, layer: int) -> None:
+        S = cache.slots(1).stop
+        self.k = cache.k[layer, :, :, :S]  # (B, G, S, D)
+        self.v = cache.v[layer, :, :, :S]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, G, 1, D) in the slot; return the window, (B, G, window, D)."""
-        self.k[:, :, self.slot] = k.type_as(self.k)
-        self.v[:, :, self.slot] = v.type_as(self.v)
+        """As Cache.update(), for one token."""
+        self.k[:, :, -1:] = k
+        self.v[:, :, -1:] = v
         return self.k.type_as(k), self.v.type_as(v)
 
 
-class CompiledStep:
-    """One token through all blocks, for one cache and a window of its slots; on CUDA a graph.
+class CompiledBlock(Block):
+    """Block whose steps of one token are compiled."""
 
-    Blocks are alike, so that the first one is compiled for all, and for windows of any size.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module], x: Tensor, cos: Tensor, k: Tensor, v: Tensor):
-        self.blocks, self.inputs = blocks, [torch.zeros_like(t) for t in (x, cos, cos)]
-        self.slot = torch.zeros(1, dtype=torch.int64, device=x.device)
-        self.mask = torch.zeros(len(x), 1, 1, k.shape[3], dtype=torch.bool, device=x.device)
-        self.caches = [StaticCache(*layer, self.slot) for layer in zip(k, v)]
-        for t, dim in [(self.mask, 3), *((t, 2) for c in self.caches for t in (c.k, c.v))]:
-            torch._dynamo.maybe_mark_dynamic(t, dim)
-        self.graph: Any = None
-
-    def __call__(self, pos: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
-        """x (B, 1, C) at position pos -> (B, 1, C)."""
-        for static, value in zip(self.inputs, (x, cos, sin)):
-            static.copy_(value)
-        self.slot.fill_(pos)
-        self.mask.zero_()[..., : pos + 1] = True if mask is None else mask
-        if not x.is_cuda:
-            return self.run()
-        with torch.cuda.device(x.device):
-            if self.graph is None:
-                self.capture()
-            self.graph.replay()
-        return self.y.clone()
-
-    def run(self) -> Tensor:
-        """The blocks, compiled."""
-        x, cos, sin = self.inputs
-        for block, cache in zip(self.blocks, self.caches):
-            x = compiled(Block.forward)(block, x, cos, sin, self.mask, cache)
-        return x
-
-    def capture(self) -> None:
-        """Record what runs on the device. Before that it compiles and warms up, as torch asks."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.y = self.run()
-
-
-class CompiledLayers(FastLayers):
-    """Layers whose steps of one token are compiled.
-
-    There is a step for each cache and window of its slots. Windows double as the cache fills, so
-    that few empty slots are read.
-    """
-
-    caches = Cache, PaddedCache
-
-    def pack(self) -> Any:
-        """A place for each cache's steps."""
-        parts = [part for block in self for part in block.modules()]
-        ours = {*PARTS, nn.Linear, QuantizedLinear, CompiledLinear}
-        need({type(part) for part in parts} <= ours and not any(map(overridden, parts)))
-        return weakref.WeakKeyDictionary()
-
-    def fast(self, made: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """For one token without gradients; `made`: by cache, what its steps are for, and they."""
-        k, v, pos = cache.k, cache.v, cache.pos
-        need(x.dim() == 3 and x.shape[1] == 1 and len(k) == len(self))
-        need(not torch.is_grad_enabled())
-        window = min(max(512, 1 << pos.bit_length()), k.shape[3])
-        tensors = [(t.data_ptr(), t.shape, t.dtype) for t in (k, v)]  # others may come in the cache
-        key = *tensors, x.shape, x.dtype, cos.shape, torch.is_inference_mode_enabled()
-        if cache not in made or made[cache][0] != key:
-            made[cache] = key, {}
-        steps = made[cache][1]
-        if window not in steps:
-            slots = (t[:, :, :, :window] for t in (k, v))
-            steps[window] = CompiledStep([*self], x, cos, *slots)
-        return steps[window](pos, x, cos, sin, mask)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        is_step = x.shape[1] == 1 and type(cache) in (Cache, PaddedCache)
+        if not is_step or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(x, cos, sin, mask, cache)
+        layer_cache = LayerCache(cache, self.self_attn.layer)
+        return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3310,85 +3124,56 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # 18. Drafts (github.com/apoorvumang/prompt-lookup-decoding)
-#
-# Texts are str of chr(id) here, which str.rfind() searches fast.
+
+REPEATED = 3  # so many ids as before: what followed them then is the guess
 
 
-def prompt_lookup(text: str, n: int) -> str:
-    """Up to n ids that followed the longest run of the last ids (two or more) that is repeated."""
-    run, end = 1, len(text) - 1  # where the most recent such run ends
-    while run <= 16 and (place := text.rfind(text[-run:], 0, end)) >= 0:
-        run, end = run + 1, place + run
-    return text[end : end + n] if run > 2 else ""
+def prompt_lookup(ids: Tensor, most: int) -> Tensor:
+    """Up to `most` ids that followed the last few ids (n,) where these came before, most recently."""
+    if len(ids) <= REPEATED:
+        return ids[:0]
+    runs = ids[:-1].unfold(0, REPEATED, 1)  # all but the last few themselves
+    places = (runs == ids[-REPEATED:]).all(1).nonzero()
+    if not len(places):
+        return ids[:0]
+    end = int(places[-1]) + REPEATED
+    return ids[end : end + most]
 
 
 class Drafts:
-    """A `step` for generate(): reads with an id those that may follow. Same text in less time.
+    """A `step` for generate(): reads guesses with the last id. The same text in less time.
 
-    Up to kernels().few_rows ids at once have the logits that each has alone, to the last bit. They
-    are kept: if the id that is drawn is the guess, the next step takes no pass, else the cache is
-    truncated. It guesses one id, or `most` if it was right the last time, as long as guesses save
-    the time that they cost. For one row and the kernels on a CPU, without hooks on the model.
+    Up to kernels().few_rows ids in one pass have the logits that each has alone, to the last bit.
+    They are kept: when the id that is drawn is the guess, its logits are there. The cache holds
+    guesses, too, until what is read next replaces them. For one row, and Blocks that the kernels
+    run; others are read as without drafts.
     """
 
     def __init__(self, model: Llama, most: int = 3) -> None:
-        self.model, self.most = model, most
-        self.texts: Any = weakref.WeakKeyDictionary()  # what each cache holds
-        self.place: Any = None  # the generation, position and passes where these come next:
-        self.waiting: list[tuple[str, Tensor]] = []  # guesses, and logits (1, V) after each
-        self.right = 0  # how many that were read with them have been right
-        self.usual: dict[int, float] = {}  # seconds of a pass of so many rows
-        self.credit = 0.0  # seconds that guesses may cost: what they saved, and 1 % of all passes
+        self.model = model
+        self.most = most  # guesses in a pass
+        self.read = torch.empty(0, dtype=torch.int64)  # the ids up to the end of the last pass
+        self.logits = torch.empty(0, 0)  # after the last of them (rows, V)
+        self.accepted = 0  # guesses that were right
 
-    def read(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """tokens (1, T) -> the logits (T, V) that each has alone. Raises Unfit beforehand."""
-        parts: list[Any] = [self.model, *self.model.children()]
-        kinds = [Llama, type(parts[1]), NativeLayers, RMSNorm, NativeLinear]
-        need([type(part) for part in parts] == kinds and not any(map(overridden, parts)))
-        (_, embed, layers, norm, head), T = parts, tokens.shape[1]
-        head.pack(head.blocks)
-        x = layers.run(embed(tokens), *cache.rope(T), cache.mask(T), cache)
-        cache.advance(T)
-        return head(norm(x))[0].float()
-
-    @torch.no_grad()
-    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """tokens (B, T) -> logits (B, V) after the last; the cache advances by T."""
-        (B, T), pos = tokens.shape, cache.pos
-        report: Any = CACHE_USERS.get(cache)
-        if B > 1 or type(self.model.layers) is not NativeLayers:
-            return self.model(tokens, cache)
-        text = self.texts.get(cache, "")[:pos].rjust(pos, chr(sys.maxunicode))
-        text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
-        waiting = self.waiting if T == 1 and self.place == (report, pos, cache.passes) else []
-        if waiting and waiting[0][0] == text[-1]:
-            self.right, self.credit = self.right + 1, self.credit + self.usual[1]
-            cache.advance(1)
-            self.place = report, len(text), cache.passes
-            report.drafted += 1
-            return waiting.pop(0)[1]
-        start, self.waiting = time.perf_counter(), []
-        most = self.most if self.right else min(self.most, 1)  # a run that goes on pays for more
-        most = min(most, kernels().few_rows - 1, cache.max_seq_len - len(text))
-        may_guess = T == 1 and report and most > 0 and self.credit > 0
-        guess = prompt_lookup(text, most) if may_guess else ""
-        try:
-            need(guess != "")
-            draft = tokens.new_tensor([[*map(ord, guess)]])
-            logits = self.read(torch.cat([tokens, draft], 1), cache)
-        except Unfit:
-            logits, guess = self.model(tokens, cache), ""
-        cache.truncate(len(text))
-        self.place = report, len(text), cache.passes
-        self.waiting, seconds = [*zip(guess, logits[1:, None])], time.perf_counter() - start
-        if T == 1:  # what takes longer than usual was disturbed by others
-            rows, alone = len(logits), self.usual.setdefault(1, seconds)
-            usual = self.usual.get(rows, min(seconds, rows * alone))
-            self.usual[rows] = usual = (7 * usual + min(seconds, 2 * usual)) / 8
-            if guess:
-                self.right, self.credit = 0, self.credit + alone - usual
-            self.credit = min(self.credit + alone / 100, 2 * alone)
-        return logits[:1]
+    def __call__(self, texts: Tensor, cache: Cache) -> Tensor:
+        """texts (B, n) -> logits (B, V) after the last ids; the cache then holds them."""
+        n = texts.shape[1]
+        held = cache.common_prefix(texts)
+        row = n - 1 - (len(self.read) - len(self.logits))
+        if held == n and row >= 0 and torch.equal(self.read[:n], texts[0]):
+            self.accepted += row > 0
+            return self.logits[row, None]
+        alike = {type(block) for block in self.model.layers} == {NativeBlock}
+        alike = alike and type(self.model.lm_head) is NativeLinear and type(cache) is Cache
+        if len(texts) > 1 or held < n - 1 or not alike:
+            return read_texts(self.model, texts, cache)
+        room = min(self.most, cache.max_seq_len - n, kernels().few_rows - 1)
+        guess = prompt_lookup(texts[0], room)
+        self.read = torch.cat((texts[0], guess))
+        cache.truncate(n - 1)
+        self.logits = self.model(self.read[None, n - 1 :], cache, all_positions=True)[0]
+        return self.logits[:1]
 
 
 # ==================================================================================================
