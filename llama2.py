@@ -636,7 +636,7 @@ class Quantized(nn.Module):
     @property
     def blocks(self) -> Tensor:
         """uint8 (rows, bytes per row)."""
-        return self.get_buffer(self.ggml_type)
+        return getattr(self, self.ggml_type)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
@@ -3188,10 +3188,10 @@ class NativeLinear(QuantizedLinear):
 
     def address(self, N: int, K: int) -> int:
         """Where C++ finds the blocks of W (N, K); 0 if it cannot read them."""
-        block, block_bytes, *_ = GGML_TYPES[self.ggml_type]
         if (self.out_features, self.in_features) != (N, K) or K % 32:
             return 0
-        return address(self.blocks, torch.uint8, (N, K // block * block_bytes))
+        block = GGML_TYPES[self.ggml_type]
+        return address(self.blocks, torch.uint8, (N, K // block.weights * block.nbytes))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
@@ -3385,34 +3385,61 @@ class Ranks:
         distributed.destroy_process_group()
 
 
+def part_of(weight: Weight, axis: int, start: int, stop: int) -> Weight:
+    """Some rows (axis 0) or columns (axis 1) of a matrix; columns are cut between blocks."""
+    shape = [*weight.shape]
+    shape[axis] = stop - start
+
+    def read(files: Files) -> Tensor:
+        rows = weight.read(files)
+        if axis == 0:
+            return rows[start:stop]
+        block, nbytes = weight.block
+        return rows[:, start // block * nbytes : stop // block * nbytes].contiguous()
+
+    return replace(weight, shape=tuple(shape), read=read)
+
+
+def unit_of(name: str, axis: int, config: Config, weights: Mapping[str, Weight]) -> int:
+    """How many rows or columns of a matrix cannot be divided among ranks."""
+    if ".self_attn." in name:  # a key/value head with its query heads
+        return weights[name].shape[axis] // config.num_key_value_heads
+    if ".mlp." in name:  # the columns of a block of down_proj
+        return weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
+    return weights[name].block[0] if axis == 1 else 1
+
+
 def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     """One of `count` ranks' part of every matrix (Megatron-LM, arXiv:1909.08053, section 3).
 
     Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
     same columns of the last. ValueError unless heads and blocks can be divided by them.
     """
-    config, weights = checkpoint.config, dict(checkpoint.weights)
-    kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
+    config = checkpoint.config
+    kv_heads = config.num_key_value_heads
     counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    expect(count in counts, f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
+    if count not in counts:
+        raise ValueError(f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
+    weights = dict(checkpoint.weights)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    for name, weight in list(weights.items()):
-        if (axis := axes[last_name(name)]) is None:
+    axes = {last_name(name.ours): name.axis for name in NAMES}
+    parts = dict(weights)
+    for name, weight in weights.items():
+        axis = axes[last_name(name)]
+        if axis is None:
             continue
-        size, block = weight.shape[axis], weight.block[0] if axis == 1 else 1
-        unit = block  # the smallest part that a rank can have; larger are:
-        if ".self_attn." in name:  # a key/value head with its query heads
-            unit = size // kv_heads
-        elif ".mlp." in name:  # the columns of one block of down_proj
-            unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-        start, stop = (size // unit * r // count * unit for r in (rank, rank + 1))
-        problem = f"{size} cannot be divided by {count} ranks into units of {unit}"
-        fits = start < stop and start % block == stop % block == 0
-        expect(fits, f"{name} ({weight.ggml_type}): {problem}")
-        weights[name] = weight.part(axis, start, stop)
+        unit = unit_of(name, axis, config, weights)
+        units = weight.shape[axis] // unit
+        start = units * rank // count * unit
+        stop = units * (rank + 1) // count * unit
+        block = weight.block[0] if axis == 1 else 1
+        if start == stop or start % block or stop % block:
+            found = f"{weight.shape[axis]} cannot be divided by {count} ranks into units of {unit}"
+            raise ValueError(f"{name} ({weight.ggml_type}): {found}")
+        parts[name] = part_of(weight, axis, start, stop)
     config = replace(config, num_key_value_heads=kv_heads // count, tie_word_embeddings=False)
-    return replace(checkpoint, config=config, weights=weights)
+    return replace(checkpoint, config=config, weights=parts)
 
 
 def connect_ranks(model: Llama, ranks: Ranks) -> None:
