@@ -150,8 +150,8 @@ def open_library(path: Path, version: int) -> dict[str, Any]:
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
         library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-        library.run_layer.argtypes = [*[pointer] * 7, i32, *[i64] * 5]
-        for function in (library.linear, library.run_layer):
+        library.run_layers.argtypes = [pointer, i64, i64, *[pointer] * 5, i32, *[i64] * 4]
+        for function in (library.linear, library.run_layers):
             function.errcheck = check_status  # type: ignore[assignment]
         found, features = library.kernels_version(), library.kernels_features()
     except AttributeError as error:

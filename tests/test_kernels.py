@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
-
-import llama2
 from helpers import (
     SCALES,
     TOKENS,
@@ -26,6 +24,8 @@ from helpers import (
     quantised,
     random_blocks,
 )
+
+import llama2
 
 pytestmark = [needs("accelerate"), pytest.mark.usefixtures("native")]
 KINDS = ["Q4_K", "Q5_1", "Q8_0", "Q6_K"]
