@@ -1008,106 +1008,101 @@ class GGUF:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.weights: dict[str, Weight] = {}
+        self.data, self.size = read_head(self.path, MAX_HEADER)
+        self.offset = 0  # of what is read next
+        self.item = "header"  # what is read, for messages
         with reading(self.path):
-            self.data, self.size = read_head(self.path, MAX_HEADER)
-            self.offset = 0  # of what is read next
-            self.item = "the header"  # what is read, for messages
-            self.read_header()
-            del self.data
+            try:
+                self.read_header()
+            except (ValueError, struct.error) as error:
+                raise ValueError(f"{self.item}: {error}") from error
+        del self.data
 
     def read_header(self) -> None:
         """Read all that comes before the tensors."""
         magic, self.version = self.unpack("4sI")
-        if magic != b"GGUF":
-            raise ValueError(f"not a GGUF file: starts with {magic!r}, not with b'GGUF'")
-        if self.version not in (2, 3):
-            raise ValueError(f"GGUF version {self.version:#x}; expected 2 or 3, little-endian")
+        if magic != b"GGUF" or self.version not in (2, 3):
+            found = f"starts with {magic!r} and version {self.version:#x}"
+            raise ValueError(f"{found}; expected b'GGUF' and 2 or 3, little-endian")
         tensor_count, key_count = self.unpack("QQ")
         for i in range(key_count):
             self.item = f"key {i} of {key_count}"
             self.item = key = self.string()
             if key in self.metadata:
-                raise ValueError(f"the key {key!r} is duplicated")
+                raise ValueError("a duplicate key")
             self.metadata[key] = self.value()
-        infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
+        infos = []
+        for i in range(tensor_count):
+            self.item = f"tensor {i} of {tensor_count}"
+            infos.append(self.tensor_info())
         self.place(infos)
-
-    def take(self, size: int) -> bytes:
-        """The next bytes. ValueError beyond the end."""
-        start = self.offset
-        self.offset += size
-        if self.offset > len(self.data):
-            end = "the file" if len(self.data) == self.size else f"the first {MAX_HEADER} bytes"
-            raise ValueError(f"{self.item} needs {size} bytes, beyond the end of {end}")
-        return self.data[start : self.offset]
 
     def unpack(self, letters: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
-        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+        values = struct.unpack_from(f"<{letters}", self.data, self.offset)
+        self.offset += struct.calcsize(f"<{letters}")
+        return values
 
     def string(self) -> str:
         """The next string: its length in 8 bytes, and UTF-8."""
         (size,) = self.unpack("Q")
-        try:
-            return self.take(size).decode()
-        except UnicodeDecodeError:
-            raise ValueError(f"{self.item} is not UTF-8") from None
+        text = self.data[self.offset : self.offset + size]
+        if len(text) < size:
+            raise ValueError(f"a text of {size} bytes, beyond the end of the header")
+        self.offset += size
+        return text.decode()
 
     def value(self) -> Any:
         """The next value of the metadata: a number, a string, or a list of either."""
         (kind,) = self.unpack("I")
-        if kind == GGUF_STRING:
-            return self.string()
-        if kind in NUMBERS:
-            return self.unpack(NUMBERS[kind])[0]
-        if kind == GGUF_ARRAY:
-            kind, count = self.unpack("IQ")
-            if kind == GGUF_STRING:
-                return [self.string() for _ in range(count)]
-            if kind in NUMBERS:
-                return list(self.unpack(f"{count}{NUMBERS[kind]}"))
-        raise ValueError(f"{self.item} has the unknown type {kind}")
+        if kind != GGUF_ARRAY:
+            return self.values(kind, 1)[0]
+        kind, count = self.unpack("IQ")
+        return self.values(kind, count)
 
-    def tensor_info(self, item: str) -> tuple[int, str, str, tuple[int, ...]]:
+    def values(self, kind: int, count: int) -> list:
+        """The next values of one type."""
+        if kind == GGUF_STRING:
+            return [self.string() for _ in range(count)]
+        if kind not in NUMBERS:
+            raise ValueError(f"has the unknown type {kind}")
+        return list(self.unpack(f"{count}{NUMBERS[kind]}"))
+
+    def tensor_info(self) -> tuple[int, str, str, tuple[int, ...]]:
         """The next tensor's offset, name, type and shape."""
         import gguf
 
-        self.item = item
         self.item = name = self.string()
         (n_dims,) = self.unpack("I")
         if n_dims > 4:
-            raise ValueError(f"{name} has {n_dims} dimensions; expected 1 to 4")
+            raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
         *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the fastest comes first
         return offset, name, gguf.GGMLQuantizationType(number).name, tuple(reversed(dims))
 
     def place(self, infos: list[tuple[int, str, str, tuple[int, ...]]]) -> None:
         """Make weights of tensor_info()s, which lie one after the other behind the header."""
+        self.item = "header"
         powers = [2**i for i in range(3, 21)]
         align = choose(self.metadata, "general.alignment", powers, 32)
         base = -(-self.offset // align) * align
         end = base
         for offset, name, ggml_type, shape in sorted(infos):
+            self.item = name
             start = base + offset
-            if name in self.weights:
-                raise ValueError(f"the tensor {name!r} is duplicated")
-            if offset % align or start < end:
-                raise ValueError(f"{name}: offset {offset} is not aligned or overlaps another")
-            try:
-                weight = stored_weight(self.path, start, self.size, ggml_type, shape)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+            if name in self.weights or offset % align or start < end:
+                raise ValueError(f"offset {offset} is not aligned, or of two tensors")
+            weight = stored_weight(self.path, start, self.size, ggml_type, shape)
             self.weights[name] = weight
             end = start + weight.nbytes
 
     def stop_ids(self) -> tuple[int, ...]:
         """The ids besides EOS that end a text: end of turn, end of message."""
         eos = lookup(self.metadata, "tokenizer.ggml.eos_token_id", int, 2)
-        ids = []
-        for end in ("eot", "eom"):
-            token_id = lookup(self.metadata, f"tokenizer.ggml.{end}_token_id", int, eos)
-            if token_id not in (eos, *ids):
-                ids.append(token_id)
-        return tuple(ids)
+        ids = [
+            lookup(self.metadata, f"tokenizer.ggml.{end}_token_id", int, eos)
+            for end in ("eot", "eom")
+        ]
+        return tuple(token_id for token_id in dict.fromkeys(ids) if token_id != eos)
 
 
 def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
@@ -1201,12 +1196,10 @@ def load_state_dict_file(path: Path) -> dict[str, Tensor]:
     """What torch.save wrote, mapped into memory, by torch's own restricted reader. ValueError."""
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     if version < (2, 10):  # older readers have known holes
-        found = f"{path.name} needs torch 2.10 or newer, not {torch.__version__}"
-        raise ValueError(f"{found}: upgrade it, or use .safetensors or .gguf files")
+        found = f"it takes torch 2.10 or newer to read, not {torch.__version__}"
+        raise ValueError(f"{found}: upgrade torch, or use .safetensors or .gguf files")
     read_head(path, 0)
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(state, dict):
-        raise ValueError(f"holds a {type(state).__name__}; expected a dict of tensors")  # noqa: TRY004
     with zipfile.ZipFile(path) as archive:
         sizes = {entry.file_size for entry in archive.infolist()}
     for name, w in state.items():
@@ -1214,19 +1207,20 @@ def load_state_dict_file(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{name} is not a contiguous tensor of {', '.join(DENSE)}")
         if w.untyped_storage().nbytes() not in sizes:  # torch would read what follows it
             raise ValueError(f"{name} is larger than what the file holds for it")
-    return {name: w.detach() for name, w in state.items()}
+    return state
 
 
 def pickled_weights(path: Path) -> dict[str, Weight]:
     """The tensors of a file of torch.save. ValueError."""
 
     def weight(name: str, w: Tensor) -> Weight:
-        rows = math.prod(w.shape[:-1])
-        read = lambda files: files[path][name].view(rows, -1).view(torch.uint8)
+        def read(files: Files) -> Tensor:
+            w = files[path][name].detach()
+            return w.view(-1, w.shape[-1]).view(torch.uint8)
+
         return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), read)
 
-    state = load_state_dict_file(path)
-    return {name: weight(name, w) for name, w in state.items() if w.dim()}
+    return {name: weight(name, w) for name, w in load_state_dict_file(path).items() if w.dim()}
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -1260,18 +1254,13 @@ def hf_settings(folder: Path) -> dict[str, Any]:
 
 def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
     """The ids that end a text, EOS first: those of config.json and generation_config.json."""
-    ids: list[int] = []
+    ids: list[Any] = []
     for source in (settings, read_json(folder / "generation_config.json")):
         value = source.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is None or token_id in ids:
-                continue
-            if type(token_id) is not int or not 0 <= token_id < settings["vocab_size"]:
-                raise ValueError(
-                    f"eos_token_id is {token_id!r:.40}; expected ids of the vocabulary"
-                )
-            ids.append(token_id)
-    return ids or [Config.eos_token_id]
+        ids += value if isinstance(value, list) else [value]
+    if not all(token_id is None or type(token_id) is int for token_id in ids):
+        raise ValueError(f"eos_token_id is {str(ids):.60}; expected ids")
+    return [i for i in dict.fromkeys(ids) if i is not None] or [Config.eos_token_id]
 
 
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
@@ -1312,16 +1301,17 @@ def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
 
 def reordered(weight: Weight, head_dim: int) -> Weight:
     """A weight whose rows are in Hugging Face's order -> one that reads them in Meta's."""
-    return replace(
-        weight, read=lambda files: rows_from_hf(weight.read(files), head_dim).contiguous()
-    )
+
+    def read(files: Files) -> Tensor:
+        return rows_from_hf(weight.read(files), head_dim).contiguous()
+
+    return replace(weight, read=read)
 
 
 def open_hf(folder: Path, suffix: str) -> Checkpoint:
     """Open a Hugging Face directory: config.json, and .safetensors or .bin files. ValueError."""
     with reading(folder / "config.json"):
         settings = hf_settings(folder)
-        lookup(settings, "vocab_size", int)
         eos, *stops = hf_eos_ids(folder, settings)
         settings["eos_token_id"] = eos
         config = read_config(settings, "ours", {"stop_token_ids": tuple(stops)})
@@ -1410,17 +1400,10 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
     names = shards[0].keys() - {"rope.freqs"}  # computed, not learned
     weights = {name: join_shards(name, [shard[name] for shard in shards]) for name in names}
     with reading(folder / "params.json"):
-        settings = meta_settings(folder)
-        known = {}
-        for key, name in (
-            ("vocab_size", "tok_embeddings.weight"),
-            ("intermediate_size", "layers.0.feed_forward.w1.weight"),
-        ):
-            if name not in weights:
-                raise ValueError(f"{name} is missing in {files[0].name}")
-            known[key] = weights[name].shape[0]
-        config = read_config(settings, "meta", known)
-        columns = weights["tok_embeddings.weight"].shape[1]
+        vocab_size, columns = weights["tok_embeddings.weight"].shape
+        width, _ = weights["layers.0.feed_forward.w1.weight"].shape
+        known = {"vocab_size": vocab_size, "intermediate_size": width}
+        config = read_config(meta_settings(folder), "meta", known)
         if columns != config.hidden_size:
             found = f"{len(files)} shards have {columns} columns of tok_embeddings"
             raise ValueError(f"{found}, but dim is {config.hidden_size}: are shards missing?")
@@ -1551,21 +1534,18 @@ def show_bytes(size: float) -> str:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a process can allocate on a device; infinity if unknown (Windows)."""
+    """Bytes that a process can allocate on a device; infinity if unknown (macOS, Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
-    group = Path("/sys/fs/cgroup")
-    with suppress(AttributeError, ValueError, OSError):  # all of the machine's memory
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(ValueError, OSError):  # Linux
+    with suppress(OSError):  # Linux
         (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
+    group = Path("/sys/fs/cgroup")
     with suppress(ValueError, OSError):  # the limit of a container, if it has one
         limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        cached = re.findall(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, limit - used + sum(map(int, cached)))
+        used = re.findall(r"^anon (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - int(used[0]))
     return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
 
 
