@@ -1134,9 +1134,9 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     file = GGUF(path)
     metadata = file.metadata
+    weights, parts = gguf_weights(file)
     choose(metadata, "general.architecture", ["llama"])
     choose(metadata, "llama.expert_count", (0, None))
-    weights, parts = gguf_weights(file)
     known = {
         "vocab_size": len(lookup(metadata, "tokenizer.ggml.tokens", list)),
         "rope_scaling_factor": gguf_rope_factor(metadata),
@@ -4079,9 +4079,9 @@ def answer(
     if args.chat:
         reports = chat(model, tokenizer, options, args, ranks)
     else:
+        stream = stream_text(model, tokenizer, ids, **options)
         if not args.no_echo:
             write(args.prompt)
-        stream = stream_text(model, tokenizer, ids, **options)
         reports = [stream.report]
         show(stream)
     if reports and not args.quiet:
