@@ -460,7 +460,6 @@ import codecs
 import functools
 import importlib.util
 import io
-import itertools
 import json
 import mmap
 import operator
@@ -475,7 +474,6 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from functools import partial
@@ -594,7 +592,12 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     if ggml_type in DENSE:
         return blocks.view(DENSE[ggml_type]).float()
     if ggml_type not in GGML_TYPES:
-        return dequantize_rare(blocks, ggml_type)
+        import gguf
+        import numpy
+
+        with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
+            w = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
+        return torch.from_numpy(w)
     b = blocks.reshape(-1, GGML_TYPES[ggml_type].nbytes)
     scale, minimum = unpack_scales(b, ggml_type)
     q = unpack_integers(b, ggml_type).float()
@@ -602,16 +605,6 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     if minimum is not None:
         w.sub_(minimum[..., None])
     return w.view(len(blocks), -1)
-
-
-def dequantize_rare(blocks: Tensor, ggml_type: str) -> Tensor:
-    """dequantize() of IQ1 to IQ4, TQ and MXFP4, by the gguf package."""
-    import gguf
-    import numpy
-
-    with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
-        w = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
-    return torch.from_numpy(w)
 
 
 CHUNK = 2**20  # weights dequantised at a time, so that they stay in the CPU's cache
@@ -715,16 +708,8 @@ class Weight:
         flat = out.view(len(rows), -1)
         step = max(1, CHUNK // flat.shape[1])
 
-        def convert(i: int) -> None:
+        for i in range(0, len(rows), step):
             flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
-
-        starts = range(0, len(rows), step)
-        if self.is_rare:  # gguf computes in one thread
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(convert, starts))
-        else:
-            for i in starts:
-                convert(i)
         return out
 
 
@@ -810,11 +795,6 @@ def last_name(name: str) -> str:
 def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
     """Rows of q_proj or k_proj in Hugging Face's order -> Meta's, which load_state_dict() needs."""
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
-    """The inverse of rows_from_hf()."""
-    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -1021,6 +1001,8 @@ class GGUF:
 
     def read_header(self) -> None:
         """Read all that comes before the tensors."""
+        import gguf
+
         magic, self.version = self.unpack("4sI")
         if magic != b"GGUF" or self.version not in (2, 3):
             found = f"starts with {magic!r} and version {self.version:#x}"
@@ -1035,7 +1017,13 @@ class GGUF:
         infos = []
         for i in range(tensor_count):
             self.item = f"tensor {i} of {tensor_count}"
-            infos.append(self.tensor_info())
+            self.item = name = self.string()
+            (n_dims,) = self.unpack("I")
+            if n_dims > 4:
+                raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
+            *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the fastest comes first
+            ggml_type = gguf.GGMLQuantizationType(number).name
+            infos.append((offset, name, ggml_type, tuple(reversed(dims))))
         self.place(infos)
 
     def unpack(self, letters: str) -> tuple:
@@ -1056,32 +1044,20 @@ class GGUF:
     def value(self) -> Any:
         """The next value of the metadata: a number, a string, or a list of either."""
         (kind,) = self.unpack("I")
-        if kind != GGUF_ARRAY:
-            return self.values(kind, 1)[0]
-        kind, count = self.unpack("IQ")
-        return self.values(kind, count)
-
-    def values(self, kind: int, count: int) -> list:
-        """The next values of one type."""
+        count = 1
+        is_array = kind == GGUF_ARRAY
+        if is_array:
+            kind, count = self.unpack("IQ")
         if kind == GGUF_STRING:
-            return [self.string() for _ in range(count)]
-        if kind not in NUMBERS:
+            values = [self.string() for _ in range(count)]
+        elif kind in NUMBERS:
+            values = list(self.unpack(f"{count}{NUMBERS[kind]}"))
+        else:
             raise ValueError(f"has the unknown type {kind}")
-        return list(self.unpack(f"{count}{NUMBERS[kind]}"))
-
-    def tensor_info(self) -> tuple[int, str, str, tuple[int, ...]]:
-        """The next tensor's offset, name, type and shape."""
-        import gguf
-
-        self.item = name = self.string()
-        (n_dims,) = self.unpack("I")
-        if n_dims > 4:
-            raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
-        *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the fastest comes first
-        return offset, name, gguf.GGMLQuantizationType(number).name, tuple(reversed(dims))
+        return values if is_array else values[0]
 
     def place(self, infos: list[tuple[int, str, str, tuple[int, ...]]]) -> None:
-        """Make weights of tensor_info()s, which lie one after the other behind the header."""
+        """Make weights of offsets, names, types and shapes; they lie in a row behind the header."""
         self.item = "header"
         powers = [2**i for i in range(3, 21)]
         align = choose(self.metadata, "general.alignment", powers, 32)
@@ -1099,11 +1075,9 @@ class GGUF:
     def stop_ids(self) -> tuple[int, ...]:
         """The ids besides EOS that end a text: end of turn, end of message."""
         eos = lookup(self.metadata, "tokenizer.ggml.eos_token_id", int, 2)
-        ids = [
-            lookup(self.metadata, f"tokenizer.ggml.{end}_token_id", int, eos)
-            for end in ("eot", "eom")
-        ]
-        return tuple(token_id for token_id in dict.fromkeys(ids) if token_id != eos)
+        eot = lookup(self.metadata, "tokenizer.ggml.eot_token_id", int, eos)
+        eom = lookup(self.metadata, "tokenizer.ggml.eom_token_id", int, eos)
+        return tuple(token_id for token_id in dict.fromkeys((eot, eom)) if token_id != eos)
 
 
 def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
@@ -1123,14 +1097,6 @@ def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
     return weights, parts
 
 
-def gguf_rope_factor(metadata: Mapping) -> float:
-    """The factor of linear position interpolation. ValueError for other kinds of scaling."""
-    kind = choose(metadata, "llama.rope.scaling.type", ("linear", "none", None))
-    old = lookup(metadata, "llama.rope.scale_linear", float, 1.0)
-    factor = lookup(metadata, "llama.rope.scaling.factor", float, old)
-    return 1.0 if kind == "none" or factor == 0 else factor
-
-
 def open_gguf(path: Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     file = GGUF(path)
@@ -1138,9 +1104,12 @@ def open_gguf(path: Path) -> Checkpoint:
     weights, parts = gguf_weights(file)
     choose(metadata, "general.architecture", ["llama"])
     choose(metadata, "llama.expert_count", (0, None))
+    scaling = choose(metadata, "llama.rope.scaling.type", ("linear", "none", None))
+    factor = lookup(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
+    factor = lookup(metadata, "llama.rope.scaling.factor", float, factor)
     known = {
         "vocab_size": len(lookup(metadata, "tokenizer.ggml.tokens", list)),
-        "rope_scaling_factor": gguf_rope_factor(metadata),
+        "rope_scaling_factor": 1.0 if scaling == "none" or factor == 0 else factor,
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": file.stop_ids(),
     }
@@ -1260,7 +1229,7 @@ def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
         value = source.get("eos_token_id")
         ids += value if isinstance(value, list) else [value]
     if not all(token_id is None or type(token_id) is int for token_id in ids):
-        raise ValueError(f"eos_token_id is {str(ids):.60}; expected ids")
+        raise ValueError(f"eos_token_id is {ids!s:.60}; expected ids")
     return [i for i in dict.fromkeys(ids) if i is not None] or [Config.eos_token_id]
 
 
@@ -1296,17 +1265,14 @@ def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
                     weights[ours] = weight
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
-            weights[name] = reordered(weight, config.head_dim)
+            read = partial(read_hf_rows, weight, config.head_dim)
+            weights[name] = replace(weight, read=read)
     return weights
 
 
-def reordered(weight: Weight, head_dim: int) -> Weight:
-    """A weight whose rows are in Hugging Face's order -> one that reads them in Meta's."""
-
-    def read(files: Files) -> Tensor:
-        return rows_from_hf(weight.read(files), head_dim).contiguous()
-
-    return replace(weight, read=read)
+def read_hf_rows(weight: Weight, head_dim: int, files: Files) -> Tensor:
+    """A weight's rows in Meta's order, which are in Hugging Face's in the file."""
+    return rows_from_hf(weight.read(files), head_dim).contiguous()
 
 
 def open_hf(folder: Path, suffix: str) -> Checkpoint:
@@ -1335,13 +1301,11 @@ def open_hf(folder: Path, suffix: str) -> Checkpoint:
 
 def read_folder_tokenizer(folder: Path, config: Config) -> Tokenizer:
     """tokenizer.model of a directory or the one above it (Meta's), or tokenizer.json."""
-    places = (
-        folder / "tokenizer.model",
-        folder / "tokenizer.json",
-        folder.parent / "tokenizer.model",
-    )
-    found = [path for path in places if path.is_file()]
-    return Tokenizer.from_file(found[0] if found else places[0], config)
+    names = ("tokenizer.model", "tokenizer.json", "../tokenizer.model")
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if not found:
+        raise FileNotFoundError(f"{folder}: no tokenizer.model or tokenizer.json")
+    return Tokenizer.from_file(found[0], config)
 
 
 def read_chat_template(folder: Path) -> str:
@@ -1483,19 +1447,13 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
             expected = "a .gguf file, or a directory of Meta (params.json, consolidated.00.pth) or"
             expected += " Hugging Face (config.json, model.safetensors or pytorch_model.bin)"
             raise ValueError(f"found {found}; expected {expected}")
-        return allow_context(checkpoint, context)
-
-
-def allow_context(checkpoint: Checkpoint, context: int | None) -> Checkpoint:
-    """The checkpoint for `context` tokens. Raises ValueError beyond what its files allow."""
-    most = checkpoint.config.max_position_embeddings
-    if context is None or 0 < context <= most:
+        most = checkpoint.config.max_position_embeddings
+        if context is not None and context > most:
+            # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
+            if not checkpoint.format.startswith("Meta"):
+                raise ValueError(f"a context of {context}; the model's is {most}")
+            checkpoint.config = replace(checkpoint.config, max_position_embeddings=context)
         return checkpoint
-    # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
-    if context < 1 or not checkpoint.format.startswith("Meta"):
-        raise ValueError(f"--context {context}; expected 1 to {most}, the model's context")
-    config = replace(checkpoint.config, max_position_embeddings=context)
-    return replace(checkpoint, config=config)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -1526,7 +1484,6 @@ class Plan(NamedTuple):
     exact: bool  # else activations are rounded to 16-bit integers in products
     dense: bool  # all weights become dense, of that dtype
     kernels: bool  # those of part III are used
-    weights: int  # bytes in memory
 
 
 def show_bytes(size: float) -> str:
@@ -1550,29 +1507,24 @@ def free_memory(device: torch.device) -> float:
     return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
 
 
-def weight_memory(checkpoint: Checkpoint, dtype: torch.dtype, dense: bool) -> int:
-    """Bytes that the weights of a model need in memory."""
-    total = 0
-    for weight in checkpoint.weights.values():
-        if not dense and keeps_blocks(weight, dtype):
-            total += weight.nbytes
-        else:
-            size = 2 if weight.is_rare and not dense else dtype.itemsize
-            total += math.prod(weight.shape) * size
-    return total
-
-
 def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> dict[str, int]:
     """Bytes for the weights, a cache of `context` tokens, and what a pass needs besides."""
     config = checkpoint.config
+    weights = 0
+    for weight in checkpoint.weights.values():
+        if keeps_blocks(weight, plan.dtype) and not plan.dense:
+            weights += weight.nbytes
+        else:
+            kept = weight.is_rare and not plan.dense  # as 16 bits
+            weights += math.prod(weight.shape) * (2 if kept else plan.dtype.itemsize)
     cache = Cache(config, 1, context, plan.cache_dtype, "meta")
-    rows = min(context, prefill_chunk(plan.device))
+    rows = min(context, PREFILL_CHUNK)
     activations = rows * (4 * config.hidden_size + 3 * config.intermediate_size)
-    unpacked = min(config.hidden_size * config.intermediate_size, CHUNK)
-    if plan.device.type == "cuda":  # there whole matrices are unpacked
-        unpacked = config.hidden_size * config.intermediate_size
+    unpacked = config.hidden_size * config.intermediate_size
+    if plan.device.type == "cpu":  # elsewhere whole matrices are unpacked
+        unpacked = min(unpacked, CHUNK)
     return {
-        "weights": plan.weights,
+        "weights": weights,
         "cache": cache.k.nbytes + cache.v.nbytes,
         "temporaries": (activations + unpacked) * plan.dtype.itemsize + rows * context,
     }
@@ -1622,7 +1574,8 @@ def plan_loading(
     kernels = wanted and quantised and not trainable and open_kernels(device)
     dense = trainable
     if quantised and not exact and device.type == "cpu" and not kernels and not trainable:
-        dense = 2 * weight_memory(checkpoint, torch.bfloat16, True) < free_memory(device)
+        parameters = sum(math.prod(weight.shape) for weight in matrices)
+        dense = 3 * parameters < free_memory(device)  # 2 bytes each, and room for the rest
         chosen = torch.bfloat16 if dense else chosen
     # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
     half_cache = kernels and not exact and device.type == "cpu"
@@ -1633,7 +1586,6 @@ def plan_loading(
         exact=exact,
         dense=dense,
         kernels=kernels,
-        weights=weight_memory(checkpoint, chosen, dense),
     )
 
 
@@ -1949,7 +1901,8 @@ def write_safetensors(
         with reading(name):
             rows = encode_weight(weight, Files(), ggml_type)
         if last_name(name) in ("q_proj", "k_proj"):
-            rows = rows_to_hf(rows, head_dim).contiguous()
+            pairs = rows.unflatten(0, (-1, head_dim // 2, 2))  # the inverse of rows_from_hf()
+            rows = pairs.transpose(1, 2).flatten(0, 2)
         file.write(rows.numpy().data)
 
 
@@ -2702,12 +2655,6 @@ class Sampling:
             if type(item) is not int or not is_number:
                 raise ValueError(f"logit_bias has {item!r}: {bias!r}; expected id: number")
 
-    @property
-    def adjusts(self) -> bool:
-        """Whether anything is done to the logits before they are divided by the temperature."""
-        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return penalties != (1, 0, 0) or bool(self.logit_bias or self.logits_processor)
-
     def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
         """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
         logits = logits.float().clone()
@@ -2768,7 +2715,8 @@ def sample(
     shape = logits.shape[:-1]
     logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
     finite = (logits * 0).sum(-1) == 0
-    if sampling.adjusts:
+    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
         texts = [ids] if not shape else ids
         if len(logits) != len(texts):
             raise ValueError("penalties need `ids`: what comes before each row")
@@ -2801,11 +2749,6 @@ PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for act
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
 
 Item = TypeVar("Item")
-
-
-def prefill_chunk(device: torch.device) -> int:
-    """Prompt tokens per forward pass: more on a GPU, where each pass dequantises whole matrices."""
-    return PREFILL_CHUNK if device.type == "cpu" else 4 * PREFILL_CHUNK
 
 
 class Limits(NamedTuple):
@@ -2888,7 +2831,7 @@ def read_texts(model: Llama, texts: Tensor, cache: Cache) -> Tensor:
     start = min(cache.common_prefix(texts), texts.shape[1] - 1)
     cache.truncate(start)
     device = model.norm.weight.device
-    for chunk in texts[:, start:].to(device).split(prefill_chunk(device), dim=1):
+    for chunk in texts[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
     return logits
 
@@ -4010,7 +3953,7 @@ def open_standard_streams() -> None:
     """Replace streams that whoever started us has closed; print any text on the others."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
