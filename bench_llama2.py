@@ -16,13 +16,15 @@ slows both. First calls, which may compile, are not counted. On a shared machine
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
+import itertools
 import json
 import math
 import os
 import re
-import sys
 import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -36,7 +38,6 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.testing import assert_close
 from torch.utils.benchmark import Timer
 
@@ -113,7 +114,6 @@ CONFIGS = {
     "tiny": llama2.Config(256, 512, 2, 4, 2, vocab_size=512, max_position_embeddings=1024),
     "1b": llama2.Config(2048, 5632, 22, 32, 4, max_position_embeddings=2048),  # TinyLlama's shape
     "7b": llama2.Config.llama2_7b(),
-    "70b": llama2.Config.llama2_70b(),
 }
 BUNDLED = next(Path(llama2.__file__).parent.glob("models/*.gguf"), Path("models"))
 
@@ -164,20 +164,9 @@ def forward(model, T, context=0):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The suite: the names and sizes of the benchmark that came before, and a few more
+# 3. The suite: the names of the benchmark that came before, and a few more
 
-SUITE = {  # name -> numbers of tokens
-    "rope_forward": (1, 8, 32, 128),
-    "qkv_projection": (1, 8, 32, 128),
-    "attention_scores": (1, 8, 32, 128),
-    "causal_mask": (8, 32, 128, 512),
-    "full_attention": (1, 8, 32, 128, 512),
-    "rms_norm": (1, 128),
-    "mlp": (1, 128),
-    "block": (1, 128),
-    "prefill": (32, 128, 512),
-    "decode": (128,),
-}
+SIZES = (1, 8, 32, 128, 512)  # tokens
 
 
 def suite_calls(model, T):
@@ -191,11 +180,12 @@ def suite_calls(model, T):
     q, k, v = torch.randn(3, 1, c.num_attention_heads, T, c.head_dim).to(x)
     by_position = q.transpose(1, 2), k.transpose(1, 2)
     scores = q @ k.mT
+    unseen = scores.isfinite().triu(1)
     return {
         "rope_forward": lambda: [llama2.apply_rotary_emb(x, cos, sin) for x in by_position],
         "qkv_projection": lambda: [projection(x) for projection in projections],
         "attention_scores": lambda: q @ k.mT * c.head_dim**-0.5,
-        "causal_mask": lambda: scores.masked_fill(~cache.mask(T), -math.inf),
+        "causal_mask": lambda: scores.masked_fill(unseen, -math.inf),
         "full_attention": lambda: F.scaled_dot_product_attention(q, k, v, cache.mask(T)),
         "rms_norm": lambda: layer.input_layernorm(x),
         "mlp": lambda: layer.mlp(x),
@@ -206,19 +196,15 @@ def suite_calls(model, T):
 
 
 def run_suite(args):
-    """Time each entry."""
+    """Time each name at each size."""
     model = pick_model(args, args.model)
     print(f"prefill and decode: {len(model.layers)} layers and the head")
     result = {}
-    for name, sizes in SUITE.items():
-        for T in sizes:
-            entry = f"{name}/{T}"
-            if args.filter in entry:
-                note(entry)
-                found = measure(suite_calls(model, T)[name])
-                result[entry] = {"median": found.median, "iqr": found.iqr}
-    if not result:
-        raise ValueError(f"--filter {args.filter!r} matches no benchmark")
+    for T in SIZES:
+        note(f"{T} tokens")
+        for name, call in suite_calls(model, T).items():
+            found = measure(call)
+            result[f"{name}/{T}"] = {"median": found.median, "iqr": found.iqr}
     rows = [(name, *(f"{1e3 * t:.4g}" for t in row.values())) for name, row in result.items()]
     table(("benchmark", "median, ms", "IQR, ms"), rows)
     return {"suite": result}
@@ -274,12 +260,12 @@ def run_breakdown(args):
     shares = {}
     for T in (1, 32, 128):
         run = forward(model, T)
-        run()
-        times.clear()
         with (
             patch.object(F, "scaled_dot_product_attention", attention),
             patch.object(llama2, "apply_rotary_emb", rotate),
         ):
+            run()
+            times.clear()
             for _ in range(args.rounds):
                 run()
         shares[T] = {part: value / times.total() for part, value in times.items()}
@@ -348,25 +334,26 @@ def claim_mask(args, model):
 def attention_steps(model, context):
     """A token's cache update and attention, all layers, after context - 1 others, in three ways."""
     c = model.config
-    new = torch.randn(1, c.num_key_value_heads, 1, c.head_dim).to(model.norm.weight)
+    pair = torch.randn(2, 1, c.num_key_value_heads, 1, c.head_dim).to(model.norm.weight)
     cache = new_cache(model, context)
     cache.advance(random_tokens(model, context - 1))
-    layers = [*zip(cache.k.clone(), cache.v.clone())]
+    layers = [both.clone() for both in torch.stack((cache.k, cache.v), dim=1)]
 
-    def per_layer(layer, *new):
-        for old, token in zip(layers[layer], new):
-            old[:, :, -1:] = token
+    def unified(layer):
+        return cache.update(layer, *pair)
+
+    def per_layer(layer):
+        layers[layer][:, :, :, -1:] = pair
         return layers[layer]
 
-    def concatenate(layer, *new):
-        return [torch.cat((old[:, :, 1:], token), 2) for old, token in zip(layers[layer], new)]
+    def concatenated(layer):
+        return torch.cat((layers[layer][:, :, :, 1:], pair), dim=3)
 
     def step(update):
-        for layer in range(c.num_hidden_layers):
-            F.scaled_dot_product_attention(new, *update(layer, new, new))
+        for layer in range(len(layers)):
+            F.scaled_dot_product_attention(pair[0], *update(layer))
 
-    ways = {"unified": cache.update, "per layer": per_layer, "concatenated": concatenate}
-    return {name: partial(step, update) for name, update in ways.items()}
+    return {way.__name__: partial(step, way) for way in (unified, per_layer, concatenated)}
 
 
 def claim_cache(args, model):
@@ -379,13 +366,22 @@ def claim_cache(args, model):
     return Finding("time of others / unified", cases, 1.05)
 
 
+def without_modules(model):
+    """A model of the same weights whose layers, and all in them, are functions: forward()."""
+    plain = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for module in plain.layers.modules():
+        vars(module).update({name: child.forward for name, child in module.named_children()})
+    vars(plain)["layers"] = [layer.forward for layer in plain.layers]
+    return plain
+
+
 def claim_modules(args, model):
-    """(c) A decode step as it is, and with modules' forward() called as plain functions."""
-    plain = patch.object(nn.Module, "__call__", lambda module, *inputs: module.forward(*inputs))
+    """(c) A decode step as it is, and by functions in place of modules."""
+    small = Llama(CONFIGS["tiny"]).to(model.norm.weight)
     cases = {}
-    for size, m in (("small", Llama(CONFIGS["tiny"]).to(model.norm.weight)), ("large", model)):
-        step = forward(m, 1, context=64)
-        samples = interleave({"modules": step, "functions": plain(step)}, rounds=9)
+    for size, m in (("small", small), ("large", model)):
+        ways = {"modules": forward(m, 1, 64), "functions": forward(without_modules(m), 1, 64)}
+        samples = interleave(ways, rounds=9)
         cases[size] = ratio(samples["modules"], samples["functions"])
     return Finding("modules / functions", cases, 1.05)
 
@@ -447,9 +443,7 @@ def run_claims(args):
     print(f"{len(model.layers)} layers and the head")
     result = {}
     for claim, measure_claim in CLAIMS.items():
-        note(claim)
         found = measure_claim(args, model)
-        note()
         cases = ", ".join(f"{value:.3g} {name}" for name, value in found.cases.items())
         print(f"{claim}: {found.verdict().upper()}\n    {found.what}: {cases}", flush=True)
         result[claim] = {**found._asdict(), "verdict": found.verdict()}
@@ -459,7 +453,7 @@ def run_claims(args):
 # --------------------------------------------------------------------------------------------------
 # 6. Whole models, and others beside them
 
-# An engine measures once: seconds by test. "pp128" is a prompt of 128 tokens, "tg" one new token.
+# An engine measures once: tokens/s by test. "pp128" is a prompt of 128 tokens, "tg" generation.
 
 
 def in_process(args, step, reset, tokens):
@@ -475,16 +469,16 @@ def in_process(args, step, reset, tokens):
             feed(tokens[:, :1])
 
     def run():
-        tests = {f"pp{T}": partial(feed, tokens[:, :T]) for T in args.prompt_tokens}
-        found = {}
-        for name, test in {**tests, "tg": write}.items():
+        tests = {f"pp{T}": (T, partial(feed, tokens[:, :T])) for T in args.prompt_tokens}
+        tests["tg"] = (args.gen_tokens, write)
+        rates = {}
+        for name, (count, test) in tests.items():
             for _ in range(2):  # the first does not count, as in llama-bench
                 reset()
                 if args.depth:
                     feed(tokens[:, : args.depth])
-                found[name] = seconds(test)
-        found["tg"] /= args.gen_tokens
-        return found
+                rates[name] = count / seconds(test)
+        return rates
 
     return run
 
@@ -520,35 +514,28 @@ def llama_bench(args, program, path):
     def run():
         done = call_program(program, "-m", path, "-r", 1, "-o", "json", *options)
         tests = json.loads(done.stdout)
-        found = {f"pp{test['n_prompt']}": test["n_prompt"] / test["avg_ts"] for test in tests}
-        found["tg"] = 1 / next(test["avg_ts"] for test in tests if test["n_gen"])
-        return found
+        return {f"pp{t['n_prompt']}" if t["n_prompt"] else "tg": t["avg_ts"] for t in tests}
 
     return run
 
 
 def take_turns(engines, rounds):
-    """Run the engines A B A B after a warm-up: samples by engine and test."""
+    """Run the engines A B A B: samples by engine and test."""
     samples = {name: defaultdict(list) for name in engines}
-    for i in range(rounds + 1):
+    for i in range(rounds):
         for name, engine in engines.items():
-            note(f"{name}, round {i} of {rounds}")
+            note(f"round {i + 1} of {rounds}: {name}")
             for test, value in engine().items():
-                if i > 0:
-                    samples[name][test].append(value)
+                samples[name][test].append(value)
     return samples
 
 
 def compare(samples):
     """Tokens/s of each engine by test, and ours (the first's) divided by the best of the others."""
+    rows = {name: {t: median(v) for t, v in tests.items()} for name, tests in samples.items()}
     ours, *others = samples.values()
-    tokens = {test: int(test[2:] or 1) for test in ours}
-    rows = {
-        name: {test: tokens[test] / median(tests[test]) for test in ours}
-        for name, tests in samples.items()
-    }
     if others:
-        rows["ours / best"] = {t: min(ratio(other[t], ours[t]) for other in others) for t in ours}
+        rows["ours / best"] = {t: min(ratio(ours[t], other[t]) for other in others) for t in ours}
     return rows
 
 
@@ -556,9 +543,6 @@ def run_model(args, path):
     """One model: ours, then the engines of --llama-bench (with --table) and --compare."""
     model = pick_model(args, path)
     size = args.depth + max(*args.prompt_tokens, args.gen_tokens)
-    limit = model.config.max_position_embeddings
-    if size > limit:
-        raise ValueError(f"the context holds {limit} tokens; expected {size}")
     tokens = random_tokens(model, size)
     cache = new_cache(model, size)
     engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.reset, tokens)}
@@ -604,7 +588,6 @@ def plot(models, path):
             if engine != "ours / best":
                 ax.plot([*rates], [*rates.values()], marker=".", label=engine)
         ax.set(title=name, xlabel="rows", ylabel="tokens/s", ylim=(0, None))
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(frameon=False)
     figure.savefig(path, format="svg", transparent=True)
 
@@ -709,6 +692,7 @@ def transformers_reader(path, config, tokenizer):
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     build = transformers.AutoModelForCausalLM.from_pretrained
     model = build(path.parent, gguf_file=path.name, dtype=torch.float32)
     ends = [config.eos_token_id, *config.stop_token_ids]
@@ -728,7 +712,10 @@ def llama_cpp_reader(program, path, tokenizer):
 
     def answer(prompt):
         own = prompt[1:] if tokenizer.add_bos else prompt  # it adds BOS itself
-        text = "".join(tokenizer.decode([i]) or tokenizer.pieces[i] for i in own)
+        text = ""
+        for _, group in itertools.groupby(own, lambda i: tokenizer.decode([i]) != ""):
+            ids = [*group]
+            text += tokenizer.decode(ids) or "".join(tokenizer.pieces[i] for i in ids)
         done = call_program(*command, "-p", text)
         ids = [int(i) for i in re.findall(r"(\d+) -> '", done.stderr)]
         if ids != prompt:
@@ -759,9 +746,9 @@ def read_texts(readers, texts):
     """KL divergence from exact per token and perplexity of texts (N, T), as text, by reader."""
     sums = {name: Counter() for name, reader in readers.items() if reader.logits}
     for text in texts.split(1):
-        exact = readers["exact"].logits(text)[:-1].log_softmax(-1)
+        exact = readers["exact"].logits(text)[:-1].double().log_softmax(-1)
         for name, found in sums.items():
-            logprobs = readers[name].logits(text)[:-1].log_softmax(-1)
+            logprobs = readers[name].logits(text)[:-1].double().log_softmax(-1)
             kl = F.kl_div(logprobs, exact, reduction="batchmean", log_target=True)
             found["KL"] += kl.item() / len(texts)
             found["loss"] += F.nll_loss(logprobs, text[0, 1:]).item() / len(texts)
@@ -800,7 +787,13 @@ def run_fidelity(args):
         equal = f"{len(prompts) - len(pairs)} of {len(prompts)}"
         parted = median(map(len, common)) if pairs else ""
         rows.append((name, equal, parted, *texts.get(name, ("", ""))))
-    header = (args.fidelity.name, "answers like exact's", "others part after", "KL", "perplexity")
+    header = (
+        args.fidelity.name,
+        "answers like exact's",
+        "others part after, tokens",
+        "KL",
+        "perplexity",
+    )
     table(header, rows)
     return {"fidelity": [dict(zip(header, row)) for row in rows]}
 
@@ -833,21 +826,18 @@ def parse_args(argv):
     add = parser.add_mutually_exclusive_group().add_argument
     add("--model", **file, help="a model (default: random weights)")
     add("--config", choices=CONFIGS, help="the shape of random weights")
-    add = parser.add_argument_group("of what").add_argument
-    add("--filter", metavar="TEXT", default="", help="only the suite's names that contain it")
+    add = parser.add_argument
     add("--prompt-tokens", **number, nargs="+", default=[128, 512], help="default: 128 512")
     add("--gen-tokens", **number, default=16, help="default: 16")
     add("--depth", **number, default=0, help="both behind N tokens (default: 0)")
     add("--context", **number, default=512, help="tokens of a text's windows (default: 512)")
     add("--questions", **file, help="of --fidelity, one a line (default: 20 of ours)")
     add("--text", **file, help="that --fidelity reads (default: exact's answers)")
-    add = parser.add_argument_group("beside whom").add_argument
     peers = ("transformers", "transformers-bfloat16")
     add("--compare", choices=peers, nargs="+", default=[], help="the same shape there")
     program = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
     add("--llama-bench", **program, help="for --table (default: the one on the PATH)")
     add("--llama-completion", metavar="PATH", help="llama.cpp's program, for --fidelity")
-    add = parser.add_argument_group("how").add_argument
     add("--rounds", **number, default=5, help="of what runs in turns (default: 5)")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: as llama2.py")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
