@@ -70,10 +70,10 @@ def measure(function, limit=1.0):
     return timer.blocked_autorange(min_run_time=limit)
 
 
-def interleave(functions, rounds=5):
+def interleave(functions):
     """Measure the functions in turns A B A B; each sample is the median of one turn."""
     samples = defaultdict(list)
-    for _ in range(rounds):
+    for _ in range(7):
         for name, function in functions.items():
             samples[name].append(measure(function, 0.03).median)
     return samples
@@ -180,7 +180,7 @@ def suite_calls(model, T):
     q, k, v = torch.randn(3, 1, c.num_attention_heads, T, c.head_dim).to(x)
     by_position = q.transpose(1, 2), k.transpose(1, 2)
     scores = q @ k.mT
-    unseen = scores.isfinite().triu(1)
+    unseen = torch.ones_like(scores, dtype=torch.bool).triu(1)
     return {
         "rope_forward": lambda: [llama2.apply_rotary_emb(x, cos, sin) for x in by_position],
         "qkv_projection": lambda: [projection(x) for projection in projections],
@@ -196,12 +196,10 @@ def suite_calls(model, T):
 
 
 def run_suite(args):
-    """Time each name at each size."""
+    """Time each name at each size; "prefill" and "decode" are whole passes."""
     model = pick_model(args, args.model)
-    print(f"prefill and decode: {len(model.layers)} layers and the head")
     result = {}
     for T in SIZES:
-        note(f"{T} tokens")
         for name, call in suite_calls(model, T).items():
             found = measure(call)
             result[f"{name}/{T}"] = {"median": found.median, "iqr": found.iqr}
@@ -282,7 +280,7 @@ def run_profile(args):
     with torch.profiler.profile() as profile:
         run()
     profile.export_chrome_trace(str(args.profile))
-    return {"profile": str(args.profile)}
+    return {}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -360,7 +358,7 @@ def claim_cache(args, model):
     """(b) One decode step of the cache and the attention over it."""
     cases = {}
     for context in (128, 512, 1024):
-        unified, *others = interleave(attention_steps(model, context), rounds=9).items()
+        unified, *others = interleave(attention_steps(model, context)).items()
         for name, samples in others:
             cases[f"{name} at {context}"] = ratio(samples, unified[1])
     return Finding("time of others / unified", cases, 1.05)
@@ -381,7 +379,7 @@ def claim_modules(args, model):
     cases = {}
     for size, m in (("small", small), ("large", model)):
         ways = {"modules": forward(m, 1, 64), "functions": forward(without_modules(m), 1, 64)}
-        samples = interleave(ways, rounds=9)
+        samples = interleave(ways)
         cases[size] = ratio(samples["modules"], samples["functions"])
     return Finding("modules / functions", cases, 1.05)
 
@@ -445,7 +443,7 @@ def run_claims(args):
     for claim, measure_claim in CLAIMS.items():
         found = measure_claim(args, model)
         cases = ", ".join(f"{value:.3g} {name}" for name, value in found.cases.items())
-        print(f"{claim}: {found.verdict().upper()}\n    {found.what}: {cases}", flush=True)
+        print(f"{claim}: {found.verdict().upper()}\n    {found.what}: {cases}")
         result[claim] = {**found._asdict(), "verdict": found.verdict()}
     return {"claims": result}
 
@@ -490,7 +488,7 @@ def transformers_engine(args, name, model, tokens):
     shape = transformers.LlamaConfig(**vars(model.config))
     dtype = getattr(torch, name.partition("-")[2] or "float32")
     other = transformers.AutoModelForCausalLM.from_config(shape, dtype=dtype)
-    other.to(tokens.device).eval()
+    other.to(tokens.device)
     past = transformers.DynamicCache()
 
     def step(tokens):
@@ -565,10 +563,12 @@ def run_models(args):
         name = path.name if path else args.config
         found = models[name] = run_model(args, path)
         rows = found["tokens/s"]
-        cells = [(name, *(f"{value:.4g}" for value in row.values())) for name, row in rows.items()]
+        cells = [(k, *(f"{value:.4g}" for value in row.values())) for k, row in rows.items()]
         table((f"{name}, tokens/s", *rows["llama2.py"]), cells)
-        reached, bandwidth = (f"{found[key] / 1e9:.1f} GB/s" for key in ("reached", "bandwidth"))
-        print(f"A token reads its weights at {reached}; memory gives {bandwidth} now.\n")
+        reached = f"{found['reached'] / 1e9:.1f} GB/s"
+        print(
+            f"A token reads its weights at {reached}; memory gives {found['bandwidth'] / 1e9:.1f}.\n"
+        )
     if args.plot is not None:
         plot(models, args.plot)
     return {"models": models}
@@ -578,10 +578,10 @@ def plot(models, path):
     """tokens/s over rows for each engine, a panel for each model; reads on light and on dark."""
     import matplotlib.pyplot as plt
 
-    names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    plt.style.use({"svg.fonttype": "none", **dict.fromkeys(names, "#808080")})
-    size = (3.2 * len(models), 2.6)
-    figure, axes = plt.subplots(1, len(models), figsize=size, squeeze=False, layout="tight")
+    coloured = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")
+    plt.style.use({"svg.fonttype": "none", **{f"{x}color": "#808080" for x in coloured}})
+    figure, axes = plt.subplots(1, len(models), squeeze=False, layout="tight")
+    figure.set_size_inches(3.2 * len(models), 2.6)
     for ax, (name, found) in zip(axes[0], models.items()):
         for engine, row in found["tokens/s"].items():
             rates = {test[2:]: rate for test, rate in row.items() if test != "tg"}
@@ -615,8 +615,7 @@ def run_perplexity(args):
     texts = windows(tokenizer, args.perplexity.read_text(encoding="utf-8"), args.context)
     logprobs = torch.cat([llama2.score(model, text)[args.context // 2 :] for text in texts])
     value = math.exp(-logprobs.double().mean())
-    row = (path.name, len(logprobs), f"{value:.4f}")
-    table(("file", "tokens scored", "perplexity"), [row])
+    table(("tokens scored", "perplexity"), [(len(logprobs), f"{value:.4f}")])
     return {"perplexity": {"tokens": len(logprobs), "value": value}}
 
 
@@ -693,8 +692,9 @@ def transformers_reader(path, config, tokenizer):
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    build = transformers.AutoModelForCausalLM.from_pretrained
-    model = build(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
     ends = [config.eos_token_id, *config.stop_token_ids]
     options = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[0]}
 
@@ -764,8 +764,10 @@ def read_prompts(args, tokenizer):
     prompts = []
     for line in text.splitlines():
         message = {"role": "user", "content": line}
-        ids = llama2.encode_chat(tokenizer, [message]) if is_chat else tokenizer.encode(line)
-        prompts.append(ids)
+        if is_chat:
+            prompts.append(llama2.encode_chat(tokenizer, [message]))
+        else:
+            prompts.append(tokenizer.encode(line))
     return prompts
 
 
@@ -833,12 +835,12 @@ def parse_args(argv):
     add("--context", **number, default=512, help="tokens of a text's windows (default: 512)")
     add("--questions", **file, help="of --fidelity, one a line (default: 20 of ours)")
     add("--text", **file, help="that --fidelity reads (default: exact's answers)")
-    peers = ("transformers", "transformers-bfloat16")
-    add("--compare", choices=peers, nargs="+", default=[], help="the same shape there")
+    others = ("transformers", "transformers-bfloat16")
+    add("--compare", choices=others, nargs="+", default=[], help="the same shape there")
     program = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
     add("--llama-bench", **program, help="for --table (default: the one on the PATH)")
     add("--llama-completion", metavar="PATH", help="llama.cpp's program, for --fidelity")
-    add("--rounds", **number, default=5, help="of what runs in turns (default: 5)")
+    add("--rounds", **number, default=5, help="default: 5")
     add("--compile", action=argparse.BooleanOptionalAction, help="default: as llama2.py")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = ("auto", "float32", "bfloat16", "float16")
@@ -855,7 +857,7 @@ def run(args):
     """Do what the command line says."""
     instructions = torch.backends.cpu.get_cpu_capability()
     machine = f"torch {torch.__version__}, {instructions}, {torch.get_num_threads()} threads"
-    print(machine, flush=True)
+    print(machine)
     modes = {
         run_suite: args.suite,
         run_claims: args.claims,
@@ -865,10 +867,11 @@ def run(args):
         run_perplexity: args.perplexity,
         run_fidelity: args.fidelity,
     }
-    chosen = [mode for mode, wanted in modes.items() if wanted]
-    default = run_models if args.model or args.config else run_suite
+    chosen = [*filter(modes.get, modes)]
+    if not chosen:
+        chosen = [run_models if args.model or args.config else run_suite]
     result = {"machine": machine}
-    for mode in chosen or [default]:
+    for mode in chosen:
         result |= mode(args)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
