@@ -80,11 +80,14 @@ def test_the_same_ids_as_in_transformers_can_be_drawn(options):
         assert set((probabilities > 0.05).nonzero().flatten().tolist()) <= set(drawn.tolist())
 
 
-def test_top_p_is_the_fewest_that_reach_it():
-    """Four of eight equal tokens reach 0.5; catches the one too many of `>` for `>=`. 0 leaves one."""
-    for top_p, count in ((0.5, 4), (1e-9, 1), (0.0, 1)):
-        drawn = llama2.sample(torch.zeros(5000, 8), plain(top_p=top_p))
-        assert drawn.unique().numel() == count
+@pytest.mark.parametrize(
+    ("top_p", "count"), [(0.0, 1), (1e-9, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.95, 4)]
+)
+def test_top_p_is_the_fewest_that_reach_it(top_p, count):
+    """Of tokens of 50, 25, 15 and 10 %. 0 leaves one."""
+    logits = torch.tensor([0.1, 0.25, 0.15, 0.5]).log()
+    drawn = llama2.sample(logits.expand(5000, -1), plain(top_p=top_p))
+    assert drawn.unique().numel() == count
 
 
 def test_temperature_zero_is_greedy_and_tiny_ones_nearly():
