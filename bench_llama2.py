@@ -104,7 +104,7 @@ def table(header, rows):
     lines.insert(1, ["-" * width for width in widths])
     for line in lines:
         print("|", *(f"{cell:>{width}} |" for cell, width in zip(line, widths)))
-    print(flush=True)
+    print()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -841,10 +841,10 @@ def parse_args(argv):
     add("--llama-bench", **program, help="for --table (default: the one on the PATH)")
     add("--llama-completion", metavar="PATH", help="llama.cpp's program, for --fidelity")
     add("--rounds", **number, default=5, help="default: 5")
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: as llama2.py")
+    add("--compile", action=argparse.BooleanOptionalAction)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="auto", help="default: as llama2.py")
+    add("--dtype", choices=dtypes, default="auto")
     add("--plot", **file, help="draw --table there, as SVG")
     add("--json", **file, help="write the result there as well")
     args = parser.parse_args(argv)
