@@ -424,8 +424,7 @@ class Llama(nn.Module):
         # No gradient through a cache: it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            for block in self.layers:
-                x = block(x, cos, sin, mask, cache)
+            x = self.run_layers(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the other rows of the largest matrix product would go unused
             # float32 island 4 of 4: what is sampled from.
@@ -434,6 +433,12 @@ class Llama(nn.Module):
         if cache is not None:
             cache.advance(tokens)
         return logits
+
+    def run_layers(self, x: Tensor, *inputs: Tensor | Cache | None) -> Tensor:
+        """All Blocks, one after the other: x (B, T, C) -> (B, T, C)."""
+        for block in self.layers:
+            x = block(x, *inputs)
+        return x
 
 
 class PaddedCache(Cache):
@@ -3166,7 +3171,7 @@ class NativeLinear(QuantizedLinear):
     def address(self, N: int, K: int) -> int:
         """Where C++ finds the blocks of W (N, K); 0 if it cannot read them."""
         block = GGML_TYPES[self.ggml_type]
-        blocks = self._buffers[self.ggml_type]  # as an attribute it takes 0.5 us
+        blocks: Any = self._buffers[self.ggml_type]  # as an attribute it takes 0.5 us
         return address(blocks, torch.uint8, (N, K // block.weights * block.nbytes))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -3209,69 +3214,62 @@ class NativeLlama(Llama):
     def pack(self) -> bytes:
         """struct Layer of kernels/cpu.cpp for each Block; empty if it cannot run all as they are."""
         config = self.config
-        C, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
-        kv_size = config.num_key_value_heads * D
+        C, inner = config.hidden_size, config.intermediate_size
+        kv_size = config.num_key_value_heads * config.head_dim
         shapes = ((C, C), (kv_size, C), (kv_size, C), (C, C), (inner, C), (inner, C), (C, inner))
-        addresses = []
-        types = []
+        numbers: list[int] = []
+        exact = set()
         for i, block in enumerate(self.layers):
             parts = native_parts(block)
-            if not parts:
+            if not parts or (parts[0].layer, parts[0].head_dim) != (i, config.head_dim):
                 return b""
-            attention, _, *norms = parts[:4]
-            if attention.layer != i or attention.head_dim != D:
-                return b""
-            for norm in norms:
+            addresses = []
+            for norm in parts[2:4]:
                 if norm.eps != config.rms_norm_eps:
                     return b""
                 addresses.append(address(norm._parameters["weight"], torch.float32, (C,)))
             for matrix, (N, K) in zip(parts[4:], shapes):
                 addresses.append(matrix.address(N, K))
-                types.append(TYPE_IDS[matrix.ggml_type])
-        if not all(addresses) or C % 32 or inner % 32 or D % 16:
+                exact.add(matrix.exact)
+            if not all(addresses):
+                return b""
+            numbers += addresses
+            numbers += [TYPE_IDS[matrix.ggml_type] for matrix in parts[4:]]
+        if len(self.layers) != config.num_hidden_layers or len(exact) != 1:
             return b""
-        return struct.pack(f"{len(addresses) + len(types)}q", *addresses, *types)
+        return struct.pack(f"{len(numbers)}q", *numbers)
 
-    def forward(
-        self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
-    ) -> Tensor:
-        """As Llama's."""
-        plain = type(cache) is not Cache or torch.compiler.is_compiling() or not kernels().library
-        if cache is None or plain or not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            return super().forward(tokens, cache, all_positions)
-        structs = self.pack(cache)
-        if not structs or not tokens.numel():
-            return super().forward(tokens, cache, all_positions)
-        cache.check(self.config, tokens)
-        cos, sin = cache.rope(tokens.shape[1])
-        with torch.no_grad():
-            x = self.embed_tokens(tokens)
-            x = run_layers(structs, x, cos, sin, cache)
-            logits = self.lm_head(self.norm(x if all_positions else x[:, -1])).float()
-        cache.advance(tokens)
-        return logits
-
-
-def run_layers(structs: list[bytes], x: Tensor, cos: Tensor, sin: Tensor, cache: Cache) -> Tensor:
-    """All layers on x (B, T, C), by the kernels. Raises TypeError if x is not float32."""
-    B, T, C = x.shape
-    _, _, G, S, D = cache.k.shape
-    y = x.clone()
-    pointers = [
-        address(y, torch.float32, (B, T, C)),
-        address(cos, torch.float32, (T, D // 2)),
-        address(sin, torch.float32, (T, D // 2)),
-        cache.k.data_ptr(),
-        cache.v.data_ptr(),
-    ]
-    half = cache.k.dtype == torch.float16
-    step = len(structs) if B * T < 64 else 1  # Ctrl-C ends a long prompt between two calls
-    for first in range(0, len(structs), step):
-        some = structs[first : first + step]
-        kernels().library.run_layers(
-            b"".join(some), len(some), first, *pointers, half, B, T, cache.pos, S
-        )
-    return y
+    def run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
+        """As Llama's, by the kernels where they apply."""
+        cos, sin, _, cache = inputs
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not kernels().library
+        if plain or type(cache) is not Cache:
+            return super().run_layers(x, *inputs)
+        config = self.config
+        C, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
+        L, G = config.num_hidden_layers, config.num_key_value_heads
+        B, T, S = len(x), x.shape[1], cache.max_seq_len
+        half = cache.k.dtype == torch.float16
+        stored = torch.float16 if half else torch.float32
+        y = x.clone()
+        addresses = [
+            address(y, torch.float32, (B, T, C)),
+            address(cos, torch.float32, (T, D // 2)),
+            address(sin, torch.float32, (T, D // 2)),
+            address(cache.k, stored, (L, B, G, S, D)),
+            address(cache.v, stored, (L, B, G, S, D)),
+        ]
+        packed = b"" if C % 32 or inner % 32 or D % 16 or not all(addresses) else self.pack()
+        if not packed:
+            return super().run_layers(x, *inputs)
+        pos = cache.slots(T).start
+        exact = self.get_submodule("layers.0.self_attn.q_proj").exact
+        sizes = (C, G * D, D, inner, B, T, pos, S, half, not exact)
+        sizes_and_eps = struct.pack("10qd", *sizes, config.rms_norm_eps)
+        step = L if B * T <= 64 else 1  # Ctrl-C ends a long prompt between two calls
+        for first in range(0, L, step):
+            kernels().library.run_layers(packed, first, step, sizes_and_eps, *addresses)
+        return y
 
 
 # --------------------------------------------------------------------------------------------------

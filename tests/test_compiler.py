@@ -21,7 +21,7 @@ SOURCE = """
 #include <cstdint>
 #include "version.h"
 extern "C" int32_t linear() { return 0; }
-extern "C" int32_t run_layer() { return 0; }
+extern "C" int32_t run_layers() { return 0; }
 extern "C" int32_t kernels_features() { return 1; }
 extern "C" int32_t kernels_version() { return VERSION; }
 """
