@@ -596,8 +596,8 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
         import numpy
 
         with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
-            w = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
-        return torch.from_numpy(w)
+            array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
+        return torch.from_numpy(array)
     b = blocks.reshape(-1, GGML_TYPES[ggml_type].nbytes)
     scale, minimum = unpack_scales(b, ggml_type)
     q = unpack_integers(b, ggml_type).float()
@@ -814,12 +814,12 @@ class Checkpoint:
     format: str  # such as "GGUF version 3"
     config: Config
     weights: dict[str, Weight]  # by the names of this file
-    read_tokenizer: Callable[[], Tokenizer | None]
+    read_tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
 
     @functools.cached_property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> Tokenizer:
         """Its tokenizer, read once."""
         return self.read_tokenizer()
 
@@ -848,13 +848,13 @@ def reading(path: str | Path) -> Iterator[None]:
     """Adds the file's name to whatever its readers raise, unless it is there already."""
     try:
         yield
-    except (OSError, ImportError, MemoryError, FileError):
+    except (ImportError, MemoryError, FileError):
         raise
-    except ValueError as error:
-        raise FileError(printable(f"{path}: {error}"[:400])) from error
     except Exception as error:  # whatever damaged files make Python's modules raise
-        found = f"{path}: damaged: {type(error).__name__} {error}"
-        raise FileError(printable(found[:400])) from error
+        if isinstance(error, OSError) and error.filename:
+            raise
+        kind = "" if isinstance(error, ValueError) else f"damaged: {type(error).__name__} "
+        raise FileError(printable(f"{path}: {kind}{error}"[:400])) from error
 
 
 MAX_HEADER = 2**24  # bytes of a file before its tensors; Llama 3's vocabulary has 8 MB
@@ -1265,8 +1265,7 @@ def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
                     weights[ours] = weight
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
-            read = partial(read_hf_rows, weight, config.head_dim)
-            weights[name] = replace(weight, read=read)
+            weights[name] = replace(weight, read=partial(read_hf_rows, weight, config.head_dim))
     return weights
 
 
@@ -1451,7 +1450,7 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
         if context is not None and context > most:
             # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
             if not checkpoint.format.startswith("Meta"):
-                raise ValueError(f"a context of {context}; the model's is {most}")
+                raise ValueError(f"--context {context}; expected 1 to {most}, the model's context")
             checkpoint.config = replace(checkpoint.config, max_position_embeddings=context)
         return checkpoint
 
@@ -1563,6 +1562,8 @@ def plan_loading(
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
     if name not in accepted:
         raise ValueError(f"dtype is {name}; expected {' or '.join(accepted)}")
+    if device.type == "cpu" and name in ("bfloat16", "float16"):
+        warnings.warn(f"on a CPU {name} is several times slower than auto or float32", stacklevel=3)
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
     chosen = DTYPES.get(name, AUTO_DTYPE[device.type])
     if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
@@ -1672,8 +1673,6 @@ def load(
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
     check_memory(checkpoint, plan, context or 1)
     tokenizer = checkpoint.tokenizer
-    if tokenizer is None:
-        raise ValueError("a model can only be loaded with its tokenizer")
     model = build_model(checkpoint, plan.device, plan.dtype, plan.dense, trainable, progress)
     model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
     model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
@@ -1703,8 +1702,14 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkp
     if tied and torch.equal(embedding, weights["lm_head.weight"].read(Files())):
         del weights["lm_head.weight"]
     config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
+
+    def given_tokenizer() -> Tokenizer:
+        if tokenizer is None:
+            raise ValueError("a model can only be saved with its tokenizer")
+        return tokenizer
+
     template = tokenizer.chat_template if tokenizer else ""
-    return Checkpoint("the model", "a model", config, weights, lambda: tokenizer, template)
+    return Checkpoint("the model", "a model", config, weights, given_tokenizer, template)
 
 
 def module_weight(module: Any) -> Weight:
@@ -1789,8 +1794,6 @@ def save_gguf(
     if ggml_type not in (None, *SAVE_TYPES):
         raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    if checkpoint.tokenizer is None:
-        raise ValueError("a model can only be saved with its tokenizer")
     weights = dict(checkpoint.weights)
     if factors := checkpoint.config.rope_freq_factors:
         rows = torch.tensor([factors]).view(torch.uint8)
@@ -1818,7 +1821,6 @@ def write_gguf_header(
     import numpy
 
     writer = gguf.GGUFWriter(file.name, "llama")
-    assert checkpoint.tokenizer is not None
     for key, value in gguf_metadata(checkpoint, checkpoint.tokenizer).items():
         kind = gguf.GGUFValueType.get_type(value)
         if kind == gguf.GGUFValueType.INT32:
@@ -2649,7 +2651,7 @@ class Sampling:
                 continue
             kinds = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
             if type(value) not in kinds or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
+                raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
         for item, bias in (self.logit_bias or {}).items():
             is_number = type(bias) in (int, float) and (abs(bias) < 1e38 or bias == -math.inf)
             if type(item) is not int or not is_number:
@@ -3847,45 +3849,24 @@ def answer(
 ) -> int:
     """Continue the prompt, or converse; returns the exit status."""
     tokenizer = checkpoint.tokenizer
-    most = args.max_new_tokens
-    chat_format = None
-    ids = []
+    ids: list[int] = []
     if args.chat:
         assumed = None if tokenizer.chat_template.strip() else "llama-2"
-        chat_format = find_chat_format(tokenizer, args.chat_format or assumed).name
+        args.chat_format = find_chat_format(tokenizer, args.chat_format or assumed).name
         size = args.context or min(context, CHAT_CONTEXT)
-        most = size if most is None else most
+        most = size
     else:
         ids = tokenizer.encode(args.prompt)
-        most = 256 if most is None else most
+        most = 256 if args.max_new_tokens is None else args.max_new_tokens
         size = max(1, min(context, len(ids) + most))
-    model, tokenizer = load(
-        checkpoint,
-        args.device,
-        args.dtype,
-        context=size,
-        compile=args.compile,
-        progress=not args.quiet,
-    )
+    load_options = {"context": size, "compile": args.compile, "progress": not args.quiet}
+    model, _ = load(checkpoint, args.device, args.dtype, **load_options)
     if ranks:
         connect_ranks(model, ranks)
-        model.cache_dtype = model.norm.weight.dtype  # torch runs the attention
     load_seconds = time.perf_counter() - start
-    device = model.norm.weight.device
-    sampling = Sampling(**{name: getattr(args, name) for name in vars(Sampling())})
-    if args.seed == -1:
-        sampling = replace(sampling, seed=shared(torch.seed, ranks) % 2**31)
-    options: dict[str, Any] = {
-        "sampling": sampling,
-        "max_new_tokens": most,
-        "stop": args.stop,
-        "chat_format": chat_format,
-        "cache": Cache(model.config, 1, size, model.cache_dtype, device),
-    }
-    drafts = None
-    if "Drafts" in globals():
-        drafts = Drafts(model, 3 if args.draft is None else args.draft)
-        options["step"] = drafts
+    if args.max_new_tokens is None:
+        args.max_new_tokens = most
+    options = stream_options(args, model, size, ranks)
     if args.chat:
         reports = chat(model, tokenizer, options, args, ranks)
     else:
@@ -3895,10 +3876,30 @@ def answer(
         reports = [stream.report]
         show(stream)
     if reports and not args.quiet:
-        said = describe_run(reports, model, drafts.accepted if drafts else 0)
-        note("; ".join([f"load {load_seconds:.2f} s", *said, f"seed {sampling.seed}"]))
+        drafted = getattr(options["step"], "accepted", 0)
+        said = describe_run(reports, model, drafted)
+        note("; ".join([f"load {load_seconds:.2f} s", *said, f"seed {args.seed}"]))
     interrupted = not args.chat and reports[0].rows[0].stop_reason == "interrupted"
     return 130 if interrupted else 0
+
+
+def stream_options(args: argparse.Namespace, model: Any, size: int, ranks: Any) -> dict[str, Any]:
+    """What stream_text() is given besides the prompt."""
+    if args.seed == -1:
+        args.seed = shared(torch.seed, ranks) % 2**31
+    weight = model.norm.weight
+    cache_dtype = weight.dtype if ranks else model.cache_dtype  # of ranks torch runs the attention
+    step = None
+    if "Drafts" in globals():
+        step = Drafts(model, 3 if args.draft is None else args.draft)
+    return {
+        "sampling": Sampling(**{name: getattr(args, name) for name in vars(Sampling())}),
+        "max_new_tokens": args.max_new_tokens,
+        "stop": args.stop,
+        "chat_format": args.chat_format,
+        "cache": Cache(model.config, 1, size, cache_dtype, weight.device),
+        "step": step,
+    }
 
 
 def shared(read: Callable[[], Any], ranks: Any) -> Any:
