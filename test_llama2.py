@@ -1359,6 +1359,12 @@ def test_arguments_that_are_refused(model):
         llama2.generate(model, [1], max_new_tokens=-1)
     with pytest.raises(ValueError, match="prompts"):
         llama2.generate_batch(model, [])
+    with pytest.raises(ValueError, match="Sampling"):
+        llama2.generate(model, [1, 5], 20)
+    with pytest.raises(ValueError, match="tokenizer.encode"):
+        llama2.generate(model, "text")
+    with pytest.raises(ValueError, match="list"):
+        llama2.generate_batch(model, [1, 5])
 
 
 @pytest.mark.parametrize("chunk", [128, 7])
