@@ -8,6 +8,7 @@ import shlex
 import shutil
 import textwrap
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from helpers import SCRIPT, needs
@@ -100,3 +101,29 @@ def test_details_name_functions_and_tests_that_exist():
 def test_the_changelog_begins_with_this_version():
     versions = re.findall(r"^## \[(.*?)\]", PAGES[ROOT / "CHANGELOG.md"], re.MULTILINE)
     assert versions[0] == llama2.__version__
+
+
+def test_the_file_says_what_it_needs():
+    """PEP 723, for `uv run`: what requirements.txt has, without pytest; tokenizers for Llama 3."""
+    comments = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", SCRIPT.read_text("utf-8"))
+    block = "".join(line[2:] + "\n" for line in comments[1].splitlines())
+    needed = (ROOT / "requirements.txt").read_text("utf-8").split()
+    needed = [line for line in needed if not line.startswith("pytest")]
+    assert re.findall('"(.*?)"', block) == [">=3.10", *needed, "tokenizers"]
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    assert tomllib.loads(block).keys() == {"requires-python", "dependencies"}
+
+
+def test_references_are_defined():
+    """docs/details.md has its links at its end."""
+    text, _, links = PAGES[ROOT / "docs" / "details.md"].partition("\n\n[")
+    defined = set(re.findall(r"^\[(.*?)\]: https://\S+$", "[" + links, re.MULTILINE))
+    used = {" ".join(label.split()) for label in re.findall(r"\[([^\]\[]+)\](?!\()", text)}
+    assert used == defined
+
+
+@pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/*.svg")), ids=lambda path: path.name)
+def test_pictures_are_small_and_follow_the_mode(picture):
+    text = picture.read_text("utf-8")
+    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    assert len(text) < 50_000 and "prefers-color-scheme: dark" in text
