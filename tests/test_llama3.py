@@ -9,21 +9,10 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from helpers import (
-    config_keys,
-    gguf_name,
-    make_weights,
-    some_pieces,
-    write_files,
-    write_gguf,
-    write_hf,
-)
+from helpers import make_weights, write_files, write_hf
 
 import llama2
 
@@ -371,26 +360,6 @@ def test_hostile_tokenizer_json(tmp_path, path, value):
     assert message.isprintable() and len(message) < 500
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "{}", "\0"])
-def test_tokenizer_json_that_is_none(tmp_path, text):
-    with pytest.raises(ValueError, match="tokenizer.json: "):
-        read(tmp_path, text)
-
-
-def test_a_large_vocabulary(tmp_path):
-    """51,200 pairs of bytes, 0.3 million merges, as Llama 3 has."""
-    content = published_json()
-    words = [f"{a}{b}" for a in SPELLED[:200] for b in SPELLED]
-    words = [word for word in words if word not in ID]
-    content["model"]["vocab"] |= {word: SIZE + i for i, word in enumerate(words)}
-    content["model"]["merges"] = [[*word] for word in words] * 6
-    config = llama2.Config(**vars(CONFIG) | {"vocab_size": SIZE + len(words)})
-    start = time.perf_counter()
-    found = read(tmp_path, content, config)
-    assert found.vocab_size == SIZE + len(words) and time.perf_counter() - start < 20
-    assert found.encode("ab", bos=False) == [SIZE + words.index("ab")]
-
-
 # --------------------------------------------------------------------------------------------------
 # Models
 
@@ -444,25 +413,6 @@ def test_without_the_package(tmp_path, cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     status, out, err = cli("--model", str(path), "--prompt", "x")
     assert (status, out, err.count("\n")) == (2, "", 1) and "pip install tokenizers" in err
-
-
-def test_memory_of_rare_types(tmp_path):
-    """Types that the gguf package converts take two bytes a weight."""
-    config = llama2.Config(**vars(CONFIG) | {"hidden_size": 64, "vocab_size": 320})
-    kind = gguf.GGMLQuantizationType.MXFP4
-    tensors = {}
-    for name, weight in make_weights(config).items():
-        rare = weight if weight.ndim == 1 else (gguf.quants.quantize(weight, kind), kind)
-        tensors[gguf_name(name)] = rare
-    keys = some_pieces("259:\u2581 260:a", 320) | config_keys(config)
-    checkpoint = llama2.open_checkpoint(write_gguf(tmp_path / "x.gguf", keys, tensors))
-    model = llama2.build_model(checkpoint)
-    sizes = [2 * weight.size for weight in make_weights(config).values() if weight.ndim == 2]
-    sizes += [4 * weight.size for weight in make_weights(config).values() if weight.ndim == 1]
-    assert sum(t.nbytes for t in model.state_dict().values()) == sum(sizes)
-    assert llama2.weight_memory(checkpoint, torch.float32, dense=False) == sum(sizes)
-    logits = model(torch.tensor([[1, 260, 259]]))
-    assert np.isfinite(logits.numpy()).all()
 
 
 # --------------------------------------------------------------------------------------------------
