@@ -271,13 +271,6 @@ def test_tokenizer_json(tmp_path, llama3, smollm, pre, as_pairs):
         assert ours.encode(text) == wanted.encode(text)
 
 
-def test_what_ends_a_text_is_a_control_token(tmp_path):
-    """Even where tokenizer.json says that it is not special."""
-    config = llama2.Config(**vars(CONFIG) | {"stop_token_ids": (SIZE - 1,)})
-    found = read(tmp_path, published_json(), config)
-    assert found.types[SIZE - 1] == 3 and SIZE - 1 not in found.encode("a<tool>")
-
-
 # --------------------------------------------------------------------------------------------------
 # Hostile vocabularies
 
@@ -291,7 +284,6 @@ def test_what_ends_a_text_is_a_control_token(tmp_path):
         ({"merges": None}, "merges is missing"),
         ({"merges": ["h e", "xx y"]}, "`xx"),
         ({"merges": ["h e f"]}, "Merges"),
-        ({"merges": ["he"]}, "Merges"),
         ({"merges": [1, 2]}, "MergeType"),
         ({"merges": [*MERGES, "<|eot _id|>"]}, "<|eot"),
         ({"token_type": [1] * (SIZE - 1)}, "token_type"),
@@ -321,27 +313,21 @@ def test_control_tokens_that_are_words():
     ("path", "value"),
     [
         (["model"], None),
-        (["model"], []),
         (["model", "type"], "Unigram"),
         (["model", "vocab"], []),
-        (["model", "vocab"], {}),
         (["model", "vocab", "a"], SIZE),
         (["model", "vocab", "a"], "1"),
         (["model", "vocab", "a"], 2**70),
         (["model", "vocab", "a"], ID["b"]),
-        (["model", "vocab", "\ud800"], ID["a"]),
         (["model", "merges"], [["h"]]),
         (["model", "merges"], [["h", 1]]),
-        (["model", "merges"], [7]),
         (["model", "merges"], ["zz top"]),
         (["model", "merges"], [["h", "e f"]]),
         (["pre_tokenizer"], None),
-        (["pre_tokenizer"], 5),
         (["pre_tokenizer", "pretokenizers"], []),
         (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": "(a+)+$"}),
         (["normalizer"], {"type": "NFC"}),
         (["post_processor"], 7),
-        (["added_tokens"], 7),
         (["added_tokens", 0, "id"], "0"),
         (["added_tokens", 0, "content"], 7),
     ],
