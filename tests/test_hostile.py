@@ -732,7 +732,7 @@ def test_a_file_may_be_saved_to_itself(parts, tmp_path):
     assert listing(tmp_path) == ["a.gguf"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(28, "disk full")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
 def test_what_ends_early_leaves_nothing(parts, tmp_path, monkeypatch, error):
     """The target stays as it was."""
     path = written(tmp_path / "a.gguf", *parts)
