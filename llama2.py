@@ -2027,11 +2027,13 @@ def open_sentencepiece(model: bytes) -> Any:
     import sentencepiece
 
     sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
+    sp = sentencepiece.SentencePieceProcessor()
     try:
-        return sentencepiece.SentencePieceProcessor(model_proto=model)
+        sp.LoadFromSerializedProto(model)
     except RuntimeError as error:
         advice = "for Meta's Llama 3, use a GGUF file or a Hugging Face directory"
         raise ValueError(f"not a SentencePiece model ({advice}): {error}") from error
+    return sp
 
 
 def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
@@ -2078,7 +2080,7 @@ def with_added_tokens(
     for token in added:
         i = token["id"]
         if i < rows:  # Llama 2's own directory names a padding token that its model has no row for
-            pieces[i] = token["content"]
+            pieces[i] = well_formed(token["content"])
             types[i] = CONTROL if token.get("special") else USER_DEFINED
     ids = range(max(pieces) + 1)
     if len(ids) > rows:
@@ -2231,14 +2233,18 @@ class Tokenizer:
         self.pieces: list[str] = self.get("tokenizer.ggml.tokens", list)
         self.vocab_size = n = len(self.pieces)
         self.types = [*self.get("tokenizer.ggml.token_type", list, [NORMAL] * n)]
-        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
-            raise ValueError(
-                f"tokenizer.ggml.token_type has values that are not {NORMAL} to {BYTE}"
-            )
         self.scores = self.get("tokenizer.ggml.scores", list, [0.0] * n if self.is_bpe else None)
-        if not len(self.types) == len(self.scores) == n:
-            found = f"{n} tokens, {len(self.types)} token_type, {len(self.scores)} scores"
-            raise ValueError(f"the lists of tokenizer.ggml are of different lengths: {found}")
+        self.check_column("tokens", self.pieces, str)
+        self.check_column("token_type", self.types, int)
+        self.check_column("scores", self.scores, float)
+        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
+            raise ValueError(f"tokenizer.ggml.token_type is not {NORMAL} to {BYTE}")
+
+    def check_column(self, name: str, values: list, kind: type) -> None:
+        """Raises ValueError unless there is a value of that kind for each piece."""
+        if len(values) != self.vocab_size or not all(isinstance(v, kind) for v in values):
+            found = f"{len(values)} values for {self.vocab_size} tokens"
+            raise ValueError(f"tokenizer.ggml.{name} has {found}, each to be of {kind.__name__}")
 
     def check_id(self, token_id: int, name: str = "token id") -> int:
         """The id. Raises ValueError if no piece has it."""

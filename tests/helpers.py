@@ -510,3 +510,26 @@ def cli(cli_path, capsys, monkeypatch):
 
 
 PROMPT = "the fox and the"
+
+
+def write_files(path, files):
+    """A folder with these files: bytes, texts, or what becomes JSON."""
+    path.mkdir(exist_ok=True)
+    for name, content in files.items():
+        if not isinstance(content, bytes):
+            text = content if isinstance(content, str) else json.dumps(content)
+            content = text.encode()
+        (path / name).write_bytes(content)
+    return path
+
+
+def tokenizer_model(keys):
+    """The tokenizer.model of a vocabulary in a GGUF file's keys."""
+    return llama2.Tokenizer(keys).sp.serialized_model_proto()
+
+
+def added_tokens_decoder(tokens, start):
+    """As tokenizer_config.json has it: texts, and whether they are special."""
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    rows = [{"content": text, "special": special, **flags} for text, special in tokens.items()]
+    return {str(i): row for i, row in enumerate(rows, start)}
