@@ -38,14 +38,14 @@ arXiv:2002.05202), grouped-query attention (Ainslie et al. 2023, arXiv:2305.1324
 
 from __future__ import annotations
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
     "Block", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
     "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
     "Tokenizer", "StreamDecoder", "CHAT_FORMAT_NAMES", "recognise_chat_format", "chat_stops",
-    "encode_chat", "Sampling", "sample", "generate", "generate_batch", "stream_text", "score",
-    "main",
+    "encode_chat", "Sampling", "sample", "Report", "Stream", "read_texts", "generate",
+    "generate_batch", "stream_text", "score", "DEFAULT_MODEL", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle OpenMP threads sleep
