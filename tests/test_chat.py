@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import llama2
-from test_llama2 import (
+from helpers import (
     dialogue,
     hf_state,
     make_weights,
@@ -25,6 +23,8 @@ from test_llama2 import (
     write_hf,
     write_meta,
 )
+
+import llama2
 
 # Templates that do what the published ones do, and are told by the same texts.
 BODY = "{% for m in messages %}"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import SCRIPT, TOKENS, assert_close, quantised
 from test_llama3 import CONFIG as CONFIG_3
 from test_llama3 import directory, published_json
 
 import llama2
-from test_llama2 import SCRIPT, TOKENS, assert_close, quantised
 
 BUNDLED = llama2.DEFAULT_MODEL
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import test_chat
+from helpers import SCRIPT, needs
 
 import llama2
-from test_llama2 import SCRIPT, needs
 
 ROOT = SCRIPT.parent
 README, DETAILS = ROOT / "README.md", ROOT / "docs" / "details.md"

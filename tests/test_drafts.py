@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import GREEDY, SCRIPT, WIDE, needs, quantised
 
 import llama2
-from test_llama2 import GREEDY, SCRIPT, WIDE, needs, quantised
 
 pytestmark = needs("Drafts")
 PROMPT = [1, 5, 9, 200, 31, 5, 9, 200, 77]

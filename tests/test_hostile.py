@@ -25,9 +25,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-
-import llama2
-from test_llama2 import (
+from helpers import (
     CONFIG,
     make_weights,
     quantised,
@@ -35,6 +33,8 @@ from test_llama2 import (
     write_hf,
     write_meta,
 )
+
+import llama2
 
 # --------------------------------------------------------------------------------------------------
 # A GGUF file as lists that a test may change, and its bytes with every boundary known

@@ -30,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from helpers import CONFIG, TALE, gguf_name, safetensors, write_gguf
 from test_hostile import (
     ARRAY,
     F64,
@@ -49,7 +50,6 @@ from test_hostile import (
 )
 
 import llama2
-from test_llama2 import CONFIG, TALE, gguf_name, safetensors, write_gguf
 
 on_posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
 

@@ -10,8 +10,7 @@ import sys
 import pytest
 import torch
 from cut import without_part_3
-
-from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
+from helpers import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
 
 pytestmark = needs("accelerate")  # else there is nothing to cut
 

@@ -17,9 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
-
-import llama2
-from test_llama2 import (
+from helpers import (
     SCALES,
     TOKENS,
     WIDE,
@@ -30,6 +28,8 @@ from test_llama2 import (
     quantised,
     random_blocks,
 )
+
+import llama2
 
 pytestmark = needs("accelerate")
 

@@ -15,9 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-
-import llama2
-from test_llama2 import (
+from helpers import (
     config_keys,
     dialogue,
     gguf_name,
@@ -27,6 +25,8 @@ from test_llama2 import (
     write_gguf,
     write_hf,
 )
+
+import llama2
 
 # --------------------------------------------------------------------------------------------------
 # A small vocabulary: the bytes, what merges make of them, a word that no merge makes

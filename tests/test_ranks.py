@@ -15,9 +15,9 @@ import launch
 import pytest
 import torch
 import torch.distributed.run
+from helpers import PROMPT, SCRIPT, TOKENS, needs
 
 import llama2
-from test_llama2 import PROMPT, SCRIPT, TOKENS, needs
 
 pytestmark = [
     needs("rank_part"),

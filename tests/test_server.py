@@ -27,8 +27,9 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
+from helpers import SHAPE, config_keys, gguf_name, make_weights, vocabulary_keys, write_gguf
+
 import llama2
-from test_llama2 import SHAPE, config_keys, gguf_name, make_weights, vocabulary_keys, write_gguf
 
 ROOT = Path(llama2.__file__).resolve().parent
 SERVER = ROOT / "examples" / "server.py"

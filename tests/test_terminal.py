@@ -15,9 +15,9 @@ from pathlib import Path
 
 import launch
 import pytest
+from helpers import SCRIPT, write_gguf
 
 import llama2
-from test_llama2 import SCRIPT, write_gguf
 
 
 def endless(path, keys, tensors, context):

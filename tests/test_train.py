@@ -10,9 +10,9 @@ import sys
 
 import pytest
 import torch
+from helpers import SCRIPT, TALE, assert_close
 
 import llama2
-from test_llama2 import SCRIPT, TALE, assert_close
 
 
 @pytest.fixture(scope="module")

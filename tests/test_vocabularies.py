@@ -6,9 +6,9 @@ import json
 import time
 
 import pytest
+from helpers import some_pieces, write_gguf
 
 import llama2
-from test_llama2 import some_pieces, write_gguf
 
 SIZE = 300
 PIECES = " ".join(f"{259 + i}:{piece}" for i, piece in enumerate(["\u2581", *"abcdefgh"]))
