@@ -37,8 +37,9 @@ __all__ = [
     "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
     "Block", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
     "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
-    "Tokenizer", "StreamDecoder", "encode_chat", "Sampling", "sample", "generate",
-    "generate_batch", "stream_text", "score", "main",
+    "Tokenizer", "StreamDecoder", "CHAT_FORMAT_NAMES", "recognise_chat_format", "chat_stops",
+    "encode_chat", "Sampling", "sample", "generate", "generate_batch", "stream_text", "score",
+    "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle OpenMP threads sleep
@@ -636,7 +637,7 @@ class Quantized(nn.Module):
     @property
     def blocks(self) -> Tensor:
         """uint8 (rows, bytes per row)."""
-        return self.get_buffer(self.ggml_type)
+        return getattr(self, self.ggml_type)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
@@ -2005,396 +2006,420 @@ def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
     return rope
 
 
-def expect(c, p):
-    if not c:
-        raise ValueError(p)
-
-
-MAX_VOCABULARY = MAX_TOKENIZER_JSON = MAX_TEXT
-MAX_VALUES = 2**20
-
-
-@contextmanager
-def naming(item, problem=""):
-    with reading(item):
-        yield
-
-
-def old_lookup(path, settings, key, expected, default=None):
-    if isinstance(expected, tuple):
-        return choose(settings, key, expected, default)
-    return lookup(settings, key, expected, default)
-
-
-def chat_stops(tokenizer, name):
-    _, ids, tags = find_chat_format(tokenizer, name)
-    return list(ids.values()), tags
-
-
 # --------------------------------------------------------------------------------------------------
 # 11. Tokenizer
 #
-# Whatever file a vocabulary is in, it is read as the keys of a GGUF file, which make a Tokenizer.
+# Whatever file a vocabulary is in, it is read as the keys of a GGUF file. These make a Tokenizer, and
+# these are saved: what they cannot say is refused where it is read.
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 
 # A SentencePiece model is a protobuf message (sentencepiece_model.proto). It is read and written by
 # hand, because sentencepiece does not install the package protobuf, which its own class needs.
-# Appending one message to another merges them: pieces are added, settings replaced.
+# The numbers of a model's fields,
+PIECES = 1
+TRAINER_SPEC = 2
+NORMALIZER_SPEC = 3
+# of a piece's,
+PIECE = 1
+SCORE = 2
+TYPE = 3
+# of the trainer_spec's,
+MODEL_TYPE = 3
+TREAT_WHITESPACE_AS_SUFFIX = 24
+BYTE_FALLBACK = 35
+BOS_PIECE = 46
+EOS_PIECE = 47
+# and of the normalizer_spec's.
+PRECOMPILED_CHARSMAP = 2
+ADD_DUMMY_PREFIX = 3
+REMOVE_EXTRA_WHITESPACES = 4
+ESCAPE_WHITESPACES = 5
+
+BPE = 2  # a MODEL_TYPE
+MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
+
+
+def varint(number: int) -> bytes:
+    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
+    if number < 128:
+        return bytes([number])
+    return bytes([number & 127 | 128]) + varint(number >> 7)
 
 
 def protobuf(fields: Mapping[int, Any]) -> bytes:
-    """A message of fields by their numbers: integers, floats, bytes or messages."""
+    """A message of fields by their numbers: integers, floats or bytes."""
     message = b""
-
-    def varint(number: int) -> bytes:  # seven bits a byte; the eighth says that more follow
-        low, rest = number & 127, number >> 7
-        return bytes((low | 128,)) + varint(rest) if rest else bytes((low,))
-
     for number, value in fields.items():
         if isinstance(value, float):
             message += varint(number << 3 | 5) + struct.pack("<f", value)
         elif isinstance(value, int):
-            message += varint(number << 3) + varint(value % 2**64)
+            message += varint(number << 3) + varint(value)
         else:
-            data = value if isinstance(value, bytes) else protobuf(value)
-            message += varint(number << 3 | 2) + varint(len(data)) + data
+            message += varint(number << 3 | 2) + varint(len(value)) + value
     return message
 
 
 def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: their numbers, and an integer or bytes."""
+    """The fields of a message: their numbers, and an integer or bytes."""
     file = io.BytesIO(message)
 
     def read_varint() -> int:
-        (byte,) = file.read(1)
+        byte = file.read(1)[0]
         return byte if byte < 128 else byte - 128 + (read_varint() << 7)
 
     while file.tell() < len(message):
         number, wire_type = divmod(read_varint(), 8)
-        size = {1: 8, 5: 4}.get(wire_type) or read_varint()  # of type 0: the value itself
-        yield number, file.read(size) if wire_type else size
+        if wire_type == 0:
+            yield number, read_varint()
+        else:
+            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
+            yield number, file.read(size)
 
 
-def open_sentencepiece(path: Path, model: bytes) -> Any:
+def open_sentencepiece(model: bytes) -> Any:
     """SentencePiece's processor for a model. Raises ValueError."""
     import sentencepiece
 
     sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
-    with naming(path, "not a SentencePiece model: "):
+    try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        advice = "for Meta's Llama 3, use a GGUF file or a Hugging Face directory"
+        raise ValueError(f"not a SentencePiece model ({advice}): {error}") from error
 
 
-def read_tokenizer_model(path: Path, config: Config) -> tuple[dict[str, Any], bytes]:
-    """tokenizer.model and what the files beside it add, as keys, and its settings. ValueError."""
-    data = read_file(path, MAX_VOCABULARY)
-    tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", data)  # Meta's Llama 3
-    expect(not tiktoken, "it is tiktoken's text; use a GGUF file or Hugging Face directory")
-    sp = open_sentencepiece(path, data)
-    count = sp.vocab_size()
-    expect(count <= config.vocab_size, f"{count} pieces; the model has {config.vocab_size}")
-    model = [*read_fields(sp.serialized_model_proto())]
-    settings = b"".join(protobuf({number: value}) for number, value in model if number != 1)
-    types = [dict(read_fields(piece)).get(3, NORMAL) for number, piece in model if number == 1]
-    pieces, scores = sp.id_to_piece([*range(count)]), sp.get_score([*range(count)])
-    for i, kind in enumerate(types):
-        if kind == USER_DEFINED:  # in GGUF files, these have plain spaces
-            pieces[i] = pieces[i].replace("\u2581", " ")
-    add_tokens(pieces, types, read_added_tokens(path.parent, pieces), config.vocab_size)
-    keys = {"model": "llama", "tokens": pieces, "token_type": types, "add_bos_token": True}
-    keys["scores"] = scores + [0.0] * (len(pieces) - count)
-    keys |= {"bos_token_id": sp.bos_id(), "eos_token_id": sp.eos_id()}
-    keys["unknown_token_id"] = sp.unk_id()
-    keys["add_space_prefix"] = sp.encode_as_pieces("a")[0] != "a"
-    keys["remove_extra_whitespaces"] = sp.encode("a  a") == sp.encode("a a")
-    return keys, settings
+def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
+    """tokenizer.model and the tokens that the files beside it add, as keys. ValueError."""
+    sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
+    ids = [*range(sp.vocab_size())]
+    fields = [*read_fields(sp.serialized_model_proto())]
+    specs = dict(fields)
+    trainer = dict(read_fields(specs[TRAINER_SPEC]))
+    normalizer = dict(read_fields(specs[NORMALIZER_SPEC]))
+    if trainer.get(MODEL_TYPE) != BPE or trainer.get(TREAT_WHITESPACE_AS_SUFFIX):
+        raise ValueError("its model_type is not BPE, or it puts spaces behind words")
+    if normalizer.get(PRECOMPILED_CHARSMAP) or not normalizer.get(ESCAPE_WHITESPACES, True):
+        raise ValueError("its normalizer changes characters, which Llama's does not")
+    pieces = dict(enumerate(sp.id_to_piece(ids)))
+    messages = [dict(read_fields(value)) for number, value in fields if number == PIECES]
+    types = {i: message.get(TYPE, NORMAL) for i, message in enumerate(messages)}
+    keys = with_added_tokens(pieces, types, read_added_tokens(path.parent), config.vocab_size)
+    return keys | {
+        "model": "llama",
+        "scores": sp.get_score(ids) + [0.0] * (len(keys["tokens"]) - len(ids)),
+        "bos_token_id": sp.bos_id(),
+        "eos_token_id": sp.eos_id(),
+        "unknown_token_id": sp.unk_id(),
+        "add_bos_token": True,
+        "add_space_prefix": bool(normalizer.get(ADD_DUMMY_PREFIX, 1)),
+        "remove_extra_whitespaces": bool(normalizer.get(REMOVE_EXTRA_WHITESPACES, 1)),
+    }
 
 
-def read_added_tokens(path: Path, pieces: list[str]) -> list[dict[str, Any]]:
-    """Tokens that the files beside a tokenizer.model add, as tokenizer.json would have them."""
-    names = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
-    files = [read_json(path / name) for name in names]
-
-    def content(token: Any) -> str:
-        text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str) or not text or "\0" in text:
-            raise ValueError(f"{', '.join(names)}: {str(token)[:40]!r} is not a token")
-        return well_formed(text)
-
-    texts: dict[int, str] = {}
-    decoder = old_lookup(path / names[2], files[2], "added_tokens_decoder", dict, {})
-    for key, token in decoder.items() or [(i, text) for text, i in files[0].items()]:
-        if not re.fullmatch("[0-9]{1,9}", str(key)):
-            raise ValueError(f"{content(token)[:40]!r} has the id {str(key)[:40]!r}")
-        texts[int(key)] = content(token)
-    special = [t for t in decoder.values() if isinstance(t, dict) and t.get("special")]
-    roles = [f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-    for name in (*roles, "additional_special_tokens"):
-        for tokens in (settings.get(name) or [] for settings in files[1:]):
-            special += tokens if isinstance(tokens, list) else [tokens]
-    controls, known = dict.fromkeys(map(content, special)), {*pieces, *texts.values()}
-    first = max([len(pieces) - 1, *texts]) + 1  # those without a number follow
-    texts |= dict(enumerate([text for text in controls if text not in known], first))
-    return [{"id": i, "content": text, "special": text in controls} for i, text in texts.items()]
+def read_added_tokens(folder: Path) -> list[dict[str, Any]]:
+    """Tokens that a folder's files add to its tokenizer.model, as tokenizer.json has them."""
+    decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    if decoder:
+        return [{**token, "id": int(i)} for i, token in decoder.items()]
+    added = read_json(folder / "added_tokens.json")  # all that transformers wrote before 4.34
+    return [{"id": i, "content": text, "special": True} for text, i in added.items()]
 
 
-def add_tokens(pieces: list[str], types: list[int], added: Iterable[Mapping], rows: int) -> None:
-    """Add a directory's tokens, those below `rows`; gaps become unused pieces. ValueError."""
+def with_added_tokens(
+    pieces: dict[int, str], types: dict[int, int], added: Iterable[Mapping], rows: int
+) -> dict[str, Any]:
+    """Pieces and their types by ids, and added tokens with ids below `rows`, as two keys."""
     for token in added:
-        i, text = token["id"], token["content"]
-        if not 0 <= i < rows:
-            continue  # Llama 2's own directory names a padding token that its model has no row for
-        gap = range(len(pieces), i + 1)
-        pieces += [f"[PAD{j}]" for j in gap]
-        types += [UNUSED] * len(gap)
-        if types[i] == UNUSED:
-            pieces[i] = text
-        elif pieces[i].replace("\u2581", " ") != text.replace("\u2581", " "):
-            raise ValueError(f"token {i} is {pieces[i]!r}, elsewhere {text[:40]!r}")
-        if types[i] != CONTROL:
-            types[i] = CONTROL if token["special"] else USER_DEFINED
-        strips = types[i] == USER_DEFINED and (token.get("lstrip") or token.get("rstrip"))
-        expect(not strips, f"the token {text!r} takes spaces beside it")
+        i = token["id"]
+        if i < rows:  # Llama 2's own directory names a padding token that its model has no row for
+            pieces[i] = token["content"]
+            types[i] = CONTROL if token.get("special") else USER_DEFINED
+    ids = range(max(pieces) + 1)
+    if len(ids) > rows:
+        raise ValueError(f"{len(ids)} pieces; the model has {rows}")
+    return {
+        "tokens": [pieces.get(i, f"[PAD{i}]") for i in ids],
+        "token_type": [types.get(i, UNUSED) for i in ids],
+    }
 
 
 # How byte-level BPE cuts text into words before it merges the bytes of each, as tokenizer.json says
 # it: Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
-LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-LLAMA_3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA_3}, "behavior": "Isolated", "invert": False}
+LLAMA_3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA_3_WORDS}, "behavior": "Isolated"}
 DIGITS = {"type": "Digits", "individual_digits": True}
 AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-PRE_TOKENIZERS = {"llama-bpe": [SPLIT, AS_BYTES | {"use_regex": False}]}
-PRE_TOKENIZERS["llama-v3"] = PRE_TOKENIZERS["llama-bpe"]
-PRE_TOKENIZERS["smollm"] = [DIGITS, AS_BYTES | {"use_regex": True}]
+DECODER = {**AS_BYTES, "use_regex": True}
+LLAMA_3_STEPS = [{**SPLIT, "invert": False}, {**AS_BYTES, "use_regex": False}]
+PRE_TOKENIZERS = {
+    "llama-bpe": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
+    "llama-v3": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
+    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, DECODER]},
+}
 # The characters that stand for bytes in its pieces: printable ones stand for themselves.
 OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
 BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+
 # SentencePiece's U+2581 for a space: by tokenizer.json's normalizer, or its pre_tokenizer.
 PREPEND = {"type": "Prepend", "prepend": "\u2581"}
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
-ESCAPES: tuple = (([PREPEND, REPLACE], {}), (None, METASPACE))
+ESCAPES: tuple = (
+    ({"type": "Sequence", "normalizers": [PREPEND, REPLACE]}, {}),
+    ({}, METASPACE),
+)
 
 
-def read_tokenizer_json(path: Path, config: Config) -> tuple[dict[str, Any], bytes]:
-    """A tokenizer.json as keys, and no settings. Raises ValueError for what is not Llama's."""
-    data, rows = read_file(path, MAX_TOKENIZER_JSON), config.vocab_size
-    expect(data.count(b",") <= MAX_VALUES, f"more than {MAX_VALUES} values")
-    content = parse_json(data)
-    parts = ("model", "pre_tokenizer", "normalizer", "post_processor", "added_tokens")
-    model, pre, normalizer, post, added = (content.get(part) or {} for part in parts)
-    expect(model["type"] == "BPE", f"it is a {model['type']}")
-    vocab = model["vocab"]
-    texts = {i: text for text, i in vocab.items()}
-    fits = len(texts) == len(vocab) and all(type(i) is int and 0 <= i < rows for i in texts)
-    expect(fits, f"its ids are not different and below {rows}")
-    pieces = [texts.get(i, f"[PAD{i}]") for i in range(max(texts) + 1)]
-    types = [NORMAL if i in texts else UNUSED for i in range(len(pieces))]
-    add_tokens(pieces, types, added, rows)
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    starts = [step.get("single", [])[:1] for step in post.get("processors", [post])]
-    ends = (config.bos_token_id, config.eos_token_id, *config.stop_token_ids)
-    keys: dict[str, Any] = {"tokens": pieces, "token_type": types}
-    keys |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    keys["add_bos_token"] = any("SpecialToken" in step for start in starts for step in start)
-    keys["add_space_prefix"] = pre.pop("prepend_scheme", "") != "never"
-    known = [name for name, s in PRE_TOKENIZERS.items() if s == pre.get("pretokenizers")]
-    if known and not normalizer:
-        special = {types[i] for i in ends} <= {CONTROL, USER_DEFINED}
-        expect(special, f"the ids of BOS and EOS, {ends}, are not all of added tokens")
-        keys |= {"model": "gpt2", "pre": known[0], "merges": [" ".join(m) for m in merges]}
-    elif model["byte_fallback"] and (normalizer.get("normalizers"), pre) in ESCAPES:
-        for byte in {f"<0x{byte:02X}>" for byte in range(256)} & vocab.keys():
-            types[vocab[byte]] = BYTE
-        keys |= {"model": "llama", "unknown_token_id": vocab["<unk>"]}
-        keys["scores"] = sentencepiece_scores(pieces, types, merges)
-    else:
-        found = f"pre_tokenizer {str(pre)[:150]}, normalizer {str(normalizer)[:80]}"
-        raise ValueError(f"{found}; expected that of Llama 2, Llama 3 or SmolLM2")
-    return keys, b""
+def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
+    """A tokenizer.json as keys. Raises ValueError for what is not Llama's."""
+    content = parse_json(read_file(path))
+    model = content["model"]
+    choose(model, "type", ("BPE",))
+    pieces = {i: piece for piece, i in model["vocab"].items()}
+    types = dict.fromkeys(pieces, NORMAL)
+    added = content.get("added_tokens") or []
+    keys = with_added_tokens(pieces, types, added, config.vocab_size)
+    keys["bos_token_id"] = config.bos_token_id
+    keys["eos_token_id"] = config.eos_token_id
+    keys["add_bos_token"] = adds_bos(content.get("post_processor") or {})
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    normalizer = content.get("normalizer") or {}
+    words = content.get("pre_tokenizer") or {}
+    for name, steps in PRE_TOKENIZERS.items():
+        if words == steps and not normalizer:
+            return keys | {"model": "gpt2", "pre": name, "merges": merges}
+    keys["add_space_prefix"] = words.pop("prepend_scheme", "first") != "never"
+    if (normalizer, words) in ESCAPES and model.get("byte_fallback"):
+        return keys | sentencepiece_keys(keys, merges)
+    found = f"pre_tokenizer {str(words)[:150]}, normalizer {str(normalizer)[:80]}"
+    raise ValueError(f"{found}; expected those of Llama 2, Llama 3 or SmolLM2")
 
 
-def sentencepiece_scores(pieces: list[str], types: list[int], merges: list) -> list[float]:
-    """Scores by which SentencePiece does these merges. Raises ValueError if it would do others."""
-    ranks = {left + right: -float(rank) for rank, (left, right) in enumerate(merges)}
-    texts = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
-    expect(all(len(piece) <= 512 for piece in texts), "a piece of more than 512 characters")
-    pairs = {(p[:i], p[i:]) for p in texts for i in range(1, len(p))}  # it merges any such two
-    lost = {p for p in pairs if texts >= {*p}} - {*map(tuple, merges)} or ranks.keys() - {*pieces}
-    if lost:
-        raise ValueError(f"the merges and the pieces do not match: {min(lost)}")
+def adds_bos(post_processor: Mapping[str, Any]) -> bool:
+    """Whether tokenizer.json's post_processor puts a special token in front of a text."""
+    for step in post_processor.get("processors", [post_processor]):
+        if "SpecialToken" in step.get("single", [{}])[0]:
+            return True
+    return False
+
+
+def sentencepiece_keys(keys: Mapping[str, list], merges: list[str]) -> dict[str, Any]:
+    """Scores by which SentencePiece does these merges, as keys. ValueError if it would do others.
+
+    It changes the types of bytes.
+    """
+    pieces = keys["tokens"]
+    types = keys["token_type"]
+    for i, piece in enumerate(pieces):
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            types[i] = BYTE
+    words = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
+    if max(map(len, words)) > 512:
+        raise ValueError("a piece of more than 512 characters")
+    splits = [(word[:i], word[i:]) for word in words for i in range(1, len(word))]
+    # SentencePiece merges any two pieces that make another.
+    pairs = {f"{left} {right}" for left, right in splits if left in words and right in words}
+    if lost := pairs - {*merges}:
+        raise ValueError(f"the merge {min(lost)!r} is missing")
+    ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
     # Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
-    return [ranks.get(p, 0.0) if p.strip("\u2581") else -1e9 for p in pieces]
+    scores = [ranks.get(piece, 0.0) if piece.strip("\u2581") else -1e9 for piece in pieces]
+    unknown = pieces.index("<unk>")
+    return {"model": "llama", "scores": scores, "unknown_token_id": unknown}
 
 
 class Tokenizer:
     """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
 
-    def __init__(self, path: Path, keys: dict, stops: Iterable = (), settings: bytes = b"") -> None:
-        self.source, self.keys, self.get = path, keys, partial(old_lookup, path, keys)
-        self.is_bpe = self.get("tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
-        self.read_pieces(stops)  # ids that end a text besides EOS
-        kinds = enumerate(zip(self.pieces, self.types))
-        self.special_ids = {p: i for i, (p, kind) in kinds if kind in (CONTROL, USER_DEFINED)}
+    def __init__(self, keys: Mapping[str, Any], stop_ids: Iterable[int] = ()) -> None:
+        """`keys`: those of a GGUF file. `stop_ids`: what ends a text besides EOS. ValueError."""
+        self.keys = keys
+        self.get = partial(lookup, keys)
+        self.is_bpe = choose(keys, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
+        self.read_pieces()
+        for token_id in stop_ids:
+            if self.types[self.check_id(token_id, "stop id")] == USER_DEFINED:
+                self.types[token_id] = CONTROL  # no text may become it
+        self.bos_id = self.role_id("bos", 1, CONTROL)  # which some converters mark as NORMAL
+        self.eos_id = self.role_id("eos", 2, CONTROL)
+        special = (CONTROL, USER_DEFINED)
+        self.special_ids = {self.pieces[i]: i for i, t in enumerate(self.types) if t in special}
         self.chat_template = self.get("tokenizer.chat_template", str, "")  # in Jinja; not executed
-        bos = keys.get("tokenizer.ggml.pre") != "smollm"
-        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, bos)  # before a prompt
+        is_smollm = self.get("tokenizer.ggml.pre", str, "") == "smollm"
+        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, not is_smollm)
         prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
         self.strips_space = prefix and not self.is_bpe  # decode() takes off what encode() adds
         if self.is_bpe:  # without control tokens, which so cannot come from text
-            self.bpe = self.byte_pairs(NORMAL, USER_DEFINED)
+            self.bpe = self.build_bpe((NORMAL, USER_DEFINED))
         else:
-            self.build_sentencepiece(settings)  # a tokenizer.model's, else those in the keys
-
-    def read_pieces(self, stop_ids: Iterable[int]) -> None:
-        """The pieces, their types, the ids of BOS and EOS (-1: none). Raises ValueError."""
-        get, prefix = self.get, f"{self.source}: tokenizer.ggml."
-        self.pieces: list[str] = get("tokenizer.ggml.tokens", list)
-        self.vocab_size = n = len(self.pieces)
-        self.types = types = [*get("tokenizer.ggml.token_type", list, [NORMAL] * n)]
-        scores = get("tokenizer.ggml.scores", list, [0.0] * n if self.is_bpe else [])
-        for name, values, fits in (  # SentencePiece does not check these
-            ("tokens", self.pieces, lambda piece: isinstance(piece, str)),
-            ("scores", scores, lambda score: isinstance(score, (int, float)) and abs(score) < 1e38),
-            ("token_type", types, lambda kind: type(kind) is int and NORMAL <= kind <= BYTE),
-        ):
-            bad = [repr(value)[:40] for value in values if not fits(value)][:1]
-            found = f"{len(values)} values for {n} tokens, wrong ones: {bad}"
-            expect(len(values) == n and not bad, f"{prefix}{name} has {found}")
-        expect(len({*self.pieces}) == n, f"{prefix}tokens has duplicates")
-        bos = get("tokenizer.ggml.bos_token_id", int, None if self.is_bpe else 1)
-        eos = get("tokenizer.ggml.eos_token_id", int, None if self.is_bpe else 2)
-        for i in (bos, eos, *stop_ids):
-            expect(-1 <= i < n, f"{self.source}: the BOS or EOS id is {i} of {n} tokens")
-            # Some converters mark BOS and EOS as NORMAL; what is USER_DEFINED could be typed.
-            if i >= 0 and (i in (bos, eos) or types[i] == USER_DEFINED):
-                types[i] = CONTROL
-        if not self.is_bpe:  # some mark it as CONTROL: SentencePiece refuses
-            unknown = get("tokenizer.ggml.unknown_token_id", int, 0)
-            expect(0 <= unknown < n, f"{prefix}unknown_token_id is {unknown} of {n} tokens")
-            types[unknown] = UNKNOWN
-        self.bos_id, self.eos_id = (i if types[i] == CONTROL else -1 for i in (bos, eos))
-
-    def build_sentencepiece(self, settings: bytes) -> None:
-        """Make SentencePiece's processors, of which the second puts no space in front of a text."""
-        trainer: dict[int, Any] = {3: 2, 35: self.types.count(BYTE) == 256}  # BPE, byte_fallback
-        for j, i in enumerate((self.types.index(UNKNOWN), self.bos_id, self.eos_id)):
-            trainer |= {40 + j: i, 45 + j: self.pieces[i].encode() if i >= 0 else b"none"}
-        remove_extra = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        normalizer = {3: self.strips_space, 4: remove_extra}  # add_dummy_prefix, as below
-        fields = [settings or protobuf({2: trainer, 3: normalizer})]
-        for text, score, kind in zip(self.pieces, self.keys["tokenizer.ggml.scores"], self.types):
-            escaped = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
-            fields.append(protobuf({1: {1: escaped.encode(), 2: float(score), 3: kind}}))
-        self.sp = open_sentencepiece(self.source, b"".join(fields))
-        fields.append(protobuf({3: {3: False}}))
-        self.sp_no_prefix = open_sentencepiece(self.source, b"".join(fields))
-
-    def byte_pairs(self, *kinds: int) -> Any:
-        """A tokenizers.Tokenizer that knows the pieces of these types."""
-        pre = self.get("tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
-        merges = self.get("tokenizer.ggml.merges", list)
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError(f"{self.source}: {error}: pip install tokenizers") from None
-        rows = [row for row in zip(self.pieces, itertools.count(), self.types) if row[2] in kinds]
-        vocab = {piece: i for piece, i, _ in rows}
-        words = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}
-        content = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
-        content |= {"pre_tokenizer": words, "decoder": AS_BYTES | {"use_regex": True}}
-        with naming(self.source, "tokenizer.ggml.merges: "):
-            bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
-            pairs = [tuple(merge.split(" ")) for merge in merges]
-            odd = [(a, b) for a, b in pairs if not (a in vocab and b in vocab and a + b in vocab)]
-            expect(not odd, f"{odd[:1]} are not pieces that make another")
-            # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
-            bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
-            token = partial(tokenizers.AddedToken, normalized=False)
-            bpe.add_tokens([token(p, special=k == CONTROL) for p, _, k in rows if k != NORMAL])
-            if CONTROL in kinds and self.add_bos and self.bos_id >= 0:
-                bos, template = self.pieces[self.bos_id], tokenizers.processors.TemplateProcessing
-                bpe.post_processor = template([bos, "$A"], special_tokens=[(bos, self.bos_id)])
-        return bpe
+            self.build_sentencepiece()
 
     @classmethod
     def from_file(cls, path: str | Path, config: Config | None = None) -> Tokenizer:
-        """Read tokenizer.model or .json and what the files beside it say. ValueError."""
-        path, config = Path(path), config or Config(vocab_size=2**18)
+        """Read tokenizer.model or tokenizer.json and what the files beside it say. ValueError."""
+        path = Path(path)
+        config = config or Config(vocab_size=2**18)
         read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
-        with naming(path, "not a tokenizer of Llama's: "):
-            keys, settings = read(path, config)
-        other, default = path.with_name("tokenizer_config.json"), keys["add_bos_token"]
-        keys["add_bos_token"] = old_lookup(other, read_json(other), "add_bos_token", bool, default)
-        keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-        keys["tokenizer.chat_template"] = read_chat_template(path.parent)
-        ends = {config.bos_token_id, config.eos_token_id, *config.stop_token_ids}
-        return cls(path, keys, ends & {*range(len(keys["tokenizer.ggml.tokens"]))}, settings)
+        with reading(path):
+            keys = read(path, config)
+            settings = read_json(path.with_name("tokenizer_config.json"))
+            keys["add_bos_token"] = settings.get("add_bos_token", keys["add_bos_token"])
+            keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+            keys["tokenizer.chat_template"] = read_chat_template(path.parent)
+            return cls(keys, (config.bos_token_id, config.eos_token_id, *config.stop_token_ids))
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
-        """The vocabulary inside a GGUF file."""
+        """The vocabulary inside a GGUF file. ValueError."""
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
         keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
-        return cls(gguf.path, keys, gguf.stop_ids())
+        with reading(gguf.path):
+            return cls(keys, gguf.stop_ids())
+
+    def read_pieces(self) -> None:
+        """The texts, types and scores of all pieces. Raises ValueError."""
+        self.pieces: list[str] = self.get("tokenizer.ggml.tokens", list)
+        self.vocab_size = n = len(self.pieces)
+        self.types = [*self.get("tokenizer.ggml.token_type", list, [NORMAL] * n)]
+        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
+            raise ValueError(
+                f"tokenizer.ggml.token_type has values that are not {NORMAL} to {BYTE}"
+            )
+        self.scores = self.get("tokenizer.ggml.scores", list, [0.0] * n if self.is_bpe else None)
+        if not len(self.types) == len(self.scores) == n:
+            found = f"{n} tokens, {len(self.types)} token_type, {len(self.scores)} scores"
+            raise ValueError(f"the lists of tokenizer.ggml are of different lengths: {found}")
+
+    def check_id(self, token_id: int, name: str = "token id") -> int:
+        """The id. Raises ValueError if no piece has it."""
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"{name} {token_id}; expected 0 to {self.vocab_size - 1}")
+        return token_id
+
+    def role_id(self, role: str, default: int, kind: int) -> int:
+        """The id of a role, whose piece gets the type `kind`. Raises ValueError."""
+        key = f"tokenizer.ggml.{role}_token_id"
+        token_id = self.check_id(self.get(key, int, default), key)
+        self.types[token_id] = kind
+        return token_id
+
+    def build_sentencepiece(self) -> None:
+        """Make SentencePiece's processors, of which the second puts no space in front of a text."""
+        self.role_id("unknown", 0, UNKNOWN)  # which some converters mark as CONTROL
+        trainer = {
+            MODEL_TYPE: BPE,
+            BYTE_FALLBACK: self.types.count(BYTE) == 256,
+            BOS_PIECE: self.pieces[self.bos_id].encode(),
+            EOS_PIECE: self.pieces[self.eos_id].encode(),
+        }
+        remove = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
+        normalizer = {ADD_DUMMY_PREFIX: self.strips_space, REMOVE_EXTRA_WHITESPACES: remove}
+        model = protobuf({TRAINER_SPEC: protobuf(trainer), NORMALIZER_SPEC: protobuf(normalizer)})
+        messages = [model]
+        for piece, score, kind in zip(self.pieces, self.scores, self.types):
+            text = piece.replace(" ", "\u2581") if kind == USER_DEFINED else piece
+            message = protobuf({PIECE: text.encode(), SCORE: score, TYPE: kind})
+            messages.append(protobuf({PIECES: message}))
+        self.sp = open_sentencepiece(b"".join(messages))
+        no_prefix = protobuf({NORMALIZER_SPEC: protobuf({ADD_DUMMY_PREFIX: False})})
+        messages.append(no_prefix)  # appending one message to another merges them
+        self.sp_no_prefix = open_sentencepiece(b"".join(messages))
+
+    def build_bpe(self, types: Collection[int]) -> Any:
+        """A tokenizers.Tokenizer that knows the pieces of these types."""
+        import tokenizers
+
+        pre = choose(self.keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
+        ids = [i for i, kind in enumerate(self.types) if kind in types]
+        model = {
+            "type": "BPE",
+            "vocab": {self.pieces[i]: i for i in ids},
+            "merges": self.get("tokenizer.ggml.merges", list),
+            # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
+            "ignore_merges": pre != "smollm",
+        }
+        content = {"model": model, "pre_tokenizer": PRE_TOKENIZERS[pre], "decoder": DECODER}
+        bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
+        for i in ids:
+            if self.types[i] != NORMAL:
+                special = self.types[i] == CONTROL
+                token = tokenizers.AddedToken(self.pieces[i], special=special, normalized=False)
+                bpe.add_tokens([token])
+        if CONTROL in types and self.add_bos:
+            bos = self.pieces[self.bos_id]
+            template = tokenizers.processors.TemplateProcessing
+            bpe.post_processor = template([bos, "$A"], special_tokens=[(bos, self.bos_id)])
+        return bpe
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
-        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says); ValueError without it.
+        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says).
 
         `first`: it begins a text, where SentencePiece adds a space.
         """
-        expect(isinstance(text, str), f"a {type(text).__name__} is not text")
-        text, bos = well_formed(text), (self.add_bos if bos is None else bos)
-        expect(self.bos_id >= 0 or not bos, f"{self.source} has no BOS token; pass bos=False")
+        if not isinstance(text, str):
+            raise TypeError(f"encode() takes one text (str), not a {type(text).__name__}")
+        text = well_formed(text)
         if self.is_bpe:
             ids = self.bpe.encode(text, add_special_tokens=False).ids
+        elif first:
+            ids = self.sp.encode(text)
         else:
-            ids = (self.sp if first else self.sp_no_prefix).encode(text)
-        return [self.bos_id] * bos + ids
+            ids = self.sp_no_prefix.encode(text)
+        add_bos = self.add_bos if bos is None else bos
+        return [self.bos_id, *ids] if add_bos else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text; control tokens are silent, bytes that are not UTF-8 become U+FFFD."""
-        expect(isinstance(ids, Iterable), f"a {type(ids).__name__} is not a list of token ids")
+        """Ids (a list, tensor or array) -> text. Control tokens are silent. ValueError."""
         decoder = StreamDecoder(self)
-        return "".join([*map(decoder.decode, ids), decoder.flush()])
+        texts = [decoder.decode(token_id) for token_id in ids]
+        return "".join(texts) + decoder.flush()
 
-    def piece(self, token_id: int) -> tuple[bytes, int]:
-        """The bytes that a token means, and BYTE, CONTROL, UNKNOWN or NORMAL. ValueError."""
-        if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"token id {token_id}; expected 0 to {self.vocab_size - 1}")
-        text, kind = self.pieces[token_id], self.types[token_id]
-        if self.is_bpe:  # the bytes around a control token may be of one character
-            if kind == NORMAL and BYTES.keys() >= {*text}:
-                return bytes(BYTES[c] for c in text), BYTE
-            return text.encode() * (kind in (NORMAL, USER_DEFINED)), BYTE
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, which may be a part of a character. ValueError."""
+        i = self.check_id(operator.index(token_id))
+        text, kind = self.pieces[i], self.types[i]
+        if kind == CONTROL or (kind == UNUSED and self.is_bpe):
+            return b""
         if kind == BYTE:
-            return bytes.fromhex(text[3:5]), BYTE  # of <0xE2>
-        text = {CONTROL: "", UNKNOWN: " \u2047 "}.get(kind, text.replace("\u2581", " "))
-        return text.encode(), kind if kind in (CONTROL, UNKNOWN) else NORMAL
+            return bytes.fromhex(text[3:5])  # of <0xE2>
+        if kind == UNKNOWN:
+            return " \u2047 ".encode()
+        if not self.is_bpe:
+            return text.replace("\u2581", " ").encode()
+        if kind == NORMAL and BYTES.keys() >= {*text}:
+            return bytes(BYTES[character] for character in text)
+        return text.encode()
 
     def hf_files(self, config: Config) -> dict[str, Any]:
         """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
-        ids = {"bos_token": self.bos_id, "eos_token": config.eos_token_id}
-        settings: dict[str, Any] = {"legacy": False, "clean_up_tokenization_spaces": False}
-        settings |= {role: self.pieces[i] for role, i in ids.items() if 0 <= i < self.vocab_size}
-        settings |= {"add_bos_token": self.add_bos, "chat_template": self.chat_template or None}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast" if self.is_bpe else "LlamaTokenizer",
+            "bos_token": self.pieces[self.bos_id],
+            "eos_token": self.pieces[config.eos_token_id],
+            "add_bos_token": self.add_bos,
+            "chat_template": self.chat_template or None,
+            "clean_up_tokenization_spaces": False,
+            "legacy": False,
+        }
         if self.is_bpe:
-            settings["tokenizer_class"], name = "PreTrainedTokenizerFast", "tokenizer.json"
-            model = self.byte_pairs(NORMAL, USER_DEFINED, CONTROL).to_str().encode()
-        else:
-            settings["tokenizer_class"], name = "LlamaTokenizer", "tokenizer.model"
-            model = self.sp.serialized_model_proto()
-        return {"tokenizer_config.json": settings, name: model}
+            model = self.build_bpe((NORMAL, USER_DEFINED, CONTROL)).to_str().encode()
+            return {"tokenizer_config.json": settings, "tokenizer.json": model}
+        model = self.sp.serialized_model_proto()
+        return {"tokenizer_config.json": settings, "tokenizer.model": model}
 
     def vocabulary(self, count: int) -> dict[str, Any]:
         """GGUF's keys for it, with unused pieces up to `count`."""
-        keys, more = dict(self.keys), range(self.vocab_size, count)
-        padding = {"tokens": [f"[PAD{i}]" for i in more], "token_type": [UNUSED] * len(more)}
-        for name, values in (padding | {"scores": [0.0] * len(more)}).items():
-            if (key := f"tokenizer.ggml.{name}") in keys:
-                keys[key] = keys[key] + values
+        more = range(self.vocab_size, count)
+        keys = dict(self.keys)
+        keys["tokenizer.ggml.tokens"] = self.pieces + [f"[PAD{i}]" for i in more]
+        keys["tokenizer.ggml.token_type"] = self.types + [UNUSED] * len(more)
+        if not self.is_bpe:
+            keys["tokenizer.ggml.scores"] = self.scores + [0.0] * len(more)
         return keys
 
 
@@ -2412,17 +2437,22 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
-        self.tokenizer, self.strip = tokenizer, first and tokenizer.strips_space
+        self.tokenizer = tokenizer
+        self.strip = first and tokenizer.strips_space
         errors = "replace" if tokenizer.is_bpe else "replace_each_byte"
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
-        data, kind = self.tokenizer.piece(token_id)
-        text = "" if kind == BYTE else self.flush()  # bytes before it stay incomplete
-        if self.strip and kind == NORMAL:
+        data = self.tokenizer.token_bytes(token_id)
+        kind = self.tokenizer.types[token_id]
+        text = ""
+        if kind != BYTE and not self.tokenizer.is_bpe:
+            text = self.flush()  # bytes before it stay incomplete
+        if self.strip and kind not in (BYTE, UNKNOWN):
             data = data.removeprefix(b" ")
-        self.strip = self.strip and kind == CONTROL
+        if kind != CONTROL:
+            self.strip = False
         return text + self.utf8.decode(data)
 
     def flush(self) -> str:
@@ -2436,38 +2466,40 @@ class StreamDecoder:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a family of models was trained to converse: <s> is BOS, </s> is EOS.
+    """How a family of models was trained to converse.
 
-    {} is a message, {-} one without white space around it. Tags are encoded as tokens of their own
-    where the vocabulary has them, else as text.
+    <s> is BOS, </s> is EOS, {} a message, {-} one without white space around it. Tags are encoded as
+    tokens of their own where the vocabulary has them, else as text.
     """
 
     name: str
     tags: tuple[str, ...]  # begin or end a role; like EOS, they end an answer
+    template_has: tuple[str, ...]  # texts by which its chat template is recognised
+    template_lacks: tuple[str, ...] = ()  # texts of other formats
     turn: str = ""  # of each ROLE that has no form of its own:
     user: str = ""
-    assistant: str = ""  # after the last question, the model continues from what is before {}
+    assistant: str = ""  # after the last question, the model continues from what is before the {}
     system: str = ""
     start: str = ""
-    template_has: tuple[str, ...] = ()  # besides the first tag: its chat template is recognised so
-    template_lacks: tuple[str, ...] = ()
-    system_in: int | None = None  # the index of the question that includes it
+    system_in: int | None = None  # the index of the question that includes the system message
     as_tokens: bool = False  # only for vocabularies with a token for each tag
-    default_system: str | None = None  # where none is given; only for templates that say so
-
-    def suits(self, template: str) -> bool:
-        """Whether its texts are in a chat template, and none that other formats have."""
-        lacks = not any(text in template for text in self.template_lacks)
-        return lacks and all(text in template for text in (self.tags[0], *self.template_has))
+    variant: str = ""  # only for templates with this text
+    default_system: str | None = None  # where none is given
 
     def form(self, role: str) -> str:
         """A message of that role and what is around it."""
         return getattr(self, role) or self.turn.replace("ROLE", role)
 
+    def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Those of the tags that are tokens of the vocabulary."""
+        special_ids = tokenizer.special_ids
+        return {tag: special_ids[tag] for tag in self.tags if tag in special_ids}
+
 
 MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
     "mistral",
     ("[INST]", "[/INST]"),
+    template_has=("[INST]",),
     template_lacks=("[SYSTEM_PROMPT]",),
     start="<s>",
     user="[INST] {}[/INST]",
@@ -2479,11 +2511,16 @@ MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B In
 LLAMA_3_CHAT = ChatFormat(
     "llama-3",
     ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    template_has=("<|start_header_id|>",),
     turn="<|start_header_id|>ROLE<|end_header_id|>\n\n{-}<|eot_id|>",
     start="<s>",
 )
-# OpenHermes 2.5 and many others
-CHATML = ChatFormat("chatml", ("<|im_start|>", "<|im_end|>"), "<|im_start|>ROLE\n{}<|im_end|>\n")
+CHATML = ChatFormat(  # OpenHermes 2.5 and many others
+    "chatml",
+    ("<|im_start|>", "<|im_end|>"),
+    template_has=("<|im_start|>",),
+    turn="<|im_start|>ROLE\n{}<|im_end|>\n",
+)
 KNOWLEDGE = "Cutting Knowledge Date: December 2023"
 SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -2491,7 +2528,7 @@ CHAT_FORMATS = (
     ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
         "llama-2",
         ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
-        template_has=("<<SYS>>",),
+        template_has=("[INST]", "<<SYS>>"),
         user="<s> [INST] {-} [/INST]",
         assistant=" {-} </s>",
         system="<<SYS>>\n{}\n<</SYS>>\n\n",
@@ -2499,7 +2536,7 @@ CHAT_FORMATS = (
     ),
     replace(  # Llama 3.1 to 3.3
         LLAMA_3_CHAT,
-        template_has=(KNOWLEDGE,),
+        variant=KNOWLEDGE,
         system="<|start_header_id|>system<|end_header_id|>\n\n"
         f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}<|eot_id|>",
         default_system="",
@@ -2512,9 +2549,9 @@ CHAT_FORMATS = (
     ChatFormat(  # Zephyr 7B, TinyLlama Chat
         "zephyr",
         ("<|assistant|>", "<|user|>", "<|system|>"),
-        turn="<|ROLE|>\n{}</s>\n",
-        template_has=("eos_token",),
+        template_has=("<|assistant|>", "eos_token"),
         template_lacks=("<|end|>", "<|endoftext|>"),
+        turn="<|ROLE|>\n{}</s>\n",
     ),
     ChatFormat(  # Vicuna 1.1 and 1.5, as in the published templates and llama.cpp; FastChat, which
         "vicuna",  # trained it, has a space where these have a newline, and none after </s>
@@ -2526,105 +2563,115 @@ CHAT_FORMATS = (
         assistant="ASSISTANT: {-}</s>\n",
         system="{-}\n\n",
     ),
-    replace(CHATML, template_has=(SMOLLM,), default_system=SMOLLM),  # SmolLM2
+    replace(CHATML, variant=SMOLLM, default_system=SMOLLM),  # SmolLM2
     CHATML,
 )
 CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
-CHOICES = ", ".join(CHAT_FORMAT_NAMES)
 
 
-def recognise_chat_format(template: str) -> str:
-    """The format of a chat template, which is never executed. ValueError if it is unknown."""
-    known = [row.name for row in CHAT_FORMATS if row.suits(template)]
-    start = " ".join(template.split())[:60]
-    expect(known or not start, f"unknown chat template {start!r}; choose --chat-format: {CHOICES}")
-    return known[0] if start else "llama-2"
-
-
-def describe_chat_format(template: str) -> str:
-    """The format's name as --info prints it, or why there is none."""
-    try:
-        name = recognise_chat_format(template)
-    except ValueError as error:
-        return str(error)
-    return name if template.strip() else f"{name} (assumed: the model has no chat template)"
-
-
-def find_chat_format(tokenizer: Tokenizer, name: str | None) -> tuple[ChatFormat, dict, list[str]]:
-    """The row of a name (None: by the template), ids of its tags, tags that no text may have."""
-    template = tokenizer.chat_template
-    if name is None:
-        problem = f"the model has no chat template; pass chat_format, one of {CHOICES}"
-        expect(template.strip(), problem)
-        name = recognise_chat_format(template)
+def recognise_chat_format(template: str) -> str | None:
+    """The name of a chat template's format, None if it is not known. Nothing is executed."""
     for row in CHAT_FORMATS:
-        ids = {t: tokenizer.special_ids[t] for t in row.tags if t in tokenizer.special_ids}
-        fits = row.default_system is None or row.suits(template)
-        if row.name == name and fits and (len(ids) == len(row.tags) or not row.as_tokens):
-            control = [tag for tag, i in ids.items() if tokenizer.types[i] == CONTROL]
-            return row, ids, [tag for tag in row.tags if tag not in control]
-    raise ValueError(f"unknown chat format {name!r}; choose from {CHOICES}")
+        has = all(text in template for text in row.template_has)
+        if has and not any(text in template for text in row.template_lacks):
+            return row.name
+    return None
 
 
-def check_messages(messages: Sequence, tags: Sequence[str]) -> Iterator[tuple[str, str]]:
+def find_chat_format(tokenizer: Tokenizer, name: str | None) -> ChatFormat:
+    """The format of that name, or else of the chat template. ValueError if it is unknown."""
+    template = tokenizer.chat_template
+    wanted = name or recognise_chat_format(template)
+    for row in CHAT_FORMATS:
+        has_tokens = len(row.tag_ids(tokenizer)) == len(row.tags)
+        if row.name == wanted and row.variant in template and (has_tokens or not row.as_tokens):
+            return row
+    asked = (
+        f"is named {name!r}" if name else f"has the template {' '.join(template.split())[:60]!r}"
+    )
+    choices = ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"no known chat format {asked}; choose --chat-format (chat_format): {choices}")
+
+
+class ChatStops(NamedTuple):
+    """What ends an answer besides EOS."""
+
+    ids: list[int]
+    texts: list[str]  # which messages must not have
+
+
+def chat_stops(tokenizer: Tokenizer, chat_format: str | None = None) -> ChatStops:
+    """The tags of a chat format (None: of the tokenizer's own), as ids and as texts. ValueError."""
+    row = find_chat_format(tokenizer, chat_format)
+    ids = row.tag_ids(tokenizer)
+    control = [tag for tag, token_id in ids.items() if tokenizer.types[token_id] == CONTROL]
+    return ChatStops([*ids.values()], [tag for tag in row.tags if tag not in control])
+
+
+def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tuple[str, str]]:
     """(role, text) pairs. ValueError for roles out of order, contents that are not text, tags."""
-    listed = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
-    expect(listed, "expected a list of messages, each with role and content")
-    roles: list[Any] = [message.get("role") for message in messages]
+    pairs = []
+    for message in messages:
+        try:
+            role, content = message["role"], message["content"]
+            parts = [{"text": content}] if isinstance(content, str) else content  # OpenAI's parts
+            pairs.append((role, "\n".join(part["text"] for part in parts)))
+        except (LookupError, TypeError):  # the content is not quoted: it may be private
+            raise ValueError("expected messages with a role, and text alone as content") from None
+    roles = [role for role, _ in pairs]
     turns = roles[1:] if roles[:1] == ["system"] else roles
-    found = ", ".join(map(str, roles)) or "no message"
-    order = "[system,] user, assistant, ..., user; join messages of one role in a row"
-    in_turn = turns == [*["user", "assistant"] * (len(turns) // 2), "user"]
-    expect(in_turn, f"expected the roles {order}; found: {found}")
-    for role, message in zip(roles, messages):
-        content: Any = message.get("content")
-        if isinstance(content, list):  # as OpenAI has it: of {"type": "text", "text"}
-            with suppress(TypeError, LookupError):
-                content = "\n".join(part["text"] for part in content)
-        kind = type(content).__name__  # the content is not quoted: it does not belong in a log
-        expect(isinstance(content, str), f"the {role} message is a {kind}, not text")
+    if turns != [*["user", "assistant"] * (len(turns) // 2), "user"]:
+        order = "[system,] user, assistant, ..., user; join messages of one role in a row"
+        raise ValueError(f"expected the roles {order}; found: {', '.join(map(str, roles))}")
+    for role, text in pairs:
         for tag in tags:
-            expect(tag not in content, f"the {role} message contains the reserved tag {tag}")
-        yield role, content
+            if tag in text:
+                raise ValueError(f"the {role} message contains the reserved tag {tag}")
+    return pairs
+
+
+def place_system(row: ChatFormat, turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The (role, text) pairs with the system message where the format has it."""
+    if turns[0][0] != "system" and row.default_system is not None:
+        turns = [("system", row.default_system), *turns]
+    if turns[0][0] == "system" and row.system_in is not None:
+        (_, system), *turns = turns
+        _, question = turns[row.system_in]
+        turns[row.system_in] = ("user", row.system.replace("{}", system) + question)
+    return turns
 
 
 def encode_chat(
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping],
+    messages: Sequence[Mapping[str, Any]],
     chat_format: str | None = None,
     date_string: str | None = None,
 ) -> list[int]:
     """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
-    `chat_format`: a name of CHAT_FORMATS (None: the tokenizer's own). `date_string`: the date in
+    `chat_format`: one of CHAT_FORMAT_NAMES (None: the tokenizer's own). `date_string`: the date in
     Llama 3.1's system message (None: the template's own, the same every day). Raises ValueError for
     roles out of order and for tags in a message, which could impersonate another role.
     """
-    row, tag_ids, reserved = find_chat_format(tokenizer, chat_format)
-    turns = [*check_messages(messages, reserved)]
-    if turns[0][0] != "system" and row.default_system is not None:
-        turns.insert(0, ("system", row.default_system))
-    if turns[0][0] == "system" and row.system_in is not None:
-        (_, system), *turns = turns
-        asked = row.system.replace("{}", system) + turns[row.system_in][1]
-        turns[row.system_in] = ("user", asked)
+    row = find_chat_format(tokenizer, chat_format)
+    turns = check_messages(messages, chat_stops(tokenizer, chat_format).texts)
+    turns = place_system(row, turns)
     cue = row.form("assistant").partition("{")[0].rstrip(" ")
-    form = row.start + "".join(row.form(role) for role, _ in turns) + cue
-    contents = iter([t.strip() if "{-}" in row.form(role) else t for role, t in turns])
-    named = re.search(r'date_string = "([\w ]{1,40})"', tokenizer.chat_template)
-    date = date_string or (named[1] if named else "26 Jul 2024")
-    expect(re.fullmatch(r"[\w ,./-]{1,40}", date), f"date_string is {date[:40]!r}, not a date")
-    form = form.replace("{date}", date)
-    token_ids = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **tag_ids}
+    forms = [(row.start, ""), *((row.form(role), text) for role, text in turns), (cue, "")]
+    tokens = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **row.tag_ids(tokenizer)}
+    places = "|".join(map(re.escape, (*tokens, "{}", "{-}", "{date}")))
     ids: list[int] = []
-    for part in re.split(f"({'|'.join(map(re.escape, token_ids))})", form):
-        if part in token_ids:
-            ids.append(token_ids[part])
-        else:  # all that is between two tokens is encoded together
-            text = re.sub(r"\{-?\}", lambda mark: next(contents), part)
-            ids += tokenizer.encode(text, bos=False, first=not ids)
-    expect(min(ids) >= 0, f"the vocabulary has no BOS or EOS token; {row.name} needs it")
-    return ids
+    between = ""  # all text between two tokens is encoded together
+    for form, text in forms:
+        texts = {"{}": text, "{-}": text.strip(), "{date}": date_string or "26 Jul 2024"}
+        for part in re.split(f"({places})", form):
+            if part in tokens:
+                ids += tokenizer.encode(between, bos=False, first=not ids)
+                ids.append(tokens[part])
+                between = ""
+            else:
+                between += texts.get(part, part)
+    return ids + tokenizer.encode(between, bos=False, first=not ids)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3073,48 +3120,23 @@ __all__ += ["accelerate", "Drafts"]
 # --------------------------------------------------------------------------------------------------
 # 15. CPU kernels
 
-
-def accelerate(model: Llama, exact: bool = True, compile: bool = True) -> Llama:
-    """Replace the quantised linear layers by faster ones; returns the model.
-
-    On a CPU: kernels/cpu.cpp, compiled once per machine. `exact` keeps activations in float32 (1e-6
-    relative per layer); else they become 16-bit integers with a scale per group (6e-5), with AMX
-    and many rows bfloat16 (4e-3). Without a compiler, or with compile=False: torch's int4 matmul,
-    unless `exact` (4e-3); a warning says what is missing. On CUDA: steps compiled by torch.
-    """
-    device = model.norm.weight.device.type
-    if device == "cuda" and compile:
-        note = "steps will be slow: torch.compile needs the package triton"
-        if importlib.util.find_spec("triton"):
-            replace_modules(model, lambda m: CompiledLinear(m.blocks, m.ggml_type), CompiledLayers)
-            note = "the first token waits for torch.compile: a minute, less from its disk cache"
-        warnings.warn(note, stacklevel=2)
-    elif device == "cpu" and any(isinstance(m, QuantizedLinear) for m in model.modules()):
-        if compile and kernels().library:
-            replace_modules(model, partial(NativeLinear, exact=exact), NativeLayers)
-        elif not exact:
-            replace_modules(model, PackedLinear, Layers)
-        if compile and not kernels().library:
-            advice = "; exact=False (--dtype auto) takes torch's faster products" if exact else ""
-            note = f"quantised weights will be slow: {kernels().problem}{advice}"
-            warnings.warn(note, stacklevel=2)
-    return model
-
-
-def replace_modules(model: Llama, linear: Callable, layers: Callable) -> None:
-    """Put linear(old) in the place of each QuantizedLinear, layers(old) in that of the layers."""
-    new = {"layers": layers(model.layers)}
-    new |= {name: linear(m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    for name, module in new.items():
-        old = vars(model.get_submodule(name)).items()
-        vars(module).update({k: value for k, value in old if "hooks" in k or k == "training"})
-        model.set_submodule(name, module)
-
-
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 2  # of the interface between kernels/cpu.cpp and this file
-FEW_ROWS = 16  # up to here torch's int4 products are faster than unpacking weights first
-AMX_ROWS = 48  # up to here the kernels are faster than AMX: 1.1B, Q4_K_M, 32 rows 166 ms, not 223
+KERNELS_VERSION = 3  # of the interface between kernels/cpu.cpp and this file
+TYPE_IDS = {  # ggml's numbers, by which cpu.cpp knows the types
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "BF16": 30,
+}
 
 
 @dataclass
@@ -3124,423 +3146,262 @@ class Kernels:
     library: Any = None  # its functions raise MemoryError or RuntimeError
     problem: str = ""
     compile_seconds: float = 0.0  # 0 if it was compiled before
-    amx: bool = False  # torch's product of bfloat16 is faster for more than AMX_ROWS
     few_rows: int = 0  # up to here a row's result has the bits that it has alone
 
 
 @functools.cache
-def kernel_builder() -> Any:
-    """kernels/build.py as a module; None where it is missing."""
+def kernels() -> Kernels:
+    """Compile kernels/cpu.cpp once per machine and open it. It runs on torch's own threads."""
     path = KERNELS / "build.py"
     if not path.is_file():
-        return None
+        return Kernels(problem=f"{path} is missing; the folder belongs beside llama2.py")
     spec: Any = importlib.util.spec_from_file_location("llama2_kernels_build", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    return Kernels(**build.load(KERNELS_VERSION))
 
 
-@functools.cache
-def kernels() -> Kernels:
-    """Compile kernels/cpu.cpp once per machine and load it. It runs on torch's own threads."""
-    if builder := kernel_builder():
-        return Kernels(**builder.load(KERNELS_VERSION))
-    return Kernels(problem=f"{KERNELS / 'cpu.cpp'} is missing; it belongs beside llama2.py")
+def accelerate(model: Llama, exact: bool = True) -> Llama:
+    """Make a model faster by changing the classes of its modules; returns the model.
+
+    On a CPU, quantised layers then run by kernels/cpu.cpp, if it compiles: see kernels(). `exact`
+    keeps activations in float32 (1e-6 relative per layer); else products of quantised matrices
+    round them to 16-bit integers with a scale per group (6e-5). On CUDA, torch.compile makes the
+    steps of one token.
+    """
+    device = model.norm.weight.device.type
+    if device == "cuda" and importlib.util.find_spec("triton"):
+        change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
+    if device == "cpu" and kernels().library:
+        change_classes(model, {QuantizedLinear: NativeLinear, Block: NativeBlock})
+        for module in model.modules():
+            if type(module) is NativeLinear:
+                module.exact = exact
+        blocks = [block for block in model.layers if type(block) is NativeBlock]
+        if not exact and len(blocks) == len(model.layers) and all(b.matrices() for b in blocks):
+            model.cache_dtype = torch.float16  # type: ignore[assignment]
+    return model
 
 
-def have_kernels() -> bool:
-    """Whether kernels() may find a library: there are a source and a compiler."""
-    return kernel_builder() is not None and bool(kernel_builder().compilers())
-
-
-class Unfit(Exception):
-    """Raised where the kernels do not apply: the caller then uses plain torch."""
-
-
-def need(fits: bool) -> None:
-    """Raises Unfit if not."""
-    if not fits:
-        raise Unfit
-
-
-def check_call(x: Tensor) -> None:
-    """Unfit where torch differentiates, traces, transforms or compiles what is done to x."""
-    need(isinstance(x, Tensor) and not (x.requires_grad and torch.is_grad_enabled()))
-    need(not (torch.compiler.is_compiling() or torch.jit.is_tracing()))
-    need(torch.autograd.forward_ad._current_level < 0)
-    need(not (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()))
+def change_classes(model: nn.Module, kinds: dict[type[nn.Module], type[nn.Module]]) -> None:
+    """Give modules of these classes others, which add methods: weights, hooks and names stay."""
+    for module in model.modules():
+        module.__class__ = kinds.get(type(module), type(module))
 
 
 def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """t's address, for C++. Unfit unless it is contiguous CPU memory of this dtype and shape."""
-    need(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided)
-    need(t.dtype == dtype and t.shape == shape and t.is_contiguous() and not t.is_neg())
-    return t.data_ptr()
+    """Where C++ finds a tensor; 0 unless it is contiguous on a CPU, of this dtype and shape."""
+    readable = t.is_cpu and t.dtype == dtype and t.shape == shape and t.is_contiguous()
+    return t.data_ptr() if readable else 0
 
 
-def overridden(part: nn.Module) -> bool:
-    """Whether it has a forward of its own, or hooks other than load()'s."""
-    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    return "forward" in vars(part) or any(hook is not refuse_training for hook in hooks)
+class NativeProduct(torch.autograd.Function):
+    """x W^T by the kernels; its gradient with respect to x by plain torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Tensor, linear: "NativeLinear") -> Tensor:
+        """x (..., in) float32 and contiguous -> (..., out) float32."""
+        ctx.save_for_backward(blocks)
+        ctx.ggml_type = linear.ggml_type
+        N, K = linear.out_features, linear.in_features
+        y = x.new_empty(*x.shape[:-1], N)
+        kernels().library.linear(
+            TYPE_IDS[linear.ggml_type],
+            not linear.exact,
+            blocks.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
+            x.numel() // K,
+            N,
+            K,
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of y (..., out) -> that of x (..., in)."""
+        (blocks,) = ctx.saved_tensors
+        (dy,) = gradients
+        rows = max(1, CHUNK // dy.shape[-1])
+        pairs = zip(dy.split(rows, -1), blocks.split(rows))
+        dx = sum(part @ dequantize(some, ctx.ggml_type) for part, some in pairs)
+        return dx, None, None
 
 
 class NativeLinear(QuantizedLinear):
-    """QuantizedLinear by kernels/cpu.cpp; gradients, other devices, odd layouts by plain torch."""
+    """QuantizedLinear by the kernels; other devices, dtypes and layouts by plain torch."""
 
-    def __init__(self, linear: QuantizedLinear, exact: bool) -> None:
-        import gguf
+    exact: bool
 
-        super().__init__(linear.blocks, linear.ggml_type)
-        self.exact = exact
-        self.type_id = int(gguf.GGMLQuantizationType[linear.ggml_type])
+    def address(self, N: int, K: int) -> int:
+        """Where C++ finds the blocks of W (N, K); 0 if it cannot read them."""
+        if (self.out_features, self.in_features) != (N, K) or K % 32:
+            return 0
+        block = GGML_TYPES[self.ggml_type]
+        return address(self.blocks, torch.uint8, (N, K // block.weights * block.nbytes))
 
-    def pack(self, blocks: Tensor) -> tuple[int, int, int, int]:
-        """struct Linear of kernels/cpu.cpp, which points to these blocks. Raises Unfit."""
-        block, block_bytes, *_ = GGML_TYPES[self.ggml_type]
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out) of x's dtype."""
+        if torch.compiler.is_compiling() or x.dtype not in DENSE_NAMES or not kernels().library:
+            return super().forward(x)
+        x32 = x.float().contiguous()
         N, K = self.out_features, self.in_features
-        need(K % 32 == 0)
-        return address(blocks, torch.uint8, (N, K // block * block_bytes)), self.type_id, N, K
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype."""
-        native, held = kernels(), self.blocks.detach()  # another thread may replace them meanwhile
-        try:
-            check_call(x)
-            blocks, type_id, N, K = self.pack(held)
-            need(native.library and x.layout == torch.strided)
-            need(x.dtype in DENSE.values() and x.shape[-1:] == (K,))
-            x32 = x.float().contiguous()
-            source = address(x32, torch.float32, x.shape)
-        except Unfit:
+        if not address(x32, torch.float32, (*x.shape[:-1], K)) or not self.address(N, K):
             return super().forward(x)
-        rows = x.numel() // K
-        if native.amx and not self.exact and rows > AMX_ROWS:
-            return self.by_amx(x32.view(rows, K), held).to(x.dtype).view(*x.shape[:-1], N)
-        y = x32.new_empty(*x.shape[:-1], N)
-        native.library.linear(type_id, not self.exact, blocks, source, y.data_ptr(), rows, N, K)
-        return y.to(x.dtype)
-
-    def by_amx(self, x: Tensor, held: Tensor) -> Tensor:
-        """Dequantise some rows to bfloat16, let torch multiply, go on: (n, in) -> (n, out)."""
-        K, N, x = self.in_features, self.out_features, x.bfloat16()
-        rows = max(1, 4 * CHUNK // K)  # measured: 163 tokens/s; half as many 142
-        buffer = x.new_empty(min(rows, N), K)
-        y = x.new_empty(N, len(x))  # transposed: each product writes one run
-        for blocks, part in zip(held.split(rows), y.split(rows)):
-            w = buffer[: len(blocks)]
-            pointers = blocks.data_ptr(), w.data_ptr()
-            kernels().library.dequantize(self.type_id, *pointers, w.numel())
-            torch.mm(w, x.T, out=part)
-        return y.T
+        return NativeProduct.apply(x32, self.blocks, self).to(x.dtype)
 
 
-class Snapshot:
-    """The state of all modules inside one; holds() tells whether any of it has changed since."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.dicts: list[dict] = [root._modules]
-        usual = vars(nn.Module()).keys()
-        for part in [*root.modules()][1:]:
-            self.dicts += [vars(part), part._modules, part._parameters, part._buffers]
-            self.dicts += [part._forward_hooks, part._forward_pre_hooks]
-        self.lengths = [*map(len, self.dicts)]
-        self.places = [(held, name) for held in self.dicts for name in held.keys() - usual]
-        self.values = [held[name] for held, name in self.places]
-        self.tensors = [*root.parameters(), *root.buffers()]
-        self.held = [t.detach() for t in self.tensors]  # another thread may replace them meanwhile
-        self.addresses = [*map(Tensor.data_ptr, self.held)]
-
-    def holds(self) -> bool:
-        """Whether nothing has been replaced, added or moved."""
-        now = itertools.starmap(dict.get, self.places)
-        same = [*map(len, self.dicts)] == self.lengths and all(map(operator.is_, now, self.values))
-        return same and [*map(Tensor.data_ptr, self.tensors)] == self.addresses
+def is_unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is just of this class: without hooks, or a forward of its own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is kind and not hooks and "forward" not in vars(module)
 
 
-class FastLayers(Layers):
-    """Layers with a faster forward for the common case; whatever is not that goes to the blocks.
+class NativeBlock(Block):
+    """Block by one call of the kernels for each pass; what they cannot do, by plain torch."""
 
-    Replaced parts, an instance's methods and hooks are obeyed; patches of whole classes are not.
-    """
+    def matrices(self) -> list[Any]:
+        """From q_proj to down_proj; none if parts of the Block were replaced or have hooks."""
+        attention, mlp = self.self_attn, self.mlp
+        if not is_unchanged(attention, CausalSelfAttention) or not is_unchanged(mlp, MLP):
+            return []
+        norms = (self.input_layernorm, self.post_attention_layernorm)
+        if not all(is_unchanged(norm, RMSNorm) for norm in norms):
+            return []
+        matrices = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(is_unchanged(matrix, NativeLinear) for matrix in matrices):
+            return []
+        return matrices if len({matrix.exact for matrix in matrices}) == 1 else []
 
-    caches: tuple[type[Cache], ...]  # that are served, unless a method of theirs is replaced
-    pack: Callable[[], Any]  # what fast() needs of the blocks; Unfit if they are not as they were
-    fast: Callable[..., Tensor]  # forward(), given that; raises Unfit before anything is stored
-    memory: Any = None  # a Snapshot, and what pack() returned then; None if it raised Unfit
+    def pack(self, C: int, kv_size: int, head_dim: int) -> bytes:
+        """struct Layer of kernels/cpu.cpp; empty if the kernels cannot run this Block."""
+        matrices = self.matrices()
+        if not matrices:
+            return b""
+        q, k, v, o, gate, up, down = matrices
+        norms = (self.input_layernorm, self.post_attention_layernorm)
+        q_size, inner = q.out_features, gate.out_features
+        addresses = [
+            q.address(q_size, C),
+            k.address(kv_size, C),
+            v.address(kv_size, C),
+            o.address(C, q_size),
+            gate.address(inner, C),
+            up.address(inner, C),
+            down.address(C, inner),
+            *(address(norm.weight, torch.float32, (C,)) for norm in norms),
+        ]
+        if not all(addresses) or q_size % kv_size or head_dim != self.self_attn.head_dim:
+            return b""
+        types = [TYPE_IDS[matrix.ggml_type] for matrix in matrices]
+        eps = [norm.eps for norm in norms]
+        sizes = (C, q_size, kv_size, head_dim, inner)
+        return struct.pack("16q2d6q", *addresses, *types, *eps, *sizes, not q.exact)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "memory"}
-
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """forward() the fast way. Raises Unfit before anything is stored."""
-        check_call(x)
-        need(not torch.nn.modules.module._has_any_global_hook())
-        need(type(cache) in self.caches and not any(map(callable, vars(cache).values())))
-        memory = self.memory
-        if memory is None or not memory[0].holds():
-            memory = self.memory = [Snapshot(self), None]
-            memory[1] = self.pack()
-            need(memory[0].holds())  # what has been packed
-        need(memory[1] is not None)
-        return self.fast(memory[1], x, cos, sin, mask, cache)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        try:
-            return self.run(x, cos, sin, mask, cache)
-        except Unfit:
-            return super().forward(x, cos, sin, mask, cache)
+        y = None
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not plain and type(cache) is Cache and kernels().library:
+            y = self.by_kernels(x, cos, sin, mask, cache)
+        return super().forward(x, cos, sin, mask, cache) if y is None else y
 
-
-class NativeLayers(FastLayers):
-    """All layers in one call of the kernels: Python between them would take 2 to 4 ms a token."""
-
-    caches = (Cache,)
-
-    def pack(self) -> tuple[list[bytes], bool, tuple[int, int, int]]:
-        """struct Layer of kernels/cpu.cpp for each block, `exact`, and (C, G, D)."""
-        structs, kinds = [], set()
-        for i, block in enumerate(self):
-            parts: list[Any] = list(block.modules())
-            need([type(part) for part in parts] == PARTS and not any(map(overridden, parts)))
-            _, norm1, attention, q, k, v, o, norm2, _, gate, up, down = parts
-            linears, D = (q, k, v, o, gate, up, down), attention.head_dim
-            packed = [linear.pack(linear.blocks) for linear in linears]
-            sizes = [(N, K) for _, _, N, K in packed]
-            (HD, C), (GD, _), *_, (inner, _), _ = sizes
-            need(sizes == [(HD, C), (GD, C), (GD, C), (C, HD), (inner, C), (inner, C), (C, inner)])
-            need(GD % D == HD % GD == 0 and attention.layer == i and norm1.eps == norm2.eps)
-            norms = [address(norm.weight, torch.float32, (C,)) for norm in (norm1, norm2)]
-            structs.append(struct.pack("30qdq", *itertools.chain(*packed, norms), norm1.eps, D))
-            kinds |= {(linear.exact, (C, GD // D, D)) for linear in linears}
-        need(len(kinds) == 1)
-        return structs, *kinds.pop()
-
-    def fast(self, made: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """For float32 and the cache's own mask."""
-        structs, exact, shape = made
-        native, k, v, pos = kernels(), cache.k, cache.v, cache.pos
-        need(native.library and x.dim() == 3 and k.dim() == 5)
-        (B, T, C), (L, _, G, size, D) = x.shape, k.shape
-        need(L == len(self) and shape == (C, G, D) and D % 16 == 0 and 0 <= pos <= size - T)
-        need(not (B * T > AMX_ROWS and native.amx and not exact))
-        need(T == 1 or mask is not None)
-        if mask is not None:
-            causal = torch.ones(T, pos + T, dtype=torch.bool, device="cpu").tril(pos)
-            need(mask.is_cpu and mask.dtype == torch.bool and torch.equal(mask, causal))
-        address(x, torch.float32, x.shape)
-        tables = [address(table, torch.float32, (T, D // 2)) for table in (cos, sin)]
-        need(k.dtype in (torch.float32, torch.float16))
-        stored = [address(t, k.dtype, (L, B, G, size, D)) for t in (k, v)]
-        y = x.clone()
-        step = 1 if B * T > FEW_ROWS else L  # a prompt takes seconds: Ctrl-C works between calls
-        for i in range(0, L, step):
-            layers, offset = b"".join(structs[i : i + step]), i * k[0].nbytes
-            pointers = y.data_ptr(), *tables, *(start + offset for start in stored)
-            sizes = k.dtype == torch.float16, B, T, pos, size
-            native.library.run_layers(layers, step, not exact, *pointers, *sizes)
+    def by_kernels(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache
+    ) -> Tensor | None:
+        """forward() in one call; None, with nothing stored, where the kernels do not apply."""
+        B, T, C = x.shape
+        L, _, G, room, D = cache.k.shape
+        layer = self.pack(C, G * D, D)
+        i, pos, dtype = self.self_attn.layer, cache.pos, cache.k.dtype
+        if not layer or D % 16 or dtype not in (torch.float32, torch.float16):
+            return None
+        if not 0 <= i < L or not 0 <= pos <= room - T:
+            return None
+        masks = [None if m is None else m.data_ptr() for m in (mask, cache.mask(T))]
+        if masks[0] != masks[1]:  # they know the cache's own alone
+            return None
+        y = torch.empty_like(x)
+        addresses = [
+            address(x, torch.float32, (B, T, C)),
+            address(y, torch.float32, (B, T, C)),
+            address(cos, torch.float32, (T, D // 2)),
+            address(sin, torch.float32, (T, D // 2)),
+            address(cache.k, dtype, (L, B, G, room, D)),
+            address(cache.v, dtype, (L, B, G, room, D)),
+        ]
+        if not all(addresses):
+            return None
+        half = dtype == torch.float16
+        kernels().library.run_layer(layer, *addresses, half, i, B, T, pos, room)
         return y
-
-
-# The modules of a Block that the kernels can run, in order.
-PARTS: list[type] = [Block, RMSNorm, CausalSelfAttention, *4 * [NativeLinear], RMSNorm, MLP]
-PARTS += 3 * [NativeLinear]
-
-
-class PackedLinear(QuantizedLinear):
-    """QuantizedLinear for a CPU without compiled kernels: torch's products with 4-bit integers.
-
-    Integers of more bits become two such digits, multiplied by x and 16 x. Activations and scales
-    are rounded to 16 bits (4e-3 relative). More than FEW_ROWS rows are multiplied in bfloat16.
-    """
-
-    def __init__(self, linear: QuantizedLinear) -> None:
-        super().__init__(linear.blocks, linear.ggml_type)
-        self.one_digit = self.ggml_type in ("Q4_0", "Q4_1", "Q4_K")
-        features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11
-        self.has_bfloat16 = any(features.get(f"{name}bf16") for name in ("avx512_", "amx_", ""))
-        self.packed_from = torch.empty(0), 0
-        self.pack_all()
-
-    def pack_all(self) -> None:
-        """Pack the blocks if types and memory allow it, and they are not packed already."""
-        blocks = self.blocks
-        version = 0 if blocks.is_inference() else blocks._version
-        if self.packed_from[0].data_ptr() == blocks.data_ptr() and self.packed_from[1] == version:
-            return
-        self.packed_from, self.group = (blocks.detach(), version), 0
-        has_int4 = hasattr(torch, "_convert_weight_to_int4pack_for_cpu")
-        fits = free_memory(blocks.device) >= 4 * blocks.nbytes  # the repacked copy
-        if self.ggml_type not in DENSE and has_int4 and len(blocks) % 16 == 0 and fits:
-            packed, scales = zip(*map(self.pack, blocks.split(256)))
-            self.packed, self.scales = torch.cat(packed), torch.cat(scales, 1)  # (groups, out, 2)
-
-    def pack(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Some rows as torch's 4-bit matrix, which means (digit - 8) * scale + zero."""
-        q, s, *m = unpack(blocks, self.ggml_type)  # a weight is q s + low
-        low, self.group = -m[0] if m else 0 * s, q.shape[1] // s.shape[1]
-        if self.ggml_type == "Q4_0":
-            q, low = q + 8, -8 * s
-        zero = low + 8 * s
-        if not self.one_digit:
-            q = q.view(len(s), -1, 1, self.group)
-            q, self.group = torch.cat((q & 15, (q >> 4) + 8), 2), 2 * self.group
-            zero = zero / 17  # added for x and again for 16 x: 17 times in all
-        s, zero = (part.reshape(len(blocks), -1).T for part in (s, zero))
-        packed = torch._convert_weight_to_int4pack_for_cpu(q.reshape(len(blocks), -1).int(), 1)
-        return packed, torch.stack((s, zero), -1).bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype."""
-        K = self.in_features
-        if x.shape[-1:] != (K,) or (x.requires_grad and torch.is_grad_enabled()):
-            return super().forward(x)
-        if x.numel() > FEW_ROWS * K:
-            return super().forward(x.bfloat16() if self.has_bfloat16 else x).to(x.dtype)
-        if self.ggml_type in ("F16", "BF16"):
-            w = self.blocks.view(DENSE[self.ggml_type])
-            return F.linear(x.to(w.dtype), w).to(x.dtype)
-        self.pack_all()
-        if not self.group:
-            return super().forward(x)
-        rows = x.reshape(-1, K).bfloat16()
-        if not self.one_digit:
-            places = torch.tensor([[1], [16]], dtype=torch.bfloat16)
-            rows = (rows.view(len(rows), -1, 1, self.group // 2) * places).flatten(1)
-        y = torch._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
-        return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
 # 16. Compiled steps
+#
+# For a GPU: torch.compile makes one graph of a Block, for steps of one token, which serves all
+# Blocks. It has never run on a GPU; the tests compile it for a CPU.
 
 
 @functools.cache
-def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+def compiled(function: Callable) -> Callable:
     """A function by torch.compile, which takes seconds when it is called first."""
     # By default Inductor writes what took many operations to memory: here that would be all of W.
     options: Any = {"realize_reads_threshold": 64, "realize_opcount_threshold": 1000}
-    return torch.compile(function, dynamic=dynamic, options=options)
+    return torch.compile(function, dynamic=True, options=options)
 
 
 def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
     """One row x (..., in) times W^T, summed as W is unpacked: compiled, W is never in memory."""
     # Views of another size keep x from being computed anew for each row of W.
     x32 = x.float().flatten().view(torch.int16).view(torch.float32)
-    return (dequantize(blocks, ggml_type) * x32).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def dequantize_as(blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> Tensor:
-    """dequantize() to a dtype: compiled, nothing is written in float32."""
-    return dequantize(blocks, ggml_type).to(dtype)
+    y = (dequantize(blocks, ggml_type) * x32).sum(-1)
+    return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 class CompiledLinear(QuantizedLinear):
-    """QuantizedLinear for a GPU: one row is multiplied as W is unpacked; for more, W is written."""
+    """QuantizedLinear for a GPU: one row is multiplied as W is unpacked."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        inside = torch.compiler.is_compiling()  # a compiled step, which compiles this, too
-        if x.numel() == self.in_features and not (x.requires_grad and torch.is_grad_enabled()):
-            multiply = multiply_row if inside else compiled(multiply_row)
-            return multiply(x, self.blocks, self.ggml_type)
-        to_dense = dequantize_as if inside else compiled(dequantize_as, dynamic=True)
-        return F.linear(x, to_dense(self.blocks, self.ggml_type, x.dtype))
+        if x.numel() != self.in_features or torch.is_grad_enabled():
+            return super().forward(x)
+        inside = torch.compiler.is_compiling()  # of a Block, which is compiled as a whole
+        multiply = multiply_row if inside else compiled(multiply_row)
+        return multiply(x, self.blocks, self.ggml_type)
 
 
-class StaticCache(Cache):
-    """One layer of a cache in a compiled step: nothing but tensors changes from token to token."""
+class LayerCache:
+    """One layer of a Cache with a slot for the next token, in tensors alone: S is a dimension."""
 
-    def __init__(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
-        self.k, self.v, self.slot = k, v, slot  # (B, G, window, D), its position (1,)
+    def __init__(self, cache: Cache, layer: int) -> None:
+        S = cache.slots(1).stop
+        self.k = cache.k[layer, :, :, :S]  # (B, G, S, D)
+        self.v = cache.v[layer, :, :, :S]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, G, 1, D) in the slot; return the window, (B, G, window, D)."""
-        self.k[:, :, self.slot] = k.type_as(self.k)
-        self.v[:, :, self.slot] = v.type_as(self.v)
+        """As Cache.update(), for one token."""
+        self.k[:, :, -1:] = k
+        self.v[:, :, -1:] = v
         return self.k.type_as(k), self.v.type_as(v)
 
 
-class CompiledStep:
-    """One token through all blocks, for one cache and a window of its slots; on CUDA a graph.
+class CompiledBlock(Block):
+    """Block whose steps of one token are compiled."""
 
-    Blocks are alike, so that the first one is compiled for all, and for windows of any size.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module], x: Tensor, cos: Tensor, k: Tensor, v: Tensor):
-        self.blocks, self.inputs = blocks, [torch.zeros_like(t) for t in (x, cos, cos)]
-        self.slot = torch.zeros(1, dtype=torch.int64, device=x.device)
-        self.mask = torch.zeros(len(x), 1, 1, k.shape[3], dtype=torch.bool, device=x.device)
-        self.caches = [StaticCache(*layer, self.slot) for layer in zip(k, v)]
-        for t, dim in [(self.mask, 3), *((t, 2) for c in self.caches for t in (c.k, c.v))]:
-            torch._dynamo.maybe_mark_dynamic(t, dim)
-        self.graph: Any = None
-
-    def __call__(self, pos: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
-        """x (B, 1, C) at position pos -> (B, 1, C)."""
-        for static, value in zip(self.inputs, (x, cos, sin)):
-            static.copy_(value)
-        self.slot.fill_(pos)
-        self.mask.zero_()[..., : pos + 1] = True if mask is None else mask
-        if not x.is_cuda:
-            return self.run()
-        with torch.cuda.device(x.device):
-            if self.graph is None:
-                self.capture()
-            self.graph.replay()
-        return self.y.clone()
-
-    def run(self) -> Tensor:
-        """The blocks, compiled."""
-        x, cos, sin = self.inputs
-        for block, cache in zip(self.blocks, self.caches):
-            x = compiled(Block.forward)(block, x, cos, sin, self.mask, cache)
-        return x
-
-    def capture(self) -> None:
-        """Record what runs on the device. Before that it compiles and warms up, as torch asks."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.y = self.run()
-
-
-class CompiledLayers(FastLayers):
-    """Layers whose steps of one token are compiled.
-
-    There is a step for each cache and window of its slots. Windows double as the cache fills, so
-    that few empty slots are read.
-    """
-
-    caches = Cache, PaddedCache
-
-    def pack(self) -> Any:
-        """A place for each cache's steps."""
-        parts = [part for block in self for part in block.modules()]
-        ours = {*PARTS, nn.Linear, QuantizedLinear, CompiledLinear}
-        need({type(part) for part in parts} <= ours and not any(map(overridden, parts)))
-        return weakref.WeakKeyDictionary()
-
-    def fast(self, made: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, cache: Any) -> Tensor:
-        """For one token without gradients; `made`: by cache, what its steps are for, and they."""
-        k, v, pos = cache.k, cache.v, cache.pos
-        need(x.dim() == 3 and x.shape[1] == 1 and len(k) == len(self))
-        need(not torch.is_grad_enabled())
-        window = min(max(512, 1 << pos.bit_length()), k.shape[3])
-        tensors = [(t.data_ptr(), t.shape, t.dtype) for t in (k, v)]  # others may come in the cache
-        key = *tensors, x.shape, x.dtype, cos.shape, torch.is_inference_mode_enabled()
-        if cache not in made or made[cache][0] != key:
-            made[cache] = key, {}
-        steps = made[cache][1]
-        if window not in steps:
-            slots = (t[:, :, :, :window] for t in (k, v))
-            steps[window] = CompiledStep([*self], x, cos, *slots)
-        return steps[window](pos, x, cos, sin, mask)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        is_step = x.shape[1] == 1 and type(cache) in (Cache, PaddedCache)
+        if not is_step or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(x, cos, sin, mask, cache)
+        layer_cache = LayerCache(cache, self.self_attn.layer)
+        return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3571,34 +3432,61 @@ class Ranks:
         distributed.destroy_process_group()
 
 
+def part_of(weight: Weight, axis: int, start: int, stop: int) -> Weight:
+    """Some rows (axis 0) or columns (axis 1) of a matrix; columns are cut between blocks."""
+    shape = [*weight.shape]
+    shape[axis] = stop - start
+
+    def read(files: Files) -> Tensor:
+        rows = weight.read(files)
+        if axis == 0:
+            return rows[start:stop]
+        block, nbytes = weight.block
+        return rows[:, start // block * nbytes : stop // block * nbytes].contiguous()
+
+    return replace(weight, shape=tuple(shape), read=read)
+
+
+def unit_of(name: str, axis: int, config: Config, weights: Mapping[str, Weight]) -> int:
+    """How many rows or columns of a matrix cannot be divided among ranks."""
+    if ".self_attn." in name:  # a key/value head with its query heads
+        return weights[name].shape[axis] // config.num_key_value_heads
+    if ".mlp." in name:  # the columns of a block of down_proj
+        return weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
+    return weights[name].block[0] if axis == 1 else 1
+
+
 def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     """One of `count` ranks' part of every matrix (Megatron-LM, arXiv:1909.08053, section 3).
 
     Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
     same columns of the last. ValueError unless heads and blocks can be divided by them.
     """
-    config, weights = checkpoint.config, dict(checkpoint.weights)
-    kv_heads, axes = config.num_key_value_heads, {last_name(row[0]): row[3] for row in NAMES}
+    config = checkpoint.config
+    kv_heads = config.num_key_value_heads
     counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    expect(count in counts, f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
+    if count not in counts:
+        raise ValueError(f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
+    weights = dict(checkpoint.weights)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    for name, weight in list(weights.items()):
-        if (axis := axes[last_name(name)]) is None:
+    axes = {last_name(name.ours): name.axis for name in NAMES}
+    parts = dict(weights)
+    for name, weight in weights.items():
+        axis = axes[last_name(name)]
+        if axis is None:
             continue
-        size, block = weight.shape[axis], weight.block[0] if axis == 1 else 1
-        unit = block  # the smallest part that a rank can have; larger are:
-        if ".self_attn." in name:  # a key/value head with its query heads
-            unit = size // kv_heads
-        elif ".mlp." in name:  # the columns of one block of down_proj
-            unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-        start, stop = (size // unit * r // count * unit for r in (rank, rank + 1))
-        problem = f"{size} cannot be divided by {count} ranks into units of {unit}"
-        fits = start < stop and start % block == stop % block == 0
-        expect(fits, f"{name} ({weight.ggml_type}): {problem}")
-        weights[name] = weight.part(axis, start, stop)
+        unit = unit_of(name, axis, config, weights)
+        units = weight.shape[axis] // unit
+        start = units * rank // count * unit
+        stop = units * (rank + 1) // count * unit
+        block = weight.block[0] if axis == 1 else 1
+        if start == stop or start % block or stop % block:
+            found = f"{weight.shape[axis]} cannot be divided by {count} ranks into units of {unit}"
+            raise ValueError(f"{name} ({weight.ggml_type}): {found}")
+        parts[name] = part_of(weight, axis, start, stop)
     config = replace(config, num_key_value_heads=kv_heads // count, tie_word_embeddings=False)
-    return replace(checkpoint, config=config, weights=weights)
+    return replace(checkpoint, config=config, weights=parts)
 
 
 def connect_ranks(model: Llama, ranks: Ranks) -> None:
@@ -3633,85 +3521,56 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # 18. Drafts (github.com/apoorvumang/prompt-lookup-decoding)
-#
-# Texts are str of chr(id) here, which str.rfind() searches fast.
+
+REPEATED = 3  # so many ids as before: what followed them then is the guess
 
 
-def prompt_lookup(text: str, n: int) -> str:
-    """Up to n ids that followed the longest run of the last ids (two or more) that is repeated."""
-    run, end = 1, len(text) - 1  # where the most recent such run ends
-    while run <= 16 and (place := text.rfind(text[-run:], 0, end)) >= 0:
-        run, end = run + 1, place + run
-    return text[end : end + n] if run > 2 else ""
+def prompt_lookup(ids: Tensor, most: int) -> Tensor:
+    """Up to `most` ids that followed the last few ids (n,) where these came before, most recently."""
+    if len(ids) <= REPEATED:
+        return ids[:0]
+    runs = ids[:-1].unfold(0, REPEATED, 1)  # all but the last few themselves
+    places = (runs == ids[-REPEATED:]).all(1).nonzero()
+    if not len(places):
+        return ids[:0]
+    end = int(places[-1]) + REPEATED
+    return ids[end : end + most]
 
 
 class Drafts:
-    """A `step` for generate(): reads with an id those that may follow. Same text in less time.
+    """A `step` for generate(): reads guesses with the last id. The same text in less time.
 
-    Up to kernels().few_rows ids at once have the logits that each has alone, to the last bit. They
-    are kept: if the id that is drawn is the guess, the next step takes no pass, else the cache is
-    truncated. It guesses one id, or `most` if it was right the last time, as long as guesses save
-    the time that they cost. For one row and the kernels on a CPU, without hooks on the model.
+    Up to kernels().few_rows ids in one pass have the logits that each has alone, to the last bit.
+    They are kept: when the id that is drawn is the guess, its logits are there. The cache holds
+    guesses, too, until what is read next replaces them. For one row, and Blocks that the kernels
+    run; others are read as without drafts.
     """
 
     def __init__(self, model: Llama, most: int = 3) -> None:
-        self.model, self.most = model, most
-        self.texts: Any = weakref.WeakKeyDictionary()  # what each cache holds
-        self.place: Any = None  # the generation, position and passes where these come next:
-        self.waiting: list[tuple[str, Tensor]] = []  # guesses, and logits (1, V) after each
-        self.right = 0  # how many that were read with them have been right
-        self.usual: dict[int, float] = {}  # seconds of a pass of so many rows
-        self.credit = 0.0  # seconds that guesses may cost: what they saved, and 1 % of all passes
+        self.model = model
+        self.most = most  # guesses in a pass
+        self.read = torch.empty(0, dtype=torch.int64)  # the ids up to the end of the last pass
+        self.logits = torch.empty(0, 0)  # after the last of them (rows, V)
+        self.accepted = 0  # guesses that were right
 
-    def read(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """tokens (1, T) -> the logits (T, V) that each has alone. Raises Unfit beforehand."""
-        parts: list[Any] = [self.model, *self.model.children()]
-        kinds = [Llama, type(parts[1]), NativeLayers, RMSNorm, NativeLinear]
-        need([type(part) for part in parts] == kinds and not any(map(overridden, parts)))
-        (_, embed, layers, norm, head), T = parts, tokens.shape[1]
-        head.pack(head.blocks)
-        x = layers.run(embed(tokens), *cache.rope(T), cache.mask(T), cache)
-        cache.advance(T)
-        return head(norm(x))[0].float()
-
-    @torch.no_grad()
-    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """tokens (B, T) -> logits (B, V) after the last; the cache advances by T."""
-        (B, T), pos = tokens.shape, cache.pos
-        report: Any = CACHE_USERS.get(cache)
-        if B > 1 or type(self.model.layers) is not NativeLayers:
-            return self.model(tokens, cache)
-        text = self.texts.get(cache, "")[:pos].rjust(pos, chr(sys.maxunicode))
-        text = self.texts[cache] = text + "".join(map(chr, tokens[0].tolist()))
-        waiting = self.waiting if T == 1 and self.place == (report, pos, cache.passes) else []
-        if waiting and waiting[0][0] == text[-1]:
-            self.right, self.credit = self.right + 1, self.credit + self.usual[1]
-            cache.advance(1)
-            self.place = report, len(text), cache.passes
-            report.drafted += 1
-            return waiting.pop(0)[1]
-        start, self.waiting = time.perf_counter(), []
-        most = self.most if self.right else min(self.most, 1)  # a run that goes on pays for more
-        most = min(most, kernels().few_rows - 1, cache.max_seq_len - len(text))
-        may_guess = T == 1 and report and most > 0 and self.credit > 0
-        guess = prompt_lookup(text, most) if may_guess else ""
-        try:
-            need(guess != "")
-            draft = tokens.new_tensor([[*map(ord, guess)]])
-            logits = self.read(torch.cat([tokens, draft], 1), cache)
-        except Unfit:
-            logits, guess = self.model(tokens, cache), ""
-        cache.truncate(len(text))
-        self.place = report, len(text), cache.passes
-        self.waiting, seconds = [*zip(guess, logits[1:, None])], time.perf_counter() - start
-        if T == 1:  # what takes longer than usual was disturbed by others
-            rows, alone = len(logits), self.usual.setdefault(1, seconds)
-            usual = self.usual.get(rows, min(seconds, rows * alone))
-            self.usual[rows] = usual = (7 * usual + min(seconds, 2 * usual)) / 8
-            if guess:
-                self.right, self.credit = 0, self.credit + alone - usual
-            self.credit = min(self.credit + alone / 100, 2 * alone)
-        return logits[:1]
+    def __call__(self, texts: Tensor, cache: Cache) -> Tensor:
+        """texts (B, n) -> logits (B, V) after the last ids; the cache then holds them."""
+        n = texts.shape[1]
+        held = cache.common_prefix(texts)
+        row = n - 1 - (len(self.read) - len(self.logits))
+        if held == n and row >= 0 and torch.equal(self.read[:n], texts[0]):
+            self.accepted += row > 0
+            return self.logits[row, None]
+        alike = {type(block) for block in self.model.layers} == {NativeBlock}
+        alike = alike and type(self.model.lm_head) is NativeLinear and type(cache) is Cache
+        if len(texts) > 1 or held < n - 1 or not alike:
+            return read_texts(self.model, texts, cache)
+        room = min(self.most, cache.max_seq_len - n, kernels().few_rows - 1)
+        guess = prompt_lookup(texts[0], room)
+        self.read = torch.cat((texts[0], guess))
+        cache.truncate(n - 1)
+        self.logits = self.model(self.read[None, n - 1 :], cache, all_positions=True)[0]
+        return self.logits[:1]
 
 
 # ==================================================================================================
@@ -3868,6 +3727,13 @@ def contents(checkpoint: Checkpoint) -> str:
     types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
     return f"{counts}; {show_bytes(checkpoint.nbytes)}"
+
+
+def describe_chat_format(template: str) -> str:
+    """The format of a chat template, as --info and --chat print it."""
+    if not template.strip():
+        return "llama-2 (assumed: the model has no chat template)"
+    return recognise_chat_format(template) or "unknown: choose --chat-format"
 
 
 def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str:
@@ -4062,7 +3928,8 @@ def answer(
     chat_format = None
     ids = []
     if args.chat:
-        chat_format = args.chat_format or recognise_chat_format(checkpoint.chat_template)
+        assumed = None if tokenizer.chat_template.strip() else "llama-2"
+        chat_format = find_chat_format(tokenizer, args.chat_format or assumed).name
         size = args.context or min(context, CHAT_CONTEXT)
         most = size if most is None else most
     else:
@@ -4149,7 +4016,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # as in `| head`: the reader has closed the pipe
         return 0
-    except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
+    except ImportError as error:
+        return fail(f"{error}; pip install {error.name}")
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         # All ranks see a user's mistake: rank 0 alone reports it. RuntimeError is torch's (out of
         # memory, an unsupported operation): each rank reports its own.
         return fail(error) if rank == 0 or isinstance(error, RuntimeError) else 2

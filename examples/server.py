@@ -225,7 +225,7 @@ class Job:
         for score in scores:
             row: dict[str, dict] = {}
             for token_id, logprob in {score.token_id: score.logprob, **(score.top or {})}.items():
-                data = tokenizer.piece(token_id)[0]  # maybe a part of a character
+                data = tokenizer.token_bytes(token_id)  # maybe a part of a character
                 text = data.decode(errors="backslashreplace") if row else score.text
                 text = tokenizer.pieces[token_id] if row and text in ("", *row) else text
                 row[text] = {"token": text, "logprob": logprob, "bytes": [*data]}
@@ -251,7 +251,7 @@ def make_app(session: Session, name: str, args: Any) -> Any:
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     def detokenize(body: dict, field: str) -> Response:
-        return JSONResponse({"content": session.tokenizer.decode(body.pop(field, None))})
+        return JSONResponse({"content": session.tokenizer.decode(take(body, field, list, []))})
 
     async def post(handle: Any, field: str, request: Any) -> Any:
         body: Any = None
@@ -320,7 +320,7 @@ def main() -> None:
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if not session.chat_format:
-            llama2.note(llama2.describe_chat_format(session.tokenizer.chat_template))
+            llama2.note("the model's chat template is unknown: choose --chat-format")
         llama2.note(f"listening on http://{args.host}:{listener.getsockname()[1]}")
         server.run([listener])
 

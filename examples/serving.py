@@ -1,7 +1,6 @@
 """What server.py does with a model: several caches, prompts of any kind, log-probabilities."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,9 +120,9 @@ class Session:
         model, tokenizer = llama2.load(checkpoint, device, dtype, exact=exact)
         kind = (1, context, cache_dtype, device)
         caches = [llama2.Cache(model.config, *kind) for _ in range(count)]
-        with suppress(ValueError):
-            template = checkpoint.chat_template
-            chat_format = chat_format or llama2.recognise_chat_format(template)
+        template = checkpoint.chat_template
+        assumed = llama2.recognise_chat_format(template) if template.strip() else "llama-2"
+        chat_format = chat_format or assumed
         return cls(model, tokenizer, caches, chat_format)
 
     def step(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
@@ -200,9 +199,7 @@ class Session:
                 yield self.tokenizer.decode(ids)
             yield from stream
             if scorer:
-                *_, tags = (
-                    llama2.find_chat_format(self.tokenizer, self.chat_format) if chat else [()]
-                )
+                tags = llama2.chat_stops(self.tokenizer, self.chat_format).texts if chat else []
                 scores.extend(scorer.finish(report, [*stop, *tags]))
 
         return llama2.Stream(pieces(), report), scores

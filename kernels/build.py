@@ -82,7 +82,6 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str
         except OSError:
             if target == TARGETS[-1]:
                 raise
-    amx = b" __AMX_BF16__ " in macros  # with which torch's own gemm is faster
     # The name holds hashes of what it depends on (macros tell the compiler's version and the
     # processor's instruction sets), and of the library, which a power cut may damage.
     key = hashlib.sha256(repr((sources, macros, compiler)).encode()).hexdigest()[:16]
@@ -90,7 +89,7 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str
         with suppress(OSError):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
             if path.stem.endswith(digest) and is_ours(path):
-                return open_library(path, version, amx)
+                return open_library(path, version)
     for old in folder.glob("build-*"):  # of a run that was killed
         with suppress(OSError):
             if old.stat().st_mtime < time.time() - 3600:
@@ -120,7 +119,7 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str
         new.chmod(0o700)  # whatever the umask is
         path = folder / f"cpu-{key}-{digest}.so"
         new.replace(path)  # at once: two processes may do this at the same time
-    return open_library(path, version, amx) | {"compile_seconds": time.perf_counter() - start}
+    return open_library(path, version) | {"compile_seconds": time.perf_counter() - start}
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
@@ -145,15 +144,14 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
     return out
 
 
-def open_library(path: Path, version: int, amx: bool) -> dict[str, Any]:
+def open_library(path: Path, version: int) -> dict[str, Any]:
     """Load compiled kernels. Raises OSError for any other library, or another version of them."""
     library = ctypes.CDLL(str(path))
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
         library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-        library.dequantize.argtypes = [i32, pointer, pointer, i64]
-        library.run_layers.argtypes = [pointer, i64, i32, *[pointer] * 5, i32, *[i64] * 4]
-        for function in (library.linear, library.dequantize, library.run_layers):
+        library.run_layer.argtypes = [*[pointer] * 7, i32, *[i64] * 5]
+        for function in (library.linear, library.run_layer):
             function.errcheck = check_status  # type: ignore[assignment]
         found, features = library.kernels_version(), library.kernels_features()
     except AttributeError as error:
@@ -162,7 +160,7 @@ def open_library(path: Path, version: int, amx: bool) -> dict[str, Any]:
         raise OSError(f"{SOURCE} is version {found}; expected {version}")
     if not features & 1:
         warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
-    return {"library": library, "amx": amx, "few_rows": features >> 1}
+    return {"library": library, "few_rows": features >> 1}
 
 
 def check_status(status: int, function: object, arguments: tuple) -> int:

@@ -2,8 +2,7 @@
 // blocks of quantised weights), and whole layers made of them.
 //
 //   linear       y = x W^T: gemv up to FEW_ROWS of x (streams W once), gemm with packing above
-//   dequantize   blocks -> bfloat16
-//   run_layers   what Block.forward does, for several layers in one call
+//   run_layer    what Block.forward does
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
 // numbers, for gemm each 128 (3e-5 relative, gemm of Q6_K 6e-5); for dense weights it stays as is.
@@ -517,10 +516,10 @@ static void norm(const float *x, const float *w, double eps, float *y, int64_t r
       store(y + r * C + i, load<f32>(x + r * C + i) * scale * load<f32>(w + i));
   }
 }
-// x (n) += y (n)
-static void add(float *x, const float *y, int64_t n) {
+// sum = x + y, n numbers
+static void add(const float *x, const float *y, float *sum, int64_t n) {
 #pragma omp parallel for if (n > 1 << 16)
-  for (int64_t i = 0; i < n; i += VL) store(x + i, load<f32>(x + i) + load<f32>(y + i));
+  for (int64_t i = 0; i < n; i += VL) store(sum + i, load<f32>(x + i) + load<f32>(y + i));
 }
 // One head (D): pairs (2i, 2i + 1) are turned by their angle
 static void rotate(float *x, const float *cos, const float *sin, int64_t D) {
@@ -616,29 +615,27 @@ static void attend_many(const float *q, const float *keys, const float *values, 
     for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * ((float *)weight)[i];
 }
 
-struct Linear {  // this and Layer: as Python packs them
-  Bytes blocks;
-  int64_t type, N, K;
+struct Layer {  // as Python packs it: q, k, v, o, gate, up, down, then norms
+  Bytes blocks[7];
+  const float *norms[2];
+  int64_t types[7];
+  double eps[2];
+  int64_t C, q_size, kv_size, head_dim, inner, fast;
 };
-struct Layer {
-  Linear q, k, v, o, gate, up, down;
-  const float *norm1, *norm2;
-  double eps;
-  int64_t head_dim;
-};
-static Matrix matrix(const Linear &l, const Array<float> &y) {
-  return {find_format(l.type, l.K), l.blocks, l.N, y.get()};
-}
 
-// x (B, T, C) += attention, += MLP; the cache (B, G, room, D) holds `pos` tokens
+// y = x (B, T, C) + attention, y += MLP; the cache (B, G, room, D) holds `pos` tokens
 template <class E>
-static void run_layer(const Layer &l, bool fast, float *x, const float *cos, const float *sin,
-                      E *keys, E *values, int64_t B, int64_t T, int64_t pos, int64_t room) {
-  const int64_t D = l.head_dim, C = l.q.K, H = l.q.N / D, G = l.k.N / D, rows = B * T;
+static void run(const Layer &l, const float *x, float *out, const float *cos, const float *sin,
+                E *keys, E *values, int64_t B, int64_t T, int64_t pos, int64_t room) {
+  const int64_t D = l.head_dim, C = l.C, H = l.q_size / D, G = l.kv_size / D, rows = B * T;
+  auto matrix = [&](int i, int64_t N, int64_t K, const Array<float> &y) {
+    return Matrix{find_format(l.types[i], K), l.blocks[i], N, y.get()};
+  };
   auto h = array<float>(rows * C), q = array<float>(rows * H * D), y = array<float>(rows * H * D);
   auto k = array<float>(rows * G * D), v = array<float>(rows * G * D);
-  norm(x, l.norm1, l.eps, h.get(), rows, C);
-  multiply({matrix(l.q, q), matrix(l.k, k), matrix(l.v, v)}, h.get(), rows, C, fast);
+  norm(x, l.norms[0], l.eps[0], h.get(), rows, C);
+  multiply({matrix(0, H * D, C, q), matrix(1, G * D, C, k), matrix(2, G * D, C, v)}, h.get(), rows, C,
+           l.fast);
 #pragma omp parallel for if (rows > 16)
   for (int64_t i = 0; i < rows; i++) {
     const float *c = cos + i % T * (D / 2), *s = sin + i % T * (D / 2);
@@ -682,18 +679,18 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
                                                    length, D);
     }
   }
-  multiply({matrix(l.o, h)}, y.get(), rows, H * D, fast);
-  add(x, h.get(), rows * C);
-  norm(x, l.norm2, l.eps, h.get(), rows, C);
-  auto gate = array<float>(rows * l.gate.N), up = array<float>(rows * l.gate.N);
-  multiply({matrix(l.gate, gate), matrix(l.up, up)}, h.get(), rows, C, fast);
+  multiply({matrix(3, C, H * D, h)}, y.get(), rows, H * D, l.fast);
+  add(x, h.get(), out, rows * C);
+  norm(out, l.norms[1], l.eps[1], h.get(), rows, C);
+  auto gate = array<float>(rows * l.inner), up = array<float>(rows * l.inner);
+  multiply({matrix(4, l.inner, C, gate), matrix(5, l.inner, C, up)}, h.get(), rows, C, l.fast);
 #pragma omp parallel for if (rows > 16)
-  for (int64_t i = 0; i < rows * l.gate.N; i += VL) {
+  for (int64_t i = 0; i < rows * l.inner; i += VL) {
     f32 g = load<f32>(&gate[i]);
     store(&gate[i], g / (1 + exp(-g)) * load<f32>(&up[i]));
   }
-  multiply({matrix(l.down, h)}, gate.get(), rows, l.gate.N, fast);
-  add(x, h.get(), rows * C);
+  multiply({matrix(6, C, l.inner, h)}, gate.get(), rows, l.inner, l.fast);
+  add(out, h.get(), out, rows * C);
 }
 
 // ---- What Python calls --------------------------------------------------------------------------
@@ -701,7 +698,7 @@ static void run_layer(const Layer &l, bool fast, float *x, const float *cos, con
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // an unknown type, or K no multiple of its block
 
 extern "C" {
-int32_t kernels_version() { return 2; }
+int32_t kernels_version() { return 3; }
 int32_t kernels_features() { return FEW_ROWS << 1 | OPENMP; }
 
 int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x, float *y,
@@ -712,35 +709,19 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 
-int32_t dequantize(int32_t type, const uint8_t *blocks, uint16_t *y, int64_t count) {
-  const Format *f = find_format(type, count);
-  if (!f) return NOT_SUPPORTED;
-#pragma omp parallel for if (count > 1 << 16)
-  for (int64_t k = 0; k < count; k += 256) {
-    const int64_t there = std::min<int64_t>(count - k, 256);
-    uint8_t padded[1024];
-    float line[256];
-    Bytes b = blocks + f->bytes(k);
-    if (there < 256) b = pad(b, f->bytes(there), f->bytes(256), padded);
-    f->unpack(b, line);
-    for (int64_t i = 0; i < there; i += VL) store_bfloat16(y + k + i, load<f32>(line + i));
-  }
-  return DONE;
-}
-
-int32_t run_layers(const Layer *layers, int64_t count, int32_t fast, float *x, const float *cos,
-                   const float *sin, void *keys, void *values, int32_t half, int64_t B, int64_t T,
-                   int64_t pos, int64_t room) try {
-  for (const Layer *l = layers; l < layers + count; l++)
-    for (const Linear *part : {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down})
-      if (!find_format(part->type, part->K)) return NOT_SUPPORTED;
-  auto run = [&](auto *k, auto *v) {
-    for (const Layer *l = layers; l < layers + count; l++) {
-      run_layer(*l, fast, x, cos, sin, k, v, B, T, pos, room);
-      k += B * l->k.N * room, v += B * l->k.N * room;
-    }
-    return DONE;
+int32_t run_layer(const Layer *layer, const float *x, float *y, const float *cos, const float *sin,
+                  void *keys, void *values, int32_t half, int64_t index, int64_t B, int64_t T,
+                  int64_t pos, int64_t room) try {
+  const Layer &l = *layer;
+  const int64_t columns[] = {l.C, l.C, l.C, l.q_size, l.C, l.C, l.inner};
+  for (int i = 0; i < 7; i++)
+    if (!find_format(l.types[i], columns[i])) return NOT_SUPPORTED;
+  auto at = [&](auto *k, auto *v) {
+    const int64_t start = index * B * l.kv_size * room;
+    run(l, x, y, cos, sin, k + start, v + start, B, T, pos, room);
   };
-  return half ? run((float16 *)keys, (float16 *)values) : run((float *)keys, (float *)values);
+  if (half) at((float16 *)keys, (float16 *)values);
+  else at((float *)keys, (float *)values);
+  return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 }

@@ -195,11 +195,6 @@ INLINE void store_f32(float16 *p, f32 v) {
   }
 #endif
 }
-INLINE void store_bfloat16(void *p, f32 v) {
-  u32 bits = (u32)v, nearest = bits + 0x7fff + (bits >> 16 & 1);
-  nearest = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : nearest;  // NaN stays NaN
-  store(p, __builtin_convertvector(nearest >> 16, u16_half));
-}
 INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   constexpr float TERMS[] = {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1, 1};
   const f32 least = keep<true>(splat(-87)), most = keep<true>(splat(88));

@@ -175,7 +175,7 @@ def test_chat_is_encoded_in_the_models_format(server, loaded):
     model, tokenizer = loaded
     messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Who?"}]
     ids = llama2.encode_chat(tokenizer, messages, "llama-2")
-    _, _, tags = llama2.find_chat_format(tokenizer, "llama-2")  # texts, none of them a token
+    _, tags = llama2.chat_stops(tokenizer, "llama-2")  # texts, none of them a token
     options = {"stop": tags, "stop_ids": (tokenizer.eos_id,), "max_new_tokens": 25}
     stream = llama2.stream_text(model, tokenizer, ids, sampling=llama2.Sampling(0), **options)
     expected = "".join(stream).lstrip()
@@ -698,7 +698,7 @@ def test_logprobs_of_a_chat(server, loaded):
         assert "<0x0A>" not in tops and "\u2581" not in "".join(tops)
     assert any("\n" in {top.token for top in entry.top_logprobs} for entry in content)
     assert b"".join(bytes(e.bytes) for e in content).decode().lstrip() == choice.message.content
-    pieces = {tokenizer.piece(i)[0]: i for i in range(tokenizer.vocab_size)}
+    pieces = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     ids += [pieces[bytes(entry.bytes)] for entry in content]
     expected = llama2.score(model, ids)
     assert [e.logprob for e in content] == pytest.approx(
