@@ -183,15 +183,15 @@ def take_schema(body: dict, session: Session) -> dict | None:
 
 def check_messages(messages: Any) -> None:
     """Refuse what a message must not have; a developer becomes the system. ValueError."""
-    if not isinstance(messages, list):
-        return  # encode_chat() says what it should be
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        raise ValueError("expected a list of messages with role and content")  # noqa: TRY004
     for message in messages:
-        if not isinstance(message, dict):
-            continue
         for key, value in message.items():
             if value and key not in ("role", "content"):
                 raise ValueError(f"{key[:40]} in a message is not supported")
         content = message.get("content")
+        if not isinstance(content, (str, list)):
+            raise ValueError("a message has no text")  # noqa: TRY004
         for part in content if isinstance(content, list) else []:
             if isinstance(part, dict) and part.get("type", "text") != "text":
                 raise ValueError(f"a message has a part of type {part['type']!r:.40}, not text")
@@ -274,7 +274,6 @@ class Job:
         }
         self.replies: asyncio.Queue = asyncio.Queue()  # and None at their end
         self.log: list[str] = []
-        self.is_done = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
@@ -285,7 +284,7 @@ class Job:
         async def watch() -> None:  # a client that got the whole answer has disconnected, too
             while (await receive())["type"] != "http.disconnect":
                 pass
-            if not self.is_done:
+            if not self.log:  # complete() has not ended
                 self.log.append("aborted: the client hung up")
             group.cancel_scope.cancel()
 
@@ -304,7 +303,6 @@ class Job:
                     response = refuse(None, error)
                     self.log.append(json.loads(response.body)["error"]["message"])
                     self.replies.put_nowait(response)
-            self.is_done = True
             self.replies.put_nowait(None)
 
     async def events(self) -> Any:
@@ -442,7 +440,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     errors = {HTTPException: refuse, Exception: refuse}
     app = Starlette(routes=routes, exception_handlers=errors, max_body_size=MAX_BODY)
     log = say if not args.quiet else lambda text: None
-    return guard(app, partial(refuse, None), Refusal, log, args.host, args.api_key, args.cors)
+    return guard(app, refuse, Refusal, log, args.host, args.api_key, args.cors)
 
 
 def say(text: str) -> None:
