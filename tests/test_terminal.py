@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import random
@@ -10,160 +9,117 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import launch
+import numpy as np
 import pytest
+import torch
 from helpers import SCRIPT, write_gguf
 
 import llama2
 
+PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
+on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")
 
-def endless(path, keys, tensors, context):
-    """The tiny model, which as such never says the token that ends a text (if greedy)."""
-    output = tensors["output.weight"].copy()
-    output[llama2.Config.eos_token_id] = 0  # some other logit is above 0
-    keys = keys | {"llama.context_length": context}
-    return write_gguf(path, keys, tensors | {"output.weight": output})
+
+def parrot(path, keys, tensors, token_id, context=400):
+    """A model that says one token for ever."""
+    silent = {name: np.zeros_like(t) for name, t in tensors.items() if "attn_output" in name}
+    silent |= {name: np.zeros_like(t) for name, t in tensors.items() if "ffn_down" in name}
+    silent["token_embd.weight"] = np.ones_like(tensors["token_embd.weight"])
+    silent["output_norm.weight"] = np.ones_like(tensors["output_norm.weight"])
+    silent["output.weight"] = np.zeros_like(tensors["output.weight"])
+    silent["output.weight"][token_id] = 1
+    return write_gguf(path, keys | {"llama.context_length": context}, tensors | silent)
 
 
 # --------------------------------------------------------------------------------------------------
 # Prompts
 
+TEXTS = [
+    "",
+    "   ",
+    "\n\t\r\n",
+    "a\0b",
+    "".join(map(chr, range(1, 32))) + "\x7f\x80\x9f",
+    "\u202e\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467\ufe0f",
+    "\ufffe\uffff\U0010ffff\u2581\ufeff",
+    "e\u0301\u0300" * 4,
+    "<s></s><unk><0x0A>",
+]
 
-TEXTS_TO_CONTINUE = {
-    "empty": "",
-    "spaces": "   ",
-    "newlines": "\n\t\r\n",
-    "NUL": "a\0b",
-    "controls": "".join(map(chr, range(1, 32))) + "\x7f\x80\x9f",
-    "right to left": "\u202e\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
-    "joined emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467\ufe0f",
-    "noncharacters": "\ufffe\uffff\U0010ffff\u2581\ufeff",
-    "combining": "e\u0301\u0300" * 4,
-    "control tokens": "<s></s><unk><0x0A>",
-}
 
-
-@pytest.mark.parametrize("text", TEXTS_TO_CONTINUE.values(), ids=TEXTS_TO_CONTINUE.keys())
-@pytest.mark.parametrize("way", ["argument", "file", "stdin"])
-def test_prompts(cli, tmp_path, text, way):
-    """Any text is continued, whichever way it comes, and comes out as it went in."""
-    (tmp_path / "prompt").write_bytes(text.encode())
-    ways = {"argument": ["--prompt", text], "file": ["--prompt-file", tmp_path / "prompt"]}
-    argv, stdin = ways.get(way, []), text.encode() * (way == "stdin")
-    status, out, err = cli(*argv, "--max-new-tokens", 2, stdin=stdin)
-    assert (status, err.count("\n")) == (0, 1)
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_any_text_is_continued_and_comes_out_as_it_went_in(cli, text):
+    piped = cli("--max-new-tokens", 2, "--quiet", stdin=text.encode())
+    assert piped == cli("--prompt", text, "--max-new-tokens", 2, "--quiet")
+    status, out, err = piped
+    assert (status, err) == (0, "")
     assert out.replace("\r\n", "\n").startswith(text.replace("\r\n", "\n"))
 
 
 def test_any_bytes_on_stdin(cli):
     """Bytes that are not UTF-8 become U+FFFD; nothing raises."""
-    rng = random.Random(0)
-    samples = [bytes([i]) for i in (0, 0x80, 0xC3, 0xE2, 0xED, 0xF4, 0xFF)] + [b"\xed\xa0\x80"]
-    for data in samples + [rng.randbytes(rng.randrange(1, 15)) for _ in range(12)]:
+    chance = random.Random(0)
+    samples = [b"\xff", b"a\xc3", b"\xe2\x82", b"\xed\xa0\x80", chance.randbytes(50)]
+    for data in samples:
         status, out, _ = cli("--max-new-tokens", 1, "--quiet", stdin=data)
-        assert status == 0 and out.startswith(io.StringIO(data.decode("utf-8", "replace")).read())
+        shown = data.decode("utf-8", "replace").replace("\r\n", "\n")
+        assert status == 0
+        assert out.replace("\r\n", "\n").startswith(shown)
 
 
-@pytest.mark.parametrize("codes, shown", [((0xDCFF,), "\ufffd"), ((0xDCC3, 0xDCA9), "\u00e9")])
-def test_arguments_that_are_not_utf_8(cli, codes, shown):
-    """Such bytes arrive as lone surrogates: what they are in UTF-8 is continued."""
-    status, out, err = cli("--prompt", "".join(map(chr, codes)), "--max-new-tokens", 1)
-    assert (status, err.count("\n")) == (0, 1) and out.startswith(shown)
-
-
-@pytest.mark.parametrize("codes", [(0xD800,), (0xDFFF, 0xD800)])
-def test_surrogates_that_are_no_bytes_are_refused(cli, codes):
-    status, out, err = cli("--prompt", "".join(map(chr, codes)), "--max-new-tokens", 1)
-    assert (status, out, err.count("\n")) == (2, "", 1) and "--prompt" in err
-
-
-def test_prompt_beyond_the_context(cli):
-    """A megabyte of text: an error with both numbers before anything is written, no silent cut."""
-    status, out, err = cli(stdin=b"ab cd" * 200_000)
+def test_arguments_that_are_not_utf_8(cli):
+    """Such bytes arrive as lone surrogates; other surrogates are refused."""
+    status, out, _ = cli("--prompt", "\udcc3\udca9", "--max-new-tokens", 1)
+    assert (status, out[:1]) == (0, "\u00e9")
+    status, out, err = cli("--prompt", "\ud800", "--max-new-tokens", 1)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "the context holds 400" in err and "tokens" in err
-
-
-# --------------------------------------------------------------------------------------------------
-# Command line
+    assert "--prompt" in err
 
 
 @pytest.mark.parametrize(
     "argv",
     [
         "--max-new-tokens 0",
-        "--temperature 1e-300",
-        "--temperature 1e300",
-        "--top-k 99999999999999999999",
-        "--top-p 1e-300",
+        "--temperature 1e5",
+        "--top-k 999999999",
         "--top-p 0",
         "--seed -1",
         "--context 3",
-        "--threads 1",
-        "--dtype float16",
         "--dtype bfloat16",
         "--max-new-tokens 99999999999999999999",
     ],
 )
 def test_extremes_that_are_fine(cli, argv):
-    """What is unusual and means something works."""
-    short = ["--max-new-tokens", 20]  # unless argv says otherwise
-    status, out, err = cli("--prompt", "ab", *short, *argv.split(), "--stop", "never seen")
-    assert status == 0 and out.startswith("ab") and err.count("\n") == 1
+    status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20, *argv.split())
+    assert status == 0
+    assert out.startswith("ab")
+    assert err.count("\n") == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
-def test_unreadable_file(cli, cli_path, tmp_path):
-    path = tmp_path / "secret.gguf"
-    path.write_bytes(cli_path.read_bytes())
-    path.chmod(0)
-    status, out, err = cli("--prompt", "ab", model=path)
-    assert (status, out, err.count("\n")) == (2, "", 1) and "secret.gguf" in err
-
-
-def test_names_from_files_reach_no_terminal(cli, tmp_path, keys, tensors):
-    """Control characters in a tensor's name are not passed on: they would steer the terminal."""
-    odd = tensors | {"\x1b[31mred\x9b\x07.weight": tensors["output_norm.weight"]}
-    path = write_gguf(tmp_path / "red.gguf", keys, odd)
-    status, _, err = cli("--prompt", "ab", model=path)
-    assert status == 2 and err.count("\n") == 1
-    assert err.rstrip("\n").isprintable()
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()], ids=["torch", "python"]
-)
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()])
 def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
-    """Out of memory, a kernel that the device lacks: torch raises RuntimeError."""
-
     def refuse(*args):
         raise error
 
     monkeypatch.setattr(llama2.Llama, "forward", refuse)
     status, _, err = cli("--prompt", "ab")
-    assert (status, err.count("\n")) == (2, 1) and err.startswith("llama2.py: error: ")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("llama2.py: error: ")
 
 
 # --------------------------------------------------------------------------------------------------
 # Streams and signals
 
-OPTIONS = "--model $MODEL --threads 1 --temperature 0 --max-new-tokens 30"
-PIPED = f"$FORK {OPTIONS}"
-LAUNCH = f"{PIPED} --prompt 'ab \u00e9'"
-ANEW = f"$PYTHON {OPTIONS} --prompt 'ab \u00e9'"  # how Python decodes its arguments
+RUN = "$PYTHON --model $MODEL --max-new-tokens 30 --prompt 'ab \u00e9'"
 SHELL = {  # -> exit status, a part of stdout, lines on stderr
-    "head": (f"{LAUNCH} | head -c 2", 0, b"ab", None),
-    "pipe": (f"printf 'fox \\377\\360\\237' | {PIPED} --quiet", 0, b"fox \xef\xbf\xbd", 0),
-    "stdout full": (f"{LAUNCH} > /dev/full", 2, b"", 1),
-    "stdout closed": (f"{LAUNCH} >&-", 0, b"", 1),
-    "stderr full": (f"{LAUNCH} 2> /dev/full", 0, b"ab", 0),
-    "all closed": (f"{LAUNCH} <&- >&- 2>&-", 0, b"", 0),
-    "help, full": (f"{LAUNCH} --help > /dev/full", 0, b"", 0),
-    "ascii": (f"PYTHONIOENCODING=ascii {LAUNCH}", 0, rb"ab \xe9", 1),
-    "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {ANEW}", 0, rb"ab \xe9", 1),
+    "head": (f"{RUN} | head -c 2", 0, b"ab", None),
+    "full": (f"{RUN} > /dev/full", 2, b"", 1),
+    "closed": (f"{RUN} <&- >&- 2>&-", 0, b"", 0),
+    "help": (f"{RUN} --help > /dev/full", 0, b"", 0),
+    "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {RUN}", 0, rb"ab \xe9", 1),
 }
 
 
@@ -172,86 +128,62 @@ def started(cli_path):
     """The commands of SHELL, started side by side."""
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    environment = os.environ | {"MODEL": str(cli_path), "LC_ALL": "C.UTF-8"}
-    environment["PYTHON"] = f"{sys.executable} -m {SCRIPT.stem}"  # what is compiled already
-    environment["FORK"] = " ".join(launch.command(SCRIPT))
-    environment.pop("PYTHONIOENCODING", None)
-    shell = ["bash", "-o", "pipefail", "-c"]
+    environment = os.environ | {"MODEL": str(cli_path), "PYTHON": " ".join(PYTHON)}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return {
-        name: subprocess.Popen([*shell, command], cwd=SCRIPT.parent, env=environment, **pipes)
-        for name, (command, *_) in SHELL.items()
-    }
+    found = {}
+    for name, (command, *_) in SHELL.items():
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        found[name] = subprocess.Popen(shell, env=environment, **pipes)
+    return found
 
 
 @pytest.mark.parametrize("name", SHELL)
 def test_streams(started, name):
-    """A reader that leaves, a full disk, closed streams, other encodings: no traceback, no status 120."""
+    """A reader that leaves, a full disk, closed streams, other encodings."""
     _, status, text, lines = SHELL[name]
     out, err = started[name].communicate(timeout=120)
-    assert b"Traceback" not in err and b"Exception" not in err and b"\x1b" not in err
-    assert started[name].returncode == status and text in out
-    assert lines is None or err.count(b"\n") == lines
+    assert b"Traceback" not in err
+    assert b"Exception" not in err
+    assert started[name].returncode == status
+    assert text in out
+    assert lines in (None, err.count(b"\n"))
 
 
-def start(command, path, *arguments):
-    """llama2.py as a process of its own."""
-    command = [*command, "--model", str(path), "--threads", "1", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one process")
+@on_posix
 def test_interrupted_process(tmp_path, keys, tensors):
     """Ctrl-C in the middle of a text of a hundred thousand tokens."""
-    path = endless(tmp_path / "m.gguf", keys, tensors, 2**17)
-    options = ("--temperature", "0", "--max-new-tokens", "100000")
-    process = start(launch.command(SCRIPT), path, "--prompt", "fox", *options)
+    path = parrot(tmp_path / "m.gguf", keys, tensors, 300, 2**17)
+    argv = ["--model", path, "--prompt", "fox", "--max-new-tokens", "100000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*PYTHON, *argv], **pipes)
     assert process.stdout.read(4)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
-    assert process.returncode == 130 and b"Traceback" not in err and b"interrupted" in err
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc tells what is imported")
-def test_interrupt_while_torch_is_imported(cli_path):
-    """Ctrl-C in the seconds before main() ends quietly."""
-    process = start([sys.executable, str(SCRIPT)], cli_path, "--prompt", "ab")
-    maps = Path(f"/proc/{process.pid}/maps")
-    while "libtorch" not in maps.read_text() and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert (out, err) == (b"", b"") and process.returncode in (-signal.SIGINT, 130)
+def interrupt_call(monkeypatch, calls):
+    """Press Ctrl-C in the given pass of the model."""
+    original = llama2.Llama.forward
+    count = itertools.count(1)
 
-
-@pytest.mark.parametrize(
-    "owner, name, calls, written, reported",
-    [
-        (llama2, "open_checkpoint", 1, "", False),
-        (llama2, "build_model", 1, "", False),
-        (llama2.Llama, "forward", 1, "ab", True),
-        (llama2.Llama, "forward", 5, "ab", True),
-        (llama2.StreamDecoder, "decode", 8, "ab", True),
-    ],
-    ids=["opening", "loading", "prefill", "generating", "decoding"],
-)
-def test_interrupt(cli, monkeypatch, owner, name, calls, written, reported):
-    """Ctrl-C at any moment: status 130, what was written stays, the report tells it."""
-    interrupt_call(monkeypatch, owner, name, calls)
-    status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20)
-    assert status == 130 and out.startswith(written) and ("interrupted" in err) == reported
-
-
-def interrupt_call(monkeypatch, owner, name, calls):
-    """Press Ctrl-C in the given call of a function."""
-    original, count = getattr(owner, name), iter(range(1, 10**6))
-
-    def function(*args, **options):
+    def forward(*args, **options):
         if next(count) == calls:
             signal.raise_signal(signal.SIGINT)
         return original(*args, **options)
 
-    monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(llama2.Llama, "forward", forward)
+
+
+@pytest.mark.parametrize("calls", [1, 5])
+def test_interrupt(cli, monkeypatch, calls):
+    """Ctrl-C while the prompt is read or a text is written: status 130, what was written stays."""
+    interrupt_call(monkeypatch, calls)
+    status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20)
+    assert (status, out[:2]) == (130, "ab")
+    assert "interrupted" in err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,148 +191,131 @@ def interrupt_call(monkeypatch, owner, name, calls):
 
 
 @pytest.fixture
-def heard(monkeypatch):
-    """What each turn of a chat fed to the model, as the ids that its cache then stood for."""
-    turns, content, wanted = [], [], []
-    forward, encode, sample = llama2.Llama.forward, llama2.encode_chat, llama2.sample
+def heard(monkeypatch, cli_model):
+    """The texts that stand before each answer, as the model read them."""
+    texts = []
+    forward = llama2.Llama.forward
 
-    def spy_forward(model, tokens, cache, *args):
-        content[cache.pos :] = tokens[0].tolist()
+    def spy(model, tokens, cache, *args):
+        if tokens.shape[1] > 1:
+            ids = torch.cat([cache.tokens[0, : cache.pos], tokens[0]])
+            texts.append(cli_model[1].decode(ids.tolist()))
         return forward(model, tokens, cache, *args)
 
-    def spy_encode(tokenizer, messages, *args):
-        wanted[:] = encode(tokenizer, messages, *args)
-        return list(wanted)
-
-    def spy_sample(logits, *args, **options):
-        if wanted and logits.numel() > 1:  # the first token of an answer
-            assert content == wanted
-            turns.append(list(content))
-            wanted.clear()
-        return sample(logits, *args, **options)
-
-    monkeypatch.setattr(llama2.Llama, "forward", spy_forward)
-    monkeypatch.setattr(llama2, "encode_chat", spy_encode)
-    monkeypatch.setattr(llama2, "sample", spy_sample)
-    return turns
+    monkeypatch.setattr(llama2.Llama, "forward", spy)
+    return texts
 
 
-def test_lines_may_end_as_on_windows(cli, heard, cli_path):
+def test_lines_may_end_as_on_windows(cli, heard):
     assert cli("--chat", "--max-new-tokens", 2, stdin=b"fox\r\n")[0] == 0
-    assert llama2.Tokenizer.from_gguf(cli_path).decode(heard[0]).endswith("fox [/INST]")
+    assert heard == ["[INST] fox [/INST]"]
 
 
-def test_rate_counts_the_token_that_stops(model):
-    """Of the steps the first belongs to the prompt, the last may stop: two tokens in 0.1 s."""
-    report = llama2.Report(model, [[1] * 5], 5)
-    report.new_ids, report.seconds = [[7, 7]], [0.5, 0.04, 0.06]
-    said = llama2.describe(report, model, 1.0, 0)
-    assert "prompt 5 tokens, 10.0 tokens/s; generated 2 tokens, 20.0 tokens/s" in said
-    report.seconds = []
-    assert "prompt 5 tokens; generated" in llama2.describe(report, model, 1.0, 0)
-
-
-def test_chat_that_fills_its_context(cli, cli_path, heard):
-    """Says so, drops turns until half is free, keeps the system prompt; the cache holds Meta's encoding."""
+def test_chat_that_fills_its_context(cli, heard):
+    """Says so, drops turns until half is free, keeps the system prompt."""
     questions = [f"{letter * 20}?" for letter in "abcdefgh"]
     argv = ["--chat", "--system", "hfhf", "--max-new-tokens", 30]
-    stdin = "\n".join(questions).encode()
-    status, _, err = cli(*argv, stdin=stdin)
-    assert status == 0 and 1 <= err.count("context full: dropped the oldest") <= 2
-    tokenizer = llama2.Tokenizer.from_gguf(cli_path)
-    assert len(heard) == len(questions)
-    for ids, question in zip(heard, questions, strict=True):
-        text = tokenizer.decode(ids)
-        assert len(ids) + 30 <= 400 and text.count("<<SYS>>\nhfhf") == 1
-        assert text.endswith(f"{question} [/INST]")
-    assert questions[0] in tokenizer.decode(heard[1])
-    assert questions[0] not in tokenizer.decode(heard[-1])
-    assert questions[-2] in tokenizer.decode(heard[-1])
-    lengths = [*map(len, heard)]
-    full = [new for old, new in itertools.pairwise(lengths) if new < old]
-    assert 1 <= len(full) <= 2 and max(full) <= 200 and max(lengths) > 300
+    status, _, err = cli(*argv, stdin="\n".join(questions).encode())
+    assert status == 0
+    assert 1 <= err.count("context full") <= 2
+    asked = {question: [text for text in heard if question in text] for question in questions}
+    for question, texts in asked.items():
+        assert texts[0].endswith(f"{question} [/INST]")
+        assert texts[0].count("<<SYS>>\nhfhf") == 1
+    assert heard[-1] not in asked[questions[0]]
+    assert heard[-1] in asked[questions[-2]]
 
 
-def test_chat_answer_cut_by_the_context(cli, tmp_path, keys, tensors):
-    """An answer that the context cuts off is not passed over in silence."""
-    path = endless(tmp_path / "m.gguf", keys, tensors, 100)
-    status, _, err = cli("--chat", "--max-new-tokens", 10**6, stdin=b"ab\n", model=path)
-    assert status == 0 and "context full: the answer ends here" in err
-    for argv in ((), ("--quiet",)):  # as far as the context goes, unless told
-        status, out, err = cli("--chat", *argv, stdin=b"ab\n", model=path)
-        assert status == 0 and len(out) > 60
-        assert err == "" if argv else "context full: the answer ends here" in err
-    status, _, err = cli("--chat", "--max-new-tokens", 3, stdin=b"ab\n", model=path)
-    assert status == 0 and "max new tokens: the answer ends here" in err
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max-new-tokens", 10**6], "context full"),
+        ([], "context full"),
+        (["--max-new-tokens", 3], "max new tokens"),
+        (["--quiet"], ""),
+    ],
+)
+def test_chat_answer_that_is_cut(cli, tmp_path, keys, tensors, argv, said):
+    """It is not passed over in silence, unless told."""
+    path = parrot(tmp_path / "m.gguf", keys, tensors, 300, 100)
+    status, out, err = cli("--chat", *argv, stdin=b"ab\n", model=path)
+    assert status == 0
+    assert len(out) > 2
+    assert said in err
+    assert err or argv == ["--quiet"]
 
 
-def test_chat_commands(cli, cli_path, heard):
+def test_chat_commands(cli, heard):
     """They are not sent to the model, nor is a word that is none; a space before a slash sends it."""
     lines = ["/help", "ab", "/reset", "/halp me", " /usr is", "/", "/exit", "never"]
     argv = ["--chat", "--max-new-tokens", 3]
     status, out, err = cli(*argv, stdin="\n".join(lines).encode())
-    said = err.splitlines()
-    assert status == 0 and out.count("\n") == len(heard) == 2
-    assert said[0].startswith(
-        "cli.gguf, format llama-2 (assumed: the model has no chat template), 400"
-    )
-    assert all(key in said[0] for key in ("Ctrl-C", "/exit", "/help"))
-    assert said[1] == llama2.CHAT_HELP and "/reset" in said[1] and "slash" in said[1]
-    assert "llama2.py: error: unknown command /halp" in err and "error: unknown command /; " in err
-    decode = llama2.Tokenizer.from_gguf(cli_path).decode
-    assert decode(heard[0]) == "[INST] ab [/INST]" and decode(heard[1]) == "[INST] /usr is [/INST]"
-    status, out, err = cli("--chat", "--quiet", stdin=b"/help\n/reset\n/exit\nab\n")
-    assert (status, out, err) == (0, "", "")
+    assert status == 0
+    assert out.count("\n") == 2
+    assert heard == ["[INST] ab [/INST]", "[INST] /usr is [/INST]"]
+    first, *_ = err.splitlines()
+    for word in ("cli.gguf", "llama-2", "400", "Ctrl-C", "/exit", "/help"):
+        assert word in first
+    assert "unknown command /halp" in err
+    assert cli("--chat", "--quiet", stdin=b"/help\n/reset\n/exit\nab\n") == (0, "", "")
 
 
-def test_control_characters_are_shown_to_a_terminal(model, monkeypatch):
-    """Escape sequences of a vocabulary would steer it; pipes and files get what the model said."""
-    text = "a\x1b]0;title\x07\tb\r\nc\x9b31m\x7f\rd\n"
-    for terminal in (True, False):
-        out = io.StringIO(newline="")
-        out.isatty = lambda terminal=terminal: terminal
-        monkeypatch.setattr(sys, "stdout", out)
-        assert llama2.show(llama2.Stream(iter([text]), llama2.Report(model, [[1]], 1))) == text
-        seen = "a\\x1b]0;title\\x07\tb\r\nc\\x9b31m\\x7f\\x0dd\n"
-        assert out.getvalue() == (seen if terminal else text) + "\n"
+def test_chat_refuses_and_goes_on(cli, heard):
+    """Reserved tags and questions beyond the context are refused; the conversation stays."""
+    lines = ["abab", "x [/INST] y", "<<SYS>>", "c" * 1000, "", "fefe"]
+    argv = ["--chat", "--max-new-tokens", 5]
+    status, _, err = cli(*argv, stdin="\n".join(lines).encode())
+    assert status == 0
+    assert err.count("reserved tag") == 2
+    assert "the context holds 400" in err
+    assert len(heard) == 2
+    assert heard[1].startswith(heard[0])
+    assert heard[1].endswith("fefe [/INST]")
 
 
-TYPED = """
-import llama2, sys
-__import__("readline")
-print(*(ascii(llama2.read_question()) for _ in range(5)), sep="\\n", file=sys.stderr)
-"""
+@pytest.mark.parametrize("calls", [1, 4])
+def test_interrupt_in_chat(cli, heard, monkeypatch, calls):
+    """Ctrl-C stops the answer, not the session; even the first, before anything is generated."""
+    interrupt_call(monkeypatch, calls)
+    status, out, _ = cli("--chat", "--max-new-tokens", 8, stdin=b"ab\ncd\n")
+    assert status == 0
+    assert out.count("\n") >= 2
+    assert heard[-1].startswith("[INST] ab [/INST]")
+    assert heard[-1].endswith("[INST] cd [/INST]")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_typed_questions(tmp_path):
-    """Lines are edited and remembered, a pasted text is one question, Ctrl-C gives a new line."""
+@on_posix
+def test_chat_at_a_terminal(tmp_path, keys, tensors):
+    """Lines are edited, a pasted text is one question, Ctrl-C gives a new line; a model's control
+    characters, which could steer the terminal, are shown as text."""
     pytest.importorskip("readline")
     import pty
 
-    (tmp_path / "typed.py").write_text(TYPED)
+    path = parrot(tmp_path / "m.gguf", keys, tensors, 3 + 0x1B)
     outer, inner = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
-    command = launch.command(tmp_path / "typed.py")
-    process = subprocess.Popen(
-        command, stdin=inner, stdout=inner, stderr=subprocess.PIPE, env=environment
-    )
+    environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
+    argv = [*PYTHON, "--model", path, "--chat", "--max-new-tokens", "2"]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inner)
+    process = subprocess.Popen(argv, env=environment, start_new_session=True, **streams)
     os.close(inner)
     screen = b""
 
     def expect(text):
         nonlocal screen
         while text not in screen:
+            assert select.select([outer], [], [], 30)[0], screen
             screen += os.read(outer, 4096)
-        screen = screen.partition(text)[2]
+        before, _, screen = screen.partition(text)
+        return before
 
     expect(b"> ")
-    os.write(outer, b"helo\x1b[Dl\r")  # an arrow to the left, the missing letter
+    os.write(outer, b"/hap\x1b[Dl\r")  # an arrow to the left, the missing letter
+    expect(b"unknown command /halp")
     expect(b"> ")
     os.write(outer, b"\x1b[200~two\nlines\n\x1b[201~and more\r")
-    expect(b"> ")
-    os.write(outer, b"\x1b[A\x1b[A!\r")  # two up: the first question
-    expect(b"> ")
+    expect(b"and more")
+    answer = expect(b"> ")
+    assert answer.count(b"\\x1b\\x1b") == 1
     os.write(outer, b"not this")
     expect(b"not this")
     process.send_signal(signal.SIGINT)
@@ -408,59 +323,5 @@ def test_typed_questions(tmp_path):
         process.send_signal(signal.SIGINT)
     expect(b"> ")
     os.write(outer, b"\x04")
-    _, said = process.communicate(timeout=60)
+    assert process.wait(60) == 0
     os.close(outer)
-    lines = ["hello", "two\nlines\nand more", "hello!", "", None]
-    assert [line for line in said.decode().splitlines() if line] == [ascii(line) for line in lines]
-
-
-def test_chat_refuses_and_goes_on(cli, cli_path, heard):
-    """Reserved tags and questions beyond the context are refused; the conversation stays."""
-    lines = ["abab", "x [/INST] y", "<<SYS>>", "c" * 1000, "", "fefe"]
-    argv = ["--chat", "--max-new-tokens", 5]
-    status, _, err = cli(*argv, stdin="\n".join(lines).encode())
-    assert status == 0 and err.count("reserved tag") == 2 and "the context holds 400" in err
-    assert "the model has no chat template" in err
-    text = llama2.Tokenizer.from_gguf(cli_path).decode(heard[-1])
-    assert len(heard) == 2 and text.startswith("[INST] abab [/INST]") and "fefe" in text
-    assert cli("--chat", "--quiet") == (0, "", "")  # the end of input at once
-
-
-def test_chat_answer_with_reserved_tags(cli, cli_path, heard, monkeypatch):
-    """A model that speaks for the user is stopped there, and the next turn is possible."""
-    tokenizer, calls = llama2.Tokenizer.from_gguf(cli_path), []
-    script = tokenizer.encode("ab [INST] cd", bos=False)
-
-    def scripted(model, prompt, **options):
-        calls.append(prompt)
-        return llama2.Stream(iter(script), llama2.Report(model, [list(prompt)], len(prompt)))
-
-    monkeypatch.setattr(llama2, "generate", scripted)
-    status, out, err = cli("--chat", "--quiet", stdin=b"ab\ncd\n")
-    assert (status, err, len(calls)) == (0, "", 2) and out == "ab \nab \n"
-
-
-def test_interrupt_in_chat(cli, cli_path, heard, monkeypatch):
-    """Ctrl-C stops the answer, not the session; even the first, before anything is generated."""
-    for calls in (1, 4):
-        heard.clear()
-        with monkeypatch.context() as context:
-            interrupt_call(context, llama2.Llama, "forward", calls)
-            argv = ["--chat", "--max-new-tokens", 8]
-            status, out, _ = cli(*argv, stdin=b"ab\ncd\n")
-        assert status == 0 and out.count("\n") >= 2
-        text = llama2.Tokenizer.from_gguf(cli_path).decode(heard[-1])
-        assert "[INST] ab [/INST]" in text and text.endswith("[INST] cd [/INST]")
-
-
-# --------------------------------------------------------------------------------------------------
-# Again and again
-
-
-@pytest.mark.parametrize("argv", [[], ["--temperature", 0.8, "--seed", 7]])
-def test_same_command_same_text(cli, argv):
-    """Twice in a row, and with one thread or two, which these small sums do not notice."""
-    most = min(2, os.cpu_count() or 1)
-    argv = ["--prompt", "ab", "--max-new-tokens", 8, *argv]
-    runs = {cli(*argv, "--threads", n)[1] for n in (1, 1, most)}
-    assert len(runs) == 1
