@@ -121,14 +121,13 @@ def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
         if step % max(1, steps // 10) == 0:
             with torch.no_grad():
                 loss = torch.stack([loss_of(model, p) for p in pieces[last::LENGTH][:8]]).mean()
-        bar = "#" * (30 * step // steps)
-        text = f"\r[{bar:30}] {step} of {steps} steps, loss on held-out text {loss:.3f}"
-        print(text, end="", file=sys.stderr, flush=True)
-        for i in torch.randint(last - LENGTH, (BATCH,)).tolist():
-            (loss_of(model, pieces[i]) / BATCH).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print(file=sys.stderr)
+        text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, held-out loss {loss:.3f}"
+        print(f"\r[{text}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+        if step < steps:
+            for i in torch.randint(last - LENGTH, (BATCH,)).tolist():
+                (loss_of(model, pieces[i]) / BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":

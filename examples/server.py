@@ -184,7 +184,7 @@ def take_schema(body: dict, session: Session) -> dict | None:
 def check_messages(messages: Any) -> None:
     """Refuse what a message must not have; a developer becomes the system. ValueError."""
     if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise ValueError("expected a list of messages with role and content")  # noqa: TRY004
+        raise ValueError("expected a list of messages with role and content")
     for message in messages:
         for key, value in message.items():
             if value and key not in ("role", "content"):
