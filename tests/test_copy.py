@@ -197,6 +197,8 @@ def test_state_dicts_of_transformers():
 def test_a_model_becomes_a_gguf_file(small, tmp_path, kind, compile):
     model, tokenizer = llama2.load(small, compile=compile)
     llama2.save_gguf(model, tmp_path / "out.gguf", kind, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="overwrite"):  # an existing file is not replaced silently
+        llama2.save_gguf(model, tmp_path / "out.gguf", kind, tokenizer=tokenizer)
     again, same = llama2.load(tmp_path / "out.gguf")
     assert same.encode("a fox") == tokenizer.encode("a fox")
     tolerance = 0.02 if kind == "Q8_0" else 1e-4

@@ -273,11 +273,14 @@ def mutation(seed, parts):
     return bytes(data)
 
 
-def test_valid_models_run(parts, directories, tmp_path):
+def test_the_valid_file_runs(parts, tmp_path):
     """What all changes start from."""
     assert outcome(written(tmp_path / "again.gguf", *parts)) == "runs"
-    for form in FORMS:
-        assert outcome(unpacked(directories[form], tmp_path / form)) == "runs"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_valid_directories_run(directories, tmp_path, form):
+    assert outcome(unpacked(directories[form], tmp_path / "model")) == "runs"
 
 
 @pytest.mark.parametrize("start", range(0, 240, 40))
@@ -327,13 +330,13 @@ def changed_file(rng, name, data):
     return bytes(data)
 
 
-@pytest.mark.parametrize("start", range(0, 160, 40))
-def test_directories_changed_by_chance(directories, tmp_path, start):
+@pytest.mark.parametrize("form", FORMS)
+def test_directories_changed_by_chance(directories, tmp_path, form):
     """Settings, index, weights and vocabulary of each form."""
     said = []
-    for seed in range(start, start + 40):
-        rng = random.Random(seed)
-        files = dict(directories[rng.choice(FORMS)])
+    for seed in range(40):
+        rng = random.Random(f"{form} {seed}")
+        files = dict(directories[form])
         name = rng.choice(list(files))
         files[name] = changed_file(rng, name, files[name])
         said.append(outcome(unpacked(files, tmp_path / f"{seed}")))
@@ -653,14 +656,19 @@ def test_headers_that_are_none(directories, tmp_path, text):
 
 ODD_VALUES = ["NaN", "1e999", "1" + "0" * 400, "1" * 5000, "[" * 900 + "]" * 900, "[" * 50000]
 ODD_VALUES += ["true", '"\\ud800"', '{"a": {"a": 1}}', "-1", "0", "0.5", "[]", "null"]
-JSON_FILES = ["hf/config.json", "hf/tokenizer_config.json", "hf/generation_config.json"]
-JSON_FILES += ["hf/added_tokens.json", "hf index/model.safetensors.index.json", "meta/params.json"]
+JSON_FILES = [
+    ("hf", "config.json"),
+    ("hf", "tokenizer_config.json"),
+    ("hf", "generation_config.json"),
+    ("hf", "added_tokens.json"),
+    ("hf index", "model.safetensors.index.json"),
+    ("meta", "params.json"),
+]
 
 
-@pytest.mark.parametrize("file", JSON_FILES)
-def test_odd_values_in_json(directories, tmp_path, file):
+@pytest.mark.parametrize(("form", "name"), JSON_FILES)
+def test_odd_values_in_json(directories, tmp_path, form, name):
     """Any value under any key: an error that names the file, or a model."""
-    form, name = file.split("/")
     path = unpacked(directories[form], tmp_path / "model")
     default = b'{"eos_token_id": 2, "chat_template": "", "add_bos_token": true, "x": 3}'
     content = json.loads(directories[form].get(name, default))
@@ -732,7 +740,7 @@ def test_a_file_may_be_saved_to_itself(parts, tmp_path):
     assert listing(tmp_path) == ["a.gguf"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(28, "disk full")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
 def test_what_ends_early_leaves_nothing(parts, tmp_path, monkeypatch, error):
     """The target stays as it was."""
     path = written(tmp_path / "a.gguf", *parts)
