@@ -423,6 +423,7 @@ def test_bfloat16_is_near_float32(model):
 def test_autograd_reaches_every_parameter_and_training_lowers_the_loss(tied):
     torch.manual_seed(0)
     model = llama2.Llama(llama2.Config(**SHAPE | {"tie_word_embeddings": tied}))
+    assert model.embed_tokens.weight.std().item() == pytest.approx(64**-0.5 / 3**0.5, rel=0.1)
     losses = []
     for _ in range(8):
         logits = model(TOKENS[:, :-1])
@@ -520,7 +521,7 @@ def test_every_type_gives_the_logits_of_dequantised_weights(
 ):
     """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind])
-    monkeypatch.setattr(llama2, "CHUNK", 2**14)  # several chunks in each matrix
+    monkeypatch.setattr(llama2, "CHUNK", 2**16)  # several chunks in each matrix
     loaded, _ = llama2.load(path, compile=False)
     assert_layers_equal(loaded, weights, (2, 1), (24,))
 
@@ -1049,7 +1050,7 @@ def test_tokenizer_from_gguf_equals_sentencepiece(vocabulary, tokenizer, rebuilt
     """Catches every default of the model file that has to be written: prefix, spaces, type, bytes."""
     _, sp = vocabulary
     assert (rebuilt.bos_id, rebuilt.eos_id, rebuilt.vocab_size) == (1, 2, 320)
-    for text in ["", *TALE.splitlines(), *random_texts(1000)]:
+    for text in ["", *TALE.splitlines(), *random_texts(500)]:
         wanted = sp.encode(text)
         assert rebuilt.encode(text, bos=False) == wanted
         assert tokenizer.encode(text, bos=False) == wanted

@@ -331,7 +331,7 @@ def test_the_command_line_says_what_it_wrote(small, tmp_path, cli):
 @pytest.mark.parametrize("kind", [None, "F16", "Q8_0"])
 def test_llama_cpp_writes_the_same_text(tmp_path, kind):
     """Greedy; it reads the bundled model and what is saved of it."""
-    llama_cpp = pytest.importorskip("llama_cpp")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not here")
     path = BUNDLED
     if kind:
         path = tmp_path / "saved.gguf"

@@ -32,6 +32,14 @@ QUESTIONS += [
 ]
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    """A model that is large enough for them."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def exact():
     """Model and tokenizer in float32."""
@@ -62,7 +70,7 @@ def their_tokenizer(path):
     return found
 
 
-def ask(loaded, question, n=16, **options):
+def ask(loaded, question, n=12, **options):
     """The ids of a greedy answer."""
     model, tokenizer = loaded
     ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": question}])

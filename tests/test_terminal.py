@@ -126,7 +126,6 @@ SHELL = {  # -> exit status, a part of stdout, lines on stderr
     "head": (f"{RUN} | head -c 2", 0, b"ab", None),
     "full": (f"{RUN} > /dev/full", 2, b"", 1),
     "closed": (f"{RUN} <&- >&- 2>&-", 0, b"", 0),
-    "help": (f"{RUN} --help > /dev/full", 0, b"", 0),
     "C locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {RUN}", 0, rb"ab \xe9", 1),
 }
 
