@@ -417,7 +417,6 @@ class Llama(nn.Module):
             found = f"{tuple(tokens.shape)} {tokens.dtype}"
             raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
         T = tokens.shape[1]
-        mask: Tensor | None
         if cache is not None:
             cache.check(self.config, tokens)
             cos, sin = cache.rope(T)
@@ -3213,11 +3212,12 @@ class NativeLinear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        if torch.compiler.is_compiling() or x.dtype not in DENSE_NAMES or not kernels().library:
+        N, K = self.out_features, self.in_features
+        usable = x.dtype in DENSE_NAMES and K % 32 == 0 and kernels().library
+        if torch.compiler.is_compiling() or not usable or not self.address(N, K):
             return super().forward(x)
         x32 = x.float().contiguous()
-        N, K = self.out_features, self.in_features
-        if not address(x32, torch.float32, (*x.shape[:-1], K)) or not self.address(N, K) or K % 32:
+        if not address(x32, torch.float32, (*x.shape[:-1], K)):
             return super().forward(x)
         return NativeProduct.apply(x32, self.blocks, self).to(x.dtype)
 
@@ -3230,13 +3230,23 @@ def native_parts(block: nn.Module) -> list[Any]:
     if type(block) is not Block:
         return []
     # Attributes of modules take 0.6 us each, 33 a Block: 2 % of a token.
-    own = block._modules
-    parts: list[Any] = [own["self_attn"], own["mlp"]]
-    parts += [own["input_layernorm"], own["post_attention_layernorm"]]
-    if type(parts[0]) is CausalSelfAttention and type(parts[1]) is MLP:
-        attention, mlp = parts[0]._modules, parts[1]._modules
-        parts += [attention["q_proj"], attention["k_proj"], attention["v_proj"]]
-        parts += [attention["o_proj"], mlp["gate_proj"], mlp["up_proj"], mlp["down_proj"]]
+    own: Any = block._modules
+    attention, mlp = own["self_attn"], own["mlp"]
+    if type(attention) is not CausalSelfAttention or type(mlp) is not MLP:
+        return []
+    parts = [
+        attention,
+        mlp,
+        own["input_layernorm"],
+        own["post_attention_layernorm"],
+        attention._modules["q_proj"],
+        attention._modules["k_proj"],
+        attention._modules["v_proj"],
+        attention._modules["o_proj"],
+        mlp._modules["gate_proj"],
+        mlp._modules["up_proj"],
+        mlp._modules["down_proj"],
+    ]
     if [*map(type, parts)] != PARTS:
         return []
     for part in (block, *parts):
@@ -3276,6 +3286,19 @@ class NativeLlama(Llama):
             return b""
         return struct.pack(f"{len(numbers)}q", *numbers)
 
+    def pack_sizes(self, B: int, T: int, cache: Cache) -> bytes:
+        """struct Sizes of kernels/cpu.cpp; empty if these are none that it can handle."""
+        config = self.config
+        C, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
+        if C % 32 or inner % 32 or D % 16:
+            return b""
+        pos = cache.slots(T).start
+        half = cache.k.dtype == torch.float16
+        fast = not self.get_submodule("layers.0.self_attn.q_proj").exact
+        kv_size = config.num_key_value_heads * D
+        sizes = (C, kv_size, D, inner, B, T, pos, cache.max_seq_len, half, fast)
+        return struct.pack("10qd", *sizes, config.rms_norm_eps)
+
     def run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
         """As Llama's, by the kernels where they apply."""
         cos, sin, _, cache = inputs
@@ -3283,29 +3306,24 @@ class NativeLlama(Llama):
         if plain or type(cache) is not Cache:
             return super().run_layers(x, *inputs)
         config = self.config
-        C, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
-        L, G = config.num_hidden_layers, config.num_key_value_heads
-        B, T, S = len(x), x.shape[1], cache.max_seq_len
-        half = cache.k.dtype == torch.float16
-        stored = torch.float16 if half else torch.float32
+        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        B, T, _ = x.shape
         y = x.clone()
+        stored = torch.float16 if cache.k.dtype == torch.float16 else torch.float32
         addresses = [
-            address(y, torch.float32, (B, T, C)),
+            address(y, torch.float32, (B, T, config.hidden_size)),
             address(cos, torch.float32, (T, D // 2)),
             address(sin, torch.float32, (T, D // 2)),
-            address(cache.k, stored, (L, B, G, S, D)),
-            address(cache.v, stored, (L, B, G, S, D)),
+            address(cache.k, stored, (L, B, G, cache.max_seq_len, D)),
+            address(cache.v, stored, (L, B, G, cache.max_seq_len, D)),
         ]
-        packed = b"" if C % 32 or inner % 32 or D % 16 or not all(addresses) else self.pack()
-        if not packed:
+        layers = self.pack() if all(addresses) else b""
+        sizes = self.pack_sizes(B, T, cache) if layers else b""
+        if not sizes:
             return super().run_layers(x, *inputs)
-        pos = cache.slots(T).start
-        exact = self.get_submodule("layers.0.self_attn.q_proj").exact
-        sizes = (C, G * D, D, inner, B, T, pos, S, half, not exact)
-        sizes_and_eps = struct.pack("10qd", *sizes, config.rms_norm_eps)
         step = L if B * T <= 64 else 1  # Ctrl-C ends a long prompt between two calls
         for first in range(0, L, step):
-            kernels().library.run_layers(packed, first, step, sizes_and_eps, *addresses)
+            kernels().library.run_layers(layers, first, step, sizes, *addresses)
         return y
 
 
@@ -3363,7 +3381,12 @@ class CompiledBlock(Block):
     """Block whose steps of one token are compiled."""
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: Any,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         is_step = x.shape[1] == 1 and type(cache) in (Cache, PaddedCache)
@@ -3483,8 +3506,9 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
         if name.endswith(("o_proj", "down_proj")):
             module.register_forward_hook(add)
     model.register_forward_hook(share)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.norm.weight.device)
-    for module, x in ((model.embed_tokens, token), (model.lm_head, model.norm.weight[None])):
+    weight = model.norm.weight
+    token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+    for module, x in ((model.embed_tokens, token), (model.lm_head, weight[None])):
         widths = ranks.gather(module(x).shape[-1])
         start = sum(widths[: ranks.rank])
         module.register_forward_hook(partial(concatenate, start, sum(widths)))
@@ -3528,20 +3552,24 @@ class Drafts:
         """texts (B, n) -> logits (B, V) after the last ids; the cache then holds them."""
         n = texts.shape[1]
         held = cache.common_prefix(texts)
-        row = n - 1 - (len(self.read) - len(self.logits))
-        if held == n and row >= 0 and torch.equal(self.read[:n], texts[0]):
-            self.accepted += row > 0
-            return self.logits[row, None]
-        alike = type(self.model) is NativeLlama and type(self.model.lm_head) is NativeLinear
-        alike = alike and type(cache) is Cache
-        if len(texts) > 1 or held < n - 1 or not alike:
+        first = len(self.read) - len(self.logits)  # the place of the first row of logits
+        if held == n and first < n and torch.equal(self.read[:n], texts[0]):
+            self.accepted += first < n - 1
+            return self.logits[n - 1 - first, None]
+        if held < n - 1 or len(texts) > 1 or not self.may_guess(cache):
             return read_texts(self.model, texts, cache)
         room = min(self.most, cache.max_seq_len - n, kernels().few_rows - 1)
         guess = prompt_lookup(texts[0], room)
         self.read = torch.cat((texts[0], guess))
         cache.truncate(n - 1)
-        self.logits = self.model(self.read[None, n - 1 :], cache, all_positions=True)[0]
+        tokens = self.read[None, n - 1 :]
+        self.logits = self.model(tokens, cache, all_positions=True)[0]
         return self.logits[:1]
+
+    def may_guess(self, cache: Cache) -> bool:
+        """Whether several rows have the bits that each has alone."""
+        kinds = (type(self.model), type(self.model.lm_head), type(cache))
+        return kinds == (NativeLlama, NativeLinear, Cache)
 
 
 # ==================================================================================================
