@@ -2922,19 +2922,17 @@ def generate_batch(
     ValueError for what is out of range.
     """
     config = model.config
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling is a {type(sampling).__name__}; expected a Sampling")  # noqa: TRY004
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+    if not isinstance(sampling, Sampling) or max_new_tokens < 0:
+        found = f"{sampling!r:.60} and max_new_tokens {max_new_tokens!r}"
+        raise ValueError(f"{found}; expected a Sampling and 0 or more")
     context = config.max_position_embeddings if cache is None else cache.max_seq_len
     texts = [check_ids(prompt, config, context) for prompt in prompts]
     if not texts or (len(texts) > 1 and cache is not None):
         raise ValueError(f"{len(texts)} prompts; expected one or more, beside a cache just one")
     ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
-    V = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
+    V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
     limits = Limits(max_new_tokens, context, ends, V)
-    seed = torch.Generator().seed() if sampling.seed is None else sampling.seed  # a random one
-    rows = [Row(ids, torch.Generator().manual_seed(seed + i)) for i, ids in enumerate(texts)]
+    rows = [Row(ids, generator) for ids, generator in zip(texts, row_generators(sampling.seed))]
     report = Report(rows, sum(map(len, texts)))
     if cache is None:
         cache = new_cache(model, texts, limits)
@@ -2945,6 +2943,14 @@ def generate_batch(
         row.stop_if_full(limits)
     step = step or partial(read_texts, model)
     return Stream(continue_rows(model, report, cache, step, sampling, limits), report)
+
+
+def row_generators(seed: int | None) -> Iterator[torch.Generator]:
+    """A generator for each row: its seed is the row's number more than the first one's."""
+    first = torch.Generator().seed() if seed is None else seed  # a random one
+    while True:
+        yield torch.Generator().manual_seed(first)
+        first += 1
 
 
 def new_cache(model: Llama, texts: list[list[int]], limits: Limits) -> Cache:
@@ -3306,17 +3312,16 @@ class NativeLlama(Llama):
             return super().run_layers(x, *inputs)
         exact = self.get_submodule("layers.0.self_attn.q_proj").exact
         sizes = (C, G * D, D, inner, B, T, cache.slots(T).start, S, half, not exact)
-        self.call_kernels(
-            packed, struct.pack("10qd", *sizes, config.rms_norm_eps), addresses, B * T
-        )
+        self.call_kernels(packed, sizes, addresses, B * T)
         return y
 
-    def call_kernels(self, packed: bytes, sizes: bytes, addresses: list[int], rows: int) -> None:
+    def call_kernels(self, packed: bytes, sizes: tuple, addresses: list[int], rows: int) -> None:
         """Run all layers in one call; for a long prompt in one each, so that Ctrl-C can end it."""
         L = len(self.layers)
+        sizes_and_eps = struct.pack("10qd", *sizes, self.config.rms_norm_eps)
         step = L if rows <= 64 else 1
         for first in range(0, L, step):
-            kernels().library.run_layers(packed, first, step, sizes, *addresses)
+            kernels().library.run_layers(packed, first, step, sizes_and_eps, *addresses)
 
 
 # --------------------------------------------------------------------------------------------------
