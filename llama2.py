@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0", "numpy>=1.26", "sentencepiece>=0.2.3", "gguf>=0.18.0", "tokenizers",
+# ]
+# ///
 """Llama 2 and 3 in one file of PyTorch: run it, read it beside the paper, copy the part you need.
 
     python llama2.py --prompt "Once upon a time"               # the small bundled model
@@ -32,14 +38,14 @@ arXiv:2002.05202), grouped-query attention (Ainslie et al. 2023, arXiv:2305.1324
 
 from __future__ import annotations
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
     "Block", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
     "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
     "Tokenizer", "StreamDecoder", "CHAT_FORMAT_NAMES", "recognise_chat_format", "chat_stops",
-    "encode_chat", "Sampling", "sample", "generate", "generate_batch", "stream_text", "score",
-    "main",
+    "encode_chat", "Sampling", "sample", "Report", "Stream", "read_texts", "generate",
+    "generate_batch", "stream_text", "score", "DEFAULT_MODEL", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle OpenMP threads sleep
@@ -2027,17 +2033,18 @@ def open_sentencepiece(model: bytes) -> Any:
     import sentencepiece
 
     sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
+    sp = sentencepiece.SentencePieceProcessor()
     try:
-        return sentencepiece.SentencePieceProcessor(model_proto=model)
+        sp.LoadFromSerializedProto(model)
     except RuntimeError as error:
         advice = "for Meta's Llama 3, use a GGUF file or a Hugging Face directory"
         raise ValueError(f"not a SentencePiece model ({advice}): {error}") from error
+    return sp
 
 
 def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
     """tokenizer.model and the tokens that the files beside it add, as keys. ValueError."""
     sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
-    ids = [*range(sp.vocab_size())]
     fields = [*read_fields(sp.serialized_model_proto())]
     specs = dict(fields)
     trainer = dict(read_fields(specs[TRAINER_SPEC]))
@@ -2046,29 +2053,33 @@ def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
         raise ValueError("its model_type is not BPE, or it puts spaces behind words")
     if normalizer.get(PRECOMPILED_CHARSMAP) or not normalizer.get(ESCAPE_WHITESPACES, True):
         raise ValueError("its normalizer changes characters, which Llama's does not")
-    pieces = dict(enumerate(sp.id_to_piece(ids)))
     messages = [dict(read_fields(value)) for number, value in fields if number == PIECES]
     types = {i: message.get(TYPE, NORMAL) for i, message in enumerate(messages)}
+    pieces = {i: sp.id_to_piece(i) for i in types}
+    scores = [sp.get_score(i) for i in types]
     keys = with_added_tokens(pieces, types, read_added_tokens(path.parent), config.vocab_size)
     return keys | {
         "model": "llama",
-        "scores": sp.get_score(ids) + [0.0] * (len(keys["tokens"]) - len(ids)),
+        "scores": scores + [0.0] * (len(keys["tokens"]) - len(scores)),
         "bos_token_id": sp.bos_id(),
         "eos_token_id": sp.eos_id(),
         "unknown_token_id": sp.unk_id(),
         "add_bos_token": True,
-        "add_space_prefix": bool(normalizer.get(ADD_DUMMY_PREFIX, 1)),
-        "remove_extra_whitespaces": bool(normalizer.get(REMOVE_EXTRA_WHITESPACES, 1)),
+        "add_space_prefix": bool(normalizer.get(ADD_DUMMY_PREFIX, True)),
+        "remove_extra_whitespaces": bool(normalizer.get(REMOVE_EXTRA_WHITESPACES, True)),
     }
 
 
 def read_added_tokens(folder: Path) -> list[dict[str, Any]]:
     """Tokens that a folder's files add to its tokenizer.model, as tokenizer.json has them."""
-    decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
-    if decoder:
-        return [{**token, "id": int(i)} for i, token in decoder.items()]
-    added = read_json(folder / "added_tokens.json")  # all that transformers wrote before 4.34
-    return [{"id": i, "content": text, "special": True} for text, i in added.items()]
+    settings = read_json(folder / "tokenizer_config.json")
+    tokens = []
+    for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
+        tokens.append({**token, "id": int(token_id)})
+    if not tokens:  # transformers before 4.34
+        for text, token_id in read_json(folder / "added_tokens.json").items():
+            tokens.append({"content": text, "id": token_id, "special": True})
+    return tokens
 
 
 def with_added_tokens(
@@ -2078,7 +2089,7 @@ def with_added_tokens(
     for token in added:
         i = token["id"]
         if i < rows:  # Llama 2's own directory names a padding token that its model has no row for
-            pieces[i] = token["content"]
+            pieces[i] = well_formed(token["content"])
             types[i] = CONTROL if token.get("special") else USER_DEFINED
     ids = range(max(pieces) + 1)
     if len(ids) > rows:
@@ -2140,7 +2151,7 @@ def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
             return keys | {"model": "gpt2", "pre": name, "merges": merges}
     keys["add_space_prefix"] = words.pop("prepend_scheme", "first") != "never"
     if (normalizer, words) in ESCAPES and model.get("byte_fallback"):
-        return keys | sentencepiece_keys(keys, merges)
+        return sentencepiece_keys(keys, merges)
     found = f"pre_tokenizer {str(words)[:150]}, normalizer {str(normalizer)[:80]}"
     raise ValueError(f"{found}; expected those of Llama 2, Llama 3 or SmolLM2")
 
@@ -2154,28 +2165,34 @@ def adds_bos(post_processor: Mapping[str, Any]) -> bool:
 
 
 def sentencepiece_keys(keys: Mapping[str, list], merges: list[str]) -> dict[str, Any]:
-    """Scores by which SentencePiece does these merges, as keys. ValueError if it would do others.
+    """The keys with scores by which SentencePiece does these merges, and with types of bytes.
 
-    It changes the types of bytes.
+    Raises ValueError if it would do others.
     """
     pieces = keys["tokens"]
-    types = keys["token_type"]
-    for i, piece in enumerate(pieces):
-        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
-            types[i] = BYTE
+    types = []
+    for piece, kind in zip(pieces, keys["token_type"]):
+        types.append(BYTE if re.fullmatch("<0x[0-9A-F]{2}>", piece) else kind)
     words = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
     if max(map(len, words)) > 512:
         raise ValueError("a piece of more than 512 characters")
-    splits = [(word[:i], word[i:]) for word in words for i in range(1, len(word))]
-    # SentencePiece merges any two pieces that make another.
-    pairs = {f"{left} {right}" for left, right in splits if left in words and right in words}
+    pairs = set()  # any two pieces that make another: SentencePiece merges them
+    for word in words:
+        for i in range(1, len(word)):
+            if word[:i] in words and word[i:] in words:
+                pairs.add(f"{word[:i]} {word[i:]}")
     if lost := pairs - {*merges}:
         raise ValueError(f"the merge {min(lost)!r} is missing")
     ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
     # Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
     scores = [ranks.get(piece, 0.0) if piece.strip("\u2581") else -1e9 for piece in pieces]
-    unknown = pieces.index("<unk>")
-    return {"model": "llama", "scores": scores, "unknown_token_id": unknown}
+    return {
+        **keys,
+        "model": "llama",
+        "token_type": types,
+        "scores": scores,
+        "unknown_token_id": pieces.index("<unk>"),
+    }
 
 
 class Tokenizer:
@@ -2184,7 +2201,7 @@ class Tokenizer:
     def __init__(self, keys: Mapping[str, Any], stop_ids: Iterable[int] = ()) -> None:
         """`keys`: those of a GGUF file. `stop_ids`: what ends a text besides EOS. ValueError."""
         self.keys = keys
-        self.get = partial(lookup, keys)
+        self.get = partial(lookup, keys)  # by name, type and default
         self.is_bpe = choose(keys, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
         self.read_pieces()
         for token_id in stop_ids:
@@ -2229,16 +2246,22 @@ class Tokenizer:
     def read_pieces(self) -> None:
         """The texts, types and scores of all pieces. Raises ValueError."""
         self.pieces: list[str] = self.get("tokenizer.ggml.tokens", list)
-        self.vocab_size = n = len(self.pieces)
-        self.types = [*self.get("tokenizer.ggml.token_type", list, [NORMAL] * n)]
+        self.vocab_size = len(self.pieces)
+        normal = [NORMAL] * self.vocab_size
+        unscored = [0.0] * self.vocab_size if self.is_bpe else None
+        self.types = [*self.get("tokenizer.ggml.token_type", list, normal)]
+        self.scores = self.get("tokenizer.ggml.scores", list, unscored)
+        self.check_column("tokens", self.pieces, str)
+        self.check_column("token_type", self.types, int)
+        self.check_column("scores", self.scores, float)
         if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
-            raise ValueError(
-                f"tokenizer.ggml.token_type has values that are not {NORMAL} to {BYTE}"
-            )
-        self.scores = self.get("tokenizer.ggml.scores", list, [0.0] * n if self.is_bpe else None)
-        if not len(self.types) == len(self.scores) == n:
-            found = f"{n} tokens, {len(self.types)} token_type, {len(self.scores)} scores"
-            raise ValueError(f"the lists of tokenizer.ggml are of different lengths: {found}")
+            raise ValueError(f"tokenizer.ggml.token_type is not {NORMAL} to {BYTE}")
+
+    def check_column(self, name: str, values: list, kind: type) -> None:
+        """Raises ValueError unless there is a value of that kind for each piece."""
+        if len(values) != self.vocab_size or not all(isinstance(v, kind) for v in values):
+            found = f"{len(values)} values for {self.vocab_size} tokens"
+            raise ValueError(f"tokenizer.ggml.{name} has {found}, each to be of {kind.__name__}")
 
     def check_id(self, token_id: int, name: str = "token id") -> int:
         """The id. Raises ValueError if no piece has it."""
@@ -2549,40 +2572,52 @@ def chat_stops(tokenizer: Tokenizer, chat_format: str | None = None) -> ChatStop
     """The tags of a chat format (None: of the tokenizer's own), as ids and as texts. ValueError."""
     row = find_chat_format(tokenizer, chat_format)
     ids = row.tag_ids(tokenizer)
-    control = [tag for tag, token_id in ids.items() if tokenizer.types[token_id] == CONTROL]
-    return ChatStops([*ids.values()], [tag for tag in row.tags if tag not in control])
+    texts = []
+    for tag in row.tags:
+        if tag not in ids or tokenizer.types[ids[tag]] != CONTROL:
+            texts.append(tag)
+    return ChatStops([*ids.values()], texts)
 
 
-def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[tuple[str, str]]:
-    """(role, text) pairs. ValueError for roles out of order, contents that are not text, tags."""
-    pairs = []
+class Turn(NamedTuple):
+    """A message of a chat."""
+
+    role: str
+    text: str
+
+
+def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[Turn]:
+    """The turns. ValueError for roles out of order, contents that are not text, tags in a text."""
+    turns = []
     for message in messages:
         try:
-            role, content = message["role"], message["content"]
+            content = message["content"]
             parts = [{"text": content}] if isinstance(content, str) else content  # OpenAI's parts
-            pairs.append((role, "\n".join(part["text"] for part in parts)))
+            text = "\n".join(part["text"] for part in parts)
+            turns.append(Turn(message["role"], text))
         except (LookupError, TypeError):  # the content is not quoted: it may be private
             raise ValueError("expected messages with a role, and text alone as content") from None
-    roles = [role for role, _ in pairs]
-    turns = roles[1:] if roles[:1] == ["system"] else roles
-    if turns != [*["user", "assistant"] * (len(turns) // 2), "user"]:
+    roles = [turn.role for turn in turns]
+    asked = roles[1:] if roles[:1] == ["system"] else roles
+    if asked != [*["user", "assistant"] * (len(asked) // 2), "user"]:
         order = "[system,] user, assistant, ..., user; join messages of one role in a row"
         raise ValueError(f"expected the roles {order}; found: {', '.join(map(str, roles))}")
-    for role, text in pairs:
+    for turn in turns:
         for tag in tags:
-            if tag in text:
-                raise ValueError(f"the {role} message contains the reserved tag {tag}")
-    return pairs
+            if tag in turn.text:
+                raise ValueError(f"the {turn.role} message contains the reserved tag {tag}")
+    return turns
 
 
-def place_system(row: ChatFormat, turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The (role, text) pairs with the system message where the format has it."""
-    if turns[0][0] != "system" and row.default_system is not None:
-        turns = [("system", row.default_system), *turns]
-    if turns[0][0] == "system" and row.system_in is not None:
-        (_, system), *turns = turns
-        _, question = turns[row.system_in]
-        turns[row.system_in] = ("user", row.system.replace("{}", system) + question)
+def place_system(row: ChatFormat, turns: list[Turn]) -> list[Turn]:
+    """The turns with the system message where the format has it."""
+    if turns[0].role != "system" and row.default_system is not None:
+        turns = [Turn("system", row.default_system), *turns]
+    if turns[0].role == "system" and row.system_in is not None:
+        system = row.system.replace("{}", turns[0].text)
+        turns = turns[1:]
+        question = turns[row.system_in].text
+        turns[row.system_in] = Turn("user", system + question)
     return turns
 
 
@@ -2595,14 +2630,16 @@ def encode_chat(
     """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
     `chat_format`: one of CHAT_FORMAT_NAMES (None: the tokenizer's own). `date_string`: the date in
-    Llama 3.1's system message (None: the template's own, the same every day). Raises ValueError for
+    Llama 3.1's system message (None: that of its template, the same every day). ValueError for
     roles out of order and for tags in a message, which could impersonate another role.
     """
     row = find_chat_format(tokenizer, chat_format)
     turns = check_messages(messages, chat_stops(tokenizer, chat_format).texts)
-    turns = place_system(row, turns)
+    forms = [(row.start, "")]
+    for turn in place_system(row, turns):
+        forms.append((row.form(turn.role), turn.text))
     cue = row.form("assistant").partition("{")[0].rstrip(" ")
-    forms = [(row.start, ""), *((row.form(role), text) for role, text in turns), (cue, "")]
+    forms.append((cue, ""))
     tokens = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **row.tag_ids(tokenizer)}
     places = "|".join(map(re.escape, (*tokens, "{}", "{-}", "{date}")))
     ids: list[int] = []

@@ -197,6 +197,8 @@ def test_state_dicts_of_transformers():
 def test_a_model_becomes_a_gguf_file(small, tmp_path, kind, compile):
     model, tokenizer = llama2.load(small, compile=compile)
     llama2.save_gguf(model, tmp_path / "out.gguf", kind, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="overwrite"):  # an existing file is not replaced silently
+        llama2.save_gguf(model, tmp_path / "out.gguf", kind, tokenizer=tokenizer)
     again, same = llama2.load(tmp_path / "out.gguf")
     assert same.encode("a fox") == tokenizer.encode("a fox")
     tolerance = 0.02 if kind == "Q8_0" else 1e-4
@@ -329,7 +331,7 @@ def test_the_command_line_says_what_it_wrote(small, tmp_path, cli):
 @pytest.mark.parametrize("kind", [None, "F16", "Q8_0"])
 def test_llama_cpp_writes_the_same_text(tmp_path, kind):
     """Greedy; it reads the bundled model and what is saved of it."""
-    llama_cpp = pytest.importorskip("llama_cpp")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not here")
     path = BUNDLED
     if kind:
         path = tmp_path / "saved.gguf"

@@ -38,12 +38,12 @@ def plain(**options):
 
 @pytest.mark.parametrize(("options", "wanted"), FROZEN, ids=str)
 def test_distributions_are_those_of_transformers(options, wanted):
-    """By 40,000 draws, whose frequencies are within 0.012 but once in 100,000 times."""
-    n = 40000
+    """By 20,000 draws, whose frequencies are within 0.016 but once in 100,000 times."""
+    n = 20000
     generator = torch.Generator().manual_seed(0)
     drawn = llama2.sample(LOGITS.expand(n, -1), plain(**options), generator=generator)
     found = drawn.bincount(minlength=len(LOGITS)) / n
-    assert (found - torch.tensor(wanted)).abs().max() < 0.012
+    assert (found - torch.tensor(wanted)).abs().max() < 0.016
     assert (found > 0).tolist() == [p > 0 for p in wanted]
 
 
@@ -77,11 +77,21 @@ def test_the_same_ids_as_in_transformers_can_be_drawn(options):
         probabilities = scores.softmax(-1)[0]
         drawn = llama2.sample(logits.expand(500, -1), plain(**options), generator=generator)
         assert probabilities[drawn].min() > 0
-        assert set((probabilities > 0.05).nonzero().flatten().tolist()) <= set(drawn.tolist())
+        likely = (probabilities > 0.05).nonzero().flatten()
+        assert set(likely.tolist()) <= set(drawn.tolist())
 
 
 @pytest.mark.parametrize(
-    ("top_p", "count"), [(0.0, 1), (1e-9, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.95, 4)]
+    ("top_p", "count"),
+    [
+        (0.0, 1),
+        (1e-9, 1),
+        (0.49, 1),
+        (0.51, 2),
+        (0.74, 2),
+        (0.76, 3),
+        (0.95, 4),
+    ],
 )
 def test_top_p_is_the_fewest_that_reach_it(top_p, count):
     """Of tokens of 50, 25, 15 and 10 %. 0 leaves one."""
@@ -98,18 +108,25 @@ def test_temperature_zero_is_greedy_and_tiny_ones_nearly():
     assert llama2.sample(tie, llama2.Sampling(0, top_k=1)).item() == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"min_p": 0.01}, {"presence_penalty": 1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 5},
+        {"min_p": 0.01},
+        {"presence_penalty": 1.0},
+    ],
+)
 def test_rows_draw_as_they_would_alone(options):
     sampling = llama2.Sampling(**options)
     logits = 3 * torch.randn(40, 200, generator=torch.Generator().manual_seed(0))
     texts = [[i, 7] for i in range(40)]
-
-    def generator(i):
-        return torch.Generator().manual_seed(i)
-
-    together = llama2.sample(logits, sampling, texts, [generator(i) for i in range(40)])
+    generators = [torch.Generator().manual_seed(i) for i in range(40)]
+    together = llama2.sample(logits, sampling, texts, generators)
     for i, row in enumerate(logits):
-        assert llama2.sample(row, sampling, texts[i], generator(i)) == together[i]
+        generator = torch.Generator().manual_seed(i)
+        alone = llama2.sample(row, sampling, texts[i], generator)
+        assert alone == together[i]
     assert together.unique().numel() > 20
 
 
@@ -168,11 +185,12 @@ def test_bias_and_processor():
     assert seen[3] == -3.5
     assert seen[6] == pytest.approx(0.9)
     logits = LOGITS.clone()
-    odd = llama2.Sampling(0, logits_processor=lambda ids, x: x.index_fill(0, torch.tensor(1), -9))
-    assert llama2.sample(logits, odd, SEEN).item() == 6
+    last = llama2.Sampling(0, logits_processor=lambda ids, logits: logits.flip(0))
+    assert llama2.sample(logits, last, SEEN).item() == 6
     assert logits.equal(LOGITS)
     with pytest.raises(ValueError, match="no token"):
-        llama2.sample(logits, llama2.Sampling(logit_bias=dict.fromkeys(range(8), -math.inf)))
+        nothing = dict.fromkeys(range(8), -math.inf)
+        llama2.sample(logits, llama2.Sampling(logit_bias=nothing))
     with pytest.raises(ValueError, match="8"):
         llama2.sample(logits, llama2.Sampling(logit_bias={8: 1}))
     with pytest.raises(ValueError, match="logits"):
@@ -190,8 +208,14 @@ def test_a_processor_writes_what_a_grammar_wants(model):
         return allowed
 
     sampling = llama2.Sampling(logits_processor=count)
-    rows = zip(*llama2.generate_batch(model, [[1, 5, 9], [1, 70]], sampling, 4, stop_ids=[12]))
-    assert list(rows) == [(10, 11, None, None), (71, 72, 73, 74)]
+    prompts = [[1, 5, 9], [1, 70]]
+    steps = list(llama2.generate_batch(model, prompts, sampling, 4, stop_ids=[12]))
+    assert steps == [
+        [10, 71],
+        [11, 72],
+        [None, 73],
+        [None, 74],
+    ]
     assert heard == [3, 2, 4, 3, 5, 4, 5]
 
 
@@ -267,7 +291,10 @@ def test_what_comes_before_the_first_stop_text_is_shown(tokenizer):
     chance = random.Random(0)
     for _ in range(150):
         text = "".join(chance.choices("abc", k=12))
-        stops = ["".join(chance.choices("abc", k=chance.randrange(1, 5))) for _ in range(3)]
+        stops = []
+        for _ in range(3):
+            length = chance.randrange(1, 5)
+            stops.append("".join(chance.choices("abc", k=length)))
         wanted = text
         ids = tokenizer.encode(text)
         for i in range(len(ids) + 1):

