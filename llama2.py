@@ -430,8 +430,7 @@ class Llama(nn.Module):
         # No gradient through a cache: it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            for block in self.layers:
-                x = block(x, cos, sin, mask, cache)
+            x = self.run_layers(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the other rows of the largest matrix product would go unused
             # float32 island 4 of 4: what is sampled from.
@@ -440,6 +439,12 @@ class Llama(nn.Module):
         if cache is not None:
             cache.advance(tokens)
         return logits
+
+    def run_layers(self, x: Tensor, *inputs: Tensor | Cache | None) -> Tensor:
+        """All Blocks, one after the other: x (B, T, C) -> (B, T, C)."""
+        for block in self.layers:
+            x = block(x, *inputs)
+        return x
 
 
 class PaddedCache(Cache):
@@ -3141,12 +3146,11 @@ def accelerate(model: Llama, exact: bool = True) -> Llama:
     if device == "cuda" and importlib.util.find_spec("triton"):
         change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
     if device == "cpu" and kernels().library:
-        change_classes(model, {QuantizedLinear: NativeLinear, Block: NativeBlock})
+        change_classes(model, {QuantizedLinear: NativeLinear, Llama: NativeLlama})
         for module in model.modules():
             if type(module) is NativeLinear:
                 module.exact = exact
-        blocks = [block for block in model.layers if type(block) is NativeBlock]
-        if not exact and len(blocks) == len(model.layers) and all(b.matrices() for b in blocks):
+        if not exact and all(native_parts(block) for block in model.layers):
             model.cache_dtype = torch.float16  # type: ignore[assignment]
     return model
 
@@ -3203,10 +3207,9 @@ class NativeLinear(QuantizedLinear):
 
     def address(self, N: int, K: int) -> int:
         """Where C++ finds the blocks of W (N, K); 0 if it cannot read them."""
-        if (self.out_features, self.in_features) != (N, K) or K % 32:
-            return 0
         block = GGML_TYPES[self.ggml_type]
-        return address(self.blocks, torch.uint8, (N, K // block.weights * block.nbytes))
+        blocks: Any = self._buffers[self.ggml_type]  # as an attribute it takes 0.5 us
+        return address(blocks, torch.uint8, (N, K // block.weights * block.nbytes))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
@@ -3214,97 +3217,95 @@ class NativeLinear(QuantizedLinear):
             return super().forward(x)
         x32 = x.float().contiguous()
         N, K = self.out_features, self.in_features
-        if not address(x32, torch.float32, (*x.shape[:-1], K)) or not self.address(N, K):
+        if not address(x32, torch.float32, (*x.shape[:-1], K)) or not self.address(N, K) or K % 32:
             return super().forward(x)
         return NativeProduct.apply(x32, self.blocks, self).to(x.dtype)
 
 
-def is_unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module is just of this class: without hooks, or a forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is kind and not hooks and "forward" not in vars(module)
+PARTS = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *7 * [NativeLinear]]
 
 
-class NativeBlock(Block):
-    """Block by one call of the kernels for each pass; what they cannot do, by plain torch."""
-
-    def matrices(self) -> list[Any]:
-        """From q_proj to down_proj; none if parts of the Block were replaced or have hooks."""
-        attention, mlp = self.self_attn, self.mlp
-        if not is_unchanged(attention, CausalSelfAttention) or not is_unchanged(mlp, MLP):
+def native_parts(block: nn.Module) -> list[Any]:
+    """A Block's modules, by PARTS, matrices from q_proj on; none if one was replaced or has hooks."""
+    if type(block) is not Block:
+        return []
+    # Attributes of modules take 0.6 us each, 33 a Block: 2 % of a token.
+    own = block._modules
+    parts: list[Any] = [own["self_attn"], own["mlp"]]
+    parts += [own["input_layernorm"], own["post_attention_layernorm"]]
+    if type(parts[0]) is CausalSelfAttention and type(parts[1]) is MLP:
+        attention, mlp = parts[0]._modules, parts[1]._modules
+        parts += [attention["q_proj"], attention["k_proj"], attention["v_proj"]]
+        parts += [attention["o_proj"], mlp["gate_proj"], mlp["up_proj"], mlp["down_proj"]]
+    if [*map(type, parts)] != PARTS:
+        return []
+    for part in (block, *parts):
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
             return []
-        norms = (self.input_layernorm, self.post_attention_layernorm)
-        if not all(is_unchanged(norm, RMSNorm) for norm in norms):
-            return []
-        matrices = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(is_unchanged(matrix, NativeLinear) for matrix in matrices):
-            return []
-        return matrices if len({matrix.exact for matrix in matrices}) == 1 else []
+    return parts
 
-    def pack(self, C: int, kv_size: int, head_dim: int) -> bytes:
-        """struct Layer of kernels/cpu.cpp; empty if the kernels cannot run this Block."""
-        matrices = self.matrices()
-        if not matrices:
+
+class NativeLlama(Llama):
+    """Llama whose layers run in one call of the kernels, if nothing in them was changed."""
+
+    def pack(self) -> bytes:
+        """struct Layer of kernels/cpu.cpp for each Block; empty if it cannot run all as they are."""
+        config = self.config
+        C, inner = config.hidden_size, config.intermediate_size
+        kv_size = config.num_key_value_heads * config.head_dim
+        shapes = ((C, C), (kv_size, C), (kv_size, C), (C, C), (inner, C), (inner, C), (C, inner))
+        numbers: list[int] = []
+        exact = set()
+        for i, block in enumerate(self.layers):
+            parts = native_parts(block)
+            if not parts or (parts[0].layer, parts[0].head_dim) != (i, config.head_dim):
+                return b""
+            addresses = []
+            for norm in parts[2:4]:
+                if norm.eps != config.rms_norm_eps:
+                    return b""
+                addresses.append(address(norm._parameters["weight"], torch.float32, (C,)))
+            for matrix, (N, K) in zip(parts[4:], shapes):
+                addresses.append(matrix.address(N, K))
+                exact.add(matrix.exact)
+            if not all(addresses):
+                return b""
+            numbers += addresses
+            numbers += [TYPE_IDS[matrix.ggml_type] for matrix in parts[4:]]
+        if len(self.layers) != config.num_hidden_layers or len(exact) != 1:
             return b""
-        q, k, v, o, gate, up, down = matrices
-        norms = (self.input_layernorm, self.post_attention_layernorm)
-        q_size, inner = q.out_features, gate.out_features
-        addresses = [
-            q.address(q_size, C),
-            k.address(kv_size, C),
-            v.address(kv_size, C),
-            o.address(C, q_size),
-            gate.address(inner, C),
-            up.address(inner, C),
-            down.address(C, inner),
-            *(address(norm.weight, torch.float32, (C,)) for norm in norms),
-        ]
-        if not all(addresses) or q_size % kv_size or head_dim != self.self_attn.head_dim:
-            return b""
-        types = [TYPE_IDS[matrix.ggml_type] for matrix in matrices]
-        eps = [norm.eps for norm in norms]
-        sizes = (C, q_size, kv_size, head_dim, inner)
-        return struct.pack("16q2d6q", *addresses, *types, *eps, *sizes, not q.exact)
+        return struct.pack(f"{len(numbers)}q", *numbers)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        y = None
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not plain and type(cache) is Cache and kernels().library:
-            y = self.by_kernels(x, cos, sin, mask, cache)
-        return super().forward(x, cos, sin, mask, cache) if y is None else y
-
-    def by_kernels(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache
-    ) -> Tensor | None:
-        """forward() in one call; None, with nothing stored, where the kernels do not apply."""
-        B, T, C = x.shape
-        L, _, G, room, D = cache.k.shape
-        layer = self.pack(C, G * D, D)
-        i, pos, dtype = self.self_attn.layer, cache.pos, cache.k.dtype
-        if not layer or D % 16 or dtype not in (torch.float32, torch.float16):
-            return None
-        if not 0 <= i < L or not 0 <= pos <= room - T:
-            return None
-        masks = [None if m is None else m.data_ptr() for m in (mask, cache.mask(T))]
-        if masks[0] != masks[1]:  # they know the cache's own alone
-            return None
-        y = torch.empty_like(x)
+    def run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
+        """As Llama's, by the kernels where they apply."""
+        cos, sin, _, cache = inputs
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not kernels().library
+        if plain or type(cache) is not Cache:
+            return super().run_layers(x, *inputs)
+        config = self.config
+        C, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
+        L, G = config.num_hidden_layers, config.num_key_value_heads
+        B, T, S = len(x), x.shape[1], cache.max_seq_len
+        half = cache.k.dtype == torch.float16
+        stored = torch.float16 if half else torch.float32
+        y = x.clone()
         addresses = [
-            address(x, torch.float32, (B, T, C)),
             address(y, torch.float32, (B, T, C)),
             address(cos, torch.float32, (T, D // 2)),
             address(sin, torch.float32, (T, D // 2)),
-            address(cache.k, dtype, (L, B, G, room, D)),
-            address(cache.v, dtype, (L, B, G, room, D)),
+            address(cache.k, stored, (L, B, G, S, D)),
+            address(cache.v, stored, (L, B, G, S, D)),
         ]
-        if not all(addresses):
-            return None
-        half = dtype == torch.float16
-        kernels().library.run_layer(layer, *addresses, half, i, B, T, pos, room)
+        packed = b"" if C % 32 or inner % 32 or D % 16 or not all(addresses) else self.pack()
+        if not packed:
+            return super().run_layers(x, *inputs)
+        pos = cache.slots(T).start
+        exact = self.get_submodule("layers.0.self_attn.q_proj").exact
+        sizes = (C, G * D, D, inner, B, T, pos, S, half, not exact)
+        sizes_and_eps = struct.pack("10qd", *sizes, config.rms_norm_eps)
+        step = L if B * T <= 64 else 1  # Ctrl-C ends a long prompt between two calls
+        for first in range(0, L, step):
+            kernels().library.run_layers(packed, first, step, sizes_and_eps, *addresses)
         return y
 
 
@@ -3366,7 +3367,9 @@ class CompiledBlock(Block):
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         is_step = x.shape[1] == 1 and type(cache) in (Cache, PaddedCache)
-        if not is_step or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        plain = not is_step or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        # What is compiled does not hear of hooks that come later.
+        if plain or any(m._forward_hooks or m._forward_pre_hooks for m in self.modules()):
             return super().forward(x, cos, sin, mask, cache)
         layer_cache = LayerCache(cache, self.self_attn.layer)
         return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)
@@ -3529,8 +3532,8 @@ class Drafts:
         if held == n and row >= 0 and torch.equal(self.read[:n], texts[0]):
             self.accepted += row > 0
             return self.logits[row, None]
-        alike = {type(block) for block in self.model.layers} == {NativeBlock}
-        alike = alike and type(self.model.lm_head) is NativeLinear and type(cache) is Cache
+        alike = type(self.model) is NativeLlama and type(self.model.lm_head) is NativeLinear
+        alike = alike and type(cache) is Cache
         if len(texts) > 1 or held < n - 1 or not alike:
             return read_texts(self.model, texts, cache)
         room = min(self.most, cache.max_seq_len - n, kernels().few_rows - 1)

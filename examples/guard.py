@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS, IDLE_SECONDS = 200, 60  # macOS allows a process 256 open files, Linux 1024
@@ -38,30 +39,33 @@ class Connection(H11Protocol):
 
 def guard(
     app: Any,
-    respond: Callable[[Exception], Any],
+    refuse: Callable[[Any, Exception], Any],
     refusal: type[Exception],
     say: Callable[[str], None],
     host: str,
     key: bytes | None,
     cors: str | None,
 ) -> Any:
-    """An ASGI application around another. `respond` makes a response of a `refusal`."""
+    """An ASGI application around another. `refuse` makes a response of a request's `refusal`."""
     Connection.say_once = staticmethod(functools.cache(say))
     names = "|".join(map(re.escape, ("localhost", host, socket.gethostname())))
     own_name = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
 
-    def wrong(path: str, head: dict[bytes, str]) -> Exception | None:
+    def wrong(request: Request) -> Exception | None:
         """Why a request is refused."""
-        host, origin, kind = (head.get(name, "") for name in (b"host", b"origin", b"content-type"))
+        head = request.headers
         if key is not None:
-            given = head.get(b"authorization", "").encode("latin-1")
-            right = path == "/health" or secrets.compare_digest(given, b"Bearer " + key)
-            return None if right else refusal(401, "the API key is wrong", code="invalid_api_key")
+            given = head.get("authorization", "").encode("latin-1")
+            if secrets.compare_digest(given, b"Bearer " + key) or request.url.path == "/health":
+                return None
+            return refusal(401, "the API key is wrong", code="invalid_api_key")
+        host = head.get("host", "")
+        origin = head.get("origin", "")
         if not own_name.fullmatch(host):  # a page may rebind its name to this machine
             return refusal(403, f"the host {host[:60]!r} is refused without --api-key")
         if origin not in ("", f"http://{host}", cors) and cors != "*":
             return refusal(403, f"the origin {origin[:60]!r} is refused without --cors")
-        if kind.startswith(("text/plain", "multipart/")):  # which forms can send
+        if head.get("content-type", "").startswith(("text/plain", "multipart/")):  # as forms send
             return refusal(415, "the content type must be application/json")
         return None
 
@@ -73,13 +77,14 @@ def guard(
             status = message.get("status", status)
             await send(message)
 
-        head = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        error = wrong(scope["path"], head)
+        request = Request(scope)
+        error = wrong(request)
+        response = refuse(request, error) if error else app
         try:
-            await (respond(error) if error else app)(scope, receive, watched)
+            await response(scope, receive, watched)
         finally:
-            path = ascii(scope["path"][:60])[1:-1]
-            say(" ".join((time.strftime("%H:%M:%S"), path, str(status), *scope.get("log", ()))))
+            words = [scope["path"][:60], str(status), *scope.get("log", ())]
+            say(f"{time.strftime('%H:%M:%S')} {ascii(' '.join(words))[1:-1]}")
 
     options: Any = {"allow_origins": [cors], "allow_methods": ["*"], "allow_headers": ["*"]}
     return CORSMiddleware(guarded, **options) if cors else guarded

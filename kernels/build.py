@@ -35,10 +35,15 @@ def load(version: int) -> dict[str, Any]:
         try:
             return find_or_compile(compiler, cache_folder(), version)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            problems.append(
-                " ".join(str(error).split())[:300]
-            )  # no home, a full disk, no C++17, ...
-    return {"problem": "; ".join(problems) or "no C++ compiler (g++, clang++ or $CXX)"}
+            problems.append(one_line(str(error)))  # no home, a full disk, no C++17, ...
+    problems.append("install g++ or clang++, 7 or newer")
+    return {"problem": "; ".join(dict.fromkeys(problems))}
+
+
+def one_line(text: str) -> str:
+    """The beginning of what a compiler says, printable."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return line[:300].rstrip(": ")
 
 
 def compilers() -> list[list[str]]:
@@ -150,8 +155,8 @@ def open_library(path: Path, version: int) -> dict[str, Any]:
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
         library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-        library.run_layer.argtypes = [*[pointer] * 7, i32, *[i64] * 5]
-        for function in (library.linear, library.run_layer):
+        library.run_layers.argtypes = [pointer, i64, i64, *[pointer] * 6]
+        for function in (library.linear, library.run_layers):
             function.errcheck = check_status  # type: ignore[assignment]
         found, features = library.kernels_version(), library.kernels_features()
     except AttributeError as error:

@@ -2,7 +2,7 @@
 // blocks of quantised weights), and whole layers made of them.
 //
 //   linear       y = x W^T: gemv up to FEW_ROWS of x (streams W once), gemm with packing above
-//   run_layer    what Block.forward does
+//   run_layers   what Block.forward does, for several Blocks
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
 // numbers, for gemm each 128 (3e-5 relative, gemm of Q6_K 6e-5); for dense weights it stays as is.
@@ -516,10 +516,10 @@ static void norm(const float *x, const float *w, double eps, float *y, int64_t r
       store(y + r * C + i, load<f32>(x + r * C + i) * scale * load<f32>(w + i));
   }
 }
-// sum = x + y, n numbers
-static void add(const float *x, const float *y, float *sum, int64_t n) {
+// x (n) += y (n)
+static void add(float *x, const float *y, int64_t n) {
 #pragma omp parallel for if (n > 1 << 16)
-  for (int64_t i = 0; i < n; i += VL) store(sum + i, load<f32>(x + i) + load<f32>(y + i));
+  for (int64_t i = 0; i < n; i += VL) store(x + i, load<f32>(x + i) + load<f32>(y + i));
 }
 // One head (D): pairs (2i, 2i + 1) are turned by their angle
 static void rotate(float *x, const float *cos, const float *sin, int64_t D) {
@@ -615,27 +615,30 @@ static void attend_many(const float *q, const float *keys, const float *values, 
     for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * ((float *)weight)[i];
 }
 
-struct Layer {  // as Python packs it: q, k, v, o, gate, up, down, then norms
-  Bytes blocks[7];
+struct Layer {  // this and Sizes: as Python packs them
   const float *norms[2];
+  Bytes blocks[7];  // q, k, v, o, gate, up, down
   int64_t types[7];
-  double eps[2];
-  int64_t C, q_size, kv_size, head_dim, inner, fast;
+};
+struct Sizes {
+  int64_t C, kv_size, head_dim, inner, B, T, pos, room, half, fast;
+  double eps;
 };
 
-// y = x (B, T, C) + attention, y += MLP; the cache (B, G, room, D) holds `pos` tokens
+// x (B, T, C) += attention, += MLP; the cache (B, G, room, D) holds `pos` tokens
 template <class E>
-static void run(const Layer &l, const float *x, float *out, const float *cos, const float *sin,
-                E *keys, E *values, int64_t B, int64_t T, int64_t pos, int64_t room) {
-  const int64_t D = l.head_dim, C = l.C, H = l.q_size / D, G = l.kv_size / D, rows = B * T;
+static void run(const Layer &l, const Sizes &s, float *x, const float *cos, const float *sin,
+                E *keys, E *values) {
+  const int64_t B = s.B, T = s.T, pos = s.pos, room = s.room, rows = B * T;
+  const int64_t C = s.C, D = s.head_dim, H = C / D, G = s.kv_size / D, inner = s.inner;
   auto matrix = [&](int i, int64_t N, int64_t K, const Array<float> &y) {
     return Matrix{find_format(l.types[i], K), l.blocks[i], N, y.get()};
   };
   auto h = array<float>(rows * C), q = array<float>(rows * H * D), y = array<float>(rows * H * D);
   auto k = array<float>(rows * G * D), v = array<float>(rows * G * D);
-  norm(x, l.norms[0], l.eps[0], h.get(), rows, C);
-  multiply({matrix(0, H * D, C, q), matrix(1, G * D, C, k), matrix(2, G * D, C, v)}, h.get(), rows, C,
-           l.fast);
+  norm(x, l.norms[0], s.eps, h.get(), rows, C);
+  multiply({matrix(0, C, C, q), matrix(1, G * D, C, k), matrix(2, G * D, C, v)}, h.get(), rows, C,
+           s.fast);
 #pragma omp parallel for if (rows > 16)
   for (int64_t i = 0; i < rows; i++) {
     const float *c = cos + i % T * (D / 2), *s = sin + i % T * (D / 2);
@@ -679,18 +682,18 @@ static void run(const Layer &l, const float *x, float *out, const float *cos, co
                                                    length, D);
     }
   }
-  multiply({matrix(3, C, H * D, h)}, y.get(), rows, H * D, l.fast);
-  add(x, h.get(), out, rows * C);
-  norm(out, l.norms[1], l.eps[1], h.get(), rows, C);
-  auto gate = array<float>(rows * l.inner), up = array<float>(rows * l.inner);
-  multiply({matrix(4, l.inner, C, gate), matrix(5, l.inner, C, up)}, h.get(), rows, C, l.fast);
+  multiply({matrix(3, C, H * D, h)}, y.get(), rows, H * D, s.fast);
+  add(x, h.get(), rows * C);
+  norm(x, l.norms[1], s.eps, h.get(), rows, C);
+  auto gate = array<float>(rows * inner), up = array<float>(rows * inner);
+  multiply({matrix(4, inner, C, gate), matrix(5, inner, C, up)}, h.get(), rows, C, s.fast);
 #pragma omp parallel for if (rows > 16)
-  for (int64_t i = 0; i < rows * l.inner; i += VL) {
+  for (int64_t i = 0; i < rows * inner; i += VL) {
     f32 g = load<f32>(&gate[i]);
     store(&gate[i], g / (1 + exp(-g)) * load<f32>(&up[i]));
   }
-  multiply({matrix(6, C, l.inner, h)}, gate.get(), rows, l.inner, l.fast);
-  add(out, h.get(), out, rows * C);
+  multiply({matrix(6, C, inner, h)}, gate.get(), rows, inner, s.fast);
+  add(x, h.get(), rows * C);
 }
 
 // ---- What Python calls --------------------------------------------------------------------------
@@ -709,19 +712,20 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 
-int32_t run_layer(const Layer *layer, const float *x, float *y, const float *cos, const float *sin,
-                  void *keys, void *values, int32_t half, int64_t index, int64_t B, int64_t T,
-                  int64_t pos, int64_t room) try {
-  const Layer &l = *layer;
-  const int64_t columns[] = {l.C, l.C, l.C, l.q_size, l.C, l.C, l.inner};
-  for (int i = 0; i < 7; i++)
-    if (!find_format(l.types[i], columns[i])) return NOT_SUPPORTED;
-  auto at = [&](auto *k, auto *v) {
-    const int64_t start = index * B * l.kv_size * room;
-    run(l, x, y, cos, sin, k + start, v + start, B, T, pos, room);
+int32_t run_layers(const Layer *layers, int64_t first, int64_t count, const Sizes *sizes, float *x,
+                   const float *cos, const float *sin, void *keys, void *values) try {
+  const Sizes &s = *sizes;
+  auto run_all = [&](auto *k, auto *v) {
+    for (int64_t i = first; i < first + count; i++) {
+      const int64_t at = i * s.B * s.kv_size * s.room;
+      run(layers[i], s, x, cos, sin, k + at, v + at);
+    }
   };
-  if (half) at((float16 *)keys, (float16 *)values);
-  else at((float *)keys, (float *)values);
+  for (const Layer *l = layers + first; l < layers + first + count; l++)
+    for (int i = 0; i < 7; i++)
+      if (!find_format(l->types[i], i == 6 ? s.inner : s.C)) return NOT_SUPPORTED;
+  if (s.half) run_all((float16 *)keys, (float16 *)values);
+  else run_all((float *)keys, (float *)values);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 }

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers import SCALES, needs, random_blocks
+from test_kernels import layer_of
 from torch import nn
 
 import llama2
@@ -33,13 +33,11 @@ TOKENS = torch.arange(60).view(1, 60)
 
 @pytest.fixture(scope="module")
 def native():
-    """The kernels, as on a CPU without AMX: with it, torch multiplies many rows."""
+    """The kernels."""
     found = llama2.kernels()
     if not found.library:
         pytest.skip(f"no compiled kernels here: {found.problem}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama2, "kernels", lambda: replace(found, amx=False))
-        yield found
+    return found
 
 
 @pytest.fixture(params=["exact", "fast"])
@@ -80,9 +78,8 @@ def test_products_do_not_depend_on_how_many_rows_there_are(kind, exact, native):
     """On one side of the border; of any width, by one thread or several."""
     few, threads = native.few_rows, torch.get_num_threads()
     assert 4 <= few <= 16
-    for K in (512, 288) if llama2.GGML_TYPES[kind][0] <= 32 else (512,):
-        blocks = llama2.QuantizedLinear(weights(kind, 331, K, seed=1), kind)
-        layer = llama2.NativeLinear(blocks, exact)
+    for K in (512, 288) if llama2.GGML_TYPES[kind].weights <= 32 else (512,):
+        layer = layer_of(weights(kind, 331, K, seed=1), kind, exact)
         torch.manual_seed(2)
         x = torch.randn(130, K) * torch.logspace(-1, 1, 130)[:, None]
         alone, many = torch.cat([layer(row) for row in x.split(1)]), layer(x)

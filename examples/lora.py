@@ -1,0 +1,160 @@
+"""LoRA: adapters for any model that loads, while its weights stay as they are (arXiv:2106.09685).
+
+    python examples/lora.py --data TEXT.txt --adapter DIR [--model FILE.gguf]
+    python examples/lora.py --adapter DIR --out tuned.gguf [--type Q4_0] [--model FILE.gguf]
+
+A frozen matrix W, which stays in the file's blocks, gets two thin ones beside it that are trained:
+y = x W^T + alpha / r * x A^T B^T. DIR has the form of PEFT: each reads what the other writes.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+try:
+    from safetensors.torch import load_file, save_file
+
+    import llama2
+except ImportError as error:
+    sys.exit(f"lora.py: {error.name} is missing: pip install {error.name}")
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LENGTH, BATCH = 256, 4  # tokens of a piece of text, pieces of a step
+PEFT = "base_model.model.model."  # which PEFT's names begin with
+# PEFT's settings that change no sum. All others must be empty or as in USUAL: no DoRA, no biases.
+SILENT = """r lora_alpha target_modules task_type base_model_name_or_path revision inference_mode
+    lora_dropout layers_to_transform exclude_modules peft_version megatron_core qalora_group_size"""
+USUAL = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True}
+
+
+def add_adapters(model: llama2.Llama, names: list[str], r: int, alpha: float) -> None:
+    """Give A and B to the projections of these names: q_proj, or layers.0.self_attn.q_proj."""
+    model.lora_settings = {"r": r, "lora_alpha": alpha}
+    for name, module in [*model.named_modules()]:
+        if name.endswith(PROJECTIONS) and name.endswith(tuple(names)):
+            module.lora_A = nn.Linear(module.in_features, r, bias=False)
+            module.lora_B = nn.Linear(r, module.out_features, bias=False)
+            module.lora_scale = alpha / r
+            nn.init.zeros_(module.lora_B.weight)  # nothing changes before the first step
+            module.register_forward_hook(add_product)
+
+
+def add_product(module: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
+    """The hook: adds what A and B make of a projection's input to its output."""
+    return y + module.lora_scale * module.lora_B(module.lora_A(inputs[0]))
+
+
+def merge_adapters(model: llama2.Llama) -> None:
+    """Put a dense layer in the place of each projection with its adapter."""
+    for name, module in [*model.named_modules()]:
+        if hasattr(module, "lora_A"):
+            is_dense = isinstance(module, nn.Linear)
+            w = module.weight if is_dense else llama2.dequantize(module.blocks, module.ggml_type)
+            product = module.lora_B.weight @ module.lora_A.weight
+            merged = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            merged.weight = nn.Parameter((w.float() + module.lora_scale * product).detach())
+            model.set_submodule(name, merged)
+
+
+def peft_views(model: llama2.Llama) -> dict[str, Tensor]:
+    """All A and B by PEFT's names. The rows of a head are (D/2, 2) here, but (2, D/2) there."""
+    views = {PEFT + name: w for name, w in model.state_dict().items() if ".lora_" in name}
+    for name, w in views.items():
+        if name.endswith(("q_proj.lora_B.weight", "k_proj.lora_B.weight")):
+            views[name] = w.unflatten(0, (-1, model.config.head_dim // 2, 2)).transpose(1, 2)
+    return views
+
+
+def save_adapter(model: llama2.Llama, folder: Path) -> None:
+    """Write PEFT's two files."""
+    tensors = {name: w.reshape(-1, w.shape[-1]) for name, w in peft_views(model).items()}
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    settings = USUAL | model.lora_settings | {"target_modules": targets}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def load_adapter(model: llama2.Llama, folder: Path) -> None:
+    """Add PEFT's adapter. ValueError for what does not fit."""
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    for key, value in settings.items():
+        if value and key not in SILENT.split() and value != USUAL.get(key):
+            raise ValueError(f"{folder}: {key} is {value!r}, which is not supported")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    names = [name.removeprefix(PEFT).partition(".lora_")[0] for name in tensors]
+    add_adapters(model, names, settings["r"], settings["lora_alpha"])
+    views = peft_views(model)
+    for name in sorted(views.keys() ^ tensors.keys()):
+        raise ValueError(f"{folder}: {name} is missing, or has no place in this model")
+    for name, view in views.items():
+        if tensors[name].numel() != view.numel():
+            raise ValueError(f"{folder}: {name} is {[*tensors[name].shape]}, which does not fit")
+        view.copy_(tensors[name].view_as(view))
+
+
+def loss_of(model: llama2.Llama, tokens: Tensor) -> Tensor:
+    """Cross-entropy of LENGTH + 1 tokens. Blocks are computed again for gradients: less memory."""
+    cos, sin = llama2.rope_tables(model.config, LENGTH)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    x = model.embed_tokens(tokens[None, :-1])  # (1, T, C)
+    for block in model.layers:
+        x = checkpoint(block, x, cos, sin, mask, None, use_reentrant=False)
+    return F.cross_entropy(model.lm_head(model.norm(x))[0], tokens[1:])
+
+
+def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
+    """Train the adapters on nine tenths of a text; shows the loss on some of the last tenth."""
+    if len(ids) < 10 * (LENGTH + 1):
+        raise ValueError(f"the text has {len(ids)} tokens; expected {10 * (LENGTH + 1)} or more")
+    pieces = torch.tensor(ids).unfold(0, LENGTH + 1, 1)  # one from each place
+    last = len(ids) * 9 // 10
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
+    for step in range(steps + 1):
+        if step % max(1, steps // 10) == 0:
+            with torch.no_grad():
+                loss = torch.stack([loss_of(model, p) for p in pieces[last::LENGTH][:8]]).mean()
+        text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, held-out loss {loss:.3f}"
+        print(f"\r[{text}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+        if step < steps:
+            for i in torch.randint(last - LENGTH, (BATCH,)).tolist():
+                (loss_of(model, pieces[i]) / BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    parser.add_argument("--data", metavar="TEXT.txt", type=Path, help="train on it")
+    parser.add_argument("--adapter", metavar="DIR", type=Path, help="is read if it exists, written")
+    parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
+    parser.add_argument("--type", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"), default="Q8_0")
+    parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, default=["q_proj", "v_proj"])
+    for name, value in {"rank": 8, "alpha": 16.0, "steps": 200, "rate": 1e-3}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
+    args = parser.parse_args()
+    if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
+        parser.error("expected --adapter, or --data and a new file as --out")
+    try:
+        model, tokenizer = llama2.load(args.model)
+        if args.adapter and (args.adapter.exists() or not args.data):
+            load_adapter(model, args.adapter)
+        else:
+            add_adapters(model, args.targets, args.rank, args.alpha)
+        if args.data:
+            train(model, tokenizer.encode(args.data.read_text("utf-8")), args.steps, args.rate)
+        if args.data and args.adapter:
+            save_adapter(model, args.adapter)
+        if args.out:
+            merge_adapters(model)
+            llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer)
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        parser.error(str(error))

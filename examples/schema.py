@@ -1,0 +1,55 @@
+"""JSON that fits a schema, from any model: no token is drawn that would not fit.
+
+    python examples/schema.py --schema PERSON.json --prompt "Who was the king?" [--model FILE]
+
+It takes a `logits_processor` (grammar.py) by llguidance: pip install llguidance. A model with a chat
+template is asked the prompt as a question. Exit status 1: the answer was cut at --max-new-tokens.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import llama2
+
+try:
+    from grammar import Grammar, answer_ends, open_vocabulary
+except ImportError as error:
+    sys.exit(f"schema.py: {error.name} is missing: pip install {error.name}")
+
+
+def main() -> int:
+    """Print an answer; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    parser.add_argument("--schema", metavar="FILE.json", type=Path, required=True)
+    parser.add_argument("--prompt", metavar="TEXT", required=True)
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256)
+    parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        schema = json.loads(args.schema.read_text("utf-8"))
+        model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
+        chat_format = llama2.recognise_chat_format(tokenizer.chat_template)
+        stop_ids = answer_ends(model, tokenizer, chat_format)
+        grammar = Grammar(open_vocabulary(tokenizer, stop_ids), schema)
+        if chat_format is None:
+            ids = tokenizer.encode(args.prompt)
+        else:
+            ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": args.prompt}])
+        sampling = llama2.Sampling(args.temperature, seed=args.seed, logits_processor=grammar)
+        options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
+        stream = llama2.stream_text(model, tokenizer, ids, stop_ids=stop_ids, **options)
+        for text in stream:
+            print(text, end="", flush=True)
+        print()
+    except (ValueError, OSError, RuntimeError) as error:
+        parser.error(str(error))
+    return 0 if stream.report.rows[0].stop_reason.startswith("stop") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Tests of examples/lora.py; PEFT is the oracle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+import llama2
+
+EXAMPLES = Path(llama2.__file__).resolve().parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import lora
+from helpers import TALE
+
+IDS = torch.tensor([[1, *range(300, 340)]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bundled model as transformers reads it."""
+    folder = tmp_path_factory.mktemp("lora")
+    llama2.save_pretrained(*llama2.load(llama2.DEFAULT_MODEL), folder / "hf")
+    return folder
+
+
+def reference(folder):
+    return transformers.LlamaForCausalLM.from_pretrained(folder / "hf")
+
+
+def write_adapter(folder, **changes):
+    """An adapter that PEFT writes, with a random B; returns its model."""
+    options = {"r": 5, "lora_alpha": 11, "target_modules": [*lora.PROJECTIONS]} | changes
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(reference(folder), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.eval().save_pretrained(folder / "theirs")
+    return model
+
+
+@torch.no_grad()
+def test_adapters_of_peft(folder):
+    wanted = write_adapter(folder)(IDS).logits
+    model, _ = llama2.load(llama2.DEFAULT_MODEL)
+    assert (model(IDS) - wanted).abs().max() > 0.1
+    lora.load_adapter(model, folder / "theirs")
+    assert (model(IDS) - wanted).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_command_line(folder):
+    """Train, go on, merge: PEFT and the saved file say what the adapted model says."""
+    (folder / "tales.txt").write_text(TALE * 16, "utf-8")
+    command = [sys.executable, str(EXAMPLES / "lora.py"), "--adapter", str(folder / "ours")]
+    command += ["--data", str(folder / "tales.txt"), "--steps", "2", "--rate", "0.01"]
+    chosen = ["--targets", "q_proj", "k_proj", "down_proj", "--rank", "3"]
+    out = ["--out", str(folder / "tuned.gguf"), "--type", "F32"]
+    losses = []
+    for options in (chosen, out):
+        run = subprocess.run([*command, *options], check=False, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        losses += [float(line.split()[-1]) for line in run.stderr.split("\n") if "loss" in line]
+    assert losses[-1] < losses[0] and losses[3] == pytest.approx(losses[2], abs=2e-3)
+    model, _ = llama2.load(llama2.DEFAULT_MODEL)
+    lora.load_adapter(model, folder / "ours")
+    found = model(IDS)
+    theirs = peft.PeftModel.from_pretrained(reference(folder), folder / "ours")
+    assert (theirs(IDS).logits - found).abs().max() < 1e-4
+    merged, _ = llama2.load(folder / "tuned.gguf")
+    assert (merged(IDS) - found).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"use_rslora": True}, "use_rslora is True"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.* has no place"),
+    ],
+)
+def test_what_does_not_fit(folder, changes, said):
+    write_adapter(folder, **changes)
+    model, _ = llama2.load(llama2.DEFAULT_MODEL)
+    with pytest.raises(ValueError, match=said):
+        lora.load_adapter(model, folder / "theirs")
+
+
+def test_other_models(folder):
+    """An adapter of another shape, and one of another kind of model."""
+    write_adapter(folder)
+    config = llama2.Config(64, 128, 1, 4, 4, 512)
+    with pytest.raises(ValueError, match=r"layers\.1\..* has no place"):
+        lora.load_adapter(llama2.Llama(config), folder / "theirs")
+    config = llama2.Config(64, 128, 9, 4, 4, 512)
+    with pytest.raises(ValueError, match=r"which does not fit"):
+        lora.load_adapter(llama2.Llama(config), folder / "theirs")
+    settings = folder / "theirs" / "adapter_config.json"
+    settings.write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(ValueError, match="peft_type is 'IA3'"):
+        lora.load_adapter(llama2.Llama(config), folder / "theirs")
