@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import bench_llama2 as bench
 import llama2
 
-FILE = bench.BUNDLED
+FILE = llama2.DEFAULT_MODEL
 STORY = "Once upon a time there was a king who had three sons. " * 20
 SHORT = ("--prompt-tokens", 8, 16, "--gen-tokens", 2, "--rounds", 2)
 
