@@ -86,7 +86,7 @@ struct Rows {
   Array<float> x;
   Array<Slice> slices;
   Rows(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
-      : count(count), K(K), stride(slice || count < 3 ? count : (count + 3) / 4 * 4) {
+      : count(count), K(K), stride(count < 3 ? count : slice ? count + 1 : (count + 3) / 4 * 4) {
     const int64_t parts = (K + 255) / 256 * stride;
     if (slice) slices = array<Slice>(parts);
     else x = array<float>(256 * parts);
@@ -116,13 +116,14 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   return (high << 8) + low;
 }
 
-// `high` rows of W (K), NW at a time, times R rows of x, from `row` on -> y (R, high), rows
-// `stride` numbers apart. With more than two rows of x all of W take the same COLUMNS, then the
+// `high` rows of W (K), NW at a time, times R rows of x, from `row` on, of which `count` are wanted
+// -> y (count, high), rows `stride` numbers apart. With more than two rows of x all of W take the same COLUMNS, then the
 // next, so that these stay in L1.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
 template <class T, int R>
-static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, float *y, int64_t stride) {
+static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, int64_t count, float *y,
+                int64_t stride) {
   constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, N = R == 1 ? 1 : NW;
   const int64_t K = rows.K, size = K / T::BLOCK * T::SIZE, some = R > 2 && N < HIGH ? COLUMNS : K;
   const int64_t far = some < K ? 2 * size : AHEAD;  // the same columns two rows on
@@ -132,11 +133,11 @@ static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, float *y, 
       f32 total[N][R];  // in registers
       memcpy(total, totals[first], sizeof total);
       const Slice *x = &rows.slices[row + start / 256 * rows.stride];
-      const int64_t count = std::min(K - start, some), down = first + 1 < high ? size : 0;
+      const int64_t width = std::min(K - start, some), down = first + 1 < high ? size : 0;
       const Bytes line = w + first * size + start / 256 * T::SIZE256;
       Bytes b[N], ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
-      for (int64_t k = 0; k < count; k += 256, x += rows.stride) {
-        const int64_t there = T::BLOCK == 256 ? +T::SIZE : (count - k) / T::BLOCK * T::SIZE;
+      for (int64_t k = 0; k < width; k += 256, x += rows.stride) {
+        const int64_t there = T::BLOCK == 256 ? +T::SIZE : (width - k) / T::BLOCK * T::SIZE;
         uint8_t padded[N][T::SIZE256];
         f32x8 scales[N][GROUPS / 8];
         f32 part[N][R];
@@ -171,7 +172,7 @@ static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, float *y, 
       }
       memcpy(totals[first], total, sizeof total);
     }
-  for (int r = 0; r < R; r++)
+  for (int r = 0; r < count; r++)
     for (int n = 0; n < high; n++) y[r * stride + n] = sum(totals[n][r]);
 }
 
@@ -189,7 +190,7 @@ struct Format {
   int64_t type, block, size, span, max, minimum;
   decltype(&::unpack<F32>) unpack = nullptr;
   decltype(&dot_exact<F32>) exact = nullptr;
-  decltype(&dot<Q8_0, 1>) fast[4] = {};                    // null: as if exact
+  decltype(&dot<Q8_0, 1>) fast[4] = {};                    // of 1 to 4 rows; null: as if exact
   decltype(&::slice<NATURAL>) slice = nullptr;             // for these
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
   // By a shift, of powers of two: gemv asks for each few rows
@@ -200,7 +201,8 @@ template <class T> static constexpr Format format(int64_t type) {
   f.unpack = unpack<T>, f.exact = dot_exact<std::conditional_t<T::DENSE, T, F32>>;
   if constexpr (!T::DENSE) {
     f.slice = slice<T::ORDER>;
-    f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>, f.fast[2] = dot<T, 3>, f.fast[3] = dot<T, 4>;
+    f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>;
+    f.fast[2] = f.fast[3] = dot<T, 4>;  // for 3 takes as long
 #ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
@@ -284,7 +286,7 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
     const int64_t passes = integers ? (rows + 3) / 4 : 0;  // 5 rows are 2 and 3, not 4 and 1
     for (int64_t p = 0; p < passes; p++) {
       const int64_t r = rows * p / passes, some = rows * (p + 1) / passes - r;
-      f->fast[some - 1](m->w + n * f->bytes(K), std::min(high, m->N - n), vectors, r,
+      f->fast[some - 1](m->w + n * f->bytes(K), std::min(high, m->N - n), vectors, r, some,
                         m->y + r * m->N + n, m->N);
     }
   }

@@ -18,23 +18,23 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import make_table
 from test_server import Running
 
 import llama2
 
-QUESTIONS = [  # a beginning, four ends; the first is the right one
-    ("Once upon a time there was a", ["king", "railway", "committee", "theorem"]),
-    ("The king had three", ["sons", "printers", "percent", "oxygen"]),
-    ("The wolf knocked at the", ["door", "algebra", "Monday", "colour"]),
-    ("The princess was as beautiful as the", ["day", "tax", "engine", "grammar"]),
-    ("He cut off the dragon's", ["head", "invoice", "theory", "minute"]),
-    ("They were married and lived", ["happily", "electric", "beneath of", "sixteen"]),
-    ("The old woman said,", ['"Good day', "seven seven", "the the", "of of"]),
-    ("In the middle of the", ["forest", "quickly", "invented", "because"]),
-    ("She gave him a golden", ["apple", "whereas", "yesterday", "politely"]),
-    ("When the morning came, he went", ["away", "blue", "parliament", "eleventh"]),
-]
+# A beginning, four ends; the first is the right one.
+QUESTIONS = """
+Once upon a time there was a: king, railway, committee, theorem
+The king had three: sons, printers, percent, oxygen
+The wolf knocked at the: door, algebra, Monday, colour
+The princess was as beautiful as the: day, tax, engine, grammar
+He cut off the dragon's: head, invoice, theory, minute
+They were married and lived: happily, electric, beneath of, sixteen
+The old woman said,: "Good day, seven seven, the the, of of
+In the middle of the: forest, quickly, invented, because
+She gave him a golden: apple, whereas, yesterday, politely
+When the morning came, he went: away, blue, parliament, eleventh
+"""
 TASK = """
 task: ten_questions
 dataset_path: json
@@ -55,7 +55,8 @@ def server(tmp_path_factory):
     model, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
     llama2.save_gguf(llama2.open_checkpoint(llama2.DEFAULT_MODEL), path / "model.gguf", "F32")
     llama2.save_pretrained(model, tokenizer, path / "hf")
-    rows = [{"question": question, "choices": choices} for question, choices in QUESTIONS]
+    rows = [line.split(": ") for line in QUESTIONS.strip().splitlines()]
+    rows = [{"question": question, "choices": ends.split(", ")} for question, ends in rows]
     (path / "questions.json").write_text("\n".join(map(json.dumps, rows)))
     (path / "ten_questions.yaml").write_text(TASK.format(path / "questions.json"))
     server = Running("--model", str(path / "model.gguf"), "--quiet")
@@ -78,7 +79,6 @@ def test_harness_agrees_with_score(server, backend):
         task_manager=TaskManager(include_path=str(path), include_defaults=False),
         bootstrap_iters=0,
     )
-    print(make_table(found))
     model, tokenizer = llama2.load(path / "model.gguf")
     right, verdicts = 0, []
     for sample in found["samples"]["ten_questions"]:
