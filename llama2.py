@@ -412,7 +412,7 @@ class Llama(nn.Module):
         pass, all positions, differentiable. ValueError for a cache that is full or does not fit.
         """
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"tokens must be a tensor, not a {type(tokens).__name__}")  # noqa: TRY004
+            raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor")  # noqa: TRY004
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             found = f"{tuple(tokens.shape)} {tokens.dtype}"
             raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
@@ -2752,6 +2752,16 @@ def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
     return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
 
 
+def adjust_rows(logits: Tensor, sampling: Sampling, texts: Sequence) -> Tensor:
+    """Sampling.adjust() of each row of logits (B, V). ValueError if no token is left."""
+    if len(logits) != len(texts):
+        raise ValueError("penalties need `ids`: what comes before each row")
+    logits = torch.stack([sampling.adjust(row, text) for row, text in zip(logits, texts)])
+    if (logits.amax(-1) == -math.inf).any():
+        raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
+    return logits
+
+
 def sample(
     logits: Tensor,
     sampling: Sampling = Sampling(),
@@ -2769,12 +2779,7 @@ def sample(
     finite = logits.sum(-1).isfinite()
     penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
     if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
-        texts = ids if shape else [ids]
-        if len(logits) != len(texts):
-            raise ValueError("penalties need `ids`: what comes before each row")
-        logits = torch.stack([sampling.adjust(row, text) for row, text in zip(logits, texts)])
-        if not (logits.amax(-1).isfinite() | ~finite).all():
-            raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
+        logits = adjust_rows(logits, sampling, ids if shape else [ids])
     if sampling.temperature == 0:
         return logits.argmax(-1).where(finite, -1).view(shape)
     # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
@@ -2916,21 +2921,17 @@ def generate_batch(
     ValueError for what is out of range.
     """
     config = model.config
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling is a {type(sampling).__name__}; expected a Sampling")  # noqa: TRY004
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+    if not isinstance(sampling, Sampling) or max_new_tokens < 0:
+        found = f"{sampling!r:.60} and max_new_tokens {max_new_tokens!r}"
+        raise ValueError(f"{found}; expected a Sampling and 0 or more")
     context = config.max_position_embeddings if cache is None else cache.max_seq_len
     texts = [check_ids(prompt, config, context) for prompt in prompts]
     if not texts or (len(texts) > 1 and cache is not None):
-        raise ValueError(f"{len(texts)} prompts; expected one at least, with a cache one at most")
-    if stop_ids is None:
-        stop_ids = (config.eos_token_id, *config.stop_token_ids)
-    if vocab_size is None:
-        vocab_size = getattr(model, "token_count", config.vocab_size)  # as load() found it
-    limits = Limits(max_new_tokens, context, stop_ids, vocab_size)
-    seed = torch.Generator().seed() if sampling.seed is None else sampling.seed  # a random one
-    rows = [Row(ids, torch.Generator().manual_seed(seed + i)) for i, ids in enumerate(texts)]
+        raise ValueError(f"{len(texts)} prompts; expected one or more, beside a cache just one")
+    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
+    V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
+    limits = Limits(max_new_tokens, context, ends, V)
+    rows = [Row(ids, generator) for ids, generator in zip(texts, row_generators(sampling.seed))]
     report = Report(rows, sum(map(len, texts)))
     if cache is None:
         cache = new_cache(model, texts, limits)
@@ -2941,6 +2942,14 @@ def generate_batch(
         row.stop_if_full(limits)
     step = step or partial(read_texts, model)
     return Stream(continue_rows(model, report, cache, step, sampling, limits), report)
+
+
+def row_generators(seed: int | None) -> Iterator[torch.Generator]:
+    """A generator for each row: its seed is the row's number more than the first one's."""
+    first = torch.Generator().seed() if seed is None else seed  # a random one
+    while True:
+        yield torch.Generator().manual_seed(first)
+        first += 1
 
 
 def new_cache(model: Llama, texts: list[list[int]], limits: Limits) -> Cache:
@@ -3266,6 +3275,8 @@ class NativeLlama(Llama):
         shapes = ((C, C), (kv_size, C), (kv_size, C), (C, C), (inner, C), (inner, C), (C, inner))
         numbers: list[int] = []
         exact = set()
+        if C % 32 or inner % 32 or config.head_dim % 16:
+            return b""
         for i, block in enumerate(self.layers):
             parts = native_parts(block)
             if not parts or (parts[0].layer, parts[0].head_dim) != (i, config.head_dim):
@@ -3287,11 +3298,9 @@ class NativeLlama(Llama):
         return struct.pack(f"{len(numbers)}q", *numbers)
 
     def pack_sizes(self, B: int, T: int, cache: Cache) -> bytes:
-        """struct Sizes of kernels/cpu.cpp; empty if these are none that it can handle."""
+        """struct Sizes of kernels/cpu.cpp."""
         config = self.config
         C, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
-        if C % 32 or inner % 32 or D % 16:
-            return b""
         pos = cache.slots(T).start
         half = cache.k.dtype == torch.float16
         fast = not self.get_submodule("layers.0.self_attn.q_proj").exact
@@ -3318,9 +3327,9 @@ class NativeLlama(Llama):
             address(cache.v, stored, (L, B, G, cache.max_seq_len, D)),
         ]
         layers = self.pack() if all(addresses) else b""
-        sizes = self.pack_sizes(B, T, cache) if layers else b""
-        if not sizes:
+        if not layers:
             return super().run_layers(x, *inputs)
+        sizes = self.pack_sizes(B, T, cache)
         step = L if B * T <= 64 else 1  # Ctrl-C ends a long prompt between two calls
         for first in range(0, L, step):
             kernels().library.run_layers(layers, first, step, sizes, *addresses)
