@@ -121,13 +121,13 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
 }
 
 // `high` rows of W (K), NW at a time, times R rows of x, from `row` on, of which `count` are wanted
-// -> y (count, high), rows `stride` numbers apart. With more than two rows of x all of W take the
-// same COLUMNS, then the next, so that these stay in L1.
+// -> y (count, high), rows `stride` numbers apart. The matrix ends at `end`. With more than two
+// rows of x all of W take the same COLUMNS, then the next, so that these stay in L1.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
 template <class T, int R>
-static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, int64_t count, float *y,
-                int64_t stride) {
+static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row, int64_t count,
+                float *y, int64_t stride) {
   constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, N = R == 1 ? 1 : NW;
   const int64_t K = rows.K, size = K / T::BLOCK * T::SIZE, some = R > 2 && N < HIGH ? COLUMNS : K;
   const int64_t far = some < K ? 2 * size : AHEAD;  // the same columns two rows on
@@ -140,17 +140,23 @@ static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, int64_t co
       const int64_t width = std::min(K - start, some), down = first + 1 < high ? size : 0;
       const Bytes line = w + first * size + start / 256 * T::SIZE256;
       Bytes b[N], ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
-      for (int64_t k = 0; k < width; k += 256, x += rows.stride) {
-        const int64_t there = T::BLOCK == 256 ? +T::SIZE : (width - k) / T::BLOCK * T::SIZE;
+      auto add = [&](int64_t k, auto whole) INLINE_LAMBDA {
+        const int64_t there = whole ? +T::SIZE256 : (width - k) / T::BLOCK * T::SIZE;
         uint8_t padded[N][T::SIZE256];
         f32x8 scales[N][GROUPS / 8];
         f32 part[N][R];
         EACH (n, N) {
           const Bytes from = line + n * down + k / 256 * T::SIZE256;
-          b[n] = there < T::SIZE256 ? pad(from, there, T::SIZE256, padded[n]) : from;
+          const bool inside = whole || from + T::SIZE256 <= end;
+          b[n] = inside ? from : pad(from, there, T::SIZE256, padded[n]);
           prefetch(N > 1 ? ahead : from + far, T::SIZE256), ahead += T::SIZE256;
           f32x8 minima[GROUPS / 8];
           read_scales<T>(b[n], (float *)scales[n], (float *)minima);
+          if (!whole) {  // the next row follows
+            const i32x8 in_row = i32x8{0, 1, 2, 3, 4, 5, 6, 7} < (int32_t)(there / T::SIZE);
+            scales[n][0] = (f32x8)((i32x8)scales[n][0] & in_row);
+            minima[0] = (f32x8)((i32x8)minima[0] & in_row);
+          }
           EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
           EACH (r, R) {
             Narrow low = {};  // what minima or zero points come to
@@ -173,7 +179,11 @@ static void dot(Bytes w, int64_t high, const Rows &rows, int64_t row, int64_t co
         }
         EACH (r, R)
           EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
-      }
+        x += rows.stride;
+      };
+      int64_t k = 0;
+      for (; k + 256 <= width; k += 256) add(k, std::true_type());
+      if (T::BLOCK < 256 && k < width) add(k, std::false_type());
       memcpy(totals[first], total, sizeof total);
     }
   for (int r = 0; r < count; r++)
@@ -289,8 +299,8 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
     if (!integers) f->exact(*m, n, high, vectors);
     for (int64_t r = 0; integers && r < rows; r += 4) {
       const int64_t some = std::min<int64_t>(rows - r, 4);
-      f->fast[some - 1](m->w + n * f->bytes(K), std::min(high, m->N - n), vectors, r, some,
-                        m->y + r * m->N + n, m->N);
+      f->fast[some - 1](m->w + n * f->bytes(K), m->w + m->N * f->bytes(K), std::min(high, m->N - n),
+                        vectors, r, some, m->y + r * m->N + n, m->N);
     }
   }
 }
