@@ -115,7 +115,6 @@ CONFIGS = {
     "1b": llama2.Config(2048, 5632, 22, 32, 4, max_position_embeddings=2048),  # TinyLlama's shape
     "7b": llama2.Config.llama2_7b(),
 }
-BUNDLED = next(Path(llama2.__file__).parent.glob("models/*.gguf"), Path("models"))
 
 
 def load(args, path, dtype=None, compile=None):
@@ -386,7 +385,7 @@ def claim_modules(args, model):
 
 def claim_loading(args, model):
     """(d) From a real file to its first token: within a second and 2 s per GB."""
-    path = args.model or BUNDLED
+    path = args.model or llama2.DEFAULT_MODEL
 
     def first_token():
         loaded, tokenizer = load(args, path)
@@ -610,7 +609,7 @@ def windows(tokenizer, text, context):
 
 def run_perplexity(args):
     """Perplexity of a text: how well the second half of each window is predicted."""
-    path = args.model or BUNDLED
+    path = args.model or llama2.DEFAULT_MODEL
     model, tokenizer = load(args, path)
     texts = windows(tokenizer, args.perplexity.read_text(encoding="utf-8"), args.context)
     logprobs = torch.cat([llama2.score(model, text)[args.context // 2 :] for text in texts])

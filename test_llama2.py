@@ -976,7 +976,7 @@ def test_linear_rope_scaling_old_and_new(forms, tmp_path, form, change):
     ("form", "file", "message"),
     [
         ("hf", "tokenizer.model", "tokenizer"),
-        ("hf_index", "model-00001-of-00002.safetensors", "model-00001-of-00002"),
+        ("hf_index", "model-00001-of-00002.safetensors", "tensors are missing"),
         ("meta4", "consolidated.01.pth", "shards"),
         ("hf", "model.safetensors", r"expected a \.gguf file, or"),
         ("hf", "config.json", r"expected a \.gguf file, or"),

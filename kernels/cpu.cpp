@@ -86,7 +86,11 @@ struct Rows {
   Array<float> x;
   Array<Slice> slices;
   Rows(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
-      : count(count), K(K), stride(count < 3 ? count : slice ? count + 1 : (count + 3) / 4 * 4) {
+      : count(count),
+        K(K),
+        stride(count < 3 ? count
+               : slice   ? count + 1
+                         : (count + 3) / 4 * 4) {
     const int64_t parts = (K + 255) / 256 * stride;
     if (slice) slices = array<Slice>(parts);
     else x = array<float>(256 * parts);
@@ -117,8 +121,8 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
 }
 
 // `high` rows of W (K), NW at a time, times R rows of x, from `row` on, of which `count` are wanted
-// -> y (count, high), rows `stride` numbers apart. With more than two rows of x all of W take the same COLUMNS, then the
-// next, so that these stay in L1.
+// -> y (count, high), rows `stride` numbers apart. With more than two rows of x all of W take the
+// same COLUMNS, then the next, so that these stay in L1.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
 template <class T, int R>
@@ -283,9 +287,8 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows
     for (; n >= m->N; m++) n -= (m->N + high - 1) / high * high;
     const Format *f = m->format;
     if (!integers) f->exact(*m, n, high, vectors);
-    const int64_t passes = integers ? (rows + 3) / 4 : 0;  // 5 rows are 2 and 3, not 4 and 1
-    for (int64_t p = 0; p < passes; p++) {
-      const int64_t r = rows * p / passes, some = rows * (p + 1) / passes - r;
+    for (int64_t r = 0; integers && r < rows; r += 4) {
+      const int64_t some = std::min<int64_t>(rows - r, 4);
       f->fast[some - 1](m->w + n * f->bytes(K), std::min(high, m->N - n), vectors, r, some,
                         m->y + r * m->N + n, m->N);
     }

@@ -8,10 +8,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
-import launch
 import pytest
 import torch
 import torch.distributed.run
@@ -29,8 +29,8 @@ RANK_FORMS = {2: ("hf_index", "q4.gguf", "tied.gguf"), 4: ("meta4", "q4.gguf")}
 
 def run_ranks(ranks, script, *args, **streams):
     """Run a script as torchrun does, once for each rank."""
-    torchrun = [*launch.command(torch.distributed.run.__file__), "--standalone", "--no-python"]
-    command = [*torchrun, f"--nproc-per-node={ranks}", *launch.command(script), *map(str, args)]
+    torchrun = [sys.executable, str(torch.distributed.run.__file__), "--standalone", "--no-python"]
+    command = [*torchrun, f"--nproc-per-node={ranks}", sys.executable, str(script), *map(str, args)]
     return subprocess.run(command, capture_output=True, timeout=120, check=False, **streams)
 
 
@@ -105,7 +105,7 @@ def test_waiting_for_others_can_be_ended(number):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     process = subprocess.Popen(
-        [*launch.command(SCRIPT), "--prompt", "x"],
+        [sys.executable, str(SCRIPT), "--prompt", "x"],
         env={**os.environ, **ranks, **address},
         stderr=subprocess.DEVNULL,
     )
