@@ -3608,7 +3608,7 @@ from typing import NoReturn
 # --------------------------------------------------------------------------------------------------
 # 19. Command line
 
-DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
+DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
 CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
 
 
