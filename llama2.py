@@ -52,7 +52,8 @@ if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle Ope
     import os, signal
 
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.get("OMP_WAIT_POLICY") or os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # ==================================================================================================
 # Part I: The model
@@ -464,8 +465,9 @@ class PaddedCache(Cache):
         return self.cos[position], self.sin[position]
 
     def mask(self, T: int) -> Tensor:
-        """Which of the S = pos + T tokens a new one sees, fillers not: bool (B, 1, T, S)."""
-        visible, S = super().mask(T), self.slots(T).stop
+        """As Cache.mask(), but filler is seen by itself alone: bool (B, 1, T, S)."""
+        visible = super().mask(T)
+        S = self.slots(T).stop
         slot = torch.arange(S, device=self.k.device)
         real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
         itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
@@ -515,9 +517,9 @@ DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
 class Bits(NamedTuple):
     """Where a block keeps some bits of its integers: see unpack_bits()."""
 
-    at: int  # the first byte
-    width: int  # so many bytes hold the lowest bits of as many integers, then the next bits, ...
-    bits: int  # of each integer
+    at: int  # where they begin, in bytes
+    width: int  # a run of `width` bytes: byte i has integers i, i + width, ..., lowest bits first
+    bits: int  # bits of each integer
 
 
 class BlockType(NamedTuple):
@@ -591,7 +593,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
             return half(b, 108) * ((low | high << 4).view(torch.int8) - 32), None
         case "Q6_K":  # 16 scales of 8 bits
             return half(b, 208) * b[:, 192:208].view(torch.int8), None
-    scale, minimum = unpack_k_scales(b)
+    scale, minimum = unpack_k_scales(b)  # Q4_K and Q5_K
     return half(b, 0) * scale, half(b, 2) * minimum
 
 
@@ -681,8 +683,10 @@ class QuantizedEmbedding(Quantized):
 
 
 class Files(dict):
-    """Files by their paths, mapped into memory when first asked for: privately, so that a model
-    built from them can be changed, and no file or other model changes with it."""
+    """Files by their paths, each mapped into memory when it is first asked for.
+
+    The mappings are private: a model may be changed in place; no file or other model changes.
+    """
 
     def __missing__(self, path: Path) -> Any:
         if path.suffix in (".pth", ".bin"):
@@ -734,13 +738,13 @@ class Weight:
 
 
 def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tuple) -> Weight:
-    """A tensor at a byte of a file that has `size` bytes. Raises ValueError if it cannot lie there."""
+    """The tensor at `offset` in a file of `size` bytes. Raises ValueError if it does not fit."""
 
     def read(files: Files) -> Tensor:
         # A storage of just its bytes: whoever copies or pickles the model copies no more.
         data = torch.frombuffer(files[path], dtype=torch.uint8, count=nbytes, offset=offset)
         rows = data.view(math.prod(shape[:-1]), -1)
-        # Old safetensors files have headers of any length: numbers must lie at multiples of their size.
+        # Old safetensors files begin tensors at any byte; torch's views need them aligned.
         return rows.clone() if offset % 4 else rows
 
     weight = Weight(ggml_type, shape, read)
@@ -873,7 +877,8 @@ def reading(path: str | Path) -> Iterator[None]:
     except Exception as error:  # whatever damaged files make Python's modules raise
         if isinstance(error, OSError) and error.filename:
             raise
-        kind = "" if isinstance(error, ValueError) else f"damaged: {type(error).__name__} "
+        is_plain = isinstance(error, (ValueError, NotImplementedError))
+        kind = "" if is_plain else f"damaged: {type(error).__name__} "
         raise FileError(printable(f"{path}: {kind}{error}"[:400])) from error
 
 
@@ -919,9 +924,9 @@ def lookup(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
     if value is None:
         value = default
     fits = isinstance(value, (int, float) if kind is float else kind)
-    if fits and kind in (int, float):  # within what float32 can hold
+    if fits and kind in (int, float):  # bool is an int to Python; 1e38 fits into a float32
         fits = not isinstance(value, bool) and abs(value) < 1e38
-    if not fits:  # a long list takes long to print
+    if not fits:
         found = "missing" if value is None else f"{value!r:.60}"
         raise ValueError(f"{key} is {found}; expected {kind.__name__}")
     return value
@@ -986,7 +991,7 @@ def rename(weights: dict[str, Weight], column: str, config: Config) -> dict[str,
 # --------------------------------------------------------------------------------------------------
 # 10.2 Checkpoints: GGUF (docs/gguf.md of ggml)
 
-NUMBERS = {  # a value's type: its letter for struct
+NUMBERS = {  # GGUF's number of a type -> struct's letter
     0: "B",
     1: "b",
     2: "H",
@@ -1003,16 +1008,16 @@ GGUF_STRING, GGUF_ARRAY = 8, 9
 
 
 class GGUF:
-    """A GGUF file's metadata and tensors. gguf.GGUFReader would take seconds. ValueError."""
+    """A GGUF file's metadata and tensors; gguf.GGUFReader takes seconds. Raises ValueError."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.weights: dict[str, Weight] = {}
-        self.data, self.size = read_head(self.path, MAX_HEADER)
         self.offset = 0  # of what is read next
         self.item = "header"  # what is read, for messages
         with reading(self.path):
+            self.data, self.size = read_head(self.path, MAX_HEADER)
             try:
                 self.read_header()
             except (ValueError, struct.error) as error:
@@ -1041,7 +1046,7 @@ class GGUF:
             (n_dims,) = self.unpack("I")
             if n_dims > 4:
                 raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
-            *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the fastest comes first
+            *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
             ggml_type = gguf.GGMLQuantizationType(number).name
             infos.append((offset, name, ggml_type, tuple(reversed(dims))))
         self.place(infos)
@@ -1077,7 +1082,7 @@ class GGUF:
         return values if is_array else values[0]
 
     def place(self, infos: list[tuple[int, str, str, tuple[int, ...]]]) -> None:
-        """Make weights of offsets, names, types and shapes; they lie in a row behind the header."""
+        """Make weights of (offset, name, type, shape). Their data follows the header."""
         self.item = "header"
         powers = [2**i for i in range(3, 21)]
         align = choose(self.metadata, "general.alignment", powers, 32)
@@ -1087,7 +1092,7 @@ class GGUF:
             self.item = name
             start = base + offset
             if name in self.weights or offset % align or start < end:
-                raise ValueError(f"offset {offset} is not aligned, or of two tensors")
+                raise ValueError(f"a duplicate, or offset {offset} is unaligned or overlaps")
             weight = stored_weight(self.path, start, self.size, ggml_type, shape)
             self.weights[name] = weight
             end = start + weight.nbytes
@@ -1133,8 +1138,9 @@ def open_gguf(path: Path) -> Checkpoint:
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": file.stop_ids(),
     }
+    # Try each type on one block, so that an unsupported one is refused before anything is loaded.
     for ggml_type, weight in {w.ggml_type: w for w in weights.values()}.items():
-        dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)  # or it raises
+        dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)
     config = read_config(metadata, "gguf", known)
     choose(metadata, "llama.rope.dimension_count", (config.head_dim, None))
     factors = weights.pop("rope_freqs.weight", None)
@@ -1210,7 +1216,8 @@ def pickled_weights(path: Path) -> dict[str, Weight]:
 
         return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), read)
 
-    return {name: weight(name, w) for name, w in load_state_dict_file(path).items() if w.dim()}
+    state = load_state_dict_file(path)
+    return {name: weight(name, w) for name, w in state.items() if w.dim()}  # no single numbers
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -1268,11 +1275,8 @@ def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
 
 
 def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
-    """The tensors of all files that the index names, or that are there. ValueError."""
-    files = sorted(folder.glob(f"*model*{suffix}"))
-    for index in folder.glob(f"*model{suffix}.index.json"):
-        names = lookup(read_json(index), "weight_map", dict).values()
-        files = sorted({folder / Path(str(name)).name for name in names})
+    """The tensors of a directory's one file, or else of all its parts. Raises ValueError."""
+    files = sorted(folder.glob(f"*model{suffix}")) or sorted(folder.glob(f"*model-*{suffix}"))
     weights: dict[str, Weight] = {}
     for file in files:
         with reading(file):
@@ -1290,7 +1294,7 @@ def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
 
 
 def read_hf_rows(weight: Weight, head_dim: int, files: Files) -> Tensor:
-    """A weight's rows in Meta's order, which are in Hugging Face's in the file."""
+    """The rows of a q_proj or k_proj that a file has in Hugging Face's order, in Meta's order."""
     return rows_from_hf(weight.read(files), head_dim).contiguous()
 
 
@@ -1345,7 +1349,7 @@ def read_chat_template(folder: Path) -> str:
 
 
 def join_shards(name: str, parts: list[Weight]) -> Weight:
-    """One weight of those that Meta's code has on a GPU each. ValueError if they differ."""
+    """Join a weight's parts, one from each shard. Raises ValueError if they do not match."""
     first = parts[0]
     if {(part.ggml_type, part.shape) for part in parts} != {(first.ggml_type, first.shape)}:
         raise ValueError(f"{name} differs in type or shape from shard to shard")
@@ -1363,7 +1367,7 @@ def join_shards(name: str, parts: list[Weight]) -> Weight:
 
 
 def meta_settings(folder: Path) -> dict[str, Any]:
-    """params.json. ValueError for keys that other models have."""
+    """params.json. Raises ValueError for an unknown key: it may change the architecture."""
     settings = read_json(folder / "params.json")
     known = {row.meta for row in SETTINGS} | {"vocab_size", "multiple_of", "ffn_dim_multiplier"}
     for key, value in settings.items():
@@ -1390,7 +1394,7 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
         config = read_config(meta_settings(folder), "meta", known)
         if columns != config.hidden_size:
             found = f"{len(files)} shards have {columns} columns of tok_embeddings"
-            raise ValueError(f"{found}, but dim is {config.hidden_size}: are shards missing?")
+            raise ValueError(f"{found}, but dim is {config.hidden_size}: missing shards or Llama 3")
     return Checkpoint(
         path=str(folder),
         format=f"Meta directory, {len(files)} {suffix}",
@@ -1406,8 +1410,11 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
 
 
 def find_model(name: str) -> Path:
-    """A path that exists; else an installed package that holds one GGUF file, or a repository of
-    the Hugging Face hub, ORG/NAME[/FILE.gguf], which is downloaded. ValueError says the three."""
+    """The path of a model, by its path or name.
+
+    A name is an installed package that holds one GGUF file, or ORG/NAME[/FILE.gguf] of the Hugging
+    Face hub, which is downloaded. Raises ValueError or FileNotFoundError.
+    """
     path = Path(name)
     if path.exists():
         return path
@@ -1440,7 +1447,7 @@ def download(repository: str, file: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        found = f"there is no file {repository}, and the Hugging Face hub gives none"
+        found = f"no such file, and the Hugging Face hub does not give {repository}"
         raise ValueError(f"{found}: {reason}") from error
 
 
@@ -1585,7 +1592,7 @@ def plan_loading(
     if device.type == "cpu" and name in ("bfloat16", "float16"):
         warnings.warn(f"on a CPU {name} is several times slower than auto or float32", stacklevel=3)
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
-    chosen = DTYPES.get(name, AUTO_DTYPE[device.type])
+    chosen = DTYPES.get(name) or AUTO_DTYPE[device.type]
     if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
         chosen = torch.float16  # bfloat16 would round them
     is_large = checkpoint.nbytes > 2**26
@@ -1594,6 +1601,7 @@ def plan_loading(
     quantised = any(w.is_rare or keeps_blocks(w, chosen) for w in matrices)
     kernels = wanted and quantised and not trainable and open_kernels(device)
     dense = trainable
+    # Without kernels, torch would unpack quantised matrices anew for every token.
     if quantised and not exact and device.type == "cpu" and not kernels and not trainable:
         parameters = sum(math.prod(weight.shape) for weight in matrices)
         dense = 3 * parameters < free_memory(device)  # 2 bytes each, and room for the rest
@@ -1647,7 +1655,7 @@ def build_model(
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     files = Files()
-    hidden = None if progress else True  # None: unless it is a terminal
+    hidden = None if progress else True  # None: hidden unless stderr is a terminal
     items = checkpoint.weights.items()
     for name, weight in tqdm(items, "loading", unit="tensor", leave=False, disable=hidden):
         modules = [name.removesuffix(".weight")]
@@ -1686,7 +1694,8 @@ def load(
 
     `dtype`: of the activations; "float32" is exact, "auto" may round them to 16-bit integers in
     large models, which is faster. `trainable`: all weights are float32 parameters, else frozen.
-    `context`: tokens that must fit. `compile`: kernels (None: for models above 64 MiB).
+    `context`: tokens that must fit into memory. `compile`: use kernels, which are compiled once
+    (None: for models above 64 MiB).
     Raises ValueError or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, context)
@@ -1718,7 +1727,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkp
         except AttributeError as error:
             raise ValueError(f"{name}: not a module of a Llama: {error}") from error
     embedding = weights["embed_tokens.weight"].read(Files())
-    tied = model.config.tie_word_embeddings
+    tied = model.config.tie_word_embeddings  # which training or a replaced module may have ended
     if tied and torch.equal(embedding, weights["lm_head.weight"].read(Files())):
         del weights["lm_head.weight"]
     config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
@@ -1778,10 +1787,12 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 def gguf_metadata(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The keys of a GGUF file that holds this checkpoint."""
+    """The keys of a GGUF file that holds this checkpoint. Raises ValueError for more stop ids."""
     import gguf
 
     config = checkpoint.config
+    if len(config.stop_token_ids) > 2:
+        raise ValueError(f"stop_token_ids {config.stop_token_ids}; a GGUF file holds two at most")
     metadata = {**checkpoint.metadata, **tokenizer.vocabulary(config.vocab_size)}
     for row in SETTINGS:
         kind = type(getattr(Config, row.ours))
@@ -1795,6 +1806,7 @@ def gguf_metadata(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     # The writer sets the architecture; a type of the whole file would no longer be true.
     for key in ("general.architecture", "general.file_type", "general.alignment"):
         metadata.pop(key, None)
+    # "" is no chat template, -1 SentencePiece's for no such id; gguf refuses to write empty arrays.
     return {key: value for key, value in metadata.items() if value not in ("", []) and value != -1}
 
 
@@ -1808,7 +1820,8 @@ def save_gguf(
 ) -> None:
     """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
 
-    Matrices become `ggml_type`; None: they stay as they are. The file appears once it is complete.
+    Matrices become `ggml_type`; None: they stay as they are. `tokenizer`: the model's; a checkpoint
+    has its own. The file appears once it is complete.
     Raises ValueError for what a GGUF file cannot hold, and if it exists, unless `overwrite`.
     """
     if ggml_type not in (None, *SAVE_TYPES):
@@ -1850,7 +1863,7 @@ def write_gguf_header(
     for name, weight in weights.items():
         target = replace(weight, ggml_type=types[name])
         number = gguf.GGMLQuantizationType[types[name]]
-        f4 = numpy.dtype("f4")
+        f4 = numpy.dtype("f4")  # with uint8 the writer would take the shape for bytes
         writer.add_tensor_info(names.get(name, name), target.shape, f4, target.nbytes, number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -2663,7 +2676,7 @@ def encode_chat(
 # --------------------------------------------------------------------------------------------------
 # 13. Sampling
 
-SAMPLING_LIMITS = {  # what its numbers may be
+SAMPLING_LIMITS = {  # the least and the most that each number of a Sampling may be
     "temperature": (0, 1e6),
     "top_k": (0, 2**31),
     "top_p": (0, 1),
@@ -2673,7 +2686,7 @@ SAMPLING_LIMITS = {  # what its numbers may be
     "frequency_penalty": (-100, 100),
     "seed": (0, 2**63 - 1),
 }
-PENALTY_WINDOW = 64  # the penalties count so many tokens, those of the prompt too, as llama.cpp
+PENALTY_WINDOW = 64  # penalties count the last 64 tokens, prompt included, as in llama.cpp
 
 
 @dataclass(frozen=True)
@@ -2732,22 +2745,25 @@ class Sampling:
 
 
 def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
-    """weights (V,), 1 for the likeliest -> the id at u (0 to 1) of those that the filters leave."""
+    """Draw an id in proportion to weights (V,), the largest being 1, after top_k, top_p and min_p.
+
+    `u`, from 0 to 1, chooses: the id at which the running sum of the weights passes u of the total.
+    """
     import numpy  # whose sort is many times as fast as torch's
 
     w = weights.cpu().numpy()
-    least = sampling.min_p
+    least = 0.0
     if 0 < sampling.top_k < len(w):
-        least = max(least, float(numpy.partition(w, -sampling.top_k)[-sampling.top_k]))
+        least = float(numpy.partition(w, -sampling.top_k)[-sampling.top_k])
     if sampling.top_p < 1:
         whole = w[w >= least].sum(dtype=float)
-        # What is below this weighs less than 1 - top_p together: none of it is in the nucleus.
+        # All weights below this bound sum to less than 1 - top_p: they need not be sorted.
         bound = whole * (1 - sampling.top_p) / len(w)
         ordered = -numpy.sort(-w[w >= max(least, bound)])
         before = ordered.cumsum(dtype=float) - ordered
         count = max(1, int((before < sampling.top_p * whole).sum()))
         least = max(least, float(ordered[count - 1]))
-    places = numpy.flatnonzero(w >= least)
+    places = numpy.flatnonzero(w >= max(least, sampling.min_p))
     sums = w[places].cumsum(dtype=float)
     return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
 
@@ -2846,7 +2862,7 @@ class Report:
     """A generation's record so far."""
 
     rows: list[Row]
-    prompt_tokens: int  # that are read: a cache may hold the others
+    prompt_tokens: int  # how many are read: not those that the cache holds already
     seconds: list[float] = field(default_factory=list)  # of each step, the prompt in the first
 
 
@@ -2916,9 +2932,9 @@ def generate_batch(
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: what it holds of the
-    text is not read again (reset() it after changing weights). `step(texts, cache)` gives the
-    logits (B, V) after texts (B, n) in place of read_texts(), such as Drafts of part III.
-    ValueError for what is out of range.
+    text is not read again (reset() it after changing weights). `step(texts, cache)`
+    -> logits (B, V) replaces read_texts(), as part III's Drafts do; texts are ids (B, n).
+    Raises ValueError for what is out of range.
     """
     config = model.config
     if not isinstance(sampling, Sampling) or max_new_tokens < 0:
@@ -2989,7 +3005,7 @@ def continue_rows(
         new = [None if row.stop_reason else row.add(next(left), limits) for row in rows]
         if any(token_id is not None for token_id in new):
             yield new
-        last = torch.tensor([[row.ids[-1]] for row in rows])  # rows that have ended go along
+        last = torch.tensor([[row.ids[-1]] for row in rows])  # finished rows stay in the batch
         texts = torch.cat((texts, last), 1)
 
 
@@ -3033,10 +3049,10 @@ def stream_text(
         stop_ids, tags = chat_stops(tokenizer, chat_format)
         config = model.config
         ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
-        options["stop_ids"] = {*options.get("stop_ids", ends), *stop_ids}
+        options["stop_ids"] = {*(options.get("stop_ids") or ends), *stop_ids}
         stops += tags
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
-    decoder = StreamDecoder(tokenizer, first=not tokenizer.decode(ids))
+    decoder = StreamDecoder(tokenizer, first=not tokenizer.decode(ids))  # a prompt of BOS alone
     pieces = text_until_stop(tokens, decoder, stops)
     return Stream(pieces if chat_format is None else without_leading_space(pieces), tokens.report)
 
@@ -3183,6 +3199,7 @@ class NativeProduct(torch.autograd.Function):
         """x (..., in) float32 and contiguous -> (..., out) float32."""
         ctx.save_for_backward(blocks)
         ctx.ggml_type = linear.ggml_type
+        ctx.rows = max(1, CHUNK // linear.in_features)  # of W, dequantised at a time
         N, K = linear.out_features, linear.in_features
         y = x.new_empty(*x.shape[:-1], N)
         kernels().library.linear(
@@ -3202,8 +3219,7 @@ class NativeProduct(torch.autograd.Function):
         """The gradient of y (..., out) -> that of x (..., in)."""
         (blocks,) = ctx.saved_tensors
         (dy,) = gradients
-        rows = max(1, CHUNK // dy.shape[-1])
-        pairs = zip(dy.split(rows, -1), blocks.split(rows))
+        pairs = zip(dy.split(ctx.rows, -1), blocks.split(ctx.rows))
         dx = sum(part @ dequantize(some, ctx.ggml_type) for part, some in pairs)
         return dx, None, None
 
@@ -3592,7 +3608,7 @@ from typing import NoReturn
 # --------------------------------------------------------------------------------------------------
 # 19. Command line
 
-DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "fairytales.gguf"
+DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
 CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
 
 
@@ -3618,8 +3634,8 @@ def make_parser() -> Parser:
 
     group = parser.add_argument_group("what to do")
     add = group.add_argument
-    model = "a .gguf file, a directory, an installed package, or ORG/NAME of the Hugging Face hub"
-    add("--model", metavar="PATH", default=str(DEFAULT_MODEL), help=model)
+    model_help = "a .gguf file, directory, installed package, or ORG/NAME of the Hugging Face hub"
+    add("--model", metavar="PATH", default=str(DEFAULT_MODEL), help=model_help)
     prompt = group.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", **text, help="text to continue (default: stdin)")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="read it from a file")
@@ -3645,20 +3661,20 @@ def make_parser() -> Parser:
     add("--repetition-penalty", **number, help="divides the logits of recent tokens (1: off)")
     add("--presence-penalty", **number, help="subtracted from logits of recent tokens (0: off)")
     add("--frequency-penalty", **number, help="the same for each time they occur (0: off)")
-    add("--seed", **{**count, "default": 0}, help="default: 0; -1: a random one")
+    add("--seed", **count, default=0, help="default: 0; -1: a random one")
 
     add = parser.add_argument_group("the machine").add_argument
     add("--context", **count, help="most tokens in all (default: the model's)")
-    device = "default: CUDA, else MPS for dense weights, else the CPU"
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device)
-    dtype = (
+    device_help = "default: CUDA, else MPS for dense weights, else the CPU"
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device_help)
+    dtype_help = (
         "of activations; auto is fastest, on a CPU bfloat16 and float16 are several times slower"
     )
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype_help)
     add("--threads", **count, help="CPU threads (default: torch's choice); 1 if others are busy")
     add("--draft", **count, help="guess up to N repeated tokens (default: 3; 0: off)")
-    compile = "compile kernels (default: for models above 64 MiB)"
-    add("--compile", action=argparse.BooleanOptionalAction, help=compile)
+    compile_help = "compile kernels (default: for models above 64 MiB)"
+    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     add("--quiet", action="store_true", help="print only errors to stderr")
     return parser
 
@@ -3758,7 +3774,7 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str
 
 
 def describe_run(reports: list[Report], model: Llama, drafted: int) -> list[str]:
-    """What is said at the end of a run about its speed, memory and end."""
+    """The parts of a run's last line: speed, memory, and why it stopped."""
     read = sum(report.prompt_tokens for report in reports)
     made = sum(len(report.rows[0].new_ids) for report in reports)
     first = sum(sum(report.seconds[:1]) for report in reports)  # in which prompts are read
@@ -3787,7 +3803,7 @@ def show(stream: Stream[str]) -> str:
     try:
         for text in stream:
             shown += text
-            if sys.stdout.isatty():  # which control characters from a model could steer
+            if sys.stdout.isatty():  # control characters from a model could steer a terminal
                 text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
@@ -3890,7 +3906,9 @@ def chat(
     """A conversation at a terminal or through pipes; returns the reports of its answers."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows edits lines itself; a pasted text is one question
-            __import__("readline").parse_and_bind("set enable-bracketed-paste on")
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")
     conversation = Chat(model, tokenizer, options, args)
     form = args.chat_format or describe_chat_format(tokenizer.chat_template)
     name = Path(args.model).name
@@ -3903,7 +3921,7 @@ def save(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """What --save asks for."""
     save_gguf(checkpoint, args.save, args.type, overwrite=args.force, progress=not args.quiet)
     if not args.quiet:
-        note(f"wrote {args.save}: {contents(open_checkpoint(args.save))}")
+        note(f"wrote {args.save}: {contents(open_gguf(args.save))}")
 
 
 def run(args: argparse.Namespace, ranks: Any) -> int:
@@ -3924,10 +3942,10 @@ def run(args: argparse.Namespace, ranks: Any) -> int:
         write(describe_checkpoint(checkpoint, plan, context))
         return 0
     args.prompt = shared(partial(read_prompt, args), ranks)
-    return answer(args, ranks, checkpoint, context, start)
+    return write_text(args, ranks, checkpoint, context, start)
 
 
-def answer(
+def write_text(
     args: argparse.Namespace, ranks: Any, checkpoint: Checkpoint, context: int, start: float
 ) -> int:
     """Continue the prompt, or converse; returns the exit status."""
@@ -3937,18 +3955,18 @@ def answer(
         assumed = None if tokenizer.chat_template.strip() else "llama-2"
         args.chat_format = find_chat_format(tokenizer, args.chat_format or assumed).name
         size = args.context or min(context, CHAT_CONTEXT)
-        most = size
+        if args.max_new_tokens is None:
+            args.max_new_tokens = size
     else:
         ids = tokenizer.encode(args.prompt)
-        most = 256 if args.max_new_tokens is None else args.max_new_tokens
-        size = max(1, min(context, len(ids) + most))
+        if args.max_new_tokens is None:
+            args.max_new_tokens = 256
+        size = max(1, min(context, len(ids) + args.max_new_tokens))
     load_options = {"context": size, "compile": args.compile, "progress": not args.quiet}
     model, _ = load(checkpoint, args.device, args.dtype, **load_options)
     if ranks:
         connect_ranks(model, ranks)
     load_seconds = time.perf_counter() - start
-    if args.max_new_tokens is None:
-        args.max_new_tokens = most
     options = stream_options(args, model, size, ranks)
     if args.chat:
         reports = chat(model, tokenizer, options, args, ranks)
@@ -3971,7 +3989,7 @@ def stream_options(args: argparse.Namespace, model: Any, size: int, ranks: Any) 
     if args.seed == -1:
         args.seed = shared(torch.seed, ranks) % 2**31
     weight = model.norm.weight
-    cache_dtype = weight.dtype if ranks else model.cache_dtype  # of ranks torch runs the attention
+    cache_dtype = weight.dtype if ranks else model.cache_dtype  # torch attends if there are ranks
     step = None
     if "Drafts" in globals():
         step = Drafts(model, 3 if args.draft is None else args.draft)
@@ -4008,7 +4026,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks = Ranks()
             rank = ranks.rank
         if rank:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (rank 0 alone prints
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 prints)
         args = parse_args(argv)
         args.rank = rank
         args.quiet |= rank > 0

@@ -70,7 +70,7 @@ def test_harness_agrees_with_score(server, backend):
     url = f"http://127.0.0.1:{running.port}"
     arguments = {"base_url": url}
     if backend == "local-completions":
-        arguments = {"base_url": f"{url}/v1/completions", "model": "fairytales"}
+        arguments = {"base_url": f"{url}/v1/completions", "model": "stories"}
         arguments |= {"tokenizer": str(path / "hf"), "add_bos_token": True, "batch_size": 8}
     found = lm_eval.simple_evaluate(
         model=backend,

@@ -688,7 +688,6 @@ JSON_FILES = [
     ("hf", "tokenizer_config.json"),
     ("hf", "generation_config.json"),
     ("hf", "added_tokens.json"),
-    ("hf index", "model.safetensors.index.json"),
     ("meta", "params.json"),
 ]
 
@@ -710,16 +709,6 @@ def test_odd_values_in_json(directories, tmp_path, form, name):
                     assert "model" in str(error) and len(str(error)) < 600
 
 
-def test_an_index_stays_in_its_directory(directories, tmp_path):
-    """A weight_map that points elsewhere reads nothing there, not even a valid file."""
-    files = dict(directories["hf"])
-    (tmp_path / "outside.safetensors").write_bytes(files.pop("model.safetensors"))
-    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "..", "", "a\0b"):
-        index = {"weight_map": {"model.norm.weight": name}}
-        files["model.safetensors.index.json"] = json.dumps(index).encode()
-        assert outcome(unpacked(files, tmp_path / "model")) != "runs"
-
-
 # --------------------------------------------------------------------------------------------------
 # What is no regular file
 
@@ -729,7 +718,7 @@ def test_an_index_stays_in_its_directory(directories, tmp_path):
 @pytest.mark.parametrize(
     "file",
     ["hf/model.safetensors", "hf/tokenizer.model", "hf/tokenizer_config.json"]
-    + ["hf index/model.safetensors.index.json", "bin/pytorch_model.bin", "a.gguf"],
+    + ["bin/pytorch_model.bin", "a.gguf"],
 )
 def test_only_regular_files_are_read(directories, tmp_path, file, kind):
     """A FIFO blocks for ever, /dev/zero has no end."""
