@@ -578,7 +578,13 @@ def plot(models, path):
     import matplotlib.pyplot as plt
 
     coloured = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")
-    plt.style.use({"svg.fonttype": "none", **{f"{x}color": "#808080" for x in coloured}})
+    plt.style.use(
+        {
+            "svg.fonttype": "none",
+            "axes.titlesize": "small",
+            **{f"{x}color": "#808080" for x in coloured},
+        }
+    )
     figure, axes = plt.subplots(1, len(models), squeeze=False, layout="tight")
     figure.set_size_inches(3.2 * len(models), 2.6)
     for ax, (name, found) in zip(axes[0], models.items()):
