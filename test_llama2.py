@@ -778,7 +778,7 @@ REFUSED_KEYS = [  # a key, its value, what the error says
     ("general.architecture", "falcon", "falcon"),
     ("llama.expert_count", 8, "expert_count is 8"),
     ("tokenizer.ggml.model", "no_vocab", "no_vocab"),
-    ("tokenizer.ggml.model", "gpt2", "tokenizer.ggml.pre"),
+    ("tokenizer.ggml.model", "gpt2", "tokenizer"),
     ("llama.rope.scaling.type", "yarn", "yarn"),
     ("llama.rope.dimension_count", 8, "dimension_count is 8"),
     ("llama.attention.head_count", [4, 2], "head_count"),

@@ -67,7 +67,7 @@ def test_by_inductor():
     token = torch.zeros(1, 1, dtype=torch.int64)
     cache = llama2.Cache(config)
     cache.pos = 40000
-    with contextlib.suppress(ValueError):  # an older torch
+    with contextlib.suppress(ValueError, TypeError):  # an older torch
         torch._logging.set_logs(inductor_metrics=True)  # that is what counts
     try:
         fast(token, cache)

