@@ -297,6 +297,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.device != "cpu" and not getattr(torch, args.device).is_available():
         parser.error(f"--device {args.device}: PyTorch finds none here")
+    if not hasattr(torch.optim, "Muon"):
+        parser.error(f"torch {torch.__version__} has no Muon; 2.9 or newer has")
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     try:
