@@ -14,7 +14,6 @@ from helpers import SCRIPT, TALE, assert_close
 
 import llama2
 
-
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9 or newer"
 )
