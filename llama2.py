@@ -3885,6 +3885,8 @@ class Chat:
         if reason in ("context full", "max new tokens"):
             self.say(f"{reason}: the answer ends here")
         self.messages = [*turns, {"role": "assistant", "content": answer}]
+        sampling = self.options["sampling"]  # the next answer draws other random numbers
+        self.options["sampling"] = replace(sampling, seed=sampling.seed + 1)
 
     def run(self, first: str | None, next_question: Callable[[], str | None]) -> None:
         """Answer questions until there are no more."""
