@@ -5,7 +5,7 @@
 The file is UTF-8: stories with an empty line between them. The model is the very `llama2.Llama`
 that runs the result afterwards; nothing in it knows about training. Needs torch, sentencepiece,
 gguf and tqdm. A run that was stopped goes on from its last checkpoint when the same command is
-given again.
+given again. --init MODEL.gguf starts from a model that exists: more of the same text, or yours.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_stories(path: Path) -> tuple[list[str], list[str]]:
     return stories, held_out
 
 
-def train_tokenizer(stories: list[str], size: int) -> bytes:
+def train_tokenizer(stories: list[str], size: int) -> llama2.Tokenizer:
     """A byte-pair vocabulary with Llama 2's settings: identity, byte fallback, a space in front."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -74,16 +74,17 @@ def train_tokenizer(stories: list[str], size: int) -> bytes:
         max_sentence_length=1 << 20,
         minloglevel=2,
     )
-    return model.getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.model"
+        path.write_bytes(model.getvalue())
+        return llama2.Tokenizer.from_file(path)
 
 
-def encode(
-    tokenizer: sentencepiece.SentencePieceProcessor, stories: list[str], context: int
-) -> list[Tensor]:
+def encode(tokenizer: llama2.Tokenizer, stories: list[str], context: int) -> list[Tensor]:
     """Rows: a story with BOS and EOS is one; if it is longer than the context, several."""
     rows = []
     for story in stories:
-        ids = torch.tensor([tokenizer.bos_id(), *tokenizer.encode(story), tokenizer.eos_id()])
+        ids = torch.tensor([*tokenizer.encode(story, bos=True), tokenizer.eos_id])
         rows += [ids[i : i + context + 1] for i in range(0, len(ids) - 1, context)]
     return sorted(rows, key=len)
 
@@ -194,17 +195,18 @@ def train(args: argparse.Namespace) -> None:
     state = None
     if checkpoint_path.exists():
         state = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
-    proto = state["tokenizer"] if state else train_tokenizer(train_texts, args.vocab)
-    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "tokenizer.model"
-        file.write_bytes(proto)
-        pieces = llama2.Tokenizer.from_file(file)
+    if args.init:
+        model, tokenizer = llama2.load(args.init, args.device, trainable=True)
+    else:
+        model = new_model(args).to(args.device)
+        if state:
+            tokenizer = llama2.Tokenizer.from_gguf(args.out)
+        else:
+            tokenizer = train_tokenizer(train_texts, args.vocab)
     rows = encode(tokenizer, train_texts, args.context)
     held_out = encode(tokenizer, held_texts, args.context)
     tokens, held_tokens = (sum(len(row) - 1 for row in part) for part in (rows, held_out))
 
-    model = new_model(args).to(args.device)
     optimizers = new_optimizers(model, args)
     step, seconds = 0, 0.0
     if state:
@@ -252,11 +254,10 @@ def train(args: argparse.Namespace) -> None:
                 f" training loss {running:.3f}, held out {nats / held_tokens:.3f},"
                 f" {nats / math.log(2) / held_bytes:.4f} bits/byte"
             )
-            llama2.save_gguf(model, args.out, args.type, tokenizer=pieces, overwrite=True)
+            llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
             state = {
                 "model": model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "tokenizer": proto,
                 "config": asdict(model.config),
                 "tokens": tokens,
                 "step": step,
@@ -274,6 +275,7 @@ def main() -> int:
     add = parser.add_argument
     add("stories", metavar="FILE", type=Path, help="UTF-8: stories, an empty line between them")
     add("--out", type=Path, default=Path("model.gguf"), help="checkpoint beside it as .ckpt")
+    add("--init", metavar="MODEL", help="start from its weights and vocabulary, not from noise")
     add("--type", choices=llama2.SAVE_TYPES, default="Q8_0", help="of the matrices")
     add("--vocab", type=int, default=4096, help="pieces of the vocabulary")
     add("--hidden", type=int, default=384)

@@ -88,6 +88,10 @@ def test_both_losses_fall(run):
     assert training < before - 0.5 and held_out < before - 0.5
     weights = llama2.open_checkpoint(out).weights  # Q8_0 where rows are made of whole blocks
     assert weights["layers.0.mlp.up_proj.weight"].ggml_type == "Q8_0"
+    _, again, _, _ = run("--epochs", 0.1, "--init", out, name="more.gguf")
+    assert float(re.search(r"before step 1: ([\d.]+)", again)[1]) == pytest.approx(
+        float(re.search(r"held out ([\d.]+)", said)[1]), abs=0.01
+    )
     assert weights["norm.weight"].ggml_type == "F32"
 
 
@@ -111,10 +115,10 @@ def test_long_stories_are_cut(train):
     """A row has at most the context and one token to predict; no token is predicted twice."""
 
     class Words:
-        bos_id, eos_id = (lambda self: 1), (lambda self: 2)
+        eos_id = 2
 
-        def encode(self, text):
-            return [int(word) for word in text.split()]
+        def encode(self, text, bos):
+            return [1] * bos + [int(word) for word in text.split()]
 
     rows = train.encode(Words(), ["3 4 5 6 7 8", "9"], context=3)
     assert sorted(row.tolist() for row in rows) == [[1, 3, 4, 5], [1, 9, 2], [5, 6, 7, 8], [8, 2]]
