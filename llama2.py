@@ -2321,15 +2321,17 @@ class Tokenizer:
 
         pre = choose(self.keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
         ids = [i for i, kind in enumerate(self.types) if kind in types]
-        model = {
-            "type": "BPE",
-            "vocab": {self.pieces[i]: i for i in ids},
-            "merges": self.get("tokenizer.ggml.merges", list),
-            # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
-            "ignore_merges": pre != "smollm",
-        }
-        content = {"model": model, "pre_tokenizer": PRE_TOKENIZERS[pre], "decoder": DECODER}
+        vocab = {self.pieces[i]: i for i in ids}
+        merges = self.get("tokenizer.ggml.merges", list)
+        lost = [merge for merge in merges if merge.replace(" ", "", 1) not in vocab]
+        if lost:
+            raise ValueError(f"tokenizer.ggml.merges has {lost[0]!r:.60}, which makes no piece")
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        empty = {"type": "BPE", "vocab": {}, "merges": []}
+        content = {"model": empty, "pre_tokenizer": PRE_TOKENIZERS[pre], "decoder": DECODER}
         bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
+        # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
+        bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
         for i in ids:
             if self.types[i] != NORMAL:
                 special = self.types[i] == CONTROL

@@ -282,10 +282,12 @@ def test_tokenizer_json(tmp_path, llama3, smollm, pre, as_pairs):
         ({"pre": None}, "pre is None"),
         ({"model": "bert"}, "model is 'bert'"),
         ({"merges": None}, "merges is missing"),
-        ({"merges": ["h e", "xx y"]}, "`xx"),
-        ({"merges": ["h e f"]}, "Merges"),
-        ({"merges": [1, 2]}, "MergeType"),
-        ({"merges": [*MERGES, "<|eot _id|>"]}, "<|eot"),
+        ({"merges": ["h e", "xx y"]}, "'xx y', which makes no piece"),
+        ({"merges": ["h e f"]}, "'h e f', which makes no piece"),
+        ({"merges": ["h z"]}, "'h z', which makes no piece"),
+        ({"merges": ["he"]}, "tuple of length 2"),
+        ({"merges": [1, 2]}, "'int' object"),
+        ({"merges": [*MERGES, "<|eot _id|>"]}, "<|eot _id|>', which makes no piece"),
         ({"token_type": [1] * (SIZE - 1)}, "token_type"),
         ({"token_type": [9] * SIZE}, "token_type"),
         ({"bos_token_id": SIZE}, f"bos_token_id {SIZE}; expected 0 to {SIZE - 1}"),
@@ -305,7 +307,7 @@ def test_control_tokens_that_are_words():
     tokenizer = llama2.Tokenizer(bpe_keys(token_type=types))
     assert ID["\u0120whole"] not in tokenizer.encode(" whole")
     types[ID["he"]] = 3
-    with pytest.raises(Exception, match="`he` out of vocabulary"):
+    with pytest.raises(Exception, match="'h e', which makes no piece"):
         llama2.Tokenizer(bpe_keys(token_type=types))
 
 
