@@ -44,7 +44,7 @@ __all__ = [
     "Block", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
     "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
     "Tokenizer", "StreamDecoder", "CHAT_FORMAT_NAMES", "recognise_chat_format", "chat_stops",
-    "encode_chat", "Sampling", "sample", "Report", "Stream", "read_texts", "generate",
+    "encode_chat", "Sampling", "sample", "Report", "Stream", "read_tokens", "generate",
     "generate_batch", "stream_text", "score", "DEFAULT_MODEL", "main",
 ]  # fmt: skip
 
@@ -110,12 +110,10 @@ class Config:
             raise ValueError(
                 f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
             )
-        factors = self.rope_freq_factors or ()
+        factors = self.rope_freq_factors
         count = self.head_dim // 2
-        if self.rope_freq_factors is not None and len(factors) != count:
-            raise ValueError(f"rope_freq_factors has {len(factors)} values; it must have {count}")
-        if not all(0 < factor < math.inf for factor in factors):
-            raise ValueError("rope_freq_factors must be positive numbers")
+        if factors and (len(factors) != count or not all(0 < f < math.inf for f in factors)):
+            raise ValueError(f"rope_freq_factors must be {count} positive numbers")
 
     @property
     def head_dim(self) -> int:
@@ -193,11 +191,10 @@ class Cache:
         if batch_size < 1 or S < 1 or not dtype.is_floating_point:
             wanted = "batch_size and max_seq_len must be at least 1, dtype a floating point one"
             raise ValueError(f"{wanted}; they are {batch_size}, {S} and {dtype}")
-        L = config.num_hidden_layers
-        G = config.num_key_value_heads
-        D = config.head_dim
-        self.k = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
-        self.v = torch.zeros(L, batch_size, G, S, D, dtype=dtype, device=device)
+        L, G = config.num_hidden_layers, config.num_key_value_heads
+        shape = (L, batch_size, G, S, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.cos, self.sin = rope_tables(config, S, device)  # (max_seq_len, D/2)
         self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # see mask()
         self.tokens = torch.zeros(batch_size, S, dtype=torch.int64, device=device)
@@ -206,10 +203,8 @@ class Cache:
 
     def check(self, config: Config, tokens: Tensor) -> None:
         """Raises ValueError unless it was made for this model and for the rows of `tokens`."""
-        L = config.num_hidden_layers
-        G = config.num_key_value_heads
-        D = config.head_dim
-        shape = (L, len(tokens), G, self.max_seq_len, D)
+        L, G = config.num_hidden_layers, config.num_key_value_heads
+        shape = (L, len(tokens), G, self.max_seq_len, config.head_dim)
         for t in (self.k, self.v):
             if t.shape != shape or t.device != tokens.device:
                 found = f"{tuple(t.shape)} on {t.device}"
@@ -496,7 +491,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -1589,7 +1584,8 @@ def plan_loading(
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
     if name not in accepted:
         raise ValueError(f"dtype is {name}; expected {' or '.join(accepted)}")
-    if device.type == "cpu" and name in ("bfloat16", "float16"):
+    on_cpu = device.type == "cpu"
+    if on_cpu and name in ("bfloat16", "float16"):
         warnings.warn(f"on a CPU {name} is several times slower than auto or float32", stacklevel=3)
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
     chosen = DTYPES.get(name) or AUTO_DTYPE[device.type]
@@ -1598,16 +1594,17 @@ def plan_loading(
     is_large = checkpoint.nbytes > 2**26
     exact = name != "auto" or not is_large
     wanted = is_large if compile is None else compile
-    quantised = any(w.is_rare or keeps_blocks(w, chosen) for w in matrices)
+    in_blocks = [w.is_rare or keeps_blocks(w, chosen) for w in matrices]
+    quantised = any(in_blocks)
     kernels = wanted and quantised and not trainable and open_kernels(device)
     dense = trainable
     # Without kernels, torch would unpack quantised matrices anew for every token.
-    if quantised and not exact and device.type == "cpu" and not kernels and not trainable:
+    if quantised and not exact and on_cpu and not kernels and not trainable:
         parameters = sum(math.prod(weight.shape) for weight in matrices)
         dense = 3 * parameters < free_memory(device)  # 2 bytes each, and room for the rest
         chosen = torch.bfloat16 if dense else chosen
     # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
-    half_cache = kernels and not exact and device.type == "cpu"
+    half_cache = kernels and not exact and on_cpu and all(in_blocks)
     return Plan(
         device=device,
         dtype=chosen,
@@ -1637,6 +1634,13 @@ def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
     return len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES.keys() - dense
 
 
+def progress_bar(items: Iterable, doing: str, progress: bool) -> Iterable:
+    """The items, with a bar on stderr if there is to be one and stderr is a terminal."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    return tqdm(items, doing, unit="tensor", leave=False, disable=None if progress else True)
+
+
 def build_model(
     checkpoint: Checkpoint,
     device: torch.device | str = "cpu",
@@ -1650,14 +1654,10 @@ def build_model(
     Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
     float32 activations: half the memory, the same numbers. `dense`: all become tensors of `dtype`.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     files = Files()
-    hidden = None if progress else True  # None: hidden unless stderr is a terminal
-    items = checkpoint.weights.items()
-    for name, weight in tqdm(items, "loading", unit="tensor", leave=False, disable=hidden):
+    for name, weight in progress_bar(checkpoint.weights.items(), "loading", progress):
         modules = [name.removesuffix(".weight")]
         if modules == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
             modules.append("lm_head")
@@ -1831,10 +1831,9 @@ def save_gguf(
     if factors := checkpoint.config.rope_freq_factors:
         rows = torch.tensor([factors]).view(torch.uint8)
         weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda files: rows)
+    types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
     with replacing(Path(path), overwrite) as file:
-        types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
-        write_gguf_header(file, checkpoint, weights, types)
-        write_gguf_tensors(file, weights, types, progress)
+        write_gguf(Path(file.name), checkpoint, weights, types, progress)
 
 
 def saved_type(weight: Weight, ggml_type: str | None) -> str:
@@ -1846,46 +1845,37 @@ def saved_type(weight: Weight, ggml_type: str | None) -> str:
     return target if whole_blocks else "F16"
 
 
-def write_gguf_header(
-    file: BinaryIO, checkpoint: Checkpoint, weights: dict[str, Weight], types: dict[str, str]
+def write_gguf(
+    path: Path,
+    checkpoint: Checkpoint,
+    weights: dict[str, Weight],
+    types: dict[str, str],
+    progress: bool,
 ) -> None:
-    """Metadata, and names, types and shapes of the tensors."""
+    """Metadata; names, types and shapes of the tensors; the tensors, one at a time."""
     import gguf
     import numpy
 
-    writer = gguf.GGUFWriter(file.name, "llama")
-    for key, value in gguf_metadata(checkpoint, checkpoint.tokenizer).items():
-        kind = gguf.GGUFValueType.get_type(value)
-        if kind == gguf.GGUFValueType.INT32:
-            kind = gguf.GGUFValueType.UINT32
-        writer.add_key_value(key, value, kind)
     names = name_map("gguf", checkpoint.config)
-    for name, weight in weights.items():
-        target = replace(weight, ggml_type=types[name])
-        number = gguf.GGMLQuantizationType[types[name]]
-        f4 = numpy.dtype("f4")  # with uint8 the writer would take the shape for bytes
-        writer.add_tensor_info(names.get(name, name), target.shape, f4, target.nbytes, number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-
-
-def write_gguf_tensors(
-    file: BinaryIO, weights: dict[str, Weight], types: dict[str, str], progress: bool
-) -> None:
-    """The tensors behind the header, each at a multiple of 32 bytes."""
-    from tqdm import tqdm
-
-    file.seek(0, os.SEEK_END)
-    files = Files()
-    hidden = None if progress else True
-    for name, weight in tqdm(weights.items(), "saving", unit="tensor", leave=False, disable=hidden):
-        file.write(bytes(-file.tell() % 32))
-        with reading(name):
-            rows = encode_weight(weight, files, types[name])
-        file.write(rows.contiguous().numpy().data)
-    file.write(bytes(-file.tell() % 32))
+    with closing(gguf.GGUFWriter(path, "llama")) as writer:
+        for key, value in gguf_metadata(checkpoint, checkpoint.tokenizer).items():
+            kind = gguf.GGUFValueType.get_type(value)
+            if kind == gguf.GGUFValueType.INT32:
+                kind = gguf.GGUFValueType.UINT32
+            writer.add_key_value(key, value, kind)
+        for name, weight in weights.items():
+            target = replace(weight, ggml_type=types[name])
+            number = gguf.GGMLQuantizationType[types[name]]
+            f4 = numpy.dtype("f4")  # with uint8 the writer would take the shape for bytes
+            writer.add_tensor_info(names.get(name, name), target.shape, f4, target.nbytes, number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        files = Files()
+        for name, weight in progress_bar(weights.items(), "saving", progress):
+            with reading(name):
+                rows = encode_weight(weight, files, types[name])
+            writer.write_tensor_data(rows.contiguous().numpy())
 
 
 def save_pretrained(
@@ -2770,11 +2760,11 @@ def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
     return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
 
 
-def adjust_rows(logits: Tensor, sampling: Sampling, texts: Sequence) -> Tensor:
+def adjust_rows(logits: Tensor, sampling: Sampling, ids: Sequence) -> Tensor:
     """Sampling.adjust() of each row of logits (B, V). ValueError if no token is left."""
-    if len(logits) != len(texts):
+    if len(logits) != len(ids):
         raise ValueError("penalties need `ids`: what comes before each row")
-    logits = torch.stack([sampling.adjust(row, text) for row, text in zip(logits, texts)])
+    logits = torch.stack([sampling.adjust(*pair) for pair in zip(logits, ids)])
     if (logits.amax(-1) == -math.inf).any():
         raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
     return logits
@@ -2898,12 +2888,12 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     return ids
 
 
-def read_texts(model: Llama, texts: Tensor, cache: Cache) -> Tensor:
-    """texts (B, n) -> logits (B, V) after them: the model reads what the cache does not hold."""
-    start = min(cache.common_prefix(texts), texts.shape[1] - 1)
+def read_tokens(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
+    """tokens (B, n) -> logits (B, V) after them: the model reads what the cache does not hold."""
+    start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
     cache.truncate(start)
     device = model.norm.weight.device
-    for chunk in texts[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
+    for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
     return logits
 
@@ -2934,8 +2924,8 @@ def generate_batch(
 
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: what it holds of the
-    text is not read again (reset() it after changing weights). `step(texts, cache)`
-    -> logits (B, V) replaces read_texts(), as part III's Drafts do; texts are ids (B, n).
+    text is not read again (reset() it after changing weights). `step(tokens, cache)`,
+    tokens (B, n) -> logits (B, V), replaces read_tokens(), as part III's Drafts do.
     Raises ValueError for what is out of range.
     """
     config = model.config
@@ -2943,42 +2933,45 @@ def generate_batch(
         found = f"{sampling!r:.60} and max_new_tokens {max_new_tokens!r}"
         raise ValueError(f"{found}; expected a Sampling and 0 or more")
     context = config.max_position_embeddings if cache is None else cache.max_seq_len
-    texts = [check_ids(prompt, config, context) for prompt in prompts]
-    if not texts or (len(texts) > 1 and cache is not None):
-        raise ValueError(f"{len(texts)} prompts; expected one or more, beside a cache just one")
+    rows = start_rows(prompts, sampling.seed, config, context)
+    if not rows or (len(rows) > 1 and cache is not None):
+        raise ValueError(f"{len(rows)} prompts; expected one or more, beside a cache just one")
     ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
     V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
     limits = Limits(max_new_tokens, context, ends, V)
-    rows = [Row(ids, generator) for ids, generator in zip(texts, row_generators(sampling.seed))]
-    report = Report(rows, sum(map(len, texts)))
+    report = Report(rows, sum(len(row.ids) for row in rows))
     if cache is None:
-        cache = new_cache(model, texts, limits)
+        cache = new_cache(model, rows, limits)
     else:
-        held = cache.common_prefix(torch.tensor(texts))
-        report.prompt_tokens -= min(held, len(texts[0]) - 1)
+        held = cache.common_prefix(torch.tensor([rows[0].ids]))
+        report.prompt_tokens -= min(held, len(rows[0].ids) - 1)
     for row in rows:
         row.stop_if_full(limits)
-    step = step or partial(read_texts, model)
+    step = step or partial(read_tokens, model)
     return Stream(continue_rows(model, report, cache, step, sampling, limits), report)
 
 
-def row_generators(seed: int | None) -> Iterator[torch.Generator]:
-    """A generator for each row: its seed is the row's number more than the first one's."""
+def start_rows(
+    prompts: Iterable[Sequence[int]], seed: int | None, config: Config, context: int
+) -> list[Row]:
+    """A row for each prompt; its seed is the row's number more than the first one's."""
     first = torch.Generator().seed() if seed is None else seed  # a random one
-    while True:
-        yield torch.Generator().manual_seed(first)
-        first += 1
+    rows = []
+    for i, prompt in enumerate(prompts):
+        generator = torch.Generator().manual_seed(first + i)
+        rows.append(Row(check_ids(prompt, config, context), generator))
+    return rows
 
 
-def new_cache(model: Llama, texts: list[list[int]], limits: Limits) -> Cache:
+def new_cache(model: Llama, rows: list[Row], limits: Limits) -> Cache:
     """A cache for prompts and what may follow them; it knows where shorter ones are padded."""
     weight = model.norm.weight
-    longest = max(map(len, texts))
-    shortest = min(map(len, texts))
+    lengths = [len(row.ids) for row in rows]
+    longest, shortest = max(lengths), min(lengths)
     size = longest + min(limits.new_tokens, limits.context - shortest)
     if shortest == longest:
-        return Cache(model.config, len(texts), size, weight.dtype, weight.device)
-    padding = torch.tensor([longest - len(text) for text in texts])
+        return Cache(model.config, len(rows), size, weight.dtype, weight.device)
+    padding = longest - torch.tensor(lengths)
     return PaddedCache(model.config, padding, size, weight.dtype, weight.device)
 
 
@@ -2993,10 +2986,10 @@ def continue_rows(
     """The steps of generate_batch()."""
     rows = report.rows
     longest = max(len(row.ids) for row in rows)
-    texts = torch.tensor([[0] * (longest - len(row.ids)) + row.ids for row in rows])  # (B, n)
+    tokens = torch.tensor([[0] * (longest - len(row.ids)) + row.ids for row in rows])  # (B, n)
     while active := [row for row in rows if not row.stop_reason]:
         start = time.perf_counter()
-        logits = step(texts, cache)[:, : limits.vocab_size]
+        logits = step(tokens, cache)[:, : limits.vocab_size]
         logits = logits[[not row.stop_reason for row in rows]]
         ids = [row.ids for row in active]
         drawn = sample(logits, sampling, ids, [row.generator for row in active]).tolist()
@@ -3008,7 +3001,7 @@ def continue_rows(
         if any(token_id is not None for token_id in new):
             yield new
         last = torch.tensor([[row.ids[-1]] for row in rows])  # finished rows stay in the batch
-        texts = torch.cat((texts, last), 1)
+        tokens = torch.cat((tokens, last), 1)
 
 
 def why_not_finite(model: Llama) -> str:
@@ -3176,8 +3169,6 @@ def accelerate(model: Llama, exact: bool = True) -> Llama:
         for module in model.modules():
             if type(module) is NativeLinear:
                 module.exact = exact
-        if not exact and all(native_parts(block) for block in model.layers):
-            model.cache_dtype = torch.float16  # type: ignore[assignment]
     return model
 
 
@@ -3575,22 +3566,21 @@ class Drafts:
         self.logits = torch.empty(0, 0)  # after the last of them (rows, V)
         self.accepted = 0  # guesses that were right
 
-    def __call__(self, texts: Tensor, cache: Cache) -> Tensor:
-        """texts (B, n) -> logits (B, V) after the last ids; the cache then holds them."""
-        n = texts.shape[1]
-        held = cache.common_prefix(texts)
+    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """tokens (B, n) -> logits (B, V) after the last ones; the cache then holds them."""
+        n = tokens.shape[1]
+        held = cache.common_prefix(tokens)
         first = len(self.read) - len(self.logits)  # the place of the first row of logits
-        if held == n and first < n and torch.equal(self.read[:n], texts[0]):
+        if held == n and first < n and torch.equal(self.read[:n], tokens[0]):
             self.accepted += first < n - 1
             return self.logits[n - 1 - first, None]
-        if held < n - 1 or len(texts) > 1 or not self.may_guess(cache):
-            return read_texts(self.model, texts, cache)
+        if held < n - 1 or len(tokens) > 1 or not self.may_guess(cache):
+            return read_tokens(self.model, tokens, cache)
         room = min(self.most, cache.max_seq_len - n, kernels().few_rows - 1)
-        guess = prompt_lookup(texts[0], room)
-        self.read = torch.cat((texts[0], guess))
+        guess = prompt_lookup(tokens[0], room)
+        self.read = torch.cat((tokens[0], guess))
         cache.truncate(n - 1)
-        tokens = self.read[None, n - 1 :]
-        self.logits = self.model(tokens, cache, all_positions=True)[0]
+        self.logits = self.model(self.read[None, n - 1 :], cache, all_positions=True)[0]
         return self.logits[:1]
 
     def may_guess(self, cache: Cache) -> bool:

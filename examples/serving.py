@@ -47,7 +47,7 @@ class Session:
         self.check: Any = lambda: None  # is called before each pass, and may raise what ends it
 
         drafts = getattr(llama2, "Drafts", None)  # of part III
-        self.read = drafts(self.model) if drafts else partial(llama2.read_texts, self.model)
+        self.read = drafts(self.model) if drafts else partial(llama2.read_tokens, self.model)
         kind = (self.model.config, 1, context, self.model.cache_dtype)
         size = 2 * llama2.Cache(*kind, device="meta").k.nbytes
         count = max(1, min(MAX_CACHES, CACHE_BYTES // size))

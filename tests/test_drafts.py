@@ -68,7 +68,7 @@ def generated(model, sampling, step, cache=None):
 
 def plain(model):
     """The step without drafts."""
-    return lambda texts, cache: llama2.read_texts(model, texts, cache)
+    return lambda texts, cache: llama2.read_tokens(model, texts, cache)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, FREE], ids=["greedy", "free"])
@@ -125,7 +125,7 @@ def test_changed_weights_are_heard(model):
     cache = llama2.Cache(CONFIG)
     texts = torch.tensor([PROMPT])
     for _ in range(2):
-        wanted = llama2.read_texts(model, texts, llama2.Cache(CONFIG))
+        wanted = llama2.read_tokens(model, texts, llama2.Cache(CONFIG))
         assert torch.equal(drafts(texts, cache), wanted)
         cache.reset()
         with torch.no_grad():
