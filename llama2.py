@@ -74,7 +74,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The architecture, named as in Hugging Face's config.json. ValueError on impossible values."""
+    """The architecture, named as in config.json. Raises ValueError for impossible values."""
 
     hidden_size: int = 4096  # C, the width of the residual stream
     intermediate_size: int = 11008  # the width inside the MLP
@@ -405,7 +405,7 @@ class Llama(nn.Module):
         """tokens (B, T) int64 -> logits float32: (B, V) of the last position, or (B, T, V) of all.
 
         With a cache the tokens continue what it holds. Without one they stand alone: one causal
-        pass, all positions, differentiable. ValueError for a cache that is full or does not fit.
+        pass, all positions, differentiable. Raises ValueError for a full cache or another's.
         """
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor")  # noqa: TRY004
@@ -914,7 +914,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def lookup(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
-    """The value of `key`, its default if it is absent or null. ValueError for another type."""
+    """The value of `key`, its default if absent or null. Raises ValueError for another type."""
     value = settings.get(key)
     if value is None:
         value = default
@@ -962,7 +962,7 @@ def name_map(column: str, config: Config) -> dict[str, str]:
 
 
 def rename(weights: dict[str, Weight], column: str, config: Config) -> dict[str, Weight]:
-    """Translate names by a column of NAMES. ValueError unless all names and shapes fit."""
+    """Translate names by a column of NAMES. Raises ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(weights):  # before anything of that size is built
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
     names = name_map(column, config)
@@ -1118,7 +1118,7 @@ def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a Llama-family GGUF file, or the first part of a split one; else ValueError."""
+    """Open a GGUF file of a Llama, or the first part of a split one. Raises ValueError."""
     file = GGUF(path)
     metadata = file.metadata
     weights, parts = gguf_weights(file)
@@ -1184,7 +1184,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
 
 
 def load_state_dict_file(path: Path) -> dict[str, Tensor]:
-    """What torch.save wrote, mapped into memory, by torch's own restricted reader. ValueError."""
+    """What torch.save wrote, mapped, by torch's own restricted reader. Raises ValueError."""
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     if version < (2, 10):  # older readers have known holes
         found = f"it takes torch 2.10 or newer to read, not {torch.__version__}"
@@ -1202,7 +1202,7 @@ def load_state_dict_file(path: Path) -> dict[str, Tensor]:
 
 
 def pickled_weights(path: Path) -> dict[str, Weight]:
-    """The tensors of a file of torch.save. ValueError."""
+    """The tensors of a file of torch.save. Raises ValueError."""
 
     def weight(name: str, w: Tensor) -> Weight:
         def read(files: Files) -> Tensor:
@@ -1227,7 +1227,7 @@ HF_ACCEPTED: dict[str, tuple] = {
 
 
 def hf_settings(folder: Path) -> dict[str, Any]:
-    """config.json with the settings of rotary embeddings beside all others. ValueError."""
+    """config.json with the settings of rotary embeddings beside all others. Raises ValueError."""
     settings = read_json(folder / "config.json")
     # rope_scaling is the name of transformers 4; rope_parameters is that of 5, and has theta, too.
     rope = lookup(settings, "rope_scaling", dict, {})
@@ -1294,7 +1294,7 @@ def read_hf_rows(weight: Weight, head_dim: int, files: Files) -> Tensor:
 
 
 def open_hf(folder: Path, suffix: str) -> Checkpoint:
-    """Open a Hugging Face directory: config.json, and .safetensors or .bin files. ValueError."""
+    """Open a Hugging Face directory, of .safetensors or .bin files. Raises ValueError."""
     with reading(folder / "config.json"):
         settings = hf_settings(folder)
         eos, *stops = hf_eos_ids(folder, settings)
@@ -1372,7 +1372,7 @@ def meta_settings(folder: Path) -> dict[str, Any]:
 
 
 def open_meta(folder: Path, suffix: str) -> Checkpoint:
-    """Open Meta's directory: params.json and consolidated.*.pth, which are joined. ValueError."""
+    """Open Meta's directory; its consolidated.*.pth are joined. Raises ValueError."""
     files = sorted(folder.glob("consolidated.*.pth"))
     shards = []
     for file in files:
@@ -1429,7 +1429,7 @@ def find_model(name: str) -> Path:
 
 
 def download(repository: str, file: str | None) -> Path:
-    """A repository of the hub, or one file of it, from huggingface_hub's cache. ValueError."""
+    """A repository of the hub, or a file of it, by huggingface_hub. Raises ValueError."""
     try:
         import huggingface_hub
     except ImportError:
@@ -1449,7 +1449,7 @@ def download(repository: str, file: str | None) -> Path:
 def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
     """Recognise a model by its path or name and check its headers; no tensor is read yet.
 
-    `context`: how many tokens it is wanted for; ValueError beyond what it was trained for.
+    `context`: how many tokens it is wanted for; raises ValueError beyond what it was trained for.
     """
     path = find_model(os.fspath(path))
     with reading(path):
@@ -1482,7 +1482,7 @@ AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16
 
 
 def choose_device(name: torch.device | str, checkpoint: Checkpoint) -> torch.device:
-    """auto: CUDA, else MPS for dense weights, else the CPU. ValueError if it is not available."""
+    """auto: CUDA, else MPS for dense weights, else the CPU. Raises ValueError if there is none."""
     if name == "auto":  # MPS would unpack quantised weights anew for every token
         dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
         mps = dense and torch.backends.mps.is_available()
@@ -1578,7 +1578,7 @@ def plan_loading(
     trainable: bool = False,
     compile: bool | None = None,
 ) -> Plan:
-    """Decide how to load a checkpoint, as load() is asked to. ValueError."""
+    """Decide how to load a checkpoint, as load() is asked to. Raises ValueError."""
     device = choose_device(device, checkpoint)
     name = str(dtype).removeprefix("torch.")
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
@@ -1718,7 +1718,7 @@ SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
 def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkpoint:
-    """A model and its tokenizer as a Checkpoint, not copied. ValueError if a module is missing."""
+    """A model and its tokenizer, not copied. Raises ValueError if a module is missing."""
     weights = {}
     for name in name_map("ours", model.config):
         try:
@@ -1755,7 +1755,7 @@ def module_weight(module: Any) -> Weight:
 
 
 def encode_weight(weight: Weight, files: Files, ggml_type: str) -> Tensor:
-    """A weight as another type: uint8 (rows, bytes per row). ValueError beyond F16's range."""
+    """A weight as another type: uint8 (rows, bytes per row). Raises ValueError beyond F16."""
     import gguf
 
     if weight.ggml_type == ggml_type:
@@ -1932,7 +1932,7 @@ def write_safetensors(
 
 
 def hf_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json. ValueError for what it cannot hold."""
+    """The content of config.json. Raises ValueError for what it cannot hold."""
     settings: dict[str, Any] = {row.ours: getattr(config, row.ours) for row in SETTINGS}
     del settings["rope_scaling_factor"]
     if config.stop_token_ids:
@@ -1946,7 +1946,7 @@ def hf_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
-    """config.json's rope_scaling. ValueError for factors that are not Llama 3.1's."""
+    """config.json's rope_scaling. Raises ValueError for factors that are not Llama 3.1's."""
     factor = config.rope_scaling_factor
     divisors = config.rope_freq_factors
     if divisors is None:
@@ -2050,7 +2050,7 @@ def open_sentencepiece(model: bytes) -> Any:
 
 
 def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
-    """tokenizer.model and the tokens that the files beside it add, as keys. ValueError."""
+    """tokenizer.model and the tokens that the files beside it add, as keys. Raises ValueError."""
     sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
     fields = [*read_fields(sp.serialized_model_proto())]
     specs = dict(fields)
@@ -2206,7 +2206,7 @@ class Tokenizer:
     """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
 
     def __init__(self, keys: Mapping[str, Any], stop_ids: Iterable[int] = ()) -> None:
-        """`keys`: those of a GGUF file. `stop_ids`: what ends a text besides EOS. ValueError."""
+        """`keys` of a GGUF file; `stop_ids` end a text besides EOS. Raises ValueError."""
         self.keys = keys
         self.get = partial(lookup, keys)  # by name, type and default
         self.is_bpe = choose(keys, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
@@ -2230,7 +2230,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, config: Config | None = None) -> Tokenizer:
-        """Read tokenizer.model or tokenizer.json and what the files beside it say. ValueError."""
+        """Read tokenizer.model or .json and what the files beside it say. Raises ValueError."""
         path = Path(path)
         config = config or Config(vocab_size=2**18)
         read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
@@ -2244,7 +2244,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
-        """The vocabulary inside a GGUF file. ValueError."""
+        """The vocabulary inside a GGUF file. Raises ValueError."""
         gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
         keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
         with reading(gguf.path):
@@ -2351,13 +2351,13 @@ class Tokenizer:
         return [self.bos_id, *ids] if add_bos else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids (a list, tensor or array) -> text. Control tokens are silent. ValueError."""
+        """Ids (a list, tensor or array) -> text. Control tokens are silent. Raises ValueError."""
         decoder = StreamDecoder(self)
         texts = [decoder.decode(token_id) for token_id in ids]
         return "".join(texts) + decoder.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, which may be a part of a character. ValueError."""
+        """What a token adds to a text, which may be a part of a character. Raises ValueError."""
         i = self.check_id(operator.index(token_id))
         text, kind = self.pieces[i], self.types[i]
         if kind == CONTROL or (kind == UNUSED and self.is_bpe):
@@ -2556,7 +2556,7 @@ def recognise_chat_format(template: str) -> str | None:
 
 
 def find_chat_format(tokenizer: Tokenizer, name: str | None) -> ChatFormat:
-    """The format of that name, or else of the chat template. ValueError if it is unknown."""
+    """The format of that name, or else of the chat template. Raises ValueError if it is unknown."""
     template = tokenizer.chat_template
     wanted = name or recognise_chat_format(template)
     for row in CHAT_FORMATS:
@@ -2578,7 +2578,7 @@ class ChatStops(NamedTuple):
 
 
 def chat_stops(tokenizer: Tokenizer, chat_format: str | None = None) -> ChatStops:
-    """The tags of a chat format (None: of the tokenizer's own), as ids and as texts. ValueError."""
+    """The tags of a chat format (None: the tokenizer's own) as ids and texts. Raises ValueError."""
     row = find_chat_format(tokenizer, chat_format)
     ids = row.tag_ids(tokenizer)
     texts = []
@@ -2596,7 +2596,7 @@ class Turn(NamedTuple):
 
 
 def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[Turn]:
-    """The turns. ValueError for roles out of order, contents that are not text, tags in a text."""
+    """The turns. Raises ValueError for roles out of order, what is no text, tags in a text."""
     turns = []
     for message in messages:
         try:
@@ -2639,8 +2639,8 @@ def encode_chat(
     """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
 
     `chat_format`: one of CHAT_FORMAT_NAMES (None: the tokenizer's own). `date_string`: the date in
-    Llama 3.1's system message (None: that of its template, the same every day). ValueError for
-    roles out of order and for tags in a message, which could impersonate another role.
+    Llama 3.1's system message (None: that of its template, the same every day). Raises ValueError
+    for roles out of order and for tags in a message, which could impersonate another role.
     """
     row = find_chat_format(tokenizer, chat_format)
     turns = check_messages(messages, chat_stops(tokenizer, chat_format).texts)
@@ -2761,7 +2761,7 @@ def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
 
 
 def adjust_rows(logits: Tensor, sampling: Sampling, ids: Sequence) -> Tensor:
-    """Sampling.adjust() of each row of logits (B, V). ValueError if no token is left."""
+    """Sampling.adjust() of each row of logits (B, V). Raises ValueError if no token is left."""
     if len(logits) != len(ids):
         raise ValueError("penalties need `ids`: what comes before each row")
     logits = torch.stack([sampling.adjust(*pair) for pair in zip(logits, ids)])
@@ -2779,8 +2779,8 @@ def sample(
     """logits (..., V) -> ids (...), -1 where the logits are not finite.
 
     `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of
-    one per row (default: a new one with sampling.seed, else torch's). ValueError if no token can be
-    drawn.
+    one per row (default: a new one with sampling.seed, else torch's). Raises ValueError if no token
+    can be drawn.
     """
     shape = logits.shape[:-1]
     logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
@@ -3472,7 +3472,7 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     """One of `count` ranks' part of every matrix (Megatron-LM, arXiv:1909.08053, section 3).
 
     Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
-    same columns of the last. ValueError unless heads and blocks can be divided by them.
+    same columns of the last. Raises ValueError unless heads and blocks can be divided by them.
     """
     config = checkpoint.config
     kv_heads = config.num_key_value_heads
