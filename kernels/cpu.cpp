@@ -500,20 +500,18 @@ static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64
 // Each of the matrices times x (rows, K)
 static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t rows, int64_t K,
                      bool fast) {
-  for (const Matrix *matrices = all.begin(); matrices < all.end();) {
-    auto integers = [&](const Format *f) { return fast && f->unpack_int16; };
-    int alike = 1, max = matrices->format->max;
-    for (; matrices + alike < all.end(); alike++) {
-      const Format *f = matrices[alike].format;
-      if (rows <= FEW_ROWS ? f->slice != matrices->format->slice
-                           : integers(f) != integers(matrices->format))
-        break;
-      max = std::max(max, (int)f->max);
-    }
-    if (rows <= FEW_ROWS) gemv(matrices, alike, x, rows, K, fast);
-    else if (integers(matrices->format)) gemm<i16>(matrices, alike, x, rows, K, max);
-    else gemm<f32>(matrices, alike, x, rows, K, max);
-    matrices += alike;
+  auto integers = [&](const Matrix &m) { return fast && m.format->unpack_int16; };
+  for (const Matrix *m = all.begin(), *next = m; m < all.end(); m = next) {
+    auto alike = [&](const Matrix &other) {  // x is prepared once for both
+      return rows <= FEW_ROWS ? other.format->slice == m->format->slice
+                              : integers(other) == integers(*m);
+    };
+    int max = 0;
+    for (; next < all.end() && alike(*next); next++) max = std::max(max, (int)next->format->max);
+    const int count = (int)(next - m);
+    if (rows <= FEW_ROWS) gemv(m, count, x, rows, K, fast);
+    else if (integers(*m)) gemm<i16>(m, count, x, rows, K, max);
+    else gemm<f32>(m, count, x, rows, K, max);
   }
 }
 

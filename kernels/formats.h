@@ -19,24 +19,19 @@ template <class F> INLINE u32 by_lanes(F f) {  // f(0), f(1) ..., as one constan
   return load<u32>(lanes);
 }
 
-// BLOCK weights in SIZE bytes, in groups of GROUP. SPAN: columns of int16 that share a scale
-template <int BLOCK_, int SIZE_, int GROUP_, bool MINIMUM_> struct Block {
-  enum { BLOCK = BLOCK_, SIZE = SIZE_, GROUP = GROUP_, GROUPS = 256 / GROUP_ };
-  enum { SIZE256 = 256 / BLOCK_ * SIZE_, MINIMUM = MINIMUM_, SPAN = BLOCK_ == 256 ? 128 : 32 };
+// BLOCK weights in SIZE bytes, in groups of GROUP; those of dense types are numbers. Scales (and
+// minima) of blocks of 32 are float16, which begin the block. Those of 256, the K types, are
+// integers of 8 bits for each group times one float16 of the block each, at byte D and behind it;
+// no value times its scale is more than MAX. SPAN: columns of int16 that share a scale
+constexpr int NO_ZERO = -1;  // of dense types
+template <int BLOCK_, int SIZE_, int ZERO_ = 0, bool MINIMUM_ = false, int GROUP_ = 32,
+          int MAX_ = 128, int D_ = 0>
+struct Block {
+  enum { BLOCK = BLOCK_, SIZE = SIZE_, ZERO = ZERO_, MINIMUM = MINIMUM_, GROUP = GROUP_ };
+  enum { MAX = MAX_, D = D_, DENSE = ZERO_ == NO_ZERO, SPAN = BLOCK_ == 256 ? 128 : 32 };
+  enum { GROUPS = 256 / GROUP_, SIZE256 = 256 / BLOCK_ * SIZE_ };
   enum { ORDER = GROUP_ == 16 ? NATURAL : BLOCK_ == 32 ? HALVES : PARITY };
 };
-// A float16 scale and perhaps another float16, the minimum, begin the block
-template <int SIZE_, int ZERO_, bool MINIMUM_ = false>
-struct Block32 : Block<32, SIZE_, 32, MINIMUM_> {
-  enum { DENSE = ZERO_ < 0, ZERO = ZERO_, MAX = 128 };
-};
-// K types: a group's scale and minimum are integers of 8 bits times one float16 of the block each,
-// at byte D and behind it; no value times its scale is more than MAX.
-template <int SIZE_, int ZERO_, int MAX_, int GROUP_, int D_, bool MINIMUM_ = false>
-struct Block256 : Block<256, SIZE_, GROUP_, MINIMUM_> {
-  enum { DENSE = 0, ZERO = ZERO_, MAX = MAX_, D = D_ };
-};
-template <int SIZE_> using Dense = Block32<SIZE_, -1>;
 
 // Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
 struct Piece {
@@ -111,42 +106,44 @@ template <int SIZE> INLINE u8 fifth(Bytes b, Sixteens w) {
 #endif
 }
 // 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
-INLINE void integers_k4(Bytes b, uint64_t *s, uint64_t *m) {
-  const uint64_t v = load<uint64_t>(b + 4), last = load<uint32_t>(b + 12), top = v >> 6 & each(3);
-  const uint64_t low = last & each(15), high = last >> 4 & each(15), LOW32 = 0xffffffff;
-  *s = (v & each(63) & LOW32) | (low | (top & LOW32) << 4) << 32;
-  *m = (v & each(63)) >> 32 | (high | top >> 32 << 4) << 32;
-}
+struct Integers6 {
+  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
+    const uint64_t v = load<uint64_t>(b + 4), last = load<uint32_t>(b + 12), top = v >> 6 & each(3);
+    const uint64_t low = last & each(15), high = last >> 4 & each(15), LOW32 = 0xffffffff;
+    *s = (v & each(63) & LOW32) | (low | (top & LOW32) << 4) << 32;
+    *m = (v & each(63)) >> 32 | (high | top >> 32 << 4) << 32;
+  }
+};
 
-struct F32 : Dense<128> {
+struct F32 : Block<32, 128, NO_ZERO> {
   INLINE f32 load(Bytes b, int i) { return ::load<f32>(b + 4 * i); }
 };
-struct F16 : Dense<64> {
+struct F16 : Block<32, 64, NO_ZERO> {
   INLINE f32 load(Bytes b, int i) { return load_f32((const float16 *)b + i); }
 };
-struct BF16 : Dense<64> {
+struct BF16 : Block<32, 64, NO_ZERO> {
   INLINE f32 load(Bytes b, int i) {
     return (f32)(__builtin_convertvector(::load<u16_half>(b + 2 * i), u32) << 16);
   }
 };
-struct Q4_0 : Block32<18, 8> {
+struct Q4_0 : Block<32, 18, 8> {
   INLINE u8 values(Bytes b, Sixteens w) { return nibbles<18>(b + 2, w); }
 };
-struct Q4_1 : Block32<20, 0, true> {
+struct Q4_1 : Block<32, 20, 0, true> {
   INLINE u8 values(Bytes b, Sixteens w) { return nibbles<20>(b + 4, w); }
 };
-struct Q5_0 : Block32<22, 16> {
+struct Q5_0 : Block<32, 22, 16> {
   INLINE u8 values(Bytes b, Sixteens w) { return nibbles<22>(b + 6, w) | fifth<22>(b + 2, w); }
 };
-struct Q5_1 : Block32<24, 0, true> {
+struct Q5_1 : Block<32, 24, 0, true> {
   INLINE u8 values(Bytes b, Sixteens w) { return nibbles<24>(b + 8, w) | fifth<24>(b + 4, w); }
 };
-struct Q8_0 : Block32<34, 128> {
+struct Q8_0 : Block<32, 34, 128> {
   INLINE u8 values(Bytes b, Sixteens w) {
     return bits(b, w, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
   }
 };
-struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, true> {
+struct Q2_K : Block<256, 84, 0, true, 16, 3 * 15, 80> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) {
     for (int i = 0; i < 2; i++) {
       const uint64_t v = load<uint64_t>(b + 8 * i);
@@ -155,7 +152,7 @@ struct Q2_K : Block256<84, 0, 3 * 15, 16, 80, true> {
   }
   INLINE u8 values(Bytes b, Sixteens w) { return stacked<2>(b + 16, w); }
 };
-struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
+struct Q3_K : Block<256, 110, 4, false, 16, 4 * 32, 108> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) {
     const uint64_t low = load<uint64_t>(b + 96), top = load<uint32_t>(b + 104);
     for (int i = 0; i < 2; i++) {
@@ -166,15 +163,13 @@ struct Q3_K : Block256<110, 4, 4 * 32, 16, 108> {
   }
   INLINE u8 values(Bytes b, Sixteens w) { return stacked<2>(b + 32, w) | stacked<1>(b, w, 2); }
 };
-struct Q4_K : Block256<144, 0, 15 * 63, 32, 0, true> {
-  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
+struct Q4_K : Block<256, 144, 0, true, 32, 15 * 63>, Integers6 {
   INLINE u8 values(Bytes b, Sixteens w) { return stacked<4>(b + 16, w); }
 };
-struct Q5_K : Block256<176, 0, 31 * 63, 32, 0, true> {
-  INLINE void integers(Bytes b, uint64_t *s, uint64_t *m) { integers_k4(b, s, m); }
+struct Q5_K : Block<256, 176, 0, true, 32, 31 * 63>, Integers6 {
   INLINE u8 values(Bytes b, Sixteens w) { return stacked<4>(b + 48, w) | stacked<1>(b + 16, w, 4); }
 };
-struct Q6_K : Block256<210, 32, 32 * 128, 16, 208> {
+struct Q6_K : Block<256, 210, 32, false, 16, 32 * 128, 208> {
   INLINE void integers(Bytes b, uint64_t *s, uint64_t *) { memcpy(s, b + 192, 16); }
   INLINE u8 values(Bytes b, Sixteens w) {
     auto low = [](int j) { return Piece{j / 8 * 64 + j % 4 * 16, j / 4 % 2 * 4}; };
@@ -312,14 +307,12 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
       const i16 factor = (i16)spread<T::GROUPS>(factors, group);
       even *= factor, odd *= factor;
     }
-#ifdef AVX512
-    for (Mi v : {(Mi)even, (Mi)odd}) {
-      store(y, _mm512_castsi512_si256(v)), store(y + 32, _mm512_extracti64x4_epi64(v, 1));
-      y += 16;
-    }
-    y += 32;
+#ifdef AVX512  // two times 32
+    store(y, _mm512_shuffle_i64x2((Mi)even, (Mi)odd, 0x44));
+    store(y + 32, _mm512_shuffle_i64x2((Mi)even, (Mi)odd, 0xee));
 #else
-    store(y, even), store(y + 16, odd), y += 32;
+    store(y, even), store(y + 16, odd);
 #endif
+    y += W;
   }
 }
