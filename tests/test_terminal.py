@@ -241,7 +241,6 @@ def test_chat_that_fills_its_context(cli, heard):
     ("argv", "said"),
     [
         (["--max-new-tokens", 10**6], "context full"),
-        ([], "context full"),
         (["--max-new-tokens", 3], "max new tokens"),
         (["--quiet"], ""),
     ],
