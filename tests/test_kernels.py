@@ -73,10 +73,6 @@ def wide_blocks(kind, rows=48, columns=512):
 # One matrix
 
 
-def test_types_are_known_by_ggmls_numbers():
-    assert llama2.TYPE_IDS == {kind: Kind[kind].value for kind in llama2.GGML_TYPES}
-
-
 @pytest.mark.parametrize("kind", [kind for kind in SCALES if kind in llama2.GGML_TYPES])
 @torch.no_grad()
 def test_every_type_gives_the_logits_of_dequantised_weights(tmp_path, vocabulary, kind):

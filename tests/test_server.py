@@ -50,17 +50,17 @@ class Running:
             self.notes.append(line)
         self.port = int(line.rsplit(":", 1)[1])
         url = f"http://127.0.0.1:{self.port}/v1"
-        self.client = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=30)
+        self.client = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=120)
 
     def stop(self) -> str:
         """SIGTERM; returns what it wrote."""
         self.process.terminate()
-        _, log = self.process.communicate(timeout=20)
+        _, log = self.process.communicate(timeout=100)
         assert self.process.returncode == 0
         return log
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=100)
 
     def send(self, path: str, body: bytes | dict, *headers: str, method="POST") -> socket.socket:
         """A connection on which a request was sent."""
@@ -288,19 +288,22 @@ def test_seeds_take_nothing_from_others(server):
 
 
 def test_who_hangs_up_is_not_served_on(server):
+    start = time.perf_counter()
+    server.post(COMPLETIONS, LONG)
+    one = time.perf_counter() - start
     held = [server.send(COMPLETIONS, {**LONG, "stream": i % 2 == 0}) for i in range(21)]
     time.sleep(0.2)
     for connection in held:
         connection.close()
     start = time.perf_counter()
     server.cached(prompt="A")
-    assert time.perf_counter() - start < 10  # 21 answers of 480 tokens would take half a minute
+    assert time.perf_counter() - start < 7 * one  # 21 answers would take 21 times as long
 
 
 def test_full_queue(server):
     """One request runs, 64 wait; all others are refused at once."""
     held = [server.send(COMPLETIONS, LONG) for _ in range(70)]
-    refused, *_ = select.select(held, [], [], 20)
+    refused, *_ = select.select(held, [], [], 100)
     head = refused[0].recv(4096).lower()
     assert head.startswith(b"http/1.1 503 ") and b"retry-after: 2" in head
     for connection in held:
