@@ -533,27 +533,6 @@ def test_every_type_gives_the_logits_of_dequantised_weights(
     assert_layers_equal(loaded, weights, (2, 1), (24,))
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
-@torch.no_grad()
-def test_widths_that_are_no_multiple_of_the_kernels(tmp_path, vocabulary, kind):
-    """Rows of 40 and 72 numbers: where a kernel reads 32 at a time, it would read the next row."""
-    narrow = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 2}
-    config = llama2.Config(**SHAPE | narrow | {"num_key_value_heads": 1})
-    weights = make_weights(config)
-    stored = {}
-    for name, weight in weights.items():
-        stored[gguf_name(name)] = weight
-        whole_blocks = weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
-        if whole_blocks and "norm" not in name:
-            blocks = gguf.quants.quantize(weight, kind)
-            weights[name] = gguf.quants.dequantize(blocks, kind)
-            stored[gguf_name(name)] = (blocks, kind)
-    keys = config_keys(config) | vocabulary_keys(vocabulary[1])
-    loaded, _ = llama2.load(write_gguf(tmp_path / "x.gguf", keys, stored))
-    wanted = make_model(config, weights)(ROWS)
-    assert_close(in_steps(loaded, ROWS, [20, 1, 1, 2]), wanted)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
 def test_types_are_read_per_tensor(tmp_path, vocabulary, tied):

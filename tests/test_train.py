@@ -111,6 +111,19 @@ def test_batches(train):
     assert torch.equal(next(again), epochs[1][2])
 
 
+def test_long_stories_are_cut(train):
+    """A row has at most the context and one token to predict; no token is predicted twice."""
+
+    class Words:
+        eos_id = 2
+
+        def encode(self, text, bos):
+            return [1] * bos + [int(word) for word in text.split()]
+
+    rows = train.encode(Words(), ["3 4 5 6 7 8", "9"], context=3)
+    assert sorted(row.tolist() for row in rows) == [[1, 3, 4, 5], [1, 9, 2], [5, 6, 7, 8], [8, 2]]
+
+
 def test_too_few_stories(run, tmp_path):
     """One line that says so, and status 2."""
     (tmp_path / "text").write_text("One.\n\nTwo.", "utf-8")
