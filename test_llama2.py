@@ -42,7 +42,6 @@ from helpers import (
     WIDE,
     assert_close,
     assert_layers_equal,
-    config_keys,
     dialogue,
     gguf_name,
     in_steps,
@@ -52,7 +51,6 @@ from helpers import (
     quantised,
     scripted,
     some_pieces,
-    vocabulary_keys,
     write_gguf,
     write_hf,
 )
