@@ -25,7 +25,7 @@ pytestmark = [
 ]
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 RANK_FORMS = ("hf_index", "q4.gguf", "tied.gguf")
-RANKS = 4
+RANKS = 2
 
 
 def run_ranks(ranks, script, *args, **streams):
