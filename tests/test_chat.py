@@ -443,9 +443,10 @@ def test_mistral_windows_are_checked(tmp_path, window):
         llama2.open_checkpoint(hf_directory(tmp_path / "hf", change))
 
 
-def test_code_llama_in_metas_form(tmp_path):
+@pytest.mark.parametrize("form", ["meta"])
+def test_code_llama_in_metas_form(tmp_path, form):
     """params.json tells theta but no context: 4096, and more for who asks for it."""
-    path = tmp_path / "meta"
+    path = tmp_path / form
     write_meta(path, TINY, WEIGHTS)
     params = json.loads((path / "params.json").read_text()) | {"rope_theta": 1e6}
     write_files(path, {"params.json": params, "tokenizer.model": SMALL})
