@@ -3441,7 +3441,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group: its threads could otherwise abort the process at exit."""
-        time.sleep(0.1)  # torch 2.6 waits for them with Python's lock, which the last may still need
+        time.sleep(0.1)  # torch 2.6 waits for them holding the GIL, which they may still need
         distributed.destroy_process_group()
 
 
