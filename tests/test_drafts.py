@@ -155,3 +155,13 @@ def test_prompt_lookup():
     assert llama2.prompt_lookup(loop, 3).tolist() == [4]
     for n in range(5):
         assert llama2.prompt_lookup(loop[:n], 3).tolist() == [4] * (n == 4)
+
+
+def test_command_line_takes_their_number(cli, monkeypatch):
+    """Three unless told."""
+    found = []
+    drafts = llama2.Drafts
+    monkeypatch.setattr(llama2, "Drafts", lambda *args: found.append(args[1]) or drafts(*args))
+    for options in ([], ["--draft", 5], ["--draft", 0]):
+        assert cli("--prompt", "ab", "--max-new-tokens", 2, *options)[0] == 0
+    assert found == [3, 5, 0]
