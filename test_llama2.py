@@ -128,6 +128,8 @@ def test_presets_have_the_published_number_of_parameters(size, count):
         ({"rope_theta": 0.0}, "rope_theta"),
         ({"rope_scaling_factor": math.inf}, "rope_scaling_factor"),
         ({"rope_freq_factors": (1.0,)}, "rope_freq_factors"),
+        ({"rope_freq_factors": (0.0,) * 8}, "rope_freq_factors"),
+        ({"rope_freq_factors": (math.inf,) * 8}, "rope_freq_factors"),
     ],
 )
 def test_config_refuses(change, message):
@@ -211,7 +213,7 @@ def test_cache_errors_name_both_numbers(model):
         model(TOKENS[:1, :3], cache)
     assert cache.pos == 6
     model(TOKENS[:1, :2], cache)
-    with pytest.raises(ValueError, match="8"):
+    with pytest.raises(ValueError, match="8 are stored"):
         model(TOKENS[:1, :1], cache)
     with pytest.raises(ValueError, match=r"9.*8"):
         cache.truncate(9)
@@ -219,6 +221,9 @@ def test_cache_errors_name_both_numbers(model):
         cache.truncate(-1)
     cache.reset()
     assert cache.pos == 0
+    cache.pos = -1
+    with pytest.raises(ValueError, match="position is -1"):
+        model(TOKENS[:1, :1], cache)
 
 
 def test_cache_for_another_batch_is_refused(model):
@@ -529,6 +534,14 @@ def test_every_type_gives_the_logits_of_dequantised_weights(
         assert same or weight.is_rare, name
     loaded, _ = llama2.load(path, compile=False)
     assert_layers_equal(loaded, weights, (2, 1), (24,))
+
+
+@pytest.mark.parametrize("wrong", [(2, 18, 1), (2, 17), (2, 19)])
+def test_blocks_of_another_size_are_refused(wrong):
+    with pytest.raises(ValueError, match="needs uint8"):
+        llama2.QuantizedLinear(torch.zeros(wrong, dtype=torch.uint8), "Q4_0")
+    with pytest.raises(ValueError, match="needs uint8"):
+        llama2.QuantizedLinear(torch.zeros(2, 18), "Q4_0")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -972,6 +985,17 @@ def test_missing_files_are_named(forms, tmp_path, form, file, message):
         llama2.load(directory)
 
 
+@pytest.mark.parametrize("form", ["meta4"])
+def test_shards_that_differ_are_refused(forms, tmp_path, form):
+    """One shard in 16 bits, the others in 32."""
+    directory = changed(forms[0] / form, tmp_path / "copy")
+    path = directory / "consolidated.02.pth"
+    tensors = torch.load(path)
+    torch.save({name: t.half() for name, t in tensors.items()}, path)
+    with pytest.raises(ValueError, match="differs in type"):
+        llama2.open_checkpoint(directory)
+
+
 def test_one_file_of_a_directory_is_no_model(forms):
     with pytest.raises(ValueError, match="directory"):
         llama2.open_checkpoint(forms[0] / "meta1" / "consolidated.00.pth")
@@ -1008,6 +1032,21 @@ def test_models_that_cannot_fit_are_refused_before_they_are_loaded(tmp_path, key
     status, out, err = cli("--prompt", "a", "--max-new-tokens", 2**28, model=path)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "137 GB" in err
+
+
+def test_free_memory_is_what_a_container_leaves(tmp_path, monkeypatch):
+    """What the machine has, or less if a group has a limit; "max" is none."""
+    monkeypatch.setattr(llama2, "Path", lambda path: tmp_path / path.lstrip("/"))
+    cpu = torch.device("cpu")
+    assert llama2.free_memory(cpu) == math.inf
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.stat").write_text("anon 1000\nfile 2000\n")
+    for limit, free in (("max", 7168), ("5000", 4000), ("9000", 7168)):
+        (group / "memory.max").write_text(limit)
+        assert llama2.free_memory(cpu) == free
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1506,6 +1545,17 @@ def test_prompt_from_argument_file_and_pipe_are_one(cli, cli_model, tmp_path, pr
     assert found[0] == 0
     if prompt:
         assert found[1] == prompt + continuation(cli_model, prompt, 9) + "\n"
+
+
+def test_report_of_known_times(model, monkeypatch):
+    """The step that reads the prompt is apart from the others; three more, of half a second each."""
+    monkeypatch.setattr(llama2, "weight_bytes", lambda model: 5e9)
+    row = llama2.Row([], torch.Generator(), [5, 6, 7, 8], "context full")
+    report = llama2.Report([row], 50, [2.0, 0.5, 0.5, 0.5])
+    read, made, *_, why = llama2.describe_run([report], model, 0)
+    assert read == "prompt 50 tokens, 25.0 tokens/s"
+    assert made == "generated 4 tokens, 2.0 tokens/s, 10.0 GB/s"
+    assert why == "stopped: context full"
 
 
 def test_seed_stop_and_sampling_options(cli):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import json
+import os
 import pickle
 
 import pytest
@@ -299,6 +301,18 @@ def test_what_cannot_be_saved(small, tmp_path):
     assert not (tmp_path / "out.gguf").exists()
 
 
+def test_a_full_disk_leaves_nothing(small, tmp_path, monkeypatch):
+    """The error names the file, which the system's does not."""
+
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="out.gguf"):
+        llama2.save_gguf(llama2.open_checkpoint(small), tmp_path / "out.gguf")
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_what_a_file_says_of_the_model_is_kept(tmp_path, vocabulary):
     """Name, author, licence; not what is no longer true."""
     gguf = pytest.importorskip("gguf")
@@ -309,6 +323,7 @@ def test_what_a_file_says_of_the_model_is_kept(tmp_path, vocabulary):
     assert fields["general.name"].contents() == "Fox"
     assert fields["general.tags"].contents() == ["a", "b"]
     assert "general.file_type" not in fields
+    assert fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
 
 
 def test_the_command_line_says_what_it_wrote(small, tmp_path, cli):

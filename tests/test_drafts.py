@@ -151,3 +151,13 @@ def test_prompt_lookup():
     assert llama2.prompt_lookup(ids, 0).tolist() == []
     assert llama2.prompt_lookup(ids[:9], 9).tolist() == [4, 5, 1, 2, 3]
     assert llama2.prompt_lookup(ids[:10], 9).tolist() == []
+
+
+def test_command_line_takes_their_number(cli, monkeypatch):
+    """Three unless told."""
+    found = []
+    drafts = llama2.Drafts
+    monkeypatch.setattr(llama2, "Drafts", lambda *args: found.append(args[1]) or drafts(*args))
+    for options in ([], ["--draft", 5], ["--draft", 0]):
+        assert cli("--prompt", "ab", "--max-new-tokens", 2, *options)[0] == 0
+    assert found == [3, 5, 0]

@@ -240,8 +240,8 @@ def test_chat_that_fills_its_context(cli, heard):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--max-new-tokens", 10**6], "context full"),
-        (["--max-new-tokens", 3], "max new tokens"),
+        (["--max-new-tokens", 10**6], "context full: the answer"),
+        (["--max-new-tokens", 3], "max new tokens: the answer"),
         (["--quiet"], ""),
     ],
 )

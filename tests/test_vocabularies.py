@@ -127,7 +127,7 @@ def random_texts(count):
 def test_what_was_read_can_be_saved(tmp_path, options):
     """The ids are SentencePiece's: read, from the keys that a GGUF file gets, and as a new model."""
     sp = trained(tmp_path, **options)
-    ours = llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
+    ours = llama2.Tokenizer.from_file(str(tmp_path / "tokenizer.model"))
     path = write_gguf(tmp_path / "saved.gguf", ours.vocabulary(330))
     again = llama2.Tokenizer.from_gguf(path)
     (tmp_path / "tokenizer.model").write_bytes(ours.sp.serialized_model_proto())
