@@ -153,6 +153,14 @@ def test_prompt_lookup():
     assert llama2.prompt_lookup(ids[:10], 9).tolist() == []
 
 
+def test_prompt_of_two_ids(model):
+    """On an empty cache."""
+    cache = llama2.Cache(CONFIG)
+    drafts = llama2.Drafts(model)
+    assert drafts(torch.tensor([PROMPT[:2]]), cache).shape == (1, CONFIG.vocab_size)
+    assert cache.pos == 2
+
+
 def test_command_line_takes_their_number(cli, monkeypatch):
     """Three unless told."""
     found = []
