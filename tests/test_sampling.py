@@ -38,12 +38,12 @@ def plain(**options):
 
 @pytest.mark.parametrize(("options", "wanted"), FROZEN, ids=str)
 def test_distributions_are_those_of_transformers(options, wanted):
-    """By 8,000 draws, whose frequencies are within 0.025 but once in 100,000 times."""
-    n = 8000
+    """By 20,000 draws, whose frequencies are within 0.016 but once in 100,000 times."""
+    n = 20000
     generator = torch.Generator().manual_seed(0)
     drawn = llama2.sample(LOGITS.expand(n, -1), plain(**options), generator=generator)
     found = drawn.bincount(minlength=len(LOGITS)) / n
-    assert (found - torch.tensor(wanted)).abs().max() < 0.025
+    assert (found - torch.tensor(wanted)).abs().max() < 0.016
     assert (found > 0).tolist() == [p > 0 for p in wanted]
 
 
