@@ -112,7 +112,9 @@ class Config:
             )
         factors = self.rope_freq_factors
         count = self.head_dim // 2
-        if factors and (len(factors) != count or not all(0 < f < math.inf for f in factors)):
+        if factors is not None and (
+            len(factors) != count or not all(0 < factor < math.inf for factor in factors)
+        ):
             raise ValueError(f"rope_freq_factors must be {count} positive numbers")
 
     @property
@@ -1594,17 +1596,16 @@ def plan_loading(
     is_large = checkpoint.nbytes > 2**26
     exact = name != "auto" or not is_large
     wanted = is_large if compile is None else compile
-    in_blocks = [w.is_rare or keeps_blocks(w, chosen) for w in matrices]
-    quantised = any(in_blocks)
+    quantised = any(w.is_rare or keeps_blocks(w, chosen) for w in matrices)
     kernels = wanted and quantised and not trainable and open_kernels(device)
     dense = trainable
     # Without kernels, torch would unpack quantised matrices anew for every token.
-    if quantised and not exact and on_cpu and not kernels and not trainable:
+    if quantised and not exact and on_cpu and not kernels:
         parameters = sum(math.prod(weight.shape) for weight in matrices)
         dense = 3 * parameters < free_memory(device)  # 2 bytes each, and room for the rest
         chosen = torch.bfloat16 if dense else chosen
     # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
-    half_cache = kernels and not exact and on_cpu and all(in_blocks)
+    half_cache = kernels and not exact and on_cpu and layers_in_blocks(checkpoint, chosen)
     return Plan(
         device=device,
         dtype=chosen,
@@ -1628,17 +1629,24 @@ def open_kernels(device: torch.device) -> bool:
     return not problem
 
 
+def layers_in_blocks(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
+    """Whether no matrix of a layer becomes dense, for activations of `dtype`."""
+    layers = [w for name, w in checkpoint.weights.items() if name.endswith("_proj.weight")]
+    return all(w.is_rare or keeps_blocks(w, dtype) for w in layers)
+
+
 def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether a weight stays in the file's blocks in memory, for activations of `dtype`."""
     dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
     return len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES.keys() - dense
 
 
-def progress_bar(items: Iterable, doing: str, progress: bool) -> Iterable:
-    """The items, with a bar on stderr if there is to be one and stderr is a terminal."""
+def progress_bar(weights: dict[str, Weight], doing: str, progress: bool) -> Any:
+    """Their names and they, with a bar on stderr if one is wanted and stderr is a terminal."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    return tqdm(items, doing, unit="tensor", leave=False, disable=None if progress else True)
+    hidden = None if progress else True
+    return tqdm(weights.items(), doing, disable=hidden, unit="tensor", leave=False)
 
 
 def build_model(
@@ -1657,7 +1665,7 @@ def build_model(
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     files = Files()
-    for name, weight in progress_bar(checkpoint.weights.items(), "loading", progress):
+    for name, weight in progress_bar(checkpoint.weights, "loading", progress):
         modules = [name.removesuffix(".weight")]
         if modules == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
             modules.append("lm_head")
@@ -1831,9 +1839,8 @@ def save_gguf(
     if factors := checkpoint.config.rope_freq_factors:
         rows = torch.tensor([factors]).view(torch.uint8)
         weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda files: rows)
-    types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
     with replacing(Path(path), overwrite) as file:
-        write_gguf(Path(file.name), checkpoint, weights, types, progress)
+        write_gguf(file.name, checkpoint, weights, ggml_type, progress)
 
 
 def saved_type(weight: Weight, ggml_type: str | None) -> str:
@@ -1846,10 +1853,10 @@ def saved_type(weight: Weight, ggml_type: str | None) -> str:
 
 
 def write_gguf(
-    path: Path,
+    path: str,
     checkpoint: Checkpoint,
     weights: dict[str, Weight],
-    types: dict[str, str],
+    ggml_type: str | None,
     progress: bool,
 ) -> None:
     """Metadata; names, types and shapes of the tensors; the tensors, one at a time."""
@@ -1857,6 +1864,7 @@ def write_gguf(
     import numpy
 
     names = name_map("gguf", checkpoint.config)
+    types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
     with closing(gguf.GGUFWriter(path, "llama")) as writer:
         for key, value in gguf_metadata(checkpoint, checkpoint.tokenizer).items():
             kind = gguf.GGUFValueType.get_type(value)
@@ -1872,7 +1880,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         files = Files()
-        for name, weight in progress_bar(weights.items(), "saving", progress):
+        for name, weight in progress_bar(weights, "saving", progress):
             with reading(name):
                 rows = encode_weight(weight, files, types[name])
             writer.write_tensor_data(rows.contiguous().numpy())
@@ -2312,13 +2320,16 @@ class Tokenizer:
         pre = choose(self.keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
         ids = [i for i, kind in enumerate(self.types) if kind in types]
         vocab = {self.pieces[i]: i for i in ids}
-        merges = self.get("tokenizer.ggml.merges", list)
-        lost = [merge for merge in merges if merge.replace(" ", "", 1) not in vocab]
-        if lost:
-            raise ValueError(f"tokenizer.ggml.merges has {lost[0]!r:.60}, which makes no piece")
-        pairs = [tuple(merge.split(" ")) for merge in merges]
-        empty = {"type": "BPE", "vocab": {}, "merges": []}
-        content = {"model": empty, "pre_tokenizer": PRE_TOKENIZERS[pre], "decoder": DECODER}
+        pairs = []
+        for merge in self.get("tokenizer.ggml.merges", list):
+            pairs.append(tuple(merge.split(" ")))
+            if merge.replace(" ", "", 1) not in vocab:
+                raise ValueError(f"tokenizer.ggml.merges has {merge!r:.60}, which makes no piece")
+        content = {
+            "model": {"type": "BPE", "vocab": {}, "merges": []},  # replaced below
+            "pre_tokenizer": PRE_TOKENIZERS[pre],
+            "decoder": DECODER,
+        }
         bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
         # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
         bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
@@ -2329,8 +2340,9 @@ class Tokenizer:
                 bpe.add_tokens([token])
         if CONTROL in types and self.add_bos:
             bos = self.pieces[self.bos_id]
-            template = tokenizers.processors.TemplateProcessing
-            bpe.post_processor = template([bos, "$A"], special_tokens=[(bos, self.bos_id)])
+            bpe.post_processor = tokenizers.processors.TemplateProcessing(
+                [bos, "$A"], special_tokens=[(bos, self.bos_id)]
+            )
         return bpe
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
@@ -2944,7 +2956,7 @@ def generate_batch(
         cache = new_cache(model, rows, limits)
     else:
         held = cache.common_prefix(torch.tensor([rows[0].ids]))
-        report.prompt_tokens -= min(held, len(rows[0].ids) - 1)
+        report.prompt_tokens -= min(held, report.prompt_tokens - 1)
     for row in rows:
         row.stop_if_full(limits)
     step = step or partial(read_tokens, model)
@@ -2985,8 +2997,8 @@ def continue_rows(
 ) -> Iterator[list[int | None]]:
     """The steps of generate_batch()."""
     rows = report.rows
-    longest = max(len(row.ids) for row in rows)
-    tokens = torch.tensor([[0] * (longest - len(row.ids)) + row.ids for row in rows])  # (B, n)
+    prompts = [torch.tensor(row.ids) for row in rows]
+    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, n)
     while active := [row for row in rows if not row.stop_reason]:
         start = time.perf_counter()
         logits = step(tokens, cache)[:, : limits.vocab_size]
@@ -3665,7 +3677,7 @@ def make_parser() -> Parser:
     )
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype_help)
     add("--threads", **count, help="CPU threads (default: torch's choice); 1 if others are busy")
-    add("--draft", **count, help="guess up to N repeated tokens (default: 3; 0: off)")
+    add("--draft", **count, default=3, help="guess up to N repeated tokens (default: 3; 0: off)")
     compile_help = "compile kernels (default: for models above 64 MiB)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     add("--quiet", action="store_true", help="print only errors to stderr")
@@ -3987,7 +3999,7 @@ def stream_options(args: argparse.Namespace, model: Any, size: int, ranks: Any) 
     cache_dtype = weight.dtype if ranks else model.cache_dtype  # torch attends if there are ranks
     step = None
     if "Drafts" in globals():
-        step = Drafts(model, 3 if args.draft is None else args.draft)
+        step = Drafts(model, args.draft)
     return {
         "sampling": Sampling(**{name: getattr(args, name) for name in vars(Sampling())}),
         "max_new_tokens": args.max_new_tokens,
