@@ -271,6 +271,7 @@ def test_adapters_around_the_kernels_learn(models):
     assert gradients[0].abs().max() > 0
 
 
+@pytest.mark.parametrize("models", ["Q8_0"], indirect=True)
 @torch.no_grad()
 def test_torch_compile_sees_plain_torch(models):
     torch.compiler.reset()

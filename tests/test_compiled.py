@@ -77,12 +77,14 @@ def test_by_inductor():
     assert metrics.num_bytes_accessed < 40000 * 16 * 4
     for size in (30, 45):
         ours, theirs = (llama2.Cache(config, 1, size) for _ in range(2))
+        prompt = torch.tensor([[1, 7, 9]])
+        assert_close(fast(prompt, ours), plain(prompt, theirs), 1e-5)
         for _ in range(20):
             assert_close(fast(token, ours), plain(token, theirs), 1e-5)
-        assert ours.pos == theirs.pos == 20
+        assert ours.pos == theirs.pos == 23
         assert_close(ours.k, theirs.k, 1e-5)
         assert_close(ours.v, theirs.v, 1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("padding", [None, [0, 3]])

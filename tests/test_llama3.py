@@ -279,11 +279,9 @@ def test_tokenizer_json(tmp_path, llama3, smollm, pre, as_pairs):
     ("changes", "said"),
     [
         ({"pre": "gpt-2"}, "tokenizer.ggml.pre is 'gpt-2'; .*llama-bpe or llama-v3 or smollm"),
-        ({"pre": None}, "pre is None"),
         ({"model": "bert"}, "model is 'bert'"),
         ({"merges": None}, "merges is missing"),
         ({"merges": ["h e", "xx y"]}, "'xx y', which makes no piece"),
-        ({"merges": ["h e f"]}, "'h e f', which makes no piece"),
         ({"merges": ["h z"]}, "'h z', which makes no piece"),
         ({"merges": ["he"]}, "tuple of length 2"),
         ({"merges": [1, 2]}, "'int' object"),
@@ -411,7 +409,7 @@ SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 100,
 }
 
 
@@ -420,8 +418,9 @@ SCALING = {
     [
         {"rope_scaling": SCALING, "rope_theta": 5e5, "rope_parameters": None},
         {"rope_parameters": SCALING | {"rope_theta": 5e5}},
+        {"rope_parameters": SCALING | {"rope_theta": 5e5, "factor": 32.0}},
     ],
-    ids=["old", "new"],
+    ids=["old", "new", "of Llama 3.2"],
 )
 def test_rope_scaling_of_llama_3(tmp_path, change):
     """Logits far beyond the original context, from both places of the key."""
@@ -430,29 +429,12 @@ def test_rope_scaling_of_llama_3(tmp_path, change):
     path = hf_model(tmp_path / "hf", published_json(), config, change)
     checkpoint = llama2.open_checkpoint(path)
     factors = checkpoint.config.rope_freq_factors
-    assert checkpoint.config.rope_theta == 5e5 and 1 in factors and 8 in factors
+    assert checkpoint.config.rope_theta == 5e5 and len({*factors}) > 2  # some between
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokens = torch.randint(0, SIZE, (1, 500), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = theirs(tokens).logits
         assert (llama2.build_model(checkpoint)(tokens) - wanted).abs().max() < 2e-4
-
-
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_rope_frequencies_of_llama_3_1(factor):
-    """Those of transformers at the published sizes, to the last bits of float32."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rope = {"original_max_position_embeddings": 8192, "rope_theta": 5e5, "factor": factor}
-    rope = SCALING | rope
-    config = llama2.Config(4096, 14336, 1, 32, 8, 128256, 131072, rope_theta=5e5)
-    shape = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 131072}
-    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(rope_parameters=dict(rope), **shape))
-    divisors = torch.tensor(llama2.llama3_divisors(rope, config))
-    ours = 5e5 ** -(torch.arange(0, 128, 2) / 128) / divisors
-    assert ((ours - theirs.inv_freq) / theirs.inv_freq).abs().max() < 5e-7
-    assert divisors[0] == 1 and divisors[-1] == factor and len({*divisors.tolist()}) > 4
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run
-from helpers import PROMPT, SCRIPT, TOKENS, needs
+from helpers import PROMPT, SCRIPT, TOKENS, assert_close, needs
 
 import llama2
 
@@ -28,11 +28,19 @@ RANK_FORMS = ("hf_index", "q4.gguf", "tied.gguf")
 RANKS = 2
 
 
-def run_ranks(ranks, script, *args, **streams):
-    """Run a script as torchrun does, once for each rank."""
-    torchrun = [sys.executable, torch.distributed.run.__file__, "--standalone", "--no-python"]
-    command = [*torchrun, f"--nproc-per-node={ranks}", sys.executable, script, *args]
-    return subprocess.run(command, capture_output=True, timeout=300, check=False, **streams)
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_rank(rank, port, script, *args):
+    """One of RANKS processes, as torchrun starts it."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    names = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "x"}
+    environment = os.environ | names | {name: str(number) for name, number in numbers.items()}
+    command = [sys.executable, script, *map(str, args)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
 def test_ranks_equal_one_process(forms, tmp_path):
@@ -43,8 +51,11 @@ def test_ranks_equal_one_process(forms, tmp_path):
     tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
     llama2.save_gguf(tied, root / "tied.gguf", "Q8_0", overwrite=True)
     torch.save(tokens, root / "tokens")
-    done = run_ranks(RANKS, RANK_SCRIPT, root, tmp_path, *RANK_FORMS)
-    assert done.returncode == 0, done.stderr.decode()
+    port = free_port()
+    ranks = [start_rank(i, port, RANK_SCRIPT, root, tmp_path, *RANK_FORMS) for i in range(RANKS)]
+    for process in ranks:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()
     found = [torch.load(tmp_path / str(rank)) for rank in range(RANKS)]
     for form in RANK_FORMS:
         model, _ = llama2.load(root / form)
@@ -54,7 +65,7 @@ def test_ranks_equal_one_process(forms, tmp_path):
             held += model.embed_tokens.blocks.nbytes
         for rank in range(RANKS):
             logits, rank_ids, drawn, rank_held = found[rank][form]
-            torch.testing.assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
+            assert_close(logits, model(tokens))
             assert torch.equal(logits, found[0][form][0])
             assert rank_ids == ids
             assert drawn == found[0][form][2]
@@ -68,7 +79,9 @@ def test_ranks_from_the_command_line(forms, tmp_path, capsys):
     args = ["--model", str(path), "--temperature", "0", "--max-new-tokens", "12"]
     assert llama2.main([*args, "--prompt", PROMPT]) == 0
     alone = capsys.readouterr().out
-    done = run_ranks(2, SCRIPT, *args, input=PROMPT.encode())
+    torchrun = [sys.executable, torch.distributed.run.__file__, "--standalone", "--no-python"]
+    command = [*torchrun, f"--nproc-per-node={RANKS}", sys.executable, SCRIPT, *args]
+    done = subprocess.run(command, check=False, input=PROMPT.encode(), capture_output=True)
     errors = done.stderr.decode()
     assert (done.returncode, done.stdout.decode()) == (0, alone), errors  # rank 0 alone reads, ...
     assert errors.count("generated 12 tokens") == 1  # ... and prints
@@ -102,16 +115,8 @@ def test_the_parts_of_all_ranks_are_the_whole(forms, form):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_waiting_for_others_can_be_ended(number):
     """A rendezvous that cannot be complete: one rank of two."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--prompt", "x"],
-        env={**os.environ, **ranks, **address},
-        stderr=subprocess.DEVNULL,
-    )
+    port = free_port()
+    process = start_rank(0, port, SCRIPT, "--prompt", "x")
     deadline = time.monotonic() + 200
     while True:  # until it listens for the other
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
