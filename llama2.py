@@ -988,19 +988,8 @@ def rename(weights: dict[str, Weight], column: str, config: Config) -> dict[str,
 # --------------------------------------------------------------------------------------------------
 # 10.2 Checkpoints: GGUF (docs/gguf.md of ggml)
 
-NUMBERS = {  # GGUF's number of a type -> struct's letter
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# GGUF's number of a type -> struct's letter.
+NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
 
@@ -1540,7 +1529,7 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> dict[str,
         else:
             kept = weight.is_rare and not plan.dense  # as 16 bits
             weights += math.prod(weight.shape) * (2 if kept else plan.dtype.itemsize)
-    cache = Cache(config, 1, context, plan.cache_dtype, "meta")
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     rows = min(context, PREFILL_CHUNK)
     activations = rows * (4 * config.hidden_size + 3 * config.intermediate_size)
     unpacked = config.hidden_size * config.intermediate_size
@@ -1548,7 +1537,7 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> dict[str,
         unpacked = min(unpacked, CHUNK)
     return {
         "weights": weights,
-        "cache": cache.k.nbytes + cache.v.nbytes,
+        "cache": context * values * plan.cache_dtype.itemsize,
         "temporaries": (activations + unpacked) * plan.dtype.itemsize + rows * context,
     }
 
@@ -1600,10 +1589,11 @@ def plan_loading(
     kernels = wanted and quantised and not trainable and open_kernels(device)
     dense = trainable
     # Without kernels, torch would unpack quantised matrices anew for every token.
-    if quantised and not exact and on_cpu and not kernels:
+    if name == "auto" and quantised and on_cpu and not kernels:
+        unpacked = torch.bfloat16 if is_large else torch.float32
         parameters = sum(math.prod(weight.shape) for weight in matrices)
-        dense = 3 * parameters < free_memory(device)  # 2 bytes each, and room for the rest
-        chosen = torch.bfloat16 if dense else chosen
+        dense = 1.5 * parameters * unpacked.itemsize < free_memory(device)  # room for the rest
+        chosen = unpacked if dense else chosen
     # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
     half_cache = kernels and not exact and on_cpu and layers_in_blocks(checkpoint, chosen)
     return Plan(
