@@ -1025,16 +1025,18 @@ class GGUF:
             if key in self.metadata:
                 raise ValueError("a duplicate key")
             self.metadata[key] = self.value()
-        infos = []
+        infos: dict[str, tuple] = {}
         for i in range(tensor_count):
             self.item = f"tensor {i} of {tensor_count}"
             self.item = name = self.string()
+            if name in infos:
+                raise ValueError("a duplicate tensor")
             (n_dims,) = self.unpack("I")
             if n_dims > 4:
                 raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
             *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
             ggml_type = gguf.GGMLQuantizationType(number).name
-            infos.append((offset, name, ggml_type, tuple(reversed(dims))))
+            infos[name] = offset, ggml_type, tuple(reversed(dims))
         self.place(infos)
 
     def unpack(self, letters: str) -> tuple:
@@ -1067,18 +1069,18 @@ class GGUF:
             raise ValueError(f"has the unknown type {kind}")
         return values if is_array else values[0]
 
-    def place(self, infos: list[tuple[int, str, str, tuple[int, ...]]]) -> None:
-        """Make weights of (offset, name, type, shape). Their data follows the header."""
+    def place(self, infos: dict[str, tuple]) -> None:
+        """Make weights of names and (offset, type, shape). Their data follows the header."""
         self.item = "header"
         powers = [2**i for i in range(3, 21)]
         align = choose(self.metadata, "general.alignment", powers, 32)
         base = -(-self.offset // align) * align
         end = base
-        for offset, name, ggml_type, shape in sorted(infos):
+        for name, (offset, ggml_type, shape) in sorted(infos.items(), key=lambda item: item[1]):
             self.item = name
             start = base + offset
-            if name in self.weights or offset % align or start < end:
-                raise ValueError(f"a duplicate, or offset {offset} is unaligned or overlaps")
+            if offset % align or start < end:
+                raise ValueError(f"offset {offset} is unaligned or overlaps")
             weight = stored_weight(self.path, start, self.size, ggml_type, shape)
             self.weights[name] = weight
             end = start + weight.nbytes
@@ -1584,26 +1586,22 @@ def plan_loading(
         chosen = torch.float16  # bfloat16 would round them
     is_large = checkpoint.nbytes > 2**26
     exact = name != "auto" or not is_large
-    wanted = is_large if compile is None else compile
+    if compile is None:
+        compile = is_large
     quantised = any(w.is_rare or keeps_blocks(w, chosen) for w in matrices)
-    kernels = wanted and quantised and not trainable and open_kernels(device)
+    kernels = compile and quantised and not trainable and open_kernels(device)
     dense = trainable
     # Without kernels, torch would unpack quantised matrices anew for every token.
     if name == "auto" and quantised and on_cpu and not kernels:
-        unpacked = torch.bfloat16 if is_large else torch.float32
-        parameters = sum(math.prod(weight.shape) for weight in matrices)
-        dense = 1.5 * parameters * unpacked.itemsize < free_memory(device)  # room for the rest
-        chosen = unpacked if dense else chosen
+        numbers = sum(math.prod(weight.shape) for weight in matrices)
+        # 2 bytes each of bfloat16 or 4 of float32, and room for the rest.
+        dense = numbers * (3 if is_large else 6) < free_memory(device)
+        if dense and is_large:
+            chosen = torch.bfloat16
     # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
     half_cache = kernels and not exact and on_cpu and layers_in_blocks(checkpoint, chosen)
-    return Plan(
-        device=device,
-        dtype=chosen,
-        cache_dtype=torch.float16 if half_cache else chosen,
-        exact=exact,
-        dense=dense,
-        kernels=kernels,
-    )
+    cache_dtype = torch.float16 if half_cache else chosen
+    return Plan(device, chosen, cache_dtype, exact, dense, kernels)
 
 
 def open_kernels(device: torch.device) -> bool:

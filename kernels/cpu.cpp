@@ -140,7 +140,8 @@ static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row,
       const int64_t width = std::min(K - start, some), down = first + 1 < high ? size : 0;
       const Bytes line = w + first * size + start / 256 * T::SIZE256;
       Bytes b[N], ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
-      auto add = [&](int64_t k, auto whole) INLINE_LAMBDA {
+      for (int64_t k = 0; k < width; k += 256, x += rows.stride) {
+        const bool whole = T::BLOCK == 256 || k + 256 <= width;
         const int64_t there = whole ? +T::SIZE256 : (width - k) / T::BLOCK * T::SIZE;
         uint8_t padded[N][T::SIZE256];
         f32x8 scales[N][GROUPS / 8];
@@ -179,14 +180,10 @@ static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row,
         }
         EACH (r, R)
           EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
-        x += rows.stride;
-      };
-      int64_t k = 0;
-      for (; k + 256 <= width; k += 256) add(k, std::true_type());
-      if (T::BLOCK < 256 && k < width) add(k, std::false_type());
+      }
       memcpy(totals[first], total, sizeof total);
     }
-  for (int r = 0; r < count; r++)
+  for (int r = 0; r < (R > 2 ? count : R); r++)  // a constant keeps totals in registers
     for (int n = 0; n < high; n++) y[r * stride + n] = sum(totals[n][r]);
 }
 

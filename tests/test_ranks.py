@@ -36,11 +36,10 @@ def free_port():
 
 def start_rank(rank, port, script, *args):
     """One of RANKS processes, as torchrun starts it."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    names = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "x"}
-    environment = os.environ | names | {name: str(number) for name, number in numbers.items()}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "x"}
     command = [sys.executable, script, *map(str, args)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE)
 
 
 def test_ranks_equal_one_process(forms, tmp_path):
@@ -112,16 +111,16 @@ def test_the_parts_of_all_ranks_are_the_whole(forms, form):
             assert torch.equal(torch.cat((first, second), axis), wanted), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_waiting_for_others_can_be_ended(number):
-    """A rendezvous that cannot be complete: one rank of two."""
-    port = free_port()
-    process = start_rank(0, port, SCRIPT, "--prompt", "x")
-    deadline = time.monotonic() + 200
-    while True:  # until it listens for the other
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            break
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(number)
-    assert process.wait(100) in (-number, 128 + number)
+def test_waiting_for_others_can_be_ended():
+    """A rendezvous that cannot be complete: one rank of two, which hears Ctrl-C or is terminated."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    ports = [free_port() for _ in numbers]
+    ranks = [start_rank(0, port, SCRIPT, "--prompt", "x") for port in ports]
+    for number, port, process in zip(numbers, ports, ranks, strict=True):
+        while True:  # until it listens for the other
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(100) in (-number, 128 + number)
