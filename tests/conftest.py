@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models: two threads take half as long again
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # trying six of them takes 7 seconds
+for name in ("VEC_ISA_OK", "CPP_CACHE_PRECOMPILE_HEADERS"):  # which take 10 seconds for one test
+    os.environ.setdefault(f"TORCHINDUCTOR_{name}", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 pytest.register_assert_rewrite("helpers")

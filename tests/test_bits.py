@@ -150,16 +150,22 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="stacks are set by the linker")
-@pytest.mark.skipif("san" in os.environ.get("CXX", ""), reason="sanitizers make frames larger")
-def test_stacks_of_128_kilobytes_are_large_enough(native):
-    """Of Python's threads, and of OpenMP's."""
+@pytest.fixture(scope="module", autouse=True)
+def small_stacks(native):
+    """SMALL_STACKS, which runs beside the other tests."""
     folders = os.path.dirname(__file__), os.path.dirname(llama2.__file__)
-    run = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", SMALL_STACKS, *folders],
         env={**os.environ, "OMP_STACKSIZE": "128k", "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert run.returncode == 0 and run.stdout.split() == ["done"] * 2, run.stderr + run.stdout
+
+
+@pytest.mark.skipif(os.name == "nt", reason="stacks are set by the linker")
+@pytest.mark.skipif("san" in os.environ.get("CXX", ""), reason="sanitizers make frames larger")
+def test_stacks_of_128_kilobytes_are_large_enough(small_stacks):
+    """Of Python's threads, and of OpenMP's."""
+    out, err = small_stacks.communicate(timeout=300)
+    assert small_stacks.returncode == 0 and out.split() == ["done"] * 2, err + out
