@@ -78,7 +78,7 @@ def is_ours(path: Path) -> bool:
 def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str, Any]:
     """Open the library in the folder, or compile it. Raises OSError."""
     start = time.perf_counter()
-    files = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    files = [SOURCE, Path(__file__), *sorted(SOURCE.parent.glob("*.h"))]
     sources = {file.name: file.read_bytes() for file in files}
     for target in TARGETS:
         try:
@@ -107,8 +107,10 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str
         # Loops begin a line of the cache: else some take 7 % longer, by chance.
         command = [*compiler, "-O2", "-falign-loops=64", "-ffp-contract=fast", target]
         command += ["-std=c++17", "-shared", SOURCE.name, "-o", new.name]
-        # Sums in the order of the source: another one costs some loops of GCC 5 to 9 %.
-        command += ["-fno-tree-reassoc"] * (b" __clang__ " not in macros)
+        # Sums in the order of the source: another one costs some loops of GCC 5 to 9 %. Every
+        # product is fused with its sum: else bits would differ from function to function.
+        if b" __clang__ " not in macros:
+            command += ["-fno-tree-reassoc", "--param=avoid-fma-max-bits=0"]
         command += ["-fPIC"] * (sys.platform != "win32")
         apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
         for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):

@@ -166,7 +166,10 @@ static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row,
             part[n][r] = with_zeros(low);
           }
         }
+        // Of the last weights of a row only as many as there are.
+        const int steps = whole ? 256 / W / VECTORS : (int)(width - k - 1) / (VECTORS * W) + 1;
         EACH_VECTOR (i, 256 / W / VECTORS) {
+          if (i >= steps) break;
           u8 v[N][VECTORS];
           f32 scale[N];
           EACH (n, N) {
