@@ -36,7 +36,7 @@ def load(version: int) -> dict[str, Any]:
             return find_or_compile(compiler, cache_folder(), version)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             problems.append(one_line(str(error)))  # no home, a full disk, no C++17, ...
-    problems.append("install g++ or clang++, 7 or newer")
+    problems.append("install g++ or clang++, 9 or newer")
     return {"problem": "; ".join(dict.fromkeys(problems))}
 
 
