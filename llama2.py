@@ -2254,17 +2254,12 @@ class Tokenizer:
         unscored = [0.0] * self.vocab_size if self.is_bpe else None
         self.types = [*self.get("tokenizer.ggml.token_type", list, normal)]
         self.scores = self.get("tokenizer.ggml.scores", list, unscored)
-        self.check_column("tokens", self.pieces, str)
-        self.check_column("token_type", self.types, int)
-        self.check_column("scores", self.scores, float)
+        for name, column in (("token_type", self.types), ("scores", self.scores)):
+            if len(column) != self.vocab_size:
+                found = f"{len(column)} values for {self.vocab_size} tokens"
+                raise ValueError(f"tokenizer.ggml.{name} has {found}")
         if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
             raise ValueError(f"tokenizer.ggml.token_type is not {NORMAL} to {BYTE}")
-
-    def check_column(self, name: str, values: list, kind: type) -> None:
-        """Raises ValueError unless there is a value of that kind for each piece."""
-        if len(values) != self.vocab_size or not all(isinstance(v, kind) for v in values):
-            found = f"{len(values)} values for {self.vocab_size} tokens"
-            raise ValueError(f"tokenizer.ggml.{name} has {found}, each to be of {kind.__name__}")
 
     def check_id(self, token_id: int, name: str = "token id") -> int:
         """The id. Raises ValueError if no piece has it."""
@@ -2294,7 +2289,7 @@ class Tokenizer:
         messages = [model]
         for piece, score, kind in zip(self.pieces, self.scores, self.types):
             text = piece.replace(" ", "\u2581") if kind == USER_DEFINED else piece
-            message = protobuf({PIECE: text.encode(), SCORE: score, TYPE: kind})
+            message = protobuf({PIECE: text.encode(), SCORE: float(score), TYPE: kind})
             messages.append(protobuf({PIECES: message}))
         self.sp = open_sentencepiece(b"".join(messages))
         no_prefix = protobuf({NORMALIZER_SPEC: protobuf({ADD_DUMMY_PREFIX: False})})
