@@ -1671,15 +1671,15 @@ def test_bundled_model_on_a_new_tale(bundled):
     model, tokenizer = bundled
     logprobs = llama2.score(model, tokenizer.encode(NEW_TALE))
     bits = -logprobs.sum().item() / math.log(2)
-    assert bits / len(NEW_TALE.encode()) == pytest.approx(0.9574, rel=0.01)
+    assert bits / len(NEW_TALE.encode()) == pytest.approx(0.8854, rel=0.01)
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_bundled_model_writes_its_golden_text(bundled, compile):
     """Greedy, by the kernels and by torch alone."""
     golden = (
-        " a big, red ball. He wanted to play with it. Tim kicked the ball very hard. The ball went"
-        " up, up, up into the sky."
+        " a big, red ball. He wanted to play with it. He tried to push the ball, but it was too"
+        " heavy. Tim felt sad."
     )
     model, tokenizer = llama2.load(llama2.DEFAULT_MODEL, compile=compile)
     ids = tokenizer.encode("One day, a boy named Tim found")

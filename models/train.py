@@ -5,7 +5,8 @@
 The file is UTF-8: stories with an empty line between them. The model is the very `llama2.Llama`
 that runs the result afterwards; nothing in it knows about training. Needs torch, sentencepiece,
 gguf and tqdm. A run that was stopped goes on from its last checkpoint when the same command is
-given again. --init MODEL.gguf starts from a model that exists: more of the same text, or yours.
+given again. --init MODEL.gguf starts from a model that exists: more of the same text, or yours; of
+several models from the mean of their weights, which --epochs 0 saves as it is.
 """
 
 from __future__ import annotations
@@ -140,6 +141,20 @@ def new_model(args: argparse.Namespace) -> llama2.Llama:
     return model
 
 
+def initial_model(paths: list[str], device: str) -> tuple[llama2.Llama, llama2.Tokenizer]:
+    """The mean of some models' weights (model soups, arXiv:2203.05482), and their vocabulary."""
+    model, tokenizer = llama2.load(paths[0], device, trainable=True)
+    for path in paths[1:]:
+        other, others = llama2.load(path, device, trainable=True)
+        if other.config != model.config or others.pieces != tokenizer.pieces:
+            raise ValueError(f"{path} has another shape or vocabulary than {paths[0]}")
+        for w, more in zip(model.parameters(), other.parameters(), strict=True):
+            w.data += more.data
+    for w in model.parameters():
+        w.data /= len(paths)
+    return model, tokenizer
+
+
 def new_optimizers(model: llama2.Llama, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
@@ -196,7 +211,7 @@ def train(args: argparse.Namespace) -> None:
     if checkpoint_path.exists():
         state = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
     if args.init:
-        model, tokenizer = llama2.load(args.init, args.device, trainable=True)
+        model, tokenizer = initial_model(args.init, args.device)
     else:
         model = new_model(args).to(args.device)
         if state:
@@ -225,6 +240,7 @@ def train(args: argparse.Namespace) -> None:
 
     nats = evaluate(model, held_out, args.batch)
     print(f"held-out loss before step {step + 1}: {nats / held_tokens:.3f} nats per token")
+    llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
     loss_of = torch.compile(next_token_loss, dynamic=True) if args.compile else next_token_loss
     recent: deque[float] = deque(maxlen=50)  # losses of the last steps
     data = batches(rows, args.batch, args.seed, step)
@@ -275,7 +291,8 @@ def main() -> int:
     add = parser.add_argument
     add("stories", metavar="FILE", type=Path, help="UTF-8: stories, an empty line between them")
     add("--out", type=Path, default=Path("model.gguf"), help="checkpoint beside it as .ckpt")
-    add("--init", metavar="MODEL", help="start from its weights and vocabulary, not from noise")
+    init_help = "start from its weights and vocabulary, not from noise; of several from the mean"
+    add("--init", metavar="MODEL", nargs="+", help=init_help)
     add("--type", choices=llama2.SAVE_TYPES, default="Q8_0", help="of the matrices")
     add("--vocab", type=int, default=4096, help="pieces of the vocabulary")
     add("--hidden", type=int, default=384)

@@ -88,11 +88,15 @@ def test_both_losses_fall(run):
     assert training < before - 0.5 and held_out < before - 0.5
     weights = llama2.open_checkpoint(out).weights  # Q8_0 where rows are made of whole blocks
     assert weights["layers.0.mlp.up_proj.weight"].ggml_type == "Q8_0"
-    _, again, _, _ = run("--epochs", 0.1, "--init", out, name="more.gguf")
+    _, again, _, more = run("--epochs", 0.1, "--init", out, name="more.gguf")
     assert float(re.search(r"before step 1: ([\d.]+)", again)[1]) == pytest.approx(
         float(re.search(r"held out ([\d.]+)", said)[1]), abs=0.01
     )
-    assert weights["norm.weight"].ggml_type == "F32"
+    _, _, _, mean = run("--epochs", 0, "--init", out, more, name="mean.gguf")
+    models = [llama2.load(path)[0] for path in (out, more, mean)]
+    first, second, both = (model.norm.weight for model in models)
+    assert_close(both, (first + second) / 2, 1e-6)
+    assert not torch.equal(first, second)
 
 
 def test_batches(train):
