@@ -3226,8 +3226,8 @@ class NativeLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
         N, K = self.out_features, self.in_features
-        usable = x.dtype in DENSE_NAMES and K % 32 == 0 and kernels().library
-        if torch.compiler.is_compiling() or not usable or not self.address(N, K):
+        usable = not torch.compiler.is_compiling() and x.dtype in DENSE_NAMES and K % 32 == 0
+        if not usable or not kernels().library or not self.address(N, K):
             return super().forward(x)
         x32 = x.float().contiguous()
         if not address(x32, torch.float32, (*x.shape[:-1], K)):

@@ -278,5 +278,5 @@ def test_torch_compile_sees_plain_torch(models):
     plain, native = copy.deepcopy(models)
     for model in (plain, native):
         del model.layers[1:]
-    compiled = torch.compile(native, backend="eager")
+    compiled = torch.compile(native, backend="eager", fullgraph=True)
     agree(plain(TOKENS, llama2.Cache(CONFIG)), compiled(TOKENS, llama2.Cache(CONFIG)))

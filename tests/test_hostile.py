@@ -206,7 +206,7 @@ def refused(path, word, name="", **limits):
 
 COUNTS = (0, 1, 2, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 VALUES = {
-    STRING: ("", "\0", b"\xff\xfe", "\ud800", "x" * 5000, "gpt2", "yarn"),
+    STRING: ("", "\0", b"\xff\xfe", "\ud800", "gpt2", "yarn"),
     F32: (0.0, -1.0, math.nan, math.inf, 1e-45, 1e38),
     BOOL: (True, False),
     I64: (0, 1, -1, 2**31, 2**62, -(2**63)),
@@ -386,7 +386,6 @@ HEADERS = {
     "a long key": (start_of_gguf(0, 1, u64(2**62)), "key"),
     "a long string": (start_of_gguf(0, 1, KEY, u32(STRING), u64(10**8)), "k"),
     "an unknown type": (start_of_gguf(0, 1, KEY, u32(13)), "type"),
-    "an array of arrays": (start_of_array(ARRAY, 1), "type"),
     "many strings": (start_of_array(STRING, 2**60), "k"),
     "not UTF-8": (start_of_gguf(0, 1, string(b"\xff")), "UTF-8"),
     "dimensions": (start_of_gguf(1, 0, string("t"), u32(9)), "dimension"),

@@ -42,6 +42,20 @@ def start_rank(rank, port, script, *args):
     return subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def torchrun(forms, tmp_path_factory):
+    """A command line, and torchrun with it, which runs beside the other tests."""
+    path = tmp_path_factory.mktemp("torchrun") / "q4.gguf"
+    llama2.save_gguf(llama2.open_checkpoint(forms[0] / "hf"), path, "Q4_0")
+    path.with_name("prompt").write_text(PROMPT, "utf-8")
+    args = ["--model", str(path), "--temperature", "0", "--max-new-tokens", "12"]
+    command = [sys.executable, torch.distributed.run.__file__, "--standalone", "--no-python"]
+    command += [f"--nproc-per-node={RANKS}", sys.executable, SCRIPT, *args]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with path.with_name("prompt").open("rb") as prompt:
+        return args, subprocess.Popen(command, stdin=prompt, **pipes)
+
+
 def test_ranks_equal_one_process(forms, tmp_path):
     root, tokens = forms[0], TOKENS[:2, :9]
     llama2.save_gguf(llama2.open_checkpoint(root / "hf"), root / "q4.gguf", "Q4_0", overwrite=True)
@@ -71,18 +85,13 @@ def test_ranks_equal_one_process(forms, tmp_path):
             assert rank_held / held < 1.3 / RANKS, (form, rank)
 
 
-def test_ranks_from_the_command_line(forms, tmp_path, capsys):
+def test_ranks_from_the_command_line(torchrun, capsys):
     """Two, that share five blocks of a row."""
-    path = tmp_path / "q4.gguf"
-    llama2.save_gguf(llama2.open_checkpoint(forms[0] / "hf"), path, "Q4_0")
-    args = ["--model", str(path), "--temperature", "0", "--max-new-tokens", "12"]
+    args, process = torchrun
     assert llama2.main([*args, "--prompt", PROMPT]) == 0
     alone = capsys.readouterr().out
-    torchrun = [sys.executable, torch.distributed.run.__file__, "--standalone", "--no-python"]
-    command = [*torchrun, f"--nproc-per-node={RANKS}", sys.executable, SCRIPT, *args]
-    done = subprocess.run(command, check=False, input=PROMPT.encode(), capture_output=True)
-    errors = done.stderr.decode()
-    assert (done.returncode, done.stdout.decode()) == (0, alone), errors  # rank 0 alone reads, ...
+    out, errors = (text.decode() for text in process.communicate(timeout=300))
+    assert (process.returncode, out) == (0, alone), errors  # rank 0 alone reads, ...
     assert errors.count("generated 12 tokens") == 1  # ... and prints
 
 

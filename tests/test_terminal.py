@@ -88,7 +88,7 @@ def test_arguments_that_are_not_utf_8(cli):
         "--top-p 0",
         "--seed -1",
         "--context 3",
-        "--max-new-tokens 99999999999999999999",
+        "--max-new-tokens 99999999999999999999 --context 99",
     ],
 )
 def test_extremes_that_are_fine(cli, argv):
@@ -135,23 +135,24 @@ SHELL = {  # -> exit status, a part of stdout, lines on stderr
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started(cli_path):
-    """The commands of SHELL, which run beside the tests before test_streams."""
-    if not Path("/dev/full").exists():
-        return None
+def started(cli_path, keys, tensors, tmp_path_factory):
+    """The commands of SHELL and an endless text, which run beside the tests before theirs."""
     environment = os.environ | {"MODEL": str(cli_path), "PYTHON": " ".join(PYTHON)}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    found = {}
-    for name, (command, *_) in SHELL.items():
+    path = parrot(tmp_path_factory.mktemp("endless") / "m.gguf", keys, tensors, 300, 2**17)
+    argv = ["--model", path, "--prompt", "fox", "--max-new-tokens", "100000"]
+    found = {"endless": subprocess.Popen([*PYTHON, *argv], **pipes)}
+    for name, (command, *_) in SHELL.items() if Path("/dev/full").exists() else ():
         shell = ["bash", "-o", "pipefail", "-c", command]
         found[name] = subprocess.Popen(shell, env=environment, **pipes)
-    return found
+    yield found
+    found["endless"].kill()
 
 
 @pytest.mark.parametrize("name", SHELL)
 def test_streams(started, name):
     """A reader that leaves and that has another encoding, a full disk, closed streams."""
-    if not started:
+    if name not in started:
         pytest.skip("needs /dev/full")
     _, status, text, lines = SHELL[name]
     out, err = started[name].communicate(timeout=120)
@@ -163,12 +164,9 @@ def test_streams(started, name):
 
 
 @on_posix
-def test_interrupted_process(tmp_path, keys, tensors):
+def test_interrupted_process(started):
     """Ctrl-C in the middle of a text of a hundred thousand tokens."""
-    path = parrot(tmp_path / "m.gguf", keys, tensors, 300, 2**17)
-    argv = ["--model", path, "--prompt", "fox", "--max-new-tokens", "100000"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*PYTHON, *argv], **pipes)
+    process = started["endless"]
     assert process.stdout.read(4)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
