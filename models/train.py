@@ -240,7 +240,8 @@ def train(args: argparse.Namespace) -> None:
 
     nats = evaluate(model, held_out, args.batch)
     print(f"held-out loss before step {step + 1}: {nats / held_tokens:.3f} nats per token")
-    llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
+    if step == steps:  # nothing to train: the mean of several models
+        llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
     loss_of = torch.compile(next_token_loss, dynamic=True) if args.compile else next_token_loss
     recent: deque[float] = deque(maxlen=50)  # losses of the last steps
     data = batches(rows, args.batch, args.seed, step)
