@@ -715,10 +715,15 @@ class Weight:
         weights, size = self.block
         return math.prod(self.shape) // weights * size
 
-    @property
-    def is_rare(self) -> bool:
-        """Whether it is a matrix of blocks that only gguf can dequantise: IQ1 to IQ4, TQ, MXFP4."""
-        return self.ggml_type not in GGML_TYPES and len(self.shape) == 2
+    def kept_type(self, dtype: torch.dtype) -> str | None:
+        """The type of its blocks in memory, beside activations of `dtype`; None: it is dense."""
+        if len(self.shape) != 2 or self.ggml_type == "F32":
+            return None
+        if self.ggml_type in GGML_TYPES.keys() - DENSE:
+            return self.ggml_type
+        # 16-bit numbers, and rare types, which become such: half the memory of float32.
+        kept = self.ggml_type if self.ggml_type in DENSE else "F16"
+        return kept if dtype == torch.float32 else None
 
     def dense(self, dtype: torch.dtype, files: Files | None = None) -> Tensor:
         """The weight as a dense tensor, a few rows at a time; a view of the file if unchanged."""
@@ -920,10 +925,9 @@ def lookup(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
     value = settings.get(key)
     if value is None:
         value = default
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    if fits and kind in (int, float):  # bool is an int to Python; 1e38 fits into a float32
-        fits = not isinstance(value, bool) and abs(value) < 1e38
-    if not fits:
+    accepted = (int, float) if kind is float else (kind,)
+    is_huge = type(value) in (int, float) and not abs(value) < 1e38  # which fits into a float32
+    if type(value) not in accepted or is_huge:
         found = "missing" if value is None else f"{value!r:.60}"
         raise ValueError(f"{key} is {found}; expected {kind.__name__}")
     return value
@@ -1008,6 +1012,7 @@ class GGUF:
                 self.read_header()
             except (ValueError, struct.error) as error:
                 raise ValueError(f"{self.item}: {error}") from error
+            self.parts = lookup(self.metadata, "split.count", int, 1)
         del self.data
 
     def read_header(self) -> None:
@@ -1088,16 +1093,14 @@ class GGUF:
     def stop_ids(self) -> tuple[int, ...]:
         """The ids besides EOS that end a text: end of turn, end of message."""
         eos = lookup(self.metadata, "tokenizer.ggml.eos_token_id", int, 2)
-        eot = lookup(self.metadata, "tokenizer.ggml.eot_token_id", int, eos)
-        eom = lookup(self.metadata, "tokenizer.ggml.eom_token_id", int, eos)
-        return tuple(token_id for token_id in dict.fromkeys((eot, eom)) if token_id != eos)
+        keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eot", "eom")]
+        ids = dict.fromkeys(lookup(self.metadata, key, int, eos) for key in keys)
+        return tuple(token_id for token_id in ids if token_id != eos)
 
 
-def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
-    """All tensors of a GGUF file and, if it is split, of its other parts; how many files."""
-    parts = lookup(file.metadata, "split.count", int, 1)
-    if parts < 2:
-        return dict(file.weights), 1
+def split_weights(file: GGUF) -> dict[str, Weight]:
+    """All tensors of the first of several GGUF files, and of the others. Raises ValueError."""
+    parts = file.parts
     stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
     if not is_first:
         raise ValueError(f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
@@ -1107,14 +1110,14 @@ def gguf_weights(file: GGUF) -> tuple[dict[str, Weight], int]:
         if part.weights.keys() & weights.keys():
             raise ValueError(f"{part.path.name} is not part {i}: it has tensors of another part")
         weights |= part.weights
-    return weights, parts
+    return weights
 
 
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file of a Llama, or the first part of a split one. Raises ValueError."""
     file = GGUF(path)
     metadata = file.metadata
-    weights, parts = gguf_weights(file)
+    weights = split_weights(file) if file.parts > 1 else file.weights
     choose(metadata, "general.architecture", ["llama"])
     choose(metadata, "llama.expert_count", (0, None))
     scaling = choose(metadata, "llama.rope.scaling.type", ("linear", "none", None))
@@ -1122,7 +1125,7 @@ def open_gguf(path: Path) -> Checkpoint:
     factor = lookup(metadata, "llama.rope.scaling.factor", float, factor)
     known = {
         "vocab_size": len(lookup(metadata, "tokenizer.ggml.tokens", list)),
-        "rope_scaling_factor": 1.0 if scaling == "none" or factor == 0 else factor,
+        "rope_scaling_factor": factor if factor and scaling != "none" else 1.0,
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": file.stop_ids(),
     }
@@ -1131,13 +1134,12 @@ def open_gguf(path: Path) -> Checkpoint:
         dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)
     config = read_config(metadata, "gguf", known)
     choose(metadata, "llama.rope.dimension_count", (config.head_dim, None))
-    factors = weights.pop("rope_freqs.weight", None)
-    if factors is not None:
-        divisors = factors.dense(torch.float32).flatten().tolist()
-        config = replace(config, rope_freq_factors=tuple(divisors))
+    if factors := weights.pop("rope_freqs.weight", None):
+        divisors = tuple(factors.dense(torch.float32).flatten().tolist())
+        config = replace(config, rope_freq_factors=divisors)
     return Checkpoint(
-        path=str(path),
-        format=f"GGUF version {file.version}" + (f", {parts} parts" if parts > 1 else ""),
+        str(path),
+        format=f"GGUF version {file.version}" + (f", {file.parts} parts" if file.parts > 1 else ""),
         config=config,
         weights=rename(weights, "gguf", config),
         read_tokenizer=partial(Tokenizer.from_gguf, file),
@@ -1398,14 +1400,11 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
 
 
 def find_model(name: str) -> Path:
-    """The path of a model, by its path or name.
+    """The path of a model by its name; those of the Hugging Face hub are downloaded.
 
-    A name is an installed package that holds one GGUF file, or ORG/NAME[/FILE.gguf] of the Hugging
-    Face hub, which is downloaded. Raises ValueError or FileNotFoundError.
+    A name is that of an installed package that holds one GGUF file, or ORG/NAME[/FILE.gguf] of the
+    hub. Raises ValueError or FileNotFoundError.
     """
-    path = Path(name)
-    if path.exists():
-        return path
     package = importlib.util.find_spec(name) if name.isidentifier() else None
     if package is not None:
         folders = map(Path, package.submodule_search_locations or [])
@@ -1444,7 +1443,7 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
 
     `context`: how many tokens it is wanted for; raises ValueError beyond what it was trained for.
     """
-    path = find_model(os.fspath(path))
+    path = Path(path) if Path(path).exists() else find_model(os.fspath(path))
     with reading(path):
         if not path.is_dir():
             if path.suffix in (".pth", ".bin", ".safetensors", ".json"):
@@ -1526,11 +1525,11 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> dict[str,
     config = checkpoint.config
     weights = 0
     for weight in checkpoint.weights.values():
-        if keeps_blocks(weight, plan.dtype) and not plan.dense:
-            weights += weight.nbytes
+        kept = None if plan.dense else weight.kept_type(plan.dtype)
+        if kept:
+            weights += replace(weight, ggml_type=kept).nbytes
         else:
-            kept = weight.is_rare and not plan.dense  # as 16 bits
-            weights += math.prod(weight.shape) * (2 if kept else plan.dtype.itemsize)
+            weights += math.prod(weight.shape) * plan.dtype.itemsize
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     rows = min(context, PREFILL_CHUNK)
     activations = rows * (4 * config.hidden_size + 3 * config.intermediate_size)
@@ -1588,7 +1587,7 @@ def plan_loading(
     exact = name != "auto" or not is_large
     if compile is None:
         compile = is_large
-    quantised = any(w.is_rare or keeps_blocks(w, chosen) for w in matrices)
+    quantised = any(w.kept_type(chosen) for w in matrices)
     kernels = compile and quantised and not trainable and open_kernels(device)
     dense = trainable
     # Without kernels, torch would unpack quantised matrices anew for every token.
@@ -1620,13 +1619,7 @@ def open_kernels(device: torch.device) -> bool:
 def layers_in_blocks(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
     """Whether no matrix of a layer becomes dense, for activations of `dtype`."""
     layers = [w for name, w in checkpoint.weights.items() if name.endswith("_proj.weight")]
-    return all(w.is_rare or keeps_blocks(w, dtype) for w in layers)
-
-
-def keeps_blocks(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether a weight stays in the file's blocks in memory, for activations of `dtype`."""
-    dense = ("F32",) if dtype == torch.float32 else tuple(DENSE)
-    return len(weight.shape) == 2 and weight.ggml_type in GGML_TYPES.keys() - dense
+    return all(w.kept_type(dtype) for w in layers)
 
 
 def progress_bar(weights: dict[str, Weight], doing: str, progress: bool) -> Any:
@@ -1657,18 +1650,17 @@ def build_model(
         modules = [name.removesuffix(".weight")]
         if modules == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
             modules.append("lm_head")
-        ggml_type = weight.ggml_type
-        if weight.is_rare and dtype == torch.float32 and not dense:
-            ggml_type = "F16"
-            blocks = weight.dense(torch.float16, files).view(torch.uint8).to(device)
-        elif keeps_blocks(weight, dtype) and not dense:
-            blocks = weight.read(files).to(device)
-        else:
+        ggml_type = None if dense else weight.kept_type(dtype)
+        if ggml_type is None:
             w = weight.dense(dtype, files).to(device)
             parameter = nn.Parameter(w, requires_grad=trainable)
             for module in modules:
                 model.get_submodule(module).weight = parameter
             continue
+        if ggml_type == weight.ggml_type:
+            blocks = weight.read(files).to(device)
+        else:
+            blocks = weight.dense(torch.float16, files).view(torch.uint8).to(device)
         for module in modules:
             if module == "embed_tokens":
                 model.embed_tokens = QuantizedEmbedding(blocks, ggml_type, dtype)
@@ -1717,11 +1709,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkp
     """A model and its tokenizer, not copied. Raises ValueError if a module is missing."""
     weights = {}
     for name in name_map("ours", model.config):
-        try:
-            module: Any = model.get_submodule(name.removesuffix(".weight"))
-            weights[name] = module_weight(module)
-        except AttributeError as error:
-            raise ValueError(f"{name}: not a module of a Llama: {error}") from error
+        weights[name] = module_weight(model.get_submodule(name.removesuffix(".weight")))
     embedding = weights["embed_tokens.weight"].read(Files())
     tied = model.config.tie_word_embeddings  # which training or a replaced module may have ended
     if tied and torch.equal(embedding, weights["lm_head.weight"].read(Files())):
@@ -2347,9 +2335,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids (a list, tensor or array) -> text. Control tokens are silent. Raises ValueError."""
-        decoder = StreamDecoder(self)
-        texts = [decoder.decode(token_id) for token_id in ids]
-        return "".join(texts) + decoder.flush()
+        return "".join(StreamDecoder(self).pieces(ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, which may be a part of a character. Raises ValueError."""
@@ -2430,6 +2416,12 @@ class StreamDecoder:
     def flush(self) -> str:
         """The rest at the end: U+FFFD for bytes that did not complete a character."""
         return self.utf8.decode(b"", final=True)
+
+    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
+        """The texts that ids complete, one by one, and the rest at the end."""
+        for token_id in ids:
+            yield self.decode(token_id)
+        yield self.flush()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2739,18 +2731,18 @@ def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
     import numpy  # whose sort is many times as fast as torch's
 
     w = weights.cpu().numpy()
-    least = 0.0
+    least = sampling.min_p
     if 0 < sampling.top_k < len(w):
-        least = float(numpy.partition(w, -sampling.top_k)[-sampling.top_k])
+        w = w * (w >= numpy.partition(w, -sampling.top_k)[-sampling.top_k])  # others weigh nothing
     if sampling.top_p < 1:
-        whole = w[w >= least].sum(dtype=float)
+        whole = w.sum(dtype=float)
         # All weights below this bound sum to less than 1 - top_p: they need not be sorted.
         bound = whole * (1 - sampling.top_p) / len(w)
-        ordered = -numpy.sort(-w[w >= max(least, bound)])
+        ordered = -numpy.sort(-w[w >= bound])
         before = ordered.cumsum(dtype=float) - ordered
         count = max(1, int((before < sampling.top_p * whole).sum()))
         least = max(least, float(ordered[count - 1]))
-    places = numpy.flatnonzero(w >= max(least, sampling.min_p))
+    places = numpy.flatnonzero(w >= least)
     sums = w[places].cumsum(dtype=float)
     return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
 
@@ -2853,12 +2845,12 @@ class Report:
     seconds: list[float] = field(default_factory=list)  # of each step, the prompt in the first
 
 
+@dataclass
 class Stream(Iterator[Item]):
     """An iterator over a generation, with its `report`, which is up to date after each item."""
 
-    def __init__(self, items: Iterator[Item], report: Report) -> None:
-        self.items = items
-        self.report = report
+    items: Iterator[Item]
+    report: Report
 
     def __next__(self) -> Item:
         return next(self.items)
@@ -3042,7 +3034,8 @@ def stream_text(
         options["stop_ids"] = {*(options.get("stop_ids") or ends), *stop_ids}
         stops += tags
     tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
-    decoder = StreamDecoder(tokenizer, first=not tokenizer.decode(ids))  # a prompt of BOS alone
+    has_text = any(map(tokenizer.token_bytes, ids))  # not so a prompt of BOS alone
+    decoder = StreamDecoder(tokenizer, first=not has_text)
     pieces = text_until_stop(tokens, decoder, stops)
     return Stream(pieces if chat_format is None else without_leading_space(pieces), tokens.report)
 
@@ -3050,18 +3043,15 @@ def stream_text(
 def text_until_stop(tokens: Stream[int], decoder: StreamDecoder, stops: list[str]) -> Iterator[str]:
     """Ids as text, piece by piece; what may be the beginning of a stop text waits."""
     waiting = ""
-    for token_id in tokens:
-        text, waiting, found = split_at_stop(waiting + decoder.decode(token_id), stops)
+    for piece in decoder.pieces(tokens):
+        text, waiting, found = split_at_stop(waiting + piece, stops)
         if text:
             yield text
         if found:
             tokens.report.rows[0].stop_reason = f"stop text {found!r}"
             return
-    text, waiting, found = split_at_stop(waiting + decoder.flush(), stops)
-    if found:
-        tokens.report.rows[0].stop_reason = f"stop text {found!r}"
-    if text + waiting:
-        yield text + waiting
+    if waiting:
+        yield waiting
 
 
 def without_leading_space(pieces: Iterator[str]) -> Iterator[str]:
@@ -3108,7 +3098,7 @@ __all__ += ["accelerate", "Drafts"]
 # 15. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 3  # of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 4  # of the interface between kernels/cpu.cpp and this file
 TYPE_IDS = {  # ggml's numbers, by which cpu.cpp knows the types
     "F32": 0,
     "F16": 1,
@@ -3217,22 +3207,20 @@ class NativeLinear(QuantizedLinear):
 
     exact: bool
 
-    def address(self, N: int, K: int) -> int:
-        """Where C++ finds the blocks of W (N, K); 0 if it cannot read them."""
-        block = GGML_TYPES[self.ggml_type]
-        blocks: Any = self._buffers[self.ggml_type]  # as an attribute it takes 0.5 us
-        return address(blocks, torch.uint8, (N, K // block.weights * block.nbytes))
-
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        N, K = self.out_features, self.in_features
+        K = self.in_features
         usable = not torch.compiler.is_compiling() and x.dtype in DENSE_NAMES and K % 32 == 0
-        if not usable or not kernels().library or not self.address(N, K):
+        if not usable or not kernels().library:
             return super().forward(x)
         x32 = x.float().contiguous()
-        if not address(x32, torch.float32, (*x.shape[:-1], K)):
+        blocks = self.blocks
+        block = GGML_TYPES[self.ggml_type]
+        shape = self.out_features, K // block.weights * block.nbytes
+        known = address(x32, torch.float32, (*x.shape[:-1], K))
+        if not known or not address(blocks, torch.uint8, shape):
             return super().forward(x)
-        return NativeProduct.apply(x32, self.blocks, self).to(x.dtype)
+        return NativeProduct.apply(x32, blocks, self).to(x.dtype)
 
 
 PARTS = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *7 * [NativeLinear]]
@@ -3263,7 +3251,8 @@ def native_parts(block: nn.Module) -> list[Any]:
     if [*map(type, parts)] != PARTS:
         return []
     for part in (block, *parts):
-        if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
+        own = part.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return []
     return parts
 
@@ -3274,29 +3263,24 @@ class NativeLlama(Llama):
     def pack(self) -> bytes:
         """struct Layer of kernels/cpu.cpp for each Block; empty if it cannot run all as they are."""
         config = self.config
-        C, inner = config.hidden_size, config.intermediate_size
-        kv_size = config.num_key_value_heads * config.head_dim
-        shapes = ((C, C), (kv_size, C), (kv_size, C), (C, C), (inner, C), (inner, C), (C, inner))
         numbers: list[int] = []
         exact = set()
-        if C % 32 or inner % 32 or config.head_dim % 16:
-            return b""
         for i, block in enumerate(self.layers):
             parts = native_parts(block)
             if not parts or (parts[0].layer, parts[0].head_dim) != (i, config.head_dim):
                 return b""
-            addresses = []
-            for norm in parts[2:4]:
-                if norm.eps != config.rms_norm_eps:
+            norms, matrices = parts[2:4], parts[4:]
+            # As attributes of modules, tensors take 0.5 us each.
+            tensors = [norm._parameters["weight"] for norm in norms]
+            tensors += [matrix._buffers[matrix.ggml_type] for matrix in matrices]
+            for t in tensors:
+                if not t.is_cpu or not t.is_contiguous():
                     return b""
-                addresses.append(address(norm._parameters["weight"], torch.float32, (C,)))
-            for matrix, (N, K) in zip(parts[4:], shapes):
-                addresses.append(matrix.address(N, K))
-                exact.add(matrix.exact)
-            if not all(addresses):
+                numbers += (t.data_ptr(), t.nbytes)
+            numbers += [TYPE_IDS[matrix.ggml_type] for matrix in matrices]
+            exact.update([matrix.exact for matrix in matrices])
+            if {norm.eps for norm in norms} != {config.rms_norm_eps}:
                 return b""
-            numbers += addresses
-            numbers += [TYPE_IDS[matrix.ggml_type] for matrix in parts[4:]]
         if len(self.layers) != config.num_hidden_layers or len(exact) != 1:
             return b""
         return struct.pack(f"{len(numbers)}q", *numbers)
@@ -3336,7 +3320,8 @@ class NativeLlama(Llama):
         sizes = self.pack_sizes(B, T, cache)
         step = L if B * T <= 64 else 1  # Ctrl-C ends a long prompt between two calls
         for first in range(0, L, step):
-            kernels().library.run_layers(layers, first, step, sizes, *addresses)
+            if kernels().library.run_layers(layers, first, step, sizes, *addresses):
+                return super().run_layers(x, *inputs)  # sizes that are not supported
         return y
 
 
@@ -3981,7 +3966,7 @@ def stream_options(args: argparse.Namespace, model: Any, size: int, ranks: Any) 
     weight = model.norm.weight
     cache_dtype = weight.dtype if ranks else model.cache_dtype  # torch attends if there are ranks
     step = None
-    if "Drafts" in globals():
+    if "Drafts" in globals() and isinstance(model, NativeLlama):
         step = Drafts(model, args.draft)
     return {
         "sampling": Sampling(**{name: getattr(args, name) for name in vars(Sampling())}),

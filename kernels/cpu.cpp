@@ -628,9 +628,12 @@ static void attend_many(const float *q, const float *keys, const float *values, 
     for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * ((float *)weight)[i];
 }
 
-struct Layer {  // this and Sizes: as Python packs them
-  const float *norms[2];
-  Bytes blocks[7];  // q, k, v, o, gate, up, down
+struct Tensor {
+  const void *at;
+  int64_t bytes;
+};
+struct Layer {                 // this and Sizes: as Python packs them
+  Tensor norms[2], blocks[7];  // q, k, v, o, gate, up, down
   int64_t types[7];
 };
 struct Sizes {
@@ -645,11 +648,11 @@ static void run(const Layer &l, const Sizes &s, float *x, const float *cos, cons
   const int64_t B = s.B, T = s.T, pos = s.pos, room = s.room, rows = B * T;
   const int64_t C = s.C, D = s.head_dim, H = C / D, G = s.kv_size / D, inner = s.inner;
   auto matrix = [&](int i, int64_t N, int64_t K, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), l.blocks[i], N, y.get()};
+    return Matrix{find_format(l.types[i], K), (Bytes)l.blocks[i].at, N, y.get()};
   };
   auto h = array<float>(rows * C), q = array<float>(rows * H * D), y = array<float>(rows * H * D);
   auto k = array<float>(rows * G * D), v = array<float>(rows * G * D);
-  norm(x, l.norms[0], s.eps, h.get(), rows, C);
+  norm(x, (const float *)l.norms[0].at, s.eps, h.get(), rows, C);
   multiply({matrix(0, C, C, q), matrix(1, G * D, C, k), matrix(2, G * D, C, v)}, h.get(), rows, C,
            s.fast);
 #pragma omp parallel for if (rows > 16)
@@ -697,7 +700,7 @@ static void run(const Layer &l, const Sizes &s, float *x, const float *cos, cons
   }
   multiply({matrix(3, C, H * D, h)}, y.get(), rows, H * D, s.fast);
   add(x, h.get(), rows * C);
-  norm(x, l.norms[1], s.eps, h.get(), rows, C);
+  norm(x, (const float *)l.norms[1].at, s.eps, h.get(), rows, C);
   auto gate = array<float>(rows * inner), up = array<float>(rows * inner);
   multiply({matrix(4, inner, C, gate), matrix(5, inner, C, up)}, h.get(), rows, C, s.fast);
 #pragma omp parallel for if (rows > 16)
@@ -714,7 +717,7 @@ static void run(const Layer &l, const Sizes &s, float *x, const float *cos, cons
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // an unknown type, or K no multiple of its block
 
 extern "C" {
-int32_t kernels_version() { return 3; }
+int32_t kernels_version() { return 4; }
 int32_t kernels_features() { return FEW_ROWS << 1 | OPENMP; }
 
 int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x, float *y,
@@ -728,15 +731,21 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x
 int32_t run_layers(const Layer *layers, int64_t first, int64_t count, const Sizes *sizes, float *x,
                    const float *cos, const float *sin, void *keys, void *values) try {
   const Sizes &s = *sizes;
+  if (s.C % 32 || s.inner % 32 || s.head_dim % 16) return NOT_SUPPORTED;
+  const int64_t rows[] = {s.C, s.kv_size, s.kv_size, s.C, s.inner, s.inner, s.C};
+  for (const Layer *l = layers + first; l < layers + first + count; l++)
+    for (int i = 0; i < 7; i++) {
+      const int64_t K = i == 6 ? s.inner : s.C;
+      const Format *f = find_format(l->types[i], K);
+      if (!f || l->blocks[i].bytes != rows[i] * f->bytes(K)) return NOT_SUPPORTED;
+      if (l->norms[i % 2].bytes != 4 * s.C) return NOT_SUPPORTED;
+    }
   auto run_all = [&](auto *k, auto *v) {
     for (int64_t i = first; i < first + count; i++) {
       const int64_t at = i * s.B * s.kv_size * s.room;
       run(layers[i], s, x, cos, sin, k + at, v + at);
     }
   };
-  for (const Layer *l = layers + first; l < layers + first + count; l++)
-    for (int i = 0; i < 7; i++)
-      if (!find_format(l->types[i], i == 6 ? s.inner : s.C)) return NOT_SUPPORTED;
   if (s.half) run_all((float16 *)keys, (float16 *)values);
   else run_all((float *)keys, (float *)values);
   return DONE;

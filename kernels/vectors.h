@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <type_traits>
+#include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
 #define EACH_VECTOR EACH
@@ -205,45 +205,27 @@ INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   return p * (f32)((__builtin_convertvector(n, i32) + 127) << 23);
 }
 
-// Memory that is kept when it is given back, for the next call: pages fresh from the system would
-// cost a tenth of a prompt's time. There are as many blocks as were in use at once.
-struct Pool {
-  struct alignas(64) Block {  // in front of what it describes
-    uint64_t bytes;
-    Block *next;
-  };
-  std::mutex mutex;
-  Block *unused = nullptr;
-
-  void *take(uint64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Block **best = &unused;  // the smallest that is large enough, else the smallest
-    for (Block **b = best; *b; b = &(*b)->next)
-      if ((*b)->bytes - bytes < (*best)->bytes - bytes) best = b;  // huge where it is too small
-    Block *block = *best;
-    if (block) *best = block->next;
-    if (block && block->bytes >= bytes) return block + 1;
-    drop(block);  // a new one in its place
-    return new (operator new[](bytes + 64, std::align_val_t(64))) Block{bytes, nullptr} + 1;
-  }
-  void give(void *p) {
-    Block *block = (Block *)p - 1;
-    std::lock_guard<std::mutex> lock(mutex);
+// Arrays of the thread that calls the kernels, in slots: the last one is given back first. Memory
+// is kept for the next call: pages fresh from the system would cost a tenth of a prompt's time.
+struct alignas(64) Line {
+  char bytes[64];
+};
+static thread_local std::vector<std::vector<Line>> slots;
+static thread_local size_t slots_used;
+struct GiveBack {
+  void operator()(void *) const {
+    slots_used--;
 #ifdef __SANITIZE_ADDRESS__  // which is to see what is used after
-    drop(block);
-#else
-    block->next = unused, unused = block;
+    slots[slots_used] = {};
 #endif
   }
-  void drop(Block *block) { operator delete[](block, std::align_val_t(64)); }
-};
-static Pool &pool = *new Pool;  // threads may outlive what is destroyed at the end
-
-// n numbers, 64-byte aligned, uninitialised
-struct GiveBack {
-  void operator()(void *p) const { pool.give(p); }
 };
 template <class X> using Array = std::unique_ptr<X[], GiveBack>;
-template <class X> static Array<X> array(int64_t n) {
-  return Array<X>((X *)pool.take(n * (int64_t)sizeof(X)));
+template <class X> static Array<X> array(int64_t n) {  // of n numbers, whatever they are
+  const size_t lines = n * sizeof(X) / 64 + 1;
+  if (slots_used == slots.size()) slots.emplace_back();
+  std::vector<Line> &slot = slots[slots_used];
+  if (slot.size() < lines) slot = {}, slot.resize(lines);
+  slots_used++;
+  return Array<X>((X *)slot.data());
 }
