@@ -2778,17 +2778,16 @@ def sample(
     if sampling.temperature == 0:
         return logits.argmax(-1).where(finite, -1).view(shape)
     # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
-    logits = logits.where(finite[:, None], 0) if not finite.all() else logits
     weights = logits - logits.amax(-1, keepdim=True)
     weights.div_(max(sampling.temperature, 1e-6)).exp_()
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
     generators = generator if isinstance(generator, Sequence) else [generator] * len(weights)
     drawn = []
-    for row, one in zip(weights, generators):
+    for row, one, is_finite in zip(weights, generators, finite.tolist()):
         u = torch.rand((), generator=one, dtype=torch.float64).item()
-        drawn.append(draw(row, sampling, u))
-    return torch.tensor(drawn, device=logits.device).where(finite, -1).view(shape)
+        drawn.append(draw(row, sampling, u) if is_finite else -1)
+    return torch.tensor(drawn, device=logits.device).view(shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2977,7 +2976,8 @@ def continue_rows(
     while active := [row for row in rows if not row.stop_reason]:
         start = time.perf_counter()
         logits = step(tokens, cache)[:, : limits.vocab_size]
-        logits = logits[[not row.stop_reason for row in rows]]
+        if len(active) < len(rows):
+            logits = logits[[not row.stop_reason for row in rows]]
         ids = [row.ids for row in active]
         drawn = sample(logits, sampling, ids, [row.generator for row in active]).tolist()
         if -1 in drawn:
@@ -3223,67 +3223,68 @@ class NativeLinear(QuantizedLinear):
         return NativeProduct.apply(x32, blocks, self).to(x.dtype)
 
 
-PARTS = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *7 * [NativeLinear]]
+NORMS = operator.itemgetter("input_layernorm", "post_attention_layernorm")
+ATTENTION_MATRICES = operator.itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MATRICES = operator.itemgetter("gate_proj", "up_proj", "down_proj")
 
 
-def native_parts(block: nn.Module) -> list[Any]:
-    """A Block's modules, by PARTS, matrices from q_proj on; none if one was replaced or has hooks."""
-    if type(block) is not Block:
-        return []
-    # Attributes of modules take 0.6 us each, 33 a Block: 2 % of a token.
-    own: Any = block._modules
-    attention, mlp = own["self_attn"], own["mlp"]
-    if type(attention) is not CausalSelfAttention or type(mlp) is not MLP:
-        return []
-    parts = [
-        attention,
-        mlp,
-        own["input_layernorm"],
-        own["post_attention_layernorm"],
-        attention._modules["q_proj"],
-        attention._modules["k_proj"],
-        attention._modules["v_proj"],
-        attention._modules["o_proj"],
-        mlp._modules["gate_proj"],
-        mlp._modules["up_proj"],
-        mlp._modules["down_proj"],
-    ]
-    if [*map(type, parts)] != PARTS:
-        return []
-    for part in (block, *parts):
-        own = part.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-            return []
-    return parts
+def all_plain(modules: Iterable[Any], kind: type[nn.Module]) -> bool:
+    """Whether all modules are of just that class, and nothing is called but its forward()."""
+    for module in modules:
+        own = module.__dict__
+        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"]
+        if type(module) is not kind or hooked or "forward" in own:
+            return False
+    return True
+
+
+def native_parts(layers: Any) -> tuple[list[Any], list[Any], list[Any]] | None:
+    """Attentions, norms and matrices of all Blocks; None if one of them is not what it was."""
+    # As attributes, modules and tensors take 0.5 us each: 5 % of a small model's token.
+    blocks = [*layers._modules.values()]
+    if not all_plain(blocks, Block):
+        return None
+    attentions = [block._modules["self_attn"] for block in blocks]
+    mlps = [block._modules["mlp"] for block in blocks]
+    norms = [norm for block in blocks for norm in NORMS(block._modules)]
+    if not all_plain(attentions, CausalSelfAttention) or not all_plain(mlps, MLP):
+        return None
+    matrices: list[Any] = []
+    for attention, mlp in zip(attentions, mlps):
+        matrices += ATTENTION_MATRICES(attention._modules)
+        matrices += MLP_MATRICES(mlp._modules)
+    if not all_plain(norms, RMSNorm) or not all_plain(matrices, NativeLinear):
+        return None
+    return attentions, norms, matrices
 
 
 class NativeLlama(Llama):
     """Llama whose layers run in one call of the kernels, if nothing in them was changed."""
 
     def pack(self) -> bytes:
-        """struct Layer of kernels/cpu.cpp for each Block; empty if it cannot run all as they are."""
-        config = self.config
-        numbers: list[int] = []
-        exact = set()
-        for i, block in enumerate(self.layers):
-            parts = native_parts(block)
-            if not parts or (parts[0].layer, parts[0].head_dim) != (i, config.head_dim):
-                return b""
-            norms, matrices = parts[2:4], parts[4:]
-            # As attributes of modules, tensors take 0.5 us each.
-            tensors = [norm._parameters["weight"] for norm in norms]
-            tensors += [matrix._buffers[matrix.ggml_type] for matrix in matrices]
-            for t in tensors:
-                if not t.is_cpu or not t.is_contiguous():
-                    return b""
-                numbers += (t.data_ptr(), t.nbytes)
-            numbers += [TYPE_IDS[matrix.ggml_type] for matrix in matrices]
-            exact.update([matrix.exact for matrix in matrices])
-            if {norm.eps for norm in norms} != {config.rms_norm_eps}:
-                return b""
-        if len(self.layers) != config.num_hidden_layers or len(exact) != 1:
+        """What kernels/cpu.cpp reads of the Blocks; empty if it cannot run all as they are."""
+        parts = native_parts(self.layers)
+        if parts is None:
             return b""
-        return struct.pack(f"{len(numbers)}q", *numbers)
+        attentions, norms, matrices = parts
+        config = self.config
+        L, D = config.num_hidden_layers, config.head_dim
+        tensors = [norm._parameters["weight"] for norm in norms]
+        same = (
+            [attention.layer for attention in attentions] == [*range(L)],
+            {attention.head_dim for attention in attentions} == {D},
+            {norm.eps for norm in norms} == {config.rms_norm_eps},
+            {w.dtype for w in tensors} == {torch.float32},
+            len({matrix.exact for matrix in matrices}) == 1,
+        )
+        tensors += [matrix._buffers[matrix.ggml_type] for matrix in matrices]  # uint8
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        on_cpu = {*map(Tensor.get_device, tensors)} == {-1} and all(addresses)
+        if not all(same) or not on_cpu or not all(map(Tensor.is_contiguous, tensors)):
+            return b""
+        sizes = map(Tensor.numel, tensors)
+        types = [TYPE_IDS[matrix.ggml_type] for matrix in matrices]
+        return struct.pack(f"{25 * L}q", *addresses, *sizes, *types)
 
     def pack_sizes(self, B: int, T: int, cache: Cache) -> bytes:
         """struct Sizes of kernels/cpu.cpp."""
@@ -3293,8 +3294,9 @@ class NativeLlama(Llama):
         half = cache.k.dtype == torch.float16
         fast = not self.get_submodule("layers.0.self_attn.q_proj").exact
         kv_size = config.num_key_value_heads * D
-        sizes = (C, kv_size, D, inner, B, T, pos, cache.max_seq_len, half, fast)
-        return struct.pack("10qd", *sizes, config.rms_norm_eps)
+        L = config.num_hidden_layers
+        sizes = (L, C, kv_size, D, inner, B, T, pos, cache.max_seq_len, half, fast)
+        return struct.pack("11qd", *sizes, config.rms_norm_eps)
 
     def run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
         """As Llama's, by the kernels where they apply."""

@@ -628,16 +628,13 @@ static void attend_many(const float *q, const float *keys, const float *values, 
     for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * ((float *)weight)[i];
 }
 
-struct Tensor {
-  const void *at;
-  int64_t bytes;
+struct Layer {
+  const float *const *norms;
+  const Bytes *blocks;  // of q, k, v, o, gate, up, down
+  const int64_t *types;
 };
-struct Layer {                 // this and Sizes: as Python packs them
-  Tensor norms[2], blocks[7];  // q, k, v, o, gate, up, down
-  int64_t types[7];
-};
-struct Sizes {
-  int64_t C, kv_size, head_dim, inner, B, T, pos, room, half, fast;
+struct Sizes {  // as Python packs them
+  int64_t L, C, kv_size, head_dim, inner, B, T, pos, room, half, fast;
   double eps;
 };
 
@@ -648,11 +645,11 @@ static void run(const Layer &l, const Sizes &s, float *x, const float *cos, cons
   const int64_t B = s.B, T = s.T, pos = s.pos, room = s.room, rows = B * T;
   const int64_t C = s.C, D = s.head_dim, H = C / D, G = s.kv_size / D, inner = s.inner;
   auto matrix = [&](int i, int64_t N, int64_t K, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), (Bytes)l.blocks[i].at, N, y.get()};
+    return Matrix{find_format(l.types[i], K), l.blocks[i], N, y.get()};
   };
   auto h = array<float>(rows * C), q = array<float>(rows * H * D), y = array<float>(rows * H * D);
   auto k = array<float>(rows * G * D), v = array<float>(rows * G * D);
-  norm(x, (const float *)l.norms[0].at, s.eps, h.get(), rows, C);
+  norm(x, l.norms[0], s.eps, h.get(), rows, C);
   multiply({matrix(0, C, C, q), matrix(1, G * D, C, k), matrix(2, G * D, C, v)}, h.get(), rows, C,
            s.fast);
 #pragma omp parallel for if (rows > 16)
@@ -700,7 +697,7 @@ static void run(const Layer &l, const Sizes &s, float *x, const float *cos, cons
   }
   multiply({matrix(3, C, H * D, h)}, y.get(), rows, H * D, s.fast);
   add(x, h.get(), rows * C);
-  norm(x, (const float *)l.norms[1].at, s.eps, h.get(), rows, C);
+  norm(x, l.norms[1], s.eps, h.get(), rows, C);
   auto gate = array<float>(rows * inner), up = array<float>(rows * inner);
   multiply({matrix(4, inner, C, gate), matrix(5, inner, C, up)}, h.get(), rows, C, s.fast);
 #pragma omp parallel for if (rows > 16)
@@ -728,22 +725,28 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 
-int32_t run_layers(const Layer *layers, int64_t first, int64_t count, const Sizes *sizes, float *x,
+// `all`: the addresses of L layers' norms, 2 each, and matrices, 7 each; how many numbers or bytes
+// these have, in the same order; the types of the matrices
+int32_t run_layers(const int64_t *all, int64_t first, int64_t count, const Sizes *sizes, float *x,
                    const float *cos, const float *sin, void *keys, void *values) try {
   const Sizes &s = *sizes;
   if (s.C % 32 || s.inner % 32 || s.head_dim % 16) return NOT_SUPPORTED;
+  const int64_t *norms = all + 9 * s.L, *bytes = norms + 2 * s.L, *types = bytes + 7 * s.L;
   const int64_t rows[] = {s.C, s.kv_size, s.kv_size, s.C, s.inner, s.inner, s.C};
-  for (const Layer *l = layers + first; l < layers + first + count; l++)
-    for (int i = 0; i < 7; i++) {
-      const int64_t K = i == 6 ? s.inner : s.C;
-      const Format *f = find_format(l->types[i], K);
-      if (!f || l->blocks[i].bytes != rows[i] * f->bytes(K)) return NOT_SUPPORTED;
-      if (l->norms[i % 2].bytes != 4 * s.C) return NOT_SUPPORTED;
-    }
+  for (int64_t j = 7 * first; j < 7 * (first + count); j++) {
+    const int64_t K = j % 7 == 6 ? s.inner : s.C;
+    const Format *f = find_format(types[j], K);
+    if (!f || bytes[j] != rows[j % 7] * f->bytes(K)) return NOT_SUPPORTED;
+    if (norms[j / 7 * 2 + j % 2] != s.C) return NOT_SUPPORTED;
+  }
+  auto layer = [&](int64_t i) {
+    return Layer{(const float *const *)all + 2 * i, (const Bytes *)all + 2 * s.L + 7 * i,
+                 types + 7 * i};
+  };
   auto run_all = [&](auto *k, auto *v) {
     for (int64_t i = first; i < first + count; i++) {
       const int64_t at = i * s.B * s.kv_size * s.room;
-      run(layers[i], s, x, cos, sin, k + at, v + at);
+      run(layer(i), s, x, cos, sin, k + at, v + at);
     }
   };
   if (s.half) run_all((float16 *)keys, (float16 *)values);
