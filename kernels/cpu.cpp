@@ -120,6 +120,44 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   return (high << 8) + low;
 }
 
+// The first `there` of 256 weights of N rows of W times these numbers of R rows of x: total (N, R)
+template <class T, int N, int R>
+INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]) {
+  constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>;
+  f32x8 scales[N][GROUPS / 8];
+  f32 part[N][R];
+  EACH (n, N) {
+    f32x8 minima[GROUPS / 8];
+    read_scales<T>(w[n], (float *)scales[n], (float *)minima);
+    if (there < 256) {  // the next row follows
+      const i32x8 in_row = i32x8{0, 1, 2, 3, 4, 5, 6, 7} < there / T::BLOCK;
+      scales[n][0] = (f32x8)((i32x8)scales[n][0] & in_row);
+      minima[0] = (f32x8)((i32x8)minima[0] & in_row);
+    }
+    EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
+    EACH (r, R) {
+      Narrow low = {};  // what minima or zero points come to
+      for (int g = 0; g < GROUPS; g += sizeof low / 4)
+        low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
+      part[n][r] = with_zeros(low);
+    }
+  }
+  EACH_VECTOR (i, 256 / W / VECTORS) {
+    if (i * VECTORS * W >= there) break;
+    u8 v[N][VECTORS];
+    f32 scale[N];
+    EACH (n, N) {
+      EACH (j, VECTORS) v[n][j] = T::values(w[n], {VECTORS * i + j, T::ORDER});
+      mix<T::ORDER>(v[n]);
+      scale[n] = spread_mixed<T>(scales[n], VECTORS * i);
+    }
+    EACH (r, R)
+      EACH (n, N)
+        part[n][r] += to_f32(multiply<VECTORS, R>(v[n], x[r].q + VECTORS * W * i)) * scale[n];
+  }
+  EACH (r, R)
+    EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
+}
 // `high` rows of W (K), NW at a time, times R rows of x, from `row` on, of which `count` are wanted
 // -> y (count, high), rows `stride` numbers apart. The matrix ends at `end`. With more than two
 // rows of x all of W take the same COLUMNS, then the next, so that these stay in L1.
@@ -128,7 +166,7 @@ constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
 template <class T, int R>
 static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row, int64_t count,
                 float *y, int64_t stride) {
-  constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, N = R == 1 ? 1 : NW;
+  constexpr int N = R == 1 ? 1 : NW;
   const int64_t K = rows.K, size = K / T::BLOCK * T::SIZE, some = R > 2 && N < HIGH ? COLUMNS : K;
   const int64_t far = some < K ? 2 * size : AHEAD;  // the same columns two rows on
   f32 totals[HIGH][R] = {};
@@ -138,51 +176,25 @@ static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row,
       memcpy(total, totals[first], sizeof total);
       const Slice *x = &rows.slices[row + start / 256 * rows.stride];
       const int64_t width = std::min(K - start, some), down = first + 1 < high ? size : 0;
-      const Bytes line = w + first * size + start / 256 * T::SIZE256;
-      Bytes b[N], ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
-      for (int64_t k = 0; k < width; k += 256, x += rows.stride) {
-        const bool whole = T::BLOCK == 256 || k + 256 <= width;
-        const int64_t there = whole ? +T::SIZE256 : (width - k) / T::BLOCK * T::SIZE;
-        uint8_t padded[N][T::SIZE256];
-        f32x8 scales[N][GROUPS / 8];
-        f32 part[N][R];
+      Bytes line = w + first * size + start / 256 * T::SIZE256;
+      Bytes ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
+      for (int64_t k = 256; k <= width; k += 256, x += rows.stride, line += T::SIZE256) {
+        Bytes b[N];
         EACH (n, N) {
-          const Bytes from = line + n * down + k / 256 * T::SIZE256;
-          const bool inside = whole || from + T::SIZE256 <= end;
-          b[n] = inside ? from : pad(from, there, T::SIZE256, padded[n]);
-          prefetch(N > 1 ? ahead : from + far, T::SIZE256), ahead += T::SIZE256;
-          f32x8 minima[GROUPS / 8];
-          read_scales<T>(b[n], (float *)scales[n], (float *)minima);
-          if (!whole) {  // the next row follows
-            const i32x8 in_row = i32x8{0, 1, 2, 3, 4, 5, 6, 7} < (int32_t)(there / T::SIZE);
-            scales[n][0] = (f32x8)((i32x8)scales[n][0] & in_row);
-            minima[0] = (f32x8)((i32x8)minima[0] & in_row);
-          }
-          EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
-          EACH (r, R) {
-            Narrow low = {};  // what minima or zero points come to
-            for (int g = 0; g < GROUPS; g += sizeof low / 4)
-              low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
-            part[n][r] = with_zeros(low);
-          }
+          b[n] = line + n * down;
+          prefetch(N > 1 ? ahead : line + far, T::SIZE256), ahead += T::SIZE256;
         }
-        // Of the last weights of a row only as many as there are.
-        const int steps = whole ? 256 / W / VECTORS : (int)(width - k - 1) / (VECTORS * W) + 1;
-        EACH_VECTOR (i, 256 / W / VECTORS) {
-          if (i >= steps) break;
-          u8 v[N][VECTORS];
-          f32 scale[N];
-          EACH (n, N) {
-            EACH (j, VECTORS) v[n][j] = T::values(b[n], {VECTORS * i + j, T::ORDER});
-            mix<T::ORDER>(v[n]);
-            scale[n] = spread_mixed<T>(scales[n], VECTORS * i);
-          }
-          EACH (r, R)
-            EACH (n, N)
-              part[n][r] += to_f32(multiply<VECTORS, R>(v[n], x[r].q + VECTORS * W * i)) * scale[n];
+        dot_slice<T, N, R>(b, x, 256, total);
+      }
+      if (const int there = T::BLOCK < 256 ? width % 256 : 0) {
+        uint8_t padded[N][T::SIZE256];
+        Bytes b[N];
+        EACH (n, N) {  // the matrix may end with them
+          b[n] = line + n * down;
+          if (b[n] + T::SIZE256 > end)
+            b[n] = pad(b[n], there / T::BLOCK * T::SIZE, T::SIZE256, padded[n]);
         }
-        EACH (r, R)
-          EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
+        dot_slice<T, N, R>(b, x, there, total);
       }
       memcpy(totals[first], total, sizeof total);
     }
