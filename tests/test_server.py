@@ -104,23 +104,15 @@ def answer(connection: socket.socket) -> tuple[int, dict]:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    """The bundled model with its weights dequantised once and not for each token."""
-    path = tmp_path_factory.mktemp("float32") / "tales.gguf"
-    llama2.save_gguf(llama2.open_checkpoint(llama2.DEFAULT_MODEL), path, "F32")
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(path):
-    server = Running("--model", str(path), "--quiet")
+def server():
+    server = Running("--quiet")
     yield server
     assert server.stop() == ""  # nothing of all that went wrong was worth a line
 
 
 @pytest.fixture(scope="module")
-def loaded(path):
-    return llama2.load(path)
+def loaded():
+    return llama2.load(llama2.DEFAULT_MODEL, dtype="auto")
 
 
 def library(loaded, prompt, most, **sampling) -> str:
@@ -203,7 +195,7 @@ def test_tokens_and_models(server, loaded):
     assert server.post("/tokenize", body)[1] == {"tokens": ids, "count": len(ids)}
     assert server.post("/detokenize", {"tokens": ids})[1]["content"] == STORY
     assert server.post("/detokenize", {"tokens": [10**9]})[0] == 400
-    assert [model.id for model in server.client.models.list()] == ["tales"]
+    assert [model.id for model in server.client.models.list()] == ["stories"]
     assert server.post("/v1/nothing", {})[1]["error"]["type"] == "invalid_request_error"
 
 
@@ -513,12 +505,10 @@ def test_other_sites_are_refused(server):
         assert server.post(COMPLETIONS, PROMPT, f"Content-Type: {kind}")[0] == 200
 
 
-def test_cors_log_and_private_prompts(path):
+def test_cors_log_and_private_prompts():
     """One site is let in, each request is a line that says why, and no prompt is held for another."""
     site = "https://chat.example"
-    server = Running(
-        "--model", str(path), "--cors", site, "--no-prompt-cache", "--dtype", "float32"
-    )
+    server = Running("--cors", site, "--no-prompt-cache", "--dtype", "float32")
     asks = "Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization"
     head = server.get(COMPLETIONS, f"Origin: {site}", *asks, method="OPTIONS")
     assert f"access-control-allow-origin: {site}" in head and "post" in head
@@ -544,8 +534,8 @@ def test_cors_log_and_private_prompts(path):
         assert sum(bool(pattern.fullmatch(line)) for line in log) == count, log
 
 
-def test_sigterm_ends_streams(path):
-    server = Running("--model", str(path), "--quiet")
+def test_sigterm_ends_streams():
+    server = Running("--quiet")
     idle = [server.connect() for _ in range(220)]  # more than it keeps open
     assert "200 ok" in server.get("/health")
     stream = server.send(COMPLETIONS, {**LONG, "stream": True})
