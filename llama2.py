@@ -2844,7 +2844,7 @@ class Report:
     seconds: list[float] = field(default_factory=list)  # of each step, the prompt in the first
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream(Iterator[Item]):
     """An iterator over a generation, with its `report`, which is up to date after each item."""
 
