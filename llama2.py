@@ -1709,7 +1709,11 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkp
     """A model and its tokenizer, not copied. Raises ValueError if a module is missing."""
     weights = {}
     for name in name_map("ours", model.config):
-        weights[name] = module_weight(model.get_submodule(name.removesuffix(".weight")))
+        try:
+            module: Any = model.get_submodule(name.removesuffix(".weight"))
+            weights[name] = module_weight(module)
+        except AttributeError as error:
+            raise ValueError(f"{name}: not a module of a Llama: {error}") from error
     embedding = weights["embed_tokens.weight"].read(Files())
     tied = model.config.tie_word_embeddings  # which training or a replaced module may have ended
     if tied and torch.equal(embedding, weights["lm_head.weight"].read(Files())):
