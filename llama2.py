@@ -1026,14 +1026,16 @@ class GGUF:
         tensor_count, key_count = self.unpack("QQ")
         for i in range(key_count):
             self.item = f"key {i} of {key_count}"
-            self.item = key = self.string()
+            [key] = self.strings()
+            self.item = key
             if key in self.metadata:
                 raise ValueError("a duplicate key")
             self.metadata[key] = self.value()
         infos: dict[str, tuple] = {}
         for i in range(tensor_count):
             self.item = f"tensor {i} of {tensor_count}"
-            self.item = name = self.string()
+            [name] = self.strings()
+            self.item = name
             if name in infos:
                 raise ValueError("a duplicate tensor")
             (n_dims,) = self.unpack("I")
@@ -1050,14 +1052,19 @@ class GGUF:
         self.offset += struct.calcsize(f"<{letters}")
         return values
 
-    def string(self) -> str:
-        """The next string: its length in 8 bytes, and UTF-8."""
-        (size,) = self.unpack("Q")
-        text = self.data[self.offset : self.offset + size]
-        if len(text) < size:
-            raise ValueError(f"a text of {size} bytes, beyond the end of the header")
-        self.offset += size
-        return text.decode()
+    def strings(self, count: int = 1) -> list[str]:
+        """The next strings: each has its length in 8 bytes, and UTF-8. Llama 3 has 400,000."""
+        values = []
+        end = self.offset
+        for _ in range(count):
+            start = end + 8
+            size = int.from_bytes(self.data[end:start], "little")
+            end = start + size
+            if end > len(self.data):
+                raise ValueError(f"a text of {size} bytes, beyond the end of the header")
+            values.append(self.data[start:end].decode())
+        self.offset = end
+        return values
 
     def value(self) -> Any:
         """The next value of the metadata: a number, a string, or a list of either."""
@@ -1067,7 +1074,7 @@ class GGUF:
         if is_array:
             kind, count = self.unpack("IQ")
         if kind == GGUF_STRING:
-            values = [self.string() for _ in range(count)]
+            values = self.strings(count)
         elif kind in NUMBERS:
             values = list(self.unpack(f"{count}{NUMBERS[kind]}"))
         else:
