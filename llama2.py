@@ -3228,8 +3228,8 @@ class NativeLinear(QuantizedLinear):
         blocks = self.blocks
         block = GGML_TYPES[self.ggml_type]
         shape = self.out_features, K // block.weights * block.nbytes
-        known = address(x32, torch.float32, (*x.shape[:-1], K))
-        if not known or not address(blocks, torch.uint8, shape):
+        readable = address(x32, torch.float32, (*x.shape[:-1], K))
+        if not readable or not address(blocks, torch.uint8, shape):
             return super().forward(x)
         return NativeProduct.apply(x32, blocks, self).to(x.dtype)
 

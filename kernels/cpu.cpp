@@ -120,7 +120,7 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   return (high << 8) + low;
 }
 
-// The first `there` of 256 weights of N rows of W times these numbers of R rows of x: total (N, R)
+// total (N, R) += the first `there` of 256 weights of N rows of W times R rows of x
 template <class T, int N, int R>
 INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]) {
   constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>;
