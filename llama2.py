@@ -472,7 +472,7 @@ class PaddedCache(Cache):
 
 
 # ==================================================================================================
-# Part II: Running it
+# Part II: Text
 # ==================================================================================================
 
 import codecs
@@ -498,9 +498,912 @@ from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
+# --------------------------------------------------------------------------------------------------
+# 9. Sampling
+
+SAMPLING_LIMITS = {  # the least and the most that each number of a Sampling may be
+    "temperature": (0, 1e6),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "seed": (0, 2**63 - 1),
+}
+PENALTY_WINDOW = 64  # penalties count the last 64 tokens, prompt included, as in llama.cpp
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; the command line and the server have the same defaults.
+
+    The order is logit_bias, penalties, logits_processor, temperature, top_k, top_p, min_p. Raises
+    ValueError for values out of range.
+    """
+
+    temperature: float = 0.8  # the logits are divided by it; 0 is greedy
+    top_k: int = 0  # only the k likeliest; 0: all
+    top_p: float = 0.95  # the fewest likeliest that have this probability (arXiv:1904.09751)
+    min_p: float = 0.0  # only those with this part of the highest probability (arXiv:2407.01082)
+    repetition_penalty: float = 1.0  # divides logits of recent tokens, or multiplies negative ones
+    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
+    frequency_penalty: float = 0.0  # the same, once for each time that they occur
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    seed: int | None = None  # None: a random one
+    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None  # of ids, logits (V,)
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in SAMPLING_LIMITS.items():
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            kinds = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
+            if type(value) not in kinds or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
+        for item, bias in (self.logit_bias or {}).items():
+            is_number = type(bias) in (int, float) and (abs(bias) < 1e38 or bias == -math.inf)
+            if type(item) is not int or not is_number:
+                raise ValueError(f"logit_bias has {item!r}: {bias!r}; expected id: number")
+
+    def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
+        """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
+        logits = logits.float().clone()
+        for item, bias in (self.logit_bias or {}).items():
+            if not 0 <= item < len(logits):
+                raise ValueError(f"logit_bias has the id {item}; expected 0 to {len(logits) - 1}")
+            logits[item] += bias
+        counts = Counter(i for i in ids[-PENALTY_WINDOW:] if i < len(logits))
+        if counts:
+            places = torch.tensor(list(counts), device=logits.device)
+            times = torch.tensor(list(counts.values()), device=logits.device)
+            seen = logits[places]
+            penalty = self.repetition_penalty  # arXiv:1909.05858
+            seen = torch.where(seen > 0, seen / penalty, seen * penalty)
+            logits[places] = seen - times * self.frequency_penalty - self.presence_penalty
+        if self.logits_processor:
+            processed = self.logits_processor(list(ids), logits)
+            if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+                raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
+            logits = processed
+        return logits
+
+
+def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
+    """Draw an id in proportion to weights (V,), the largest being 1, after top_k, top_p and min_p.
+
+    `u`, from 0 to 1, chooses: the id at which the running sum of the weights passes u of the total.
+    """
+    import numpy  # whose sort is many times as fast as torch's
+
+    w = weights.cpu().numpy()
+    least = sampling.min_p
+    if 0 < sampling.top_k < len(w):
+        w = w * (w >= numpy.partition(w, -sampling.top_k)[-sampling.top_k])  # others weigh nothing
+    if sampling.top_p < 1:
+        whole = w.sum(dtype=float)
+        # All weights below this bound sum to less than 1 - top_p: they need not be sorted.
+        bound = whole * (1 - sampling.top_p) / len(w)
+        ordered = -numpy.sort(-w[w >= bound])
+        before = ordered.cumsum(dtype=float) - ordered
+        count = max(1, int((before < sampling.top_p * whole).sum()))
+        least = max(least, float(ordered[count - 1]))
+    places = numpy.flatnonzero(w >= least)
+    sums = w[places].cumsum(dtype=float)
+    return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
+
+
+def adjust_rows(logits: Tensor, sampling: Sampling, ids: Sequence) -> Tensor:
+    """Sampling.adjust() of each row of logits (B, V). Raises ValueError if no token is left."""
+    if len(logits) != len(ids):
+        raise ValueError("penalties need `ids`: what comes before each row")
+    logits = torch.stack([sampling.adjust(*pair) for pair in zip(logits, ids)])
+    if (logits.amax(-1) == -math.inf).any():
+        raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
+    return logits
+
+
+def sample(
+    logits: Tensor,
+    sampling: Sampling = Sampling(),
+    ids: Sequence = (),
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> Tensor:
+    """logits (..., V) -> ids (...), -1 where the logits are not finite.
+
+    `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of
+    one per row (default: a new one with sampling.seed, else torch's). Raises ValueError if no token
+    can be drawn.
+    """
+    shape = logits.shape[:-1]
+    logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
+    finite = logits.sum(-1).isfinite()
+    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
+        logits = adjust_rows(logits, sampling, ids if shape else [ids])
+    if sampling.temperature == 0:
+        return logits.argmax(-1).where(finite, -1).view(shape)
+    # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
+    weights = logits - logits.amax(-1, keepdim=True)
+    weights.div_(max(sampling.temperature, 1e-6)).exp_()
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator().manual_seed(sampling.seed)
+    generators = generator if isinstance(generator, Sequence) else [generator] * len(weights)
+    drawn = []
+    for row, one, is_finite in zip(weights, generators, finite.tolist()):
+        u = torch.rand((), generator=one, dtype=torch.float64).item()
+        drawn.append(draw(row, sampling, u) if is_finite else -1)
+    return torch.tensor(drawn, device=logits.device).view(shape)
+
 
 # --------------------------------------------------------------------------------------------------
-# 9. Weights
+# 10. Generation
+
+PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
+SCORE_CHUNK = 128  # the same where the logits of all positions are needed
+
+Item = TypeVar("Item")
+
+
+class Limits(NamedTuple):
+    """Where a generation ends, and what it draws from."""
+
+    new_tokens: int
+    context: int
+    stop_ids: Collection[int]
+    vocab_size: int
+
+
+@dataclass
+class Row:
+    """One prompt of a generation, and what has been drawn for it."""
+
+    ids: list[int]  # the prompt, and all ids that were drawn, with the one that stops
+    generator: torch.Generator
+    new_ids: list[int] = field(default_factory=list)  # without the one that stops
+    stop_reason: str = ""  # "" while it goes on
+
+    def stop_if_full(self, limits: Limits) -> None:
+        """Stop where no further id is allowed."""
+        if len(self.new_ids) >= limits.new_tokens:
+            self.stop_reason = "max new tokens"
+        elif len(self.ids) >= limits.context:
+            self.stop_reason = "context full"
+
+    def add(self, token_id: int, limits: Limits) -> int | None:
+        """Add an id that was drawn; returns it, or None if it stops the row."""
+        self.ids.append(token_id)
+        if token_id in limits.stop_ids:
+            self.stop_reason = f"stop token {token_id}"
+            return None
+        self.new_ids.append(token_id)
+        self.stop_if_full(limits)
+        return token_id
+
+
+@dataclass
+class Report:
+    """A generation's record so far."""
+
+    rows: list[Row]
+    prompt_tokens: int  # how many are read: not those that the cache holds already
+    seconds: list[float] = field(default_factory=list)  # of each step, the prompt in the first
+
+
+@dataclass(eq=False)
+class Stream(Iterator[Item]):
+    """An iterator over a generation, with its `report`, which is up to date after each item."""
+
+    items: Iterator[Item]
+    report: Report
+
+    def __next__(self) -> Item:
+        return next(self.items)
+
+
+def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
+    """A prompt's ids, of a list, tensor or array, as a list. Raises ValueError for other things."""
+    if isinstance(ids, str):
+        raise ValueError("the prompt is text; expected token ids: tokenizer.encode(text)")  # noqa: TRY004
+    try:
+        ids = [operator.index(i) for i in ids]
+    except TypeError as error:
+        raise ValueError(f"the prompt is not a list of token ids: {error}") from error
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            expected = f"0 to {config.vocab_size - 1}"
+            raise ValueError(f"the prompt holds the token id {i}; expected {expected}")
+    if not ids:
+        raise ValueError("the prompt is empty; expected one token at least")
+    if len(ids) > limit:
+        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {limit}")
+    return ids
+
+
+def read_tokens(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
+    """tokens (B, n) -> logits (B, V) after them: the model reads what the cache does not hold."""
+    start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
+    cache.truncate(start)
+    device = model.norm.weight.device
+    for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
+        logits = model(chunk, cache)
+    return logits
+
+
+def generate(
+    model: Llama,
+    ids: Sequence[int],
+    sampling: Sampling = Sampling(),
+    max_new_tokens: int = 256,
+    **options: Any,
+) -> Stream[int]:
+    """Continue a prompt: yields new ids, without the stop id. Takes generate_batch()'s options."""
+    batch = generate_batch(model, [ids], sampling, max_new_tokens, **options)
+    return Stream((token_id for (token_id,) in batch if token_id is not None), batch.report)
+
+
+def generate_batch(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling = Sampling(),
+    max_new_tokens: int = 256,
+    stop_ids: Collection[int] | None = None,
+    vocab_size: int | None = None,
+    cache: Cache | None = None,
+    step: Callable[[Tensor, Cache], Tensor] | None = None,
+) -> Stream[list[int | None]]:
+    """Continue several prompts of any lengths: yields a list per step, None in finished rows.
+
+    Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
+    `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: what it holds of the
+    text is not read again (reset() it after changing weights). `step(tokens, cache)`,
+    tokens (B, n) -> logits (B, V), replaces read_tokens(), as part III's Drafts do.
+    Raises ValueError for what is out of range.
+    """
+    config = model.config
+    if not isinstance(sampling, Sampling) or max_new_tokens < 0:
+        found = f"{sampling!r:.60} and max_new_tokens {max_new_tokens!r}"
+        raise ValueError(f"{found}; expected a Sampling and 0 or more")
+    context = config.max_position_embeddings if cache is None else cache.max_seq_len
+    rows = start_rows(prompts, sampling.seed, config, context)
+    if not rows or (len(rows) > 1 and cache is not None):
+        raise ValueError(f"{len(rows)} prompts; expected one or more, beside a cache just one")
+    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
+    V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
+    limits = Limits(max_new_tokens, context, ends, V)
+    report = Report(rows, sum(len(row.ids) for row in rows))
+    if cache is None:
+        cache = new_cache(model, rows, limits)
+    else:
+        held = cache.common_prefix(torch.tensor([rows[0].ids]))
+        report.prompt_tokens -= min(held, report.prompt_tokens - 1)
+    for row in rows:
+        row.stop_if_full(limits)
+    step = step or partial(read_tokens, model)
+    return Stream(continue_rows(model, report, cache, step, sampling, limits), report)
+
+
+def start_rows(
+    prompts: Iterable[Sequence[int]], seed: int | None, config: Config, context: int
+) -> list[Row]:
+    """A row for each prompt; its seed is the row's number more than the first one's."""
+    first = torch.Generator().seed() if seed is None else seed  # a random one
+    rows = []
+    for i, prompt in enumerate(prompts):
+        generator = torch.Generator().manual_seed(first + i)
+        rows.append(Row(check_ids(prompt, config, context), generator))
+    return rows
+
+
+def new_cache(model: Llama, rows: list[Row], limits: Limits) -> Cache:
+    """A cache for prompts and what may follow them; it knows where shorter ones are padded."""
+    weight = model.norm.weight
+    lengths = [len(row.ids) for row in rows]
+    longest, shortest = max(lengths), min(lengths)
+    size = longest + min(limits.new_tokens, limits.context - shortest)
+    if shortest == longest:
+        return Cache(model.config, len(rows), size, weight.dtype, weight.device)
+    padding = longest - torch.tensor(lengths)
+    return PaddedCache(model.config, padding, size, weight.dtype, weight.device)
+
+
+def continue_rows(
+    model: Llama,
+    report: Report,
+    cache: Cache,
+    step: Callable[[Tensor, Cache], Tensor],
+    sampling: Sampling,
+    limits: Limits,
+) -> Iterator[list[int | None]]:
+    """The steps of generate_batch()."""
+    rows = report.rows
+    prompts = [torch.tensor(row.ids) for row in rows]
+    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, n)
+    while active := [row for row in rows if not row.stop_reason]:
+        start = time.perf_counter()
+        logits = step(tokens, cache)[:, : limits.vocab_size]
+        if len(active) < len(rows):
+            logits = logits[[not row.stop_reason for row in rows]]
+        ids = [row.ids for row in active]
+        drawn = sample(logits, sampling, ids, [row.generator for row in active]).tolist()
+        if -1 in drawn:
+            raise ValueError(f"the logits are not finite: {why_not_finite(model)}")
+        report.seconds.append(time.perf_counter() - start)
+        left = iter(drawn)
+        new = [None if row.stop_reason else row.add(next(left), limits) for row in rows]
+        if any(token_id is not None for token_id in new):
+            yield new
+        last = torch.tensor([[row.ids[-1]] for row in rows])  # finished rows stay in the batch
+        tokens = torch.cat((tokens, last), 1)
+
+
+def why_not_finite(model: Llama) -> str:
+    """The first weight that is not finite, or that there is none."""
+    origin = getattr(model, "name_or_path", "the model")
+    for name, weight in model_checkpoint(model).weights.items():
+        if not weight.dense(torch.float32).isfinite().all():
+            return f"{origin}: NaN or infinity in {name}"
+    return f"{origin}: sums of finite weights overflow"
+
+
+def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
+    """Split text into what can be shown, a possible beginning of a stop text, and the stop text."""
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    if found:
+        place, stop = min(found)
+        return text[:place], "", stop
+    for i in range(len(text)):
+        if any(stop.startswith(text[i:]) for stop in stops):
+            return text[:i], text[i:], ""
+    return text, "", ""
+
+
+def stream_text(
+    model: Llama,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    stop: str | Sequence[str] = (),
+    chat_format: str | None = None,
+    **options: Any,
+) -> Stream[str]:
+    """generate() as text that continues the prompt's, piece by piece, until a `stop` text comes.
+
+    `chat_format`: treat it as an answer: strip leading white space, stop at the format's tags.
+    """
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
+    if chat_format is not None:
+        stop_ids, tags = chat_stops(tokenizer, chat_format)
+        config = model.config
+        ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
+        options["stop_ids"] = {*(options.get("stop_ids") or ends), *stop_ids}
+        stops += tags
+    tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
+    has_text = any(map(tokenizer.token_bytes, ids))  # not so a prompt of BOS alone
+    decoder = StreamDecoder(tokenizer, first=not has_text)
+    pieces = text_until_stop(tokens, decoder, stops)
+    return Stream(pieces if chat_format is None else without_leading_space(pieces), tokens.report)
+
+
+def text_until_stop(tokens: Stream[int], decoder: StreamDecoder, stops: list[str]) -> Iterator[str]:
+    """Ids as text, piece by piece; what may be the beginning of a stop text waits."""
+    waiting = ""
+    for piece in decoder.pieces(tokens):
+        text, waiting, found = split_at_stop(waiting + piece, stops)
+        if text:
+            yield text
+        if found:
+            tokens.report.rows[0].stop_reason = f"stop text {found!r}"
+            return
+    if waiting:
+        yield waiting
+
+
+def without_leading_space(pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces of a text without the white space that it begins with."""
+    for text in pieces:
+        if text := text.lstrip():
+            yield text
+            break
+    yield from pieces
+
+
+@torch.no_grad()
+def score(model: Llama, ids: Sequence[int]) -> Tensor:
+    """T ids -> log-probability of each id given those before it, float32 (T - 1,).
+
+    Raises ValueError for ids that generate() refuses.
+    """
+    config = model.config
+    weight = model.norm.weight
+    ids = check_ids(ids, config, config.max_position_embeddings)
+    tokens = torch.tensor([ids], device=weight.device)  # (1, T)
+    cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
+    logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
+    for start in range(0, len(ids) - 1, SCORE_CHUNK):
+        chunk = tokens[:, start : start + SCORE_CHUNK + 1]
+        logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (t, V)
+        logprobs[start : cache.pos] = -F.cross_entropy(logits, chunk[0, 1:], reduction="none")
+    return logprobs
+
+
+# --------------------------------------------------------------------------------------------------
+# 11. Tokenizer
+
+
+class Tokenizer:
+    """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
+
+    def __init__(self, keys: Mapping[str, Any], stop_ids: Iterable[int] = ()) -> None:
+        """`keys` of a GGUF file; `stop_ids` end a text besides EOS. Raises ValueError."""
+        self.keys = keys
+        self.get = partial(lookup, keys)  # by name, type and default
+        self.is_bpe = choose(keys, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
+        self.read_pieces()
+        for token_id in stop_ids:
+            if self.types[self.check_id(token_id, "stop id")] == USER_DEFINED:
+                self.types[token_id] = CONTROL  # no text may become it
+        self.bos_id = self.role_id("bos", 1, CONTROL)  # which some converters mark as NORMAL
+        self.eos_id = self.role_id("eos", 2, CONTROL)
+        special = (CONTROL, USER_DEFINED)
+        self.special_ids = {self.pieces[i]: i for i, t in enumerate(self.types) if t in special}
+        self.chat_template = self.get("tokenizer.chat_template", str, "")  # in Jinja; not executed
+        is_smollm = self.get("tokenizer.ggml.pre", str, "") == "smollm"
+        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, not is_smollm)
+        prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
+        self.strips_space = prefix and not self.is_bpe  # decode() takes off what encode() adds
+        if self.is_bpe:  # without control tokens, which so cannot come from text
+            self.bpe = self.build_bpe((NORMAL, USER_DEFINED))
+        else:
+            self.build_sentencepiece()
+
+    @classmethod
+    def from_file(cls, path: str | Path, config: Config | None = None) -> Tokenizer:
+        """Read tokenizer.model or .json and what the files beside it say. Raises ValueError."""
+        path = Path(path)
+        config = config or Config(vocab_size=2**18)
+        read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
+        with reading(path):
+            keys = read(path, config)
+            settings = read_json(path.with_name("tokenizer_config.json"))
+            keys["add_bos_token"] = settings.get("add_bos_token", keys["add_bos_token"])
+            keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+            keys["tokenizer.chat_template"] = read_chat_template(path.parent)
+            return cls(keys, (config.bos_token_id, config.eos_token_id, *config.stop_token_ids))
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
+        """The vocabulary inside a GGUF file. Raises ValueError."""
+        gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
+        keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
+        with reading(gguf.path):
+            return cls(keys, gguf.stop_ids())
+
+    def read_pieces(self) -> None:
+        """The texts, types and scores of all pieces. Raises ValueError."""
+        self.pieces: list[str] = self.get("tokenizer.ggml.tokens", list)
+        self.vocab_size = len(self.pieces)
+        normal = [NORMAL] * self.vocab_size
+        unscored = [0.0] * self.vocab_size if self.is_bpe else None
+        self.types = [*self.get("tokenizer.ggml.token_type", list, normal)]
+        self.scores = self.get("tokenizer.ggml.scores", list, unscored)
+        for name, column in (("token_type", self.types), ("scores", self.scores)):
+            if len(column) != self.vocab_size:
+                found = f"{len(column)} values for {self.vocab_size} tokens"
+                raise ValueError(f"tokenizer.ggml.{name} has {found}")
+        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
+            raise ValueError(f"tokenizer.ggml.token_type is not {NORMAL} to {BYTE}")
+
+    def check_id(self, token_id: int, name: str = "token id") -> int:
+        """The id. Raises ValueError if no piece has it."""
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"{name} {token_id}; expected 0 to {self.vocab_size - 1}")
+        return token_id
+
+    def role_id(self, role: str, default: int, kind: int) -> int:
+        """The id of a role, whose piece gets the type `kind`. Raises ValueError."""
+        key = f"tokenizer.ggml.{role}_token_id"
+        token_id = self.check_id(self.get(key, int, default), key)
+        self.types[token_id] = kind
+        return token_id
+
+    def build_sentencepiece(self) -> None:
+        """Make SentencePiece's processors, of which the second puts no space in front of a text."""
+        self.role_id("unknown", 0, UNKNOWN)  # which some converters mark as CONTROL
+        trainer = {
+            MODEL_TYPE: BPE,
+            BYTE_FALLBACK: self.types.count(BYTE) == 256,
+            BOS_PIECE: self.pieces[self.bos_id].encode(),
+            EOS_PIECE: self.pieces[self.eos_id].encode(),
+        }
+        remove = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
+        normalizer = {ADD_DUMMY_PREFIX: self.strips_space, REMOVE_EXTRA_WHITESPACES: remove}
+        model = protobuf({TRAINER_SPEC: protobuf(trainer), NORMALIZER_SPEC: protobuf(normalizer)})
+        messages = [model]
+        for piece, score, kind in zip(self.pieces, self.scores, self.types):
+            text = piece.replace(" ", "\u2581") if kind == USER_DEFINED else piece
+            message = protobuf({PIECE: text.encode(), SCORE: float(score), TYPE: kind})
+            messages.append(protobuf({PIECES: message}))
+        self.sp = open_sentencepiece(b"".join(messages))
+        no_prefix = protobuf({NORMALIZER_SPEC: protobuf({ADD_DUMMY_PREFIX: False})})
+        messages.append(no_prefix)  # appending one message to another merges them
+        self.sp_no_prefix = open_sentencepiece(b"".join(messages))
+
+    def build_bpe(self, types: Collection[int]) -> Any:
+        """A tokenizers.Tokenizer that knows the pieces of these types."""
+        import tokenizers
+
+        pre = choose(self.keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
+        ids = [i for i, kind in enumerate(self.types) if kind in types]
+        vocab = {self.pieces[i]: i for i in ids}
+        pairs = []
+        for merge in self.get("tokenizer.ggml.merges", list):
+            pairs.append(tuple(merge.split(" ")))
+            if merge.replace(" ", "", 1) not in vocab:
+                raise ValueError(f"tokenizer.ggml.merges has {merge!r:.60}, which makes no piece")
+        content = {
+            "model": {"type": "BPE", "vocab": {}, "merges": []},  # replaced below
+            "pre_tokenizer": PRE_TOKENIZERS[pre],
+            "decoder": DECODER,
+        }
+        bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
+        # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
+        bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
+        for i in ids:
+            if self.types[i] != NORMAL:
+                special = self.types[i] == CONTROL
+                token = tokenizers.AddedToken(self.pieces[i], special=special, normalized=False)
+                bpe.add_tokens([token])
+        if CONTROL in types and self.add_bos:
+            bos = self.pieces[self.bos_id]
+            bpe.post_processor = tokenizers.processors.TemplateProcessing(
+                [bos, "$A"], special_tokens=[(bos, self.bos_id)]
+            )
+        return bpe
+
+    def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
+        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says).
+
+        `first`: it begins a text, where SentencePiece adds a space.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"encode() takes one text (str), not a {type(text).__name__}")
+        text = well_formed(text)
+        if self.is_bpe:
+            ids = self.bpe.encode(text, add_special_tokens=False).ids
+        elif first:
+            ids = self.sp.encode(text)
+        else:
+            ids = self.sp_no_prefix.encode(text)
+        add_bos = self.add_bos if bos is None else bos
+        return [self.bos_id, *ids] if add_bos else ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids (a list, tensor or array) -> text. Control tokens are silent. Raises ValueError."""
+        return "".join(StreamDecoder(self).pieces(ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, which may be a part of a character. Raises ValueError."""
+        i = self.check_id(operator.index(token_id))
+        text, kind = self.pieces[i], self.types[i]
+        if kind == CONTROL or (kind == UNUSED and self.is_bpe):
+            return b""
+        if kind == BYTE:
+            return bytes.fromhex(text[3:5])  # of <0xE2>
+        if kind == UNKNOWN:
+            return " \u2047 ".encode()
+        if not self.is_bpe:
+            return text.replace("\u2581", " ").encode()
+        if kind == NORMAL and BYTES.keys() >= {*text}:
+            return bytes(BYTES[character] for character in text)
+        return text.encode()
+
+    def hf_files(self, config: Config) -> dict[str, Any]:
+        """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast" if self.is_bpe else "LlamaTokenizer",
+            "bos_token": self.pieces[self.bos_id],
+            "eos_token": self.pieces[config.eos_token_id],
+            "add_bos_token": self.add_bos,
+            "chat_template": self.chat_template or None,
+            "clean_up_tokenization_spaces": False,
+            "legacy": False,
+        }
+        if self.is_bpe:
+            model = self.build_bpe((NORMAL, USER_DEFINED, CONTROL)).to_str().encode()
+            return {"tokenizer_config.json": settings, "tokenizer.json": model}
+        model = self.sp.serialized_model_proto()
+        return {"tokenizer_config.json": settings, "tokenizer.model": model}
+
+    def vocabulary(self, count: int) -> dict[str, Any]:
+        """GGUF's keys for it, with unused pieces up to `count`."""
+        more = range(self.vocab_size, count)
+        keys = dict(self.keys)
+        keys["tokenizer.ggml.tokens"] = self.pieces + [f"[PAD{i}]" for i in more]
+        keys["tokenizer.ggml.token_type"] = self.types + [UNUSED] * len(more)
+        if not self.is_bpe:
+            keys["tokenizer.ggml.scores"] = self.scores + [0.0] * len(more)
+        return keys
+
+
+# SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
+codecs.register_error(
+    "replace_each_byte",
+    lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
+)
+
+
+class StreamDecoder:
+    """Ids -> text, one by one; a character of several byte tokens comes out once it is whole.
+
+    `first`: drop the space that encode() adds at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.strip = first and tokenizer.strips_space
+        errors = "replace" if tokenizer.is_bpe else "replace_each_byte"
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+
+    def decode(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is incomplete."""
+        data = self.tokenizer.token_bytes(token_id)
+        kind = self.tokenizer.types[token_id]
+        text = ""
+        if kind != BYTE and not self.tokenizer.is_bpe:
+            text = self.flush()  # bytes before it stay incomplete
+        if self.strip and kind not in (BYTE, UNKNOWN):
+            data = data.removeprefix(b" ")
+        if kind != CONTROL:
+            self.strip = False
+        return text + self.utf8.decode(data)
+
+    def flush(self) -> str:
+        """The rest at the end: U+FFFD for bytes that did not complete a character."""
+        return self.utf8.decode(b"", final=True)
+
+    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
+        """The texts that ids complete, one by one, and the rest at the end."""
+        for token_id in ids:
+            yield self.decode(token_id)
+        yield self.flush()
+
+
+# --------------------------------------------------------------------------------------------------
+# 12. Chat
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a family of models was trained to converse.
+
+    <s> is BOS, </s> is EOS, {} a message, {-} one without white space around it. Tags are encoded as
+    tokens of their own where the vocabulary has them, else as text.
+    """
+
+    name: str
+    tags: tuple[str, ...]  # begin or end a role; like EOS, they end an answer
+    template_has: tuple[str, ...]  # texts by which its chat template is recognised
+    template_lacks: tuple[str, ...] = ()  # texts of other formats
+    turn: str = ""  # of each ROLE that has no form of its own:
+    user: str = ""
+    assistant: str = ""  # after the last question, the model continues from what is before the {}
+    system: str = ""
+    start: str = ""
+    system_in: int | None = None  # the index of the question that includes the system message
+    as_tokens: bool = False  # only for vocabularies with a token for each tag
+    variant: str = ""  # only for templates with this text
+    default_system: str | None = None  # where none is given
+
+    def form(self, role: str) -> str:
+        """A message of that role and what is around it."""
+        return getattr(self, role) or self.turn.replace("ROLE", role)
+
+    def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Those of the tags that are tokens of the vocabulary."""
+        special_ids = tokenizer.special_ids
+        return {tag: special_ids[tag] for tag in self.tags if tag in special_ids}
+
+
+MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
+    "mistral",
+    ("[INST]", "[/INST]"),
+    template_has=("[INST]",),
+    template_lacks=("[SYSTEM_PROMPT]",),
+    start="<s>",
+    user="[INST] {}[/INST]",
+    assistant=" {-}</s>",
+    system="{}\n\n",
+    system_in=-1,
+    as_tokens=True,
+)
+LLAMA_3_CHAT = ChatFormat(
+    "llama-3",
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    template_has=("<|start_header_id|>",),
+    turn="<|start_header_id|>ROLE<|end_header_id|>\n\n{-}<|eot_id|>",
+    start="<s>",
+)
+CHATML = ChatFormat(  # OpenHermes 2.5 and many others
+    "chatml",
+    ("<|im_start|>", "<|im_end|>"),
+    template_has=("<|im_start|>",),
+    turn="<|im_start|>ROLE\n{}<|im_end|>\n",
+)
+KNOWLEDGE = "Cutting Knowledge Date: December 2023"
+SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+CHAT_FORMATS = (
+    ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
+        "llama-2",
+        ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+        template_has=("[INST]", "<<SYS>>"),
+        user="<s> [INST] {-} [/INST]",
+        assistant=" {-} </s>",
+        system="<<SYS>>\n{}\n<</SYS>>\n\n",
+        system_in=0,
+    ),
+    replace(  # Llama 3.1 to 3.3
+        LLAMA_3_CHAT,
+        variant=KNOWLEDGE,
+        system="<|start_header_id|>system<|end_header_id|>\n\n"
+        f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}<|eot_id|>",
+        default_system="",
+    ),
+    LLAMA_3_CHAT,
+    MISTRAL,
+    replace(  # version 1: v0.1 and v0.2, whose first templates had no space before [INST]
+        MISTRAL, user=" [INST] {} [/INST]", assistant=" {}</s>", system_in=0, as_tokens=False
+    ),
+    ChatFormat(  # Zephyr 7B, TinyLlama Chat
+        "zephyr",
+        ("<|assistant|>", "<|user|>", "<|system|>"),
+        template_has=("<|assistant|>", "eos_token"),
+        template_lacks=("<|end|>", "<|endoftext|>"),
+        turn="<|ROLE|>\n{}</s>\n",
+    ),
+    ChatFormat(  # Vicuna 1.1 and 1.5, as in the published templates and llama.cpp; FastChat, which
+        "vicuna",  # trained it, has a space where these have a newline, and none after </s>
+        ("USER:", "ASSISTANT:"),
+        template_has=("USER: ", "ASSISTANT: "),
+        template_lacks=("SYSTEM: ",),
+        start="<s>",
+        user="USER: {-}\n",
+        assistant="ASSISTANT: {-}</s>\n",
+        system="{-}\n\n",
+    ),
+    replace(CHATML, variant=SMOLLM, default_system=SMOLLM),  # SmolLM2
+    CHATML,
+)
+CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
+
+
+def recognise_chat_format(template: str) -> str | None:
+    """The name of a chat template's format, None if it is not known. Nothing is executed."""
+    for row in CHAT_FORMATS:
+        has = all(text in template for text in row.template_has)
+        if has and not any(text in template for text in row.template_lacks):
+            return row.name
+    return None
+
+
+def find_chat_format(tokenizer: Tokenizer, name: str | None) -> ChatFormat:
+    """The format of that name, or else of the chat template. Raises ValueError if it is unknown."""
+    template = tokenizer.chat_template
+    wanted = name or recognise_chat_format(template)
+    for row in CHAT_FORMATS:
+        has_tokens = len(row.tag_ids(tokenizer)) == len(row.tags)
+        if row.name == wanted and row.variant in template and (has_tokens or not row.as_tokens):
+            return row
+    asked = (
+        f"is named {name!r}" if name else f"has the template {' '.join(template.split())[:60]!r}"
+    )
+    choices = ", ".join(CHAT_FORMAT_NAMES)
+    raise ValueError(f"no known chat format {asked}; choose --chat-format (chat_format): {choices}")
+
+
+class ChatStops(NamedTuple):
+    """What ends an answer besides EOS."""
+
+    ids: list[int]
+    texts: list[str]  # which messages must not have
+
+
+def chat_stops(tokenizer: Tokenizer, chat_format: str | None = None) -> ChatStops:
+    """The tags of a chat format (None: the tokenizer's own) as ids and texts. Raises ValueError."""
+    row = find_chat_format(tokenizer, chat_format)
+    ids = row.tag_ids(tokenizer)
+    texts = []
+    for tag in row.tags:
+        if tag not in ids or tokenizer.types[ids[tag]] != CONTROL:
+            texts.append(tag)
+    return ChatStops([*ids.values()], texts)
+
+
+class Turn(NamedTuple):
+    """A message of a chat."""
+
+    role: str
+    text: str
+
+
+def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[Turn]:
+    """The turns. Raises ValueError for roles out of order, what is no text, tags in a text."""
+    turns = []
+    for message in messages:
+        try:
+            content = message["content"]
+            parts = [{"text": content}] if isinstance(content, str) else content  # OpenAI's parts
+            text = "\n".join(part["text"] for part in parts)
+            turns.append(Turn(message["role"], text))
+        except (LookupError, TypeError):  # the content is not quoted: it may be private
+            raise ValueError("expected messages with a role, and text alone as content") from None
+    roles = [turn.role for turn in turns]
+    asked = roles[1:] if roles[:1] == ["system"] else roles
+    if asked != [*["user", "assistant"] * (len(asked) // 2), "user"]:
+        order = "[system,] user, assistant, ..., user; join messages of one role in a row"
+        raise ValueError(f"expected the roles {order}; found: {', '.join(map(str, roles))}")
+    for turn in turns:
+        for tag in tags:
+            if tag in turn.text:
+                raise ValueError(f"the {turn.role} message contains the reserved tag {tag}")
+    return turns
+
+
+def place_system(row: ChatFormat, turns: list[Turn]) -> list[Turn]:
+    """The turns with the system message where the format has it."""
+    if turns[0].role != "system" and row.default_system is not None:
+        turns = [Turn("system", row.default_system), *turns]
+    if turns[0].role == "system" and row.system_in is not None:
+        system = row.system.replace("{}", turns[0].text)
+        turns = turns[1:]
+        question = turns[row.system_in].text
+        turns[row.system_in] = Turn("user", system + question)
+    return turns
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    chat_format: str | None = None,
+    date_string: str | None = None,
+) -> list[int]:
+    """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
+
+    `chat_format`: one of CHAT_FORMAT_NAMES (None: the tokenizer's own). `date_string`: the date in
+    Llama 3.1's system message (None: that of its template, the same every day). Raises ValueError
+    for roles out of order and for tags in a message, which could impersonate another role.
+    """
+    row = find_chat_format(tokenizer, chat_format)
+    turns = check_messages(messages, chat_stops(tokenizer, chat_format).texts)
+    forms = [(row.start, "")]
+    for turn in place_system(row, turns):
+        forms.append((row.form(turn.role), turn.text))
+    cue = row.form("assistant").partition("{")[0].rstrip(" ")
+    forms.append((cue, ""))
+    tokens = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **row.tag_ids(tokenizer)}
+    places = "|".join(map(re.escape, (*tokens, "{}", "{-}", "{date}")))
+    ids: list[int] = []
+    between = ""  # all text between two tokens is encoded together
+    for form, text in forms:
+        texts = {"{}": text, "{-}": text.strip(), "{date}": date_string or "26 Jul 2024"}
+        for part in re.split(f"({places})", form):
+            if part in tokens:
+                ids += tokenizer.encode(between, bos=False, first=not ids)
+                ids.append(tokens[part])
+                between = ""
+            else:
+                between += texts.get(part, part)
+    return ids + tokenizer.encode(between, bos=False, first=not ids)
+
+
+# ==================================================================================================
+# Part III: Files
+# ==================================================================================================
+
+# --------------------------------------------------------------------------------------------------
+# 13. Quantised weights
 #
 # Rows of quantised matrices are stored in blocks of 32 or 256 weights: integers q of 2 to 8 bits,
 # and for every 16 or 32 of them a scale s and, in some types, a minimum m. A weight is s * q - m.
@@ -760,7 +1663,7 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tup
 
 
 # --------------------------------------------------------------------------------------------------
-# 10.1 Checkpoints: names, settings, files
+# 14.1 Names, settings, files
 
 
 class Name(NamedTuple):
@@ -990,7 +1893,7 @@ def rename(weights: dict[str, Weight], column: str, config: Config) -> dict[str,
 
 
 # --------------------------------------------------------------------------------------------------
-# 10.2 Checkpoints: GGUF (docs/gguf.md of ggml)
+# 14.2 GGUF (docs/gguf.md of ggml)
 
 # GGUF's number of a type -> struct's letter.
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -1156,7 +2059,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 # --------------------------------------------------------------------------------------------------
-# 10.3 Checkpoints: Hugging Face
+# 15.1 Hugging Face
 
 
 def safetensors_weights(path: Path) -> dict[str, Weight]:
@@ -1342,7 +2245,7 @@ def read_chat_template(folder: Path) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# 10.4 Checkpoints: Meta
+# 15.2 Meta
 
 
 def join_shards(name: str, parts: list[Weight]) -> Weight:
@@ -1403,7 +2306,245 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
 
 
 # --------------------------------------------------------------------------------------------------
-# 10.5 Checkpoints: loading
+# 16. Vocabularies
+#
+# Whatever file a vocabulary is in, it is read as the keys of a GGUF file. These make a Tokenizer, and
+# these are saved: what they cannot say is refused where it is read.
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
+
+# A SentencePiece model is a protobuf message (sentencepiece_model.proto). It is read and written by
+# hand, because sentencepiece does not install the package protobuf, which its own class needs.
+# The numbers of a model's fields,
+PIECES = 1
+TRAINER_SPEC = 2
+NORMALIZER_SPEC = 3
+# of a piece's,
+PIECE = 1
+SCORE = 2
+TYPE = 3
+# of the trainer_spec's,
+MODEL_TYPE = 3
+TREAT_WHITESPACE_AS_SUFFIX = 24
+BYTE_FALLBACK = 35
+BOS_PIECE = 46
+EOS_PIECE = 47
+# and of the normalizer_spec's.
+PRECOMPILED_CHARSMAP = 2
+ADD_DUMMY_PREFIX = 3
+REMOVE_EXTRA_WHITESPACES = 4
+ESCAPE_WHITESPACES = 5
+
+BPE = 2  # a MODEL_TYPE
+MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
+
+
+def varint(number: int) -> bytes:
+    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
+    if number < 128:
+        return bytes([number])
+    return bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def protobuf(fields: Mapping[int, Any]) -> bytes:
+    """A message of fields by their numbers: integers, floats or bytes."""
+    message = b""
+    for number, value in fields.items():
+        if isinstance(value, float):
+            message += varint(number << 3 | 5) + struct.pack("<f", value)
+        elif isinstance(value, int):
+            message += varint(number << 3) + varint(value)
+        else:
+            message += varint(number << 3 | 2) + varint(len(value)) + value
+    return message
+
+
+def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a message: their numbers, and an integer or bytes."""
+    file = io.BytesIO(message)
+
+    def read_varint() -> int:
+        byte = file.read(1)[0]
+        return byte if byte < 128 else byte - 128 + (read_varint() << 7)
+
+    while file.tell() < len(message):
+        number, wire_type = divmod(read_varint(), 8)
+        if wire_type == 0:
+            yield number, read_varint()
+        else:
+            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
+            yield number, file.read(size)
+
+
+def open_sentencepiece(model: bytes) -> Any:
+    """SentencePiece's processor for a model. Raises ValueError."""
+    import sentencepiece
+
+    sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
+    sp = sentencepiece.SentencePieceProcessor()
+    try:
+        sp.LoadFromSerializedProto(model)
+    except RuntimeError as error:
+        advice = "for Meta's Llama 3, use a GGUF file or a Hugging Face directory"
+        raise ValueError(f"not a SentencePiece model ({advice}): {error}") from error
+    return sp
+
+
+def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
+    """tokenizer.model and the tokens that the files beside it add, as keys. Raises ValueError."""
+    sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
+    fields = [*read_fields(sp.serialized_model_proto())]
+    specs = dict(fields)
+    trainer = dict(read_fields(specs[TRAINER_SPEC]))
+    normalizer = dict(read_fields(specs[NORMALIZER_SPEC]))
+    if trainer.get(MODEL_TYPE) != BPE or trainer.get(TREAT_WHITESPACE_AS_SUFFIX):
+        raise ValueError("its model_type is not BPE, or it puts spaces behind words")
+    if normalizer.get(PRECOMPILED_CHARSMAP) or not normalizer.get(ESCAPE_WHITESPACES, True):
+        raise ValueError("its normalizer changes characters, which Llama's does not")
+    messages = [dict(read_fields(value)) for number, value in fields if number == PIECES]
+    types = {i: message.get(TYPE, NORMAL) for i, message in enumerate(messages)}
+    pieces = {i: sp.id_to_piece(i) for i in types}
+    scores = [sp.get_score(i) for i in types]
+    keys = with_added_tokens(pieces, types, read_added_tokens(path.parent), config.vocab_size)
+    return keys | {
+        "model": "llama",
+        "scores": scores + [0.0] * (len(keys["tokens"]) - len(scores)),
+        "bos_token_id": sp.bos_id(),
+        "eos_token_id": sp.eos_id(),
+        "unknown_token_id": sp.unk_id(),
+        "add_bos_token": True,
+        "add_space_prefix": bool(normalizer.get(ADD_DUMMY_PREFIX, True)),
+        "remove_extra_whitespaces": bool(normalizer.get(REMOVE_EXTRA_WHITESPACES, True)),
+    }
+
+
+def read_added_tokens(folder: Path) -> list[dict[str, Any]]:
+    """Tokens that a folder's files add to its tokenizer.model, as tokenizer.json has them."""
+    settings = read_json(folder / "tokenizer_config.json")
+    tokens = []
+    for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
+        tokens.append({**token, "id": int(token_id)})
+    if not tokens:  # transformers before 4.34
+        for text, token_id in read_json(folder / "added_tokens.json").items():
+            tokens.append({"content": text, "id": token_id, "special": True})
+    return tokens
+
+
+def with_added_tokens(
+    pieces: dict[int, str], types: dict[int, int], added: Iterable[Mapping], rows: int
+) -> dict[str, Any]:
+    """Pieces and their types by ids, and added tokens with ids below `rows`, as two keys."""
+    for token in added:
+        i = token["id"]
+        if i < rows:  # Llama 2's own directory names a padding token that its model has no row for
+            pieces[i] = well_formed(token["content"])
+            types[i] = CONTROL if token.get("special") else USER_DEFINED
+    ids = range(max(pieces) + 1)
+    if len(ids) > rows:
+        raise ValueError(f"{len(ids)} pieces; the model has {rows}")
+    return {
+        "tokens": [pieces.get(i, f"[PAD{i}]") for i in ids],
+        "token_type": [types.get(i, UNUSED) for i in ids],
+    }
+
+
+# How byte-level BPE cuts text into words before it merges the bytes of each, as tokenizer.json says
+# it: Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
+LLAMA_3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA_3_WORDS}, "behavior": "Isolated"}
+DIGITS = {"type": "Digits", "individual_digits": True}
+AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+DECODER = {**AS_BYTES, "use_regex": True}
+LLAMA_3_STEPS = [{**SPLIT, "invert": False}, {**AS_BYTES, "use_regex": False}]
+PRE_TOKENIZERS = {
+    "llama-bpe": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
+    "llama-v3": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
+    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, DECODER]},
+}
+# The characters that stand for bytes in its pieces: printable ones stand for themselves.
+OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+
+# SentencePiece's U+2581 for a space: by tokenizer.json's normalizer, or its pre_tokenizer.
+PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
+ESCAPES: tuple = (
+    ({"type": "Sequence", "normalizers": [PREPEND, REPLACE]}, {}),
+    ({}, METASPACE),
+)
+
+
+def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
+    """A tokenizer.json as keys. Raises ValueError for what is not Llama's."""
+    content = parse_json(read_file(path))
+    model = content["model"]
+    choose(model, "type", ("BPE",))
+    pieces = {i: piece for piece, i in model["vocab"].items()}
+    types = dict.fromkeys(pieces, NORMAL)
+    added = content.get("added_tokens") or []
+    keys = with_added_tokens(pieces, types, added, config.vocab_size)
+    keys["bos_token_id"] = config.bos_token_id
+    keys["eos_token_id"] = config.eos_token_id
+    keys["add_bos_token"] = adds_bos(content.get("post_processor") or {})
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    normalizer = content.get("normalizer") or {}
+    words = content.get("pre_tokenizer") or {}
+    for name, steps in PRE_TOKENIZERS.items():
+        if words == steps and not normalizer:
+            return keys | {"model": "gpt2", "pre": name, "merges": merges}
+    keys["add_space_prefix"] = words.pop("prepend_scheme", "first") != "never"
+    if (normalizer, words) in ESCAPES and model.get("byte_fallback"):
+        return sentencepiece_keys(keys, merges)
+    found = f"pre_tokenizer {str(words)[:150]}, normalizer {str(normalizer)[:80]}"
+    raise ValueError(f"{found}; expected those of Llama 2, Llama 3 or SmolLM2")
+
+
+def adds_bos(post_processor: Mapping[str, Any]) -> bool:
+    """Whether tokenizer.json's post_processor puts a special token in front of a text."""
+    for step in post_processor.get("processors", [post_processor]):
+        if "SpecialToken" in step.get("single", [{}])[0]:
+            return True
+    return False
+
+
+def sentencepiece_keys(keys: Mapping[str, list], merges: list[str]) -> dict[str, Any]:
+    """The keys with scores by which SentencePiece does these merges, and with types of bytes.
+
+    Raises ValueError if it would do others.
+    """
+    pieces = keys["tokens"]
+    types = []
+    for piece, kind in zip(pieces, keys["token_type"]):
+        types.append(BYTE if re.fullmatch("<0x[0-9A-F]{2}>", piece) else kind)
+    words = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
+    if max(map(len, words)) > 512:
+        raise ValueError("a piece of more than 512 characters")
+    pairs = set()  # any two pieces that make another: SentencePiece merges them
+    for word in words:
+        for i in range(1, len(word)):
+            if word[:i] in words and word[i:] in words:
+                pairs.add(f"{word[:i]} {word[i:]}")
+    if lost := pairs - {*merges}:
+        raise ValueError(f"the merge {min(lost)!r} is missing")
+    ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
+    # Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
+    scores = [ranks.get(piece, 0.0) if piece.strip("\u2581") else -1e9 for piece in pieces]
+    return {
+        **keys,
+        "model": "llama",
+        "token_type": types,
+        "scores": scores,
+        "unknown_token_id": pieces.index("<unk>"),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# 17. Loading
 
 
 def find_model(name: str) -> Path:
@@ -1707,7 +2848,7 @@ def load(
 
 
 # --------------------------------------------------------------------------------------------------
-# 10.6 Checkpoints: saving
+# 18. Saving
 
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
@@ -1959,1142 +3100,8 @@ def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
     return rope
 
 
-# --------------------------------------------------------------------------------------------------
-# 11. Tokenizer
-#
-# Whatever file a vocabulary is in, it is read as the keys of a GGUF file. These make a Tokenizer, and
-# these are saved: what they cannot say is refused where it is read.
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
-
-# A SentencePiece model is a protobuf message (sentencepiece_model.proto). It is read and written by
-# hand, because sentencepiece does not install the package protobuf, which its own class needs.
-# The numbers of a model's fields,
-PIECES = 1
-TRAINER_SPEC = 2
-NORMALIZER_SPEC = 3
-# of a piece's,
-PIECE = 1
-SCORE = 2
-TYPE = 3
-# of the trainer_spec's,
-MODEL_TYPE = 3
-TREAT_WHITESPACE_AS_SUFFIX = 24
-BYTE_FALLBACK = 35
-BOS_PIECE = 46
-EOS_PIECE = 47
-# and of the normalizer_spec's.
-PRECOMPILED_CHARSMAP = 2
-ADD_DUMMY_PREFIX = 3
-REMOVE_EXTRA_WHITESPACES = 4
-ESCAPE_WHITESPACES = 5
-
-BPE = 2  # a MODEL_TYPE
-MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
-
-
-def varint(number: int) -> bytes:
-    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
-    if number < 128:
-        return bytes([number])
-    return bytes([number & 127 | 128]) + varint(number >> 7)
-
-
-def protobuf(fields: Mapping[int, Any]) -> bytes:
-    """A message of fields by their numbers: integers, floats or bytes."""
-    message = b""
-    for number, value in fields.items():
-        if isinstance(value, float):
-            message += varint(number << 3 | 5) + struct.pack("<f", value)
-        elif isinstance(value, int):
-            message += varint(number << 3) + varint(value)
-        else:
-            message += varint(number << 3 | 2) + varint(len(value)) + value
-    return message
-
-
-def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message: their numbers, and an integer or bytes."""
-    file = io.BytesIO(message)
-
-    def read_varint() -> int:
-        byte = file.read(1)[0]
-        return byte if byte < 128 else byte - 128 + (read_varint() << 7)
-
-    while file.tell() < len(message):
-        number, wire_type = divmod(read_varint(), 8)
-        if wire_type == 0:
-            yield number, read_varint()
-        else:
-            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
-            yield number, file.read(size)
-
-
-def open_sentencepiece(model: bytes) -> Any:
-    """SentencePiece's processor for a model. Raises ValueError."""
-    import sentencepiece
-
-    sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
-    sp = sentencepiece.SentencePieceProcessor()
-    try:
-        sp.LoadFromSerializedProto(model)
-    except RuntimeError as error:
-        advice = "for Meta's Llama 3, use a GGUF file or a Hugging Face directory"
-        raise ValueError(f"not a SentencePiece model ({advice}): {error}") from error
-    return sp
-
-
-def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
-    """tokenizer.model and the tokens that the files beside it add, as keys. Raises ValueError."""
-    sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
-    fields = [*read_fields(sp.serialized_model_proto())]
-    specs = dict(fields)
-    trainer = dict(read_fields(specs[TRAINER_SPEC]))
-    normalizer = dict(read_fields(specs[NORMALIZER_SPEC]))
-    if trainer.get(MODEL_TYPE) != BPE or trainer.get(TREAT_WHITESPACE_AS_SUFFIX):
-        raise ValueError("its model_type is not BPE, or it puts spaces behind words")
-    if normalizer.get(PRECOMPILED_CHARSMAP) or not normalizer.get(ESCAPE_WHITESPACES, True):
-        raise ValueError("its normalizer changes characters, which Llama's does not")
-    messages = [dict(read_fields(value)) for number, value in fields if number == PIECES]
-    types = {i: message.get(TYPE, NORMAL) for i, message in enumerate(messages)}
-    pieces = {i: sp.id_to_piece(i) for i in types}
-    scores = [sp.get_score(i) for i in types]
-    keys = with_added_tokens(pieces, types, read_added_tokens(path.parent), config.vocab_size)
-    return keys | {
-        "model": "llama",
-        "scores": scores + [0.0] * (len(keys["tokens"]) - len(scores)),
-        "bos_token_id": sp.bos_id(),
-        "eos_token_id": sp.eos_id(),
-        "unknown_token_id": sp.unk_id(),
-        "add_bos_token": True,
-        "add_space_prefix": bool(normalizer.get(ADD_DUMMY_PREFIX, True)),
-        "remove_extra_whitespaces": bool(normalizer.get(REMOVE_EXTRA_WHITESPACES, True)),
-    }
-
-
-def read_added_tokens(folder: Path) -> list[dict[str, Any]]:
-    """Tokens that a folder's files add to its tokenizer.model, as tokenizer.json has them."""
-    settings = read_json(folder / "tokenizer_config.json")
-    tokens = []
-    for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
-        tokens.append({**token, "id": int(token_id)})
-    if not tokens:  # transformers before 4.34
-        for text, token_id in read_json(folder / "added_tokens.json").items():
-            tokens.append({"content": text, "id": token_id, "special": True})
-    return tokens
-
-
-def with_added_tokens(
-    pieces: dict[int, str], types: dict[int, int], added: Iterable[Mapping], rows: int
-) -> dict[str, Any]:
-    """Pieces and their types by ids, and added tokens with ids below `rows`, as two keys."""
-    for token in added:
-        i = token["id"]
-        if i < rows:  # Llama 2's own directory names a padding token that its model has no row for
-            pieces[i] = well_formed(token["content"])
-            types[i] = CONTROL if token.get("special") else USER_DEFINED
-    ids = range(max(pieces) + 1)
-    if len(ids) > rows:
-        raise ValueError(f"{len(ids)} pieces; the model has {rows}")
-    return {
-        "tokens": [pieces.get(i, f"[PAD{i}]") for i in ids],
-        "token_type": [types.get(i, UNUSED) for i in ids],
-    }
-
-
-# How byte-level BPE cuts text into words before it merges the bytes of each, as tokenizer.json says
-# it: Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
-LLAMA_3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA_3_WORDS}, "behavior": "Isolated"}
-DIGITS = {"type": "Digits", "individual_digits": True}
-AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-DECODER = {**AS_BYTES, "use_regex": True}
-LLAMA_3_STEPS = [{**SPLIT, "invert": False}, {**AS_BYTES, "use_regex": False}]
-PRE_TOKENIZERS = {
-    "llama-bpe": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
-    "llama-v3": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
-    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, DECODER]},
-}
-# The characters that stand for bytes in its pieces: printable ones stand for themselves.
-OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
-BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-
-# SentencePiece's U+2581 for a space: by tokenizer.json's normalizer, or its pre_tokenizer.
-PREPEND = {"type": "Prepend", "prepend": "\u2581"}
-REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
-ESCAPES: tuple = (
-    ({"type": "Sequence", "normalizers": [PREPEND, REPLACE]}, {}),
-    ({}, METASPACE),
-)
-
-
-def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
-    """A tokenizer.json as keys. Raises ValueError for what is not Llama's."""
-    content = parse_json(read_file(path))
-    model = content["model"]
-    choose(model, "type", ("BPE",))
-    pieces = {i: piece for piece, i in model["vocab"].items()}
-    types = dict.fromkeys(pieces, NORMAL)
-    added = content.get("added_tokens") or []
-    keys = with_added_tokens(pieces, types, added, config.vocab_size)
-    keys["bos_token_id"] = config.bos_token_id
-    keys["eos_token_id"] = config.eos_token_id
-    keys["add_bos_token"] = adds_bos(content.get("post_processor") or {})
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    normalizer = content.get("normalizer") or {}
-    words = content.get("pre_tokenizer") or {}
-    for name, steps in PRE_TOKENIZERS.items():
-        if words == steps and not normalizer:
-            return keys | {"model": "gpt2", "pre": name, "merges": merges}
-    keys["add_space_prefix"] = words.pop("prepend_scheme", "first") != "never"
-    if (normalizer, words) in ESCAPES and model.get("byte_fallback"):
-        return sentencepiece_keys(keys, merges)
-    found = f"pre_tokenizer {str(words)[:150]}, normalizer {str(normalizer)[:80]}"
-    raise ValueError(f"{found}; expected those of Llama 2, Llama 3 or SmolLM2")
-
-
-def adds_bos(post_processor: Mapping[str, Any]) -> bool:
-    """Whether tokenizer.json's post_processor puts a special token in front of a text."""
-    for step in post_processor.get("processors", [post_processor]):
-        if "SpecialToken" in step.get("single", [{}])[0]:
-            return True
-    return False
-
-
-def sentencepiece_keys(keys: Mapping[str, list], merges: list[str]) -> dict[str, Any]:
-    """The keys with scores by which SentencePiece does these merges, and with types of bytes.
-
-    Raises ValueError if it would do others.
-    """
-    pieces = keys["tokens"]
-    types = []
-    for piece, kind in zip(pieces, keys["token_type"]):
-        types.append(BYTE if re.fullmatch("<0x[0-9A-F]{2}>", piece) else kind)
-    words = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
-    if max(map(len, words)) > 512:
-        raise ValueError("a piece of more than 512 characters")
-    pairs = set()  # any two pieces that make another: SentencePiece merges them
-    for word in words:
-        for i in range(1, len(word)):
-            if word[:i] in words and word[i:] in words:
-                pairs.add(f"{word[:i]} {word[i:]}")
-    if lost := pairs - {*merges}:
-        raise ValueError(f"the merge {min(lost)!r} is missing")
-    ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
-    # Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
-    scores = [ranks.get(piece, 0.0) if piece.strip("\u2581") else -1e9 for piece in pieces]
-    return {
-        **keys,
-        "model": "llama",
-        "token_type": types,
-        "scores": scores,
-        "unknown_token_id": pieces.index("<unk>"),
-    }
-
-
-class Tokenizer:
-    """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
-
-    def __init__(self, keys: Mapping[str, Any], stop_ids: Iterable[int] = ()) -> None:
-        """`keys` of a GGUF file; `stop_ids` end a text besides EOS. Raises ValueError."""
-        self.keys = keys
-        self.get = partial(lookup, keys)  # by name, type and default
-        self.is_bpe = choose(keys, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
-        self.read_pieces()
-        for token_id in stop_ids:
-            if self.types[self.check_id(token_id, "stop id")] == USER_DEFINED:
-                self.types[token_id] = CONTROL  # no text may become it
-        self.bos_id = self.role_id("bos", 1, CONTROL)  # which some converters mark as NORMAL
-        self.eos_id = self.role_id("eos", 2, CONTROL)
-        special = (CONTROL, USER_DEFINED)
-        self.special_ids = {self.pieces[i]: i for i, t in enumerate(self.types) if t in special}
-        self.chat_template = self.get("tokenizer.chat_template", str, "")  # in Jinja; not executed
-        is_smollm = self.get("tokenizer.ggml.pre", str, "") == "smollm"
-        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, not is_smollm)
-        prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
-        self.strips_space = prefix and not self.is_bpe  # decode() takes off what encode() adds
-        if self.is_bpe:  # without control tokens, which so cannot come from text
-            self.bpe = self.build_bpe((NORMAL, USER_DEFINED))
-        else:
-            self.build_sentencepiece()
-
-    @classmethod
-    def from_file(cls, path: str | Path, config: Config | None = None) -> Tokenizer:
-        """Read tokenizer.model or .json and what the files beside it say. Raises ValueError."""
-        path = Path(path)
-        config = config or Config(vocab_size=2**18)
-        read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
-        with reading(path):
-            keys = read(path, config)
-            settings = read_json(path.with_name("tokenizer_config.json"))
-            keys["add_bos_token"] = settings.get("add_bos_token", keys["add_bos_token"])
-            keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-            keys["tokenizer.chat_template"] = read_chat_template(path.parent)
-            return cls(keys, (config.bos_token_id, config.eos_token_id, *config.stop_token_ids))
-
-    @classmethod
-    def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
-        """The vocabulary inside a GGUF file. Raises ValueError."""
-        gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
-        keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
-        with reading(gguf.path):
-            return cls(keys, gguf.stop_ids())
-
-    def read_pieces(self) -> None:
-        """The texts, types and scores of all pieces. Raises ValueError."""
-        self.pieces: list[str] = self.get("tokenizer.ggml.tokens", list)
-        self.vocab_size = len(self.pieces)
-        normal = [NORMAL] * self.vocab_size
-        unscored = [0.0] * self.vocab_size if self.is_bpe else None
-        self.types = [*self.get("tokenizer.ggml.token_type", list, normal)]
-        self.scores = self.get("tokenizer.ggml.scores", list, unscored)
-        for name, column in (("token_type", self.types), ("scores", self.scores)):
-            if len(column) != self.vocab_size:
-                found = f"{len(column)} values for {self.vocab_size} tokens"
-                raise ValueError(f"tokenizer.ggml.{name} has {found}")
-        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
-            raise ValueError(f"tokenizer.ggml.token_type is not {NORMAL} to {BYTE}")
-
-    def check_id(self, token_id: int, name: str = "token id") -> int:
-        """The id. Raises ValueError if no piece has it."""
-        if not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"{name} {token_id}; expected 0 to {self.vocab_size - 1}")
-        return token_id
-
-    def role_id(self, role: str, default: int, kind: int) -> int:
-        """The id of a role, whose piece gets the type `kind`. Raises ValueError."""
-        key = f"tokenizer.ggml.{role}_token_id"
-        token_id = self.check_id(self.get(key, int, default), key)
-        self.types[token_id] = kind
-        return token_id
-
-    def build_sentencepiece(self) -> None:
-        """Make SentencePiece's processors, of which the second puts no space in front of a text."""
-        self.role_id("unknown", 0, UNKNOWN)  # which some converters mark as CONTROL
-        trainer = {
-            MODEL_TYPE: BPE,
-            BYTE_FALLBACK: self.types.count(BYTE) == 256,
-            BOS_PIECE: self.pieces[self.bos_id].encode(),
-            EOS_PIECE: self.pieces[self.eos_id].encode(),
-        }
-        remove = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        normalizer = {ADD_DUMMY_PREFIX: self.strips_space, REMOVE_EXTRA_WHITESPACES: remove}
-        model = protobuf({TRAINER_SPEC: protobuf(trainer), NORMALIZER_SPEC: protobuf(normalizer)})
-        messages = [model]
-        for piece, score, kind in zip(self.pieces, self.scores, self.types):
-            text = piece.replace(" ", "\u2581") if kind == USER_DEFINED else piece
-            message = protobuf({PIECE: text.encode(), SCORE: float(score), TYPE: kind})
-            messages.append(protobuf({PIECES: message}))
-        self.sp = open_sentencepiece(b"".join(messages))
-        no_prefix = protobuf({NORMALIZER_SPEC: protobuf({ADD_DUMMY_PREFIX: False})})
-        messages.append(no_prefix)  # appending one message to another merges them
-        self.sp_no_prefix = open_sentencepiece(b"".join(messages))
-
-    def build_bpe(self, types: Collection[int]) -> Any:
-        """A tokenizers.Tokenizer that knows the pieces of these types."""
-        import tokenizers
-
-        pre = choose(self.keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
-        ids = [i for i, kind in enumerate(self.types) if kind in types]
-        vocab = {self.pieces[i]: i for i in ids}
-        pairs = []
-        for merge in self.get("tokenizer.ggml.merges", list):
-            pairs.append(tuple(merge.split(" ")))
-            if merge.replace(" ", "", 1) not in vocab:
-                raise ValueError(f"tokenizer.ggml.merges has {merge!r:.60}, which makes no piece")
-        content = {
-            "model": {"type": "BPE", "vocab": {}, "merges": []},  # replaced below
-            "pre_tokenizer": PRE_TOKENIZERS[pre],
-            "decoder": DECODER,
-        }
-        bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
-        # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
-        bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
-        for i in ids:
-            if self.types[i] != NORMAL:
-                special = self.types[i] == CONTROL
-                token = tokenizers.AddedToken(self.pieces[i], special=special, normalized=False)
-                bpe.add_tokens([token])
-        if CONTROL in types and self.add_bos:
-            bos = self.pieces[self.bos_id]
-            bpe.post_processor = tokenizers.processors.TemplateProcessing(
-                [bos, "$A"], special_tokens=[(bos, self.bos_id)]
-            )
-        return bpe
-
-    def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
-        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says).
-
-        `first`: it begins a text, where SentencePiece adds a space.
-        """
-        if not isinstance(text, str):
-            raise TypeError(f"encode() takes one text (str), not a {type(text).__name__}")
-        text = well_formed(text)
-        if self.is_bpe:
-            ids = self.bpe.encode(text, add_special_tokens=False).ids
-        elif first:
-            ids = self.sp.encode(text)
-        else:
-            ids = self.sp_no_prefix.encode(text)
-        add_bos = self.add_bos if bos is None else bos
-        return [self.bos_id, *ids] if add_bos else ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Ids (a list, tensor or array) -> text. Control tokens are silent. Raises ValueError."""
-        return "".join(StreamDecoder(self).pieces(ids))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, which may be a part of a character. Raises ValueError."""
-        i = self.check_id(operator.index(token_id))
-        text, kind = self.pieces[i], self.types[i]
-        if kind == CONTROL or (kind == UNUSED and self.is_bpe):
-            return b""
-        if kind == BYTE:
-            return bytes.fromhex(text[3:5])  # of <0xE2>
-        if kind == UNKNOWN:
-            return " \u2047 ".encode()
-        if not self.is_bpe:
-            return text.replace("\u2581", " ").encode()
-        if kind == NORMAL and BYTES.keys() >= {*text}:
-            return bytes(BYTES[character] for character in text)
-        return text.encode()
-
-    def hf_files(self, config: Config) -> dict[str, Any]:
-        """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast" if self.is_bpe else "LlamaTokenizer",
-            "bos_token": self.pieces[self.bos_id],
-            "eos_token": self.pieces[config.eos_token_id],
-            "add_bos_token": self.add_bos,
-            "chat_template": self.chat_template or None,
-            "clean_up_tokenization_spaces": False,
-            "legacy": False,
-        }
-        if self.is_bpe:
-            model = self.build_bpe((NORMAL, USER_DEFINED, CONTROL)).to_str().encode()
-            return {"tokenizer_config.json": settings, "tokenizer.json": model}
-        model = self.sp.serialized_model_proto()
-        return {"tokenizer_config.json": settings, "tokenizer.model": model}
-
-    def vocabulary(self, count: int) -> dict[str, Any]:
-        """GGUF's keys for it, with unused pieces up to `count`."""
-        more = range(self.vocab_size, count)
-        keys = dict(self.keys)
-        keys["tokenizer.ggml.tokens"] = self.pieces + [f"[PAD{i}]" for i in more]
-        keys["tokenizer.ggml.token_type"] = self.types + [UNUSED] * len(more)
-        if not self.is_bpe:
-            keys["tokenizer.ggml.scores"] = self.scores + [0.0] * len(more)
-        return keys
-
-
-# SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
-codecs.register_error(
-    "replace_each_byte",
-    lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
-)
-
-
-class StreamDecoder:
-    """Ids -> text, one by one; a character of several byte tokens comes out once it is whole.
-
-    `first`: drop the space that encode() adds at the start of a text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
-        self.tokenizer = tokenizer
-        self.strip = first and tokenizer.strips_space
-        errors = "replace" if tokenizer.is_bpe else "replace_each_byte"
-        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-
-    def decode(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is incomplete."""
-        data = self.tokenizer.token_bytes(token_id)
-        kind = self.tokenizer.types[token_id]
-        text = ""
-        if kind != BYTE and not self.tokenizer.is_bpe:
-            text = self.flush()  # bytes before it stay incomplete
-        if self.strip and kind not in (BYTE, UNKNOWN):
-            data = data.removeprefix(b" ")
-        if kind != CONTROL:
-            self.strip = False
-        return text + self.utf8.decode(data)
-
-    def flush(self) -> str:
-        """The rest at the end: U+FFFD for bytes that did not complete a character."""
-        return self.utf8.decode(b"", final=True)
-
-    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """The texts that ids complete, one by one, and the rest at the end."""
-        for token_id in ids:
-            yield self.decode(token_id)
-        yield self.flush()
-
-
-# --------------------------------------------------------------------------------------------------
-# 12. Chat formats
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """How a family of models was trained to converse.
-
-    <s> is BOS, </s> is EOS, {} a message, {-} one without white space around it. Tags are encoded as
-    tokens of their own where the vocabulary has them, else as text.
-    """
-
-    name: str
-    tags: tuple[str, ...]  # begin or end a role; like EOS, they end an answer
-    template_has: tuple[str, ...]  # texts by which its chat template is recognised
-    template_lacks: tuple[str, ...] = ()  # texts of other formats
-    turn: str = ""  # of each ROLE that has no form of its own:
-    user: str = ""
-    assistant: str = ""  # after the last question, the model continues from what is before the {}
-    system: str = ""
-    start: str = ""
-    system_in: int | None = None  # the index of the question that includes the system message
-    as_tokens: bool = False  # only for vocabularies with a token for each tag
-    variant: str = ""  # only for templates with this text
-    default_system: str | None = None  # where none is given
-
-    def form(self, role: str) -> str:
-        """A message of that role and what is around it."""
-        return getattr(self, role) or self.turn.replace("ROLE", role)
-
-    def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Those of the tags that are tokens of the vocabulary."""
-        special_ids = tokenizer.special_ids
-        return {tag: special_ids[tag] for tag in self.tags if tag in special_ids}
-
-
-MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
-    "mistral",
-    ("[INST]", "[/INST]"),
-    template_has=("[INST]",),
-    template_lacks=("[SYSTEM_PROMPT]",),
-    start="<s>",
-    user="[INST] {}[/INST]",
-    assistant=" {-}</s>",
-    system="{}\n\n",
-    system_in=-1,
-    as_tokens=True,
-)
-LLAMA_3_CHAT = ChatFormat(
-    "llama-3",
-    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
-    template_has=("<|start_header_id|>",),
-    turn="<|start_header_id|>ROLE<|end_header_id|>\n\n{-}<|eot_id|>",
-    start="<s>",
-)
-CHATML = ChatFormat(  # OpenHermes 2.5 and many others
-    "chatml",
-    ("<|im_start|>", "<|im_end|>"),
-    template_has=("<|im_start|>",),
-    turn="<|im_start|>ROLE\n{}<|im_end|>\n",
-)
-KNOWLEDGE = "Cutting Knowledge Date: December 2023"
-SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-
-CHAT_FORMATS = (
-    ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
-        "llama-2",
-        ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
-        template_has=("[INST]", "<<SYS>>"),
-        user="<s> [INST] {-} [/INST]",
-        assistant=" {-} </s>",
-        system="<<SYS>>\n{}\n<</SYS>>\n\n",
-        system_in=0,
-    ),
-    replace(  # Llama 3.1 to 3.3
-        LLAMA_3_CHAT,
-        variant=KNOWLEDGE,
-        system="<|start_header_id|>system<|end_header_id|>\n\n"
-        f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}<|eot_id|>",
-        default_system="",
-    ),
-    LLAMA_3_CHAT,
-    MISTRAL,
-    replace(  # version 1: v0.1 and v0.2, whose first templates had no space before [INST]
-        MISTRAL, user=" [INST] {} [/INST]", assistant=" {}</s>", system_in=0, as_tokens=False
-    ),
-    ChatFormat(  # Zephyr 7B, TinyLlama Chat
-        "zephyr",
-        ("<|assistant|>", "<|user|>", "<|system|>"),
-        template_has=("<|assistant|>", "eos_token"),
-        template_lacks=("<|end|>", "<|endoftext|>"),
-        turn="<|ROLE|>\n{}</s>\n",
-    ),
-    ChatFormat(  # Vicuna 1.1 and 1.5, as in the published templates and llama.cpp; FastChat, which
-        "vicuna",  # trained it, has a space where these have a newline, and none after </s>
-        ("USER:", "ASSISTANT:"),
-        template_has=("USER: ", "ASSISTANT: "),
-        template_lacks=("SYSTEM: ",),
-        start="<s>",
-        user="USER: {-}\n",
-        assistant="ASSISTANT: {-}</s>\n",
-        system="{-}\n\n",
-    ),
-    replace(CHATML, variant=SMOLLM, default_system=SMOLLM),  # SmolLM2
-    CHATML,
-)
-CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
-
-
-def recognise_chat_format(template: str) -> str | None:
-    """The name of a chat template's format, None if it is not known. Nothing is executed."""
-    for row in CHAT_FORMATS:
-        has = all(text in template for text in row.template_has)
-        if has and not any(text in template for text in row.template_lacks):
-            return row.name
-    return None
-
-
-def find_chat_format(tokenizer: Tokenizer, name: str | None) -> ChatFormat:
-    """The format of that name, or else of the chat template. Raises ValueError if it is unknown."""
-    template = tokenizer.chat_template
-    wanted = name or recognise_chat_format(template)
-    for row in CHAT_FORMATS:
-        has_tokens = len(row.tag_ids(tokenizer)) == len(row.tags)
-        if row.name == wanted and row.variant in template and (has_tokens or not row.as_tokens):
-            return row
-    asked = (
-        f"is named {name!r}" if name else f"has the template {' '.join(template.split())[:60]!r}"
-    )
-    choices = ", ".join(CHAT_FORMAT_NAMES)
-    raise ValueError(f"no known chat format {asked}; choose --chat-format (chat_format): {choices}")
-
-
-class ChatStops(NamedTuple):
-    """What ends an answer besides EOS."""
-
-    ids: list[int]
-    texts: list[str]  # which messages must not have
-
-
-def chat_stops(tokenizer: Tokenizer, chat_format: str | None = None) -> ChatStops:
-    """The tags of a chat format (None: the tokenizer's own) as ids and texts. Raises ValueError."""
-    row = find_chat_format(tokenizer, chat_format)
-    ids = row.tag_ids(tokenizer)
-    texts = []
-    for tag in row.tags:
-        if tag not in ids or tokenizer.types[ids[tag]] != CONTROL:
-            texts.append(tag)
-    return ChatStops([*ids.values()], texts)
-
-
-class Turn(NamedTuple):
-    """A message of a chat."""
-
-    role: str
-    text: str
-
-
-def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[Turn]:
-    """The turns. Raises ValueError for roles out of order, what is no text, tags in a text."""
-    turns = []
-    for message in messages:
-        try:
-            content = message["content"]
-            parts = [{"text": content}] if isinstance(content, str) else content  # OpenAI's parts
-            text = "\n".join(part["text"] for part in parts)
-            turns.append(Turn(message["role"], text))
-        except (LookupError, TypeError):  # the content is not quoted: it may be private
-            raise ValueError("expected messages with a role, and text alone as content") from None
-    roles = [turn.role for turn in turns]
-    asked = roles[1:] if roles[:1] == ["system"] else roles
-    if asked != [*["user", "assistant"] * (len(asked) // 2), "user"]:
-        order = "[system,] user, assistant, ..., user; join messages of one role in a row"
-        raise ValueError(f"expected the roles {order}; found: {', '.join(map(str, roles))}")
-    for turn in turns:
-        for tag in tags:
-            if tag in turn.text:
-                raise ValueError(f"the {turn.role} message contains the reserved tag {tag}")
-    return turns
-
-
-def place_system(row: ChatFormat, turns: list[Turn]) -> list[Turn]:
-    """The turns with the system message where the format has it."""
-    if turns[0].role != "system" and row.default_system is not None:
-        turns = [Turn("system", row.default_system), *turns]
-    if turns[0].role == "system" and row.system_in is not None:
-        system = row.system.replace("{}", turns[0].text)
-        turns = turns[1:]
-        question = turns[row.system_in].text
-        turns[row.system_in] = Turn("user", system + question)
-    return turns
-
-
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    chat_format: str | None = None,
-    date_string: str | None = None,
-) -> list[int]:
-    """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
-
-    `chat_format`: one of CHAT_FORMAT_NAMES (None: the tokenizer's own). `date_string`: the date in
-    Llama 3.1's system message (None: that of its template, the same every day). Raises ValueError
-    for roles out of order and for tags in a message, which could impersonate another role.
-    """
-    row = find_chat_format(tokenizer, chat_format)
-    turns = check_messages(messages, chat_stops(tokenizer, chat_format).texts)
-    forms = [(row.start, "")]
-    for turn in place_system(row, turns):
-        forms.append((row.form(turn.role), turn.text))
-    cue = row.form("assistant").partition("{")[0].rstrip(" ")
-    forms.append((cue, ""))
-    tokens = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **row.tag_ids(tokenizer)}
-    places = "|".join(map(re.escape, (*tokens, "{}", "{-}", "{date}")))
-    ids: list[int] = []
-    between = ""  # all text between two tokens is encoded together
-    for form, text in forms:
-        texts = {"{}": text, "{-}": text.strip(), "{date}": date_string or "26 Jul 2024"}
-        for part in re.split(f"({places})", form):
-            if part in tokens:
-                ids += tokenizer.encode(between, bos=False, first=not ids)
-                ids.append(tokens[part])
-                between = ""
-            else:
-                between += texts.get(part, part)
-    return ids + tokenizer.encode(between, bos=False, first=not ids)
-
-
-# --------------------------------------------------------------------------------------------------
-# 13. Sampling
-
-SAMPLING_LIMITS = {  # the least and the most that each number of a Sampling may be
-    "temperature": (0, 1e6),
-    "top_k": (0, 2**31),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100),
-    "seed": (0, 2**63 - 1),
-}
-PENALTY_WINDOW = 64  # penalties count the last 64 tokens, prompt included, as in llama.cpp
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn; the command line and the server have the same defaults.
-
-    The order is logit_bias, penalties, logits_processor, temperature, top_k, top_p, min_p. Raises
-    ValueError for values out of range.
-    """
-
-    temperature: float = 0.8  # the logits are divided by it; 0 is greedy
-    top_k: int = 0  # only the k likeliest; 0: all
-    top_p: float = 0.95  # the fewest likeliest that have this probability (arXiv:1904.09751)
-    min_p: float = 0.0  # only those with this part of the highest probability (arXiv:2407.01082)
-    repetition_penalty: float = 1.0  # divides logits of recent tokens, or multiplies negative ones
-    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
-    frequency_penalty: float = 0.0  # the same, once for each time that they occur
-    logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
-    seed: int | None = None  # None: a random one
-    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None  # of ids, logits (V,)
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in SAMPLING_LIMITS.items():
-            value = getattr(self, name)
-            if name == "seed" and value is None:
-                continue
-            kinds = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
-            if type(value) not in kinds or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
-        for item, bias in (self.logit_bias or {}).items():
-            is_number = type(bias) in (int, float) and (abs(bias) < 1e38 or bias == -math.inf)
-            if type(item) is not int or not is_number:
-                raise ValueError(f"logit_bias has {item!r}: {bias!r}; expected id: number")
-
-    def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
-        """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
-        logits = logits.float().clone()
-        for item, bias in (self.logit_bias or {}).items():
-            if not 0 <= item < len(logits):
-                raise ValueError(f"logit_bias has the id {item}; expected 0 to {len(logits) - 1}")
-            logits[item] += bias
-        counts = Counter(i for i in ids[-PENALTY_WINDOW:] if i < len(logits))
-        if counts:
-            places = torch.tensor(list(counts), device=logits.device)
-            times = torch.tensor(list(counts.values()), device=logits.device)
-            seen = logits[places]
-            penalty = self.repetition_penalty  # arXiv:1909.05858
-            seen = torch.where(seen > 0, seen / penalty, seen * penalty)
-            logits[places] = seen - times * self.frequency_penalty - self.presence_penalty
-        if self.logits_processor:
-            processed = self.logits_processor(list(ids), logits)
-            if not isinstance(processed, Tensor) or processed.shape != logits.shape:
-                raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
-            logits = processed
-        return logits
-
-
-def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
-    """Draw an id in proportion to weights (V,), the largest being 1, after top_k, top_p and min_p.
-
-    `u`, from 0 to 1, chooses: the id at which the running sum of the weights passes u of the total.
-    """
-    import numpy  # whose sort is many times as fast as torch's
-
-    w = weights.cpu().numpy()
-    least = sampling.min_p
-    if 0 < sampling.top_k < len(w):
-        w = w * (w >= numpy.partition(w, -sampling.top_k)[-sampling.top_k])  # others weigh nothing
-    if sampling.top_p < 1:
-        whole = w.sum(dtype=float)
-        # All weights below this bound sum to less than 1 - top_p: they need not be sorted.
-        bound = whole * (1 - sampling.top_p) / len(w)
-        ordered = -numpy.sort(-w[w >= bound])
-        before = ordered.cumsum(dtype=float) - ordered
-        count = max(1, int((before < sampling.top_p * whole).sum()))
-        least = max(least, float(ordered[count - 1]))
-    places = numpy.flatnonzero(w >= least)
-    sums = w[places].cumsum(dtype=float)
-    return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
-
-
-def adjust_rows(logits: Tensor, sampling: Sampling, ids: Sequence) -> Tensor:
-    """Sampling.adjust() of each row of logits (B, V). Raises ValueError if no token is left."""
-    if len(logits) != len(ids):
-        raise ValueError("penalties need `ids`: what comes before each row")
-    logits = torch.stack([sampling.adjust(*pair) for pair in zip(logits, ids)])
-    if (logits.amax(-1) == -math.inf).any():
-        raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
-    return logits
-
-
-def sample(
-    logits: Tensor,
-    sampling: Sampling = Sampling(),
-    ids: Sequence = (),
-    generator: torch.Generator | Sequence[torch.Generator] | None = None,
-) -> Tensor:
-    """logits (..., V) -> ids (...), -1 where the logits are not finite.
-
-    `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of
-    one per row (default: a new one with sampling.seed, else torch's). Raises ValueError if no token
-    can be drawn.
-    """
-    shape = logits.shape[:-1]
-    logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
-    finite = logits.sum(-1).isfinite()
-    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
-        logits = adjust_rows(logits, sampling, ids if shape else [ids])
-    if sampling.temperature == 0:
-        return logits.argmax(-1).where(finite, -1).view(shape)
-    # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
-    weights = logits - logits.amax(-1, keepdim=True)
-    weights.div_(max(sampling.temperature, 1e-6)).exp_()
-    if generator is None and sampling.seed is not None:
-        generator = torch.Generator().manual_seed(sampling.seed)
-    generators = generator if isinstance(generator, Sequence) else [generator] * len(weights)
-    drawn = []
-    for row, one, is_finite in zip(weights, generators, finite.tolist()):
-        u = torch.rand((), generator=one, dtype=torch.float64).item()
-        drawn.append(draw(row, sampling, u) if is_finite else -1)
-    return torch.tensor(drawn, device=logits.device).view(shape)
-
-
-# --------------------------------------------------------------------------------------------------
-# 14. Generation
-
-PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
-SCORE_CHUNK = 128  # the same where the logits of all positions are needed
-
-Item = TypeVar("Item")
-
-
-class Limits(NamedTuple):
-    """Where a generation ends, and what it draws from."""
-
-    new_tokens: int
-    context: int
-    stop_ids: Collection[int]
-    vocab_size: int
-
-
-@dataclass
-class Row:
-    """One prompt of a generation, and what has been drawn for it."""
-
-    ids: list[int]  # the prompt, and all ids that were drawn, with the one that stops
-    generator: torch.Generator
-    new_ids: list[int] = field(default_factory=list)  # without the one that stops
-    stop_reason: str = ""  # "" while it goes on
-
-    def stop_if_full(self, limits: Limits) -> None:
-        """Stop where no further id is allowed."""
-        if len(self.new_ids) >= limits.new_tokens:
-            self.stop_reason = "max new tokens"
-        elif len(self.ids) >= limits.context:
-            self.stop_reason = "context full"
-
-    def add(self, token_id: int, limits: Limits) -> int | None:
-        """Add an id that was drawn; returns it, or None if it stops the row."""
-        self.ids.append(token_id)
-        if token_id in limits.stop_ids:
-            self.stop_reason = f"stop token {token_id}"
-            return None
-        self.new_ids.append(token_id)
-        self.stop_if_full(limits)
-        return token_id
-
-
-@dataclass
-class Report:
-    """A generation's record so far."""
-
-    rows: list[Row]
-    prompt_tokens: int  # how many are read: not those that the cache holds already
-    seconds: list[float] = field(default_factory=list)  # of each step, the prompt in the first
-
-
-@dataclass(eq=False)
-class Stream(Iterator[Item]):
-    """An iterator over a generation, with its `report`, which is up to date after each item."""
-
-    items: Iterator[Item]
-    report: Report
-
-    def __next__(self) -> Item:
-        return next(self.items)
-
-
-def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
-    """A prompt's ids, of a list, tensor or array, as a list. Raises ValueError for other things."""
-    if isinstance(ids, str):
-        raise ValueError("the prompt is text; expected token ids: tokenizer.encode(text)")  # noqa: TRY004
-    try:
-        ids = [operator.index(i) for i in ids]
-    except TypeError as error:
-        raise ValueError(f"the prompt is not a list of token ids: {error}") from error
-    for i in ids:
-        if not 0 <= i < config.vocab_size:
-            expected = f"0 to {config.vocab_size - 1}"
-            raise ValueError(f"the prompt holds the token id {i}; expected {expected}")
-    if not ids:
-        raise ValueError("the prompt is empty; expected one token at least")
-    if len(ids) > limit:
-        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {limit}")
-    return ids
-
-
-def read_tokens(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
-    """tokens (B, n) -> logits (B, V) after them: the model reads what the cache does not hold."""
-    start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
-    cache.truncate(start)
-    device = model.norm.weight.device
-    for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
-        logits = model(chunk, cache)
-    return logits
-
-
-def generate(
-    model: Llama,
-    ids: Sequence[int],
-    sampling: Sampling = Sampling(),
-    max_new_tokens: int = 256,
-    **options: Any,
-) -> Stream[int]:
-    """Continue a prompt: yields new ids, without the stop id. Takes generate_batch()'s options."""
-    batch = generate_batch(model, [ids], sampling, max_new_tokens, **options)
-    return Stream((token_id for (token_id,) in batch if token_id is not None), batch.report)
-
-
-def generate_batch(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling = Sampling(),
-    max_new_tokens: int = 256,
-    stop_ids: Collection[int] | None = None,
-    vocab_size: int | None = None,
-    cache: Cache | None = None,
-    step: Callable[[Tensor, Cache], Tensor] | None = None,
-) -> Stream[list[int | None]]:
-    """Continue several prompts of any lengths: yields a list per step, None in finished rows.
-
-    Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
-    `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: what it holds of the
-    text is not read again (reset() it after changing weights). `step(tokens, cache)`,
-    tokens (B, n) -> logits (B, V), replaces read_tokens(), as part III's Drafts do.
-    Raises ValueError for what is out of range.
-    """
-    config = model.config
-    if not isinstance(sampling, Sampling) or max_new_tokens < 0:
-        found = f"{sampling!r:.60} and max_new_tokens {max_new_tokens!r}"
-        raise ValueError(f"{found}; expected a Sampling and 0 or more")
-    context = config.max_position_embeddings if cache is None else cache.max_seq_len
-    rows = start_rows(prompts, sampling.seed, config, context)
-    if not rows or (len(rows) > 1 and cache is not None):
-        raise ValueError(f"{len(rows)} prompts; expected one or more, beside a cache just one")
-    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
-    V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
-    limits = Limits(max_new_tokens, context, ends, V)
-    report = Report(rows, sum(len(row.ids) for row in rows))
-    if cache is None:
-        cache = new_cache(model, rows, limits)
-    else:
-        held = cache.common_prefix(torch.tensor([rows[0].ids]))
-        report.prompt_tokens -= min(held, report.prompt_tokens - 1)
-    for row in rows:
-        row.stop_if_full(limits)
-    step = step or partial(read_tokens, model)
-    return Stream(continue_rows(model, report, cache, step, sampling, limits), report)
-
-
-def start_rows(
-    prompts: Iterable[Sequence[int]], seed: int | None, config: Config, context: int
-) -> list[Row]:
-    """A row for each prompt; its seed is the row's number more than the first one's."""
-    first = torch.Generator().seed() if seed is None else seed  # a random one
-    rows = []
-    for i, prompt in enumerate(prompts):
-        generator = torch.Generator().manual_seed(first + i)
-        rows.append(Row(check_ids(prompt, config, context), generator))
-    return rows
-
-
-def new_cache(model: Llama, rows: list[Row], limits: Limits) -> Cache:
-    """A cache for prompts and what may follow them; it knows where shorter ones are padded."""
-    weight = model.norm.weight
-    lengths = [len(row.ids) for row in rows]
-    longest, shortest = max(lengths), min(lengths)
-    size = longest + min(limits.new_tokens, limits.context - shortest)
-    if shortest == longest:
-        return Cache(model.config, len(rows), size, weight.dtype, weight.device)
-    padding = longest - torch.tensor(lengths)
-    return PaddedCache(model.config, padding, size, weight.dtype, weight.device)
-
-
-def continue_rows(
-    model: Llama,
-    report: Report,
-    cache: Cache,
-    step: Callable[[Tensor, Cache], Tensor],
-    sampling: Sampling,
-    limits: Limits,
-) -> Iterator[list[int | None]]:
-    """The steps of generate_batch()."""
-    rows = report.rows
-    prompts = [torch.tensor(row.ids) for row in rows]
-    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, n)
-    while active := [row for row in rows if not row.stop_reason]:
-        start = time.perf_counter()
-        logits = step(tokens, cache)[:, : limits.vocab_size]
-        if len(active) < len(rows):
-            logits = logits[[not row.stop_reason for row in rows]]
-        ids = [row.ids for row in active]
-        drawn = sample(logits, sampling, ids, [row.generator for row in active]).tolist()
-        if -1 in drawn:
-            raise ValueError(f"the logits are not finite: {why_not_finite(model)}")
-        report.seconds.append(time.perf_counter() - start)
-        left = iter(drawn)
-        new = [None if row.stop_reason else row.add(next(left), limits) for row in rows]
-        if any(token_id is not None for token_id in new):
-            yield new
-        last = torch.tensor([[row.ids[-1]] for row in rows])  # finished rows stay in the batch
-        tokens = torch.cat((tokens, last), 1)
-
-
-def why_not_finite(model: Llama) -> str:
-    """The first weight that is not finite, or that there is none."""
-    origin = getattr(model, "name_or_path", "the model")
-    for name, weight in model_checkpoint(model).weights.items():
-        if not weight.dense(torch.float32).isfinite().all():
-            return f"{origin}: NaN or infinity in {name}"
-    return f"{origin}: sums of finite weights overflow"
-
-
-def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
-    """Split text into what can be shown, a possible beginning of a stop text, and the stop text."""
-    found = [(text.index(stop), stop) for stop in stops if stop in text]
-    if found:
-        place, stop = min(found)
-        return text[:place], "", stop
-    for i in range(len(text)):
-        if any(stop.startswith(text[i:]) for stop in stops):
-            return text[:i], text[i:], ""
-    return text, "", ""
-
-
-def stream_text(
-    model: Llama,
-    tokenizer: Tokenizer,
-    ids: Sequence[int],
-    stop: str | Sequence[str] = (),
-    chat_format: str | None = None,
-    **options: Any,
-) -> Stream[str]:
-    """generate() as text that continues the prompt's, piece by piece, until a `stop` text comes.
-
-    `chat_format`: treat it as an answer: strip leading white space, stop at the format's tags.
-    """
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
-    if chat_format is not None:
-        stop_ids, tags = chat_stops(tokenizer, chat_format)
-        config = model.config
-        ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
-        options["stop_ids"] = {*(options.get("stop_ids") or ends), *stop_ids}
-        stops += tags
-    tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
-    has_text = any(map(tokenizer.token_bytes, ids))  # not so a prompt of BOS alone
-    decoder = StreamDecoder(tokenizer, first=not has_text)
-    pieces = text_until_stop(tokens, decoder, stops)
-    return Stream(pieces if chat_format is None else without_leading_space(pieces), tokens.report)
-
-
-def text_until_stop(tokens: Stream[int], decoder: StreamDecoder, stops: list[str]) -> Iterator[str]:
-    """Ids as text, piece by piece; what may be the beginning of a stop text waits."""
-    waiting = ""
-    for piece in decoder.pieces(tokens):
-        text, waiting, found = split_at_stop(waiting + piece, stops)
-        if text:
-            yield text
-        if found:
-            tokens.report.rows[0].stop_reason = f"stop text {found!r}"
-            return
-    if waiting:
-        yield waiting
-
-
-def without_leading_space(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces of a text without the white space that it begins with."""
-    for text in pieces:
-        if text := text.lstrip():
-            yield text
-            break
-    yield from pieces
-
-
-@torch.no_grad()
-def score(model: Llama, ids: Sequence[int]) -> Tensor:
-    """T ids -> log-probability of each id given those before it, float32 (T - 1,).
-
-    Raises ValueError for ids that generate() refuses.
-    """
-    config = model.config
-    weight = model.norm.weight
-    ids = check_ids(ids, config, config.max_position_embeddings)
-    tokens = torch.tensor([ids], device=weight.device)  # (1, T)
-    cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
-    logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
-    for start in range(0, len(ids) - 1, SCORE_CHUNK):
-        chunk = tokens[:, start : start + SCORE_CHUNK + 1]
-        logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (t, V)
-        logprobs[start : cache.pos] = -F.cross_entropy(logits, chunk[0, 1:], reduction="none")
-    return logprobs
-
-
 # ==================================================================================================
-# Part III: Faster and larger. Delete it freely, and kernels/ with it
+# Part IV: Faster and larger. Delete it freely, and kernels/ with it
 # ==================================================================================================
 
 import datetime
@@ -3106,7 +3113,7 @@ from torch import distributed
 __all__ += ["accelerate", "Drafts"]
 
 # --------------------------------------------------------------------------------------------------
-# 15. CPU kernels
+# 19. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 KERNELS_VERSION = 4  # of the interface between kernels/cpu.cpp and this file
@@ -3339,7 +3346,7 @@ class NativeLlama(Llama):
 
 
 # --------------------------------------------------------------------------------------------------
-# 16. Compiled steps
+# 20. Compiled steps
 #
 # For a GPU: torch.compile makes one graph of a Block, for steps of one token, which serves all
 # Blocks. It has never run on a GPU; the tests compile it for a CPU.
@@ -3410,7 +3417,7 @@ class CompiledBlock(Block):
 
 
 # --------------------------------------------------------------------------------------------------
-# 17. Several devices
+# 21. Several devices
 
 
 class Ranks:
@@ -3527,7 +3534,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 18. Drafts (github.com/apoorvumang/prompt-lookup-decoding)
+# 22. Drafts (github.com/apoorvumang/prompt-lookup-decoding)
 
 REPEATED = 3  # so many ids as before: what followed them then is the guess
 
@@ -3584,7 +3591,7 @@ class Drafts:
 
 
 # ==================================================================================================
-# Part IV: Command line
+# Part V: Command line
 # ==================================================================================================
 
 import argparse
@@ -3592,7 +3599,7 @@ import signal
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
-# 19. Command line
+# 23. Command line
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
 CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number

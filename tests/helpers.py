@@ -50,7 +50,7 @@ WIDE = llama2.Config(
 
 
 def needs(*names):
-    """Skips tests of what llama2.py does not have: its part III may be deleted."""
+    """Skips tests of what llama2.py does not have: its part IV may be deleted."""
     missing = [name for name in names if not hasattr(llama2, name)]
     return pytest.mark.skipif(bool(missing), reason=f"llama2.py has no {', '.join(missing)}")
 
