@@ -14,9 +14,9 @@
     for token_id in llama2.generate(model, tokenizer.encode("Hello")): ...
     logits = model(tokens, llama2.Cache(model.config))         # (B, T) int64 -> (B, V) float32
 
-Four parts: I is the model, in torch alone; cut it out and paste it anywhere. II runs it on
-real files: weights, tokenizer, chat, sampling. III makes it faster and larger: delete it, and
-kernels/ beside it, and everything still works. IV is the command line.
+Five parts: I is the model, in torch alone; cut it out and paste it anywhere. II turns a prompt
+into text. III reads and writes files. IV makes it faster and larger: delete it, and kernels/
+beside it, and everything still works. V is the command line.
 
 Letters in shape comments:
 
@@ -757,7 +757,7 @@ def generate_batch(
     Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
     `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: what it holds of the
     text is not read again (reset() it after changing weights). `step(tokens, cache)`,
-    tokens (B, n) -> logits (B, V), replaces read_tokens(), as part III's Drafts do.
+    tokens (B, n) -> logits (B, V), replaces read_tokens(), as part IV's Drafts do.
     Raises ValueError for what is out of range.
     """
     config = model.config
@@ -2644,7 +2644,7 @@ class Plan(NamedTuple):
     cache_dtype: torch.dtype
     exact: bool  # else activations are rounded to 16-bit integers in products
     dense: bool  # all weights become dense, of that dtype
-    kernels: bool  # those of part III are used
+    kernels: bool  # those of part IV are used
 
 
 def show_bytes(size: float) -> str:
@@ -2752,9 +2752,9 @@ def plan_loading(
 
 
 def open_kernels(device: torch.device) -> bool:
-    """Whether part III makes quantised weights fast on a device; a warning says why not."""
+    """Whether part IV makes quantised weights fast on a device; a warning says why not."""
     if "accelerate" not in globals():
-        warnings.warn("quantised weights are slow without part III of llama2.py", stacklevel=4)
+        warnings.warn("quantised weights are slow without part IV of llama2.py", stacklevel=4)
         return False
     if device.type != "cpu":
         return device.type == "cuda"
