@@ -1,4 +1,4 @@
-"""Makes llama2.py, its siblings and the fixtures of helpers.py available here."""
+"""Makes llama2.py, its siblings and the fixtures of test_llama2.py available here."""
 
 import gc
 import os
@@ -13,10 +13,10 @@ for name in ("VEC_ISA_OK", "CPP_CACHE_PRECOMPILE_HEADERS"):  # which take 10 sec
     os.environ.setdefault(f"TORCHINDUCTOR_{name}", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-pytest.register_assert_rewrite("helpers")
+pytest.register_assert_rewrite("test_llama2")
 
 
 def pytest_configure(config):
     """Fixtures of a plugin are known everywhere."""
-    config.pluginmanager.import_plugin("helpers")
+    config.pluginmanager.import_plugin("test_llama2")
     gc.freeze()  # torch's objects need not be looked through again and again

@@ -11,11 +11,11 @@ import sys
 
 import pytest
 import torch
-from helpers import SCALES, needs, random_blocks
 from test_kernels import layer_of
 from torch import nn
 
 import llama2
+from test_llama2 import SCALES, needs, random_blocks
 
 pytestmark = needs("accelerate")
 CONFIG = llama2.Config(

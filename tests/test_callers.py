@@ -13,10 +13,10 @@ from dataclasses import replace
 import gguf
 import pytest
 import torch
-from helpers import assert_close, needs
 from torch import nn
 
 import llama2
+from test_llama2 import assert_close, needs
 
 pytestmark = needs("accelerate")
 CONFIG = llama2.Config(

@@ -12,7 +12,9 @@ import re
 
 import pytest
 import torch
-from helpers import (
+
+import llama2
+from test_llama2 import (
     added_tokens_decoder,
     dialogue,
     hf_state,
@@ -23,8 +25,6 @@ from helpers import (
     write_hf,
     write_meta,
 )
-
-import llama2
 
 # Templates that do what the published ones do, and are told by the same texts.
 BODY = "{% for m in messages %}"

@@ -9,12 +9,12 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CONFIG, TOKENS, assert_close, needs, random_blocks
 from torch import nn
 from torch._inductor import metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llama2
+from test_llama2 import CONFIG, TOKENS, assert_close, needs, random_blocks
 
 pytestmark = needs("accelerate", "CompiledBlock")
 COMPILER = shutil.which("g++") or shutil.which("clang++")

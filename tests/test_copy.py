@@ -12,9 +12,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import GREEDY, SHAPE, TOKENS, assert_close, make_weights, quantised, write_hf
 
 import llama2
+from test_llama2 import GREEDY, SHAPE, TOKENS, assert_close, make_weights, quantised, write_hf
 
 BUNDLED = llama2.DEFAULT_MODEL
 

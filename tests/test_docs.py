@@ -11,9 +11,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPT, needs
 
 import llama2
+from test_llama2 import SCRIPT, needs
 
 ROOT = SCRIPT.parent
 NAMES = (

@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
-from helpers import GREEDY, SHAPE, needs, quantised
 
 import llama2
+from test_llama2 import GREEDY, SHAPE, needs, quantised
 
 pytestmark = needs("Drafts")
 PROMPT = [1, 5, 9, 200, 31, 5, 9, 200, 77]

@@ -22,9 +22,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import CONFIG, make_weights, quantised, write_gguf, write_hf, write_meta
 
 import llama2
+from test_llama2 import CONFIG, make_weights, quantised, write_gguf, write_hf, write_meta
 
 # --------------------------------------------------------------------------------------------------
 # A GGUF file as lists that a test may change

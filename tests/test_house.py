@@ -15,7 +15,8 @@ from bisect import bisect
 import pytest
 import torch
 from cut import without_part_4
-from helpers import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
+
+from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
 
 pytestmark = needs("accelerate")  # else there is nothing to cut
 

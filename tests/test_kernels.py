@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
-from helpers import (
+
+import llama2
+from test_llama2 import (
     SCALES,
     TOKENS,
     WIDE,
@@ -24,8 +26,6 @@ from helpers import (
     quantised,
     random_blocks,
 )
-
-import llama2
 
 pytestmark = [needs("accelerate"), pytest.mark.usefixtures("native")]
 KINDS = ["Q4_K", "Q5_1", "Q8_0", "Q6_K"]

@@ -12,9 +12,9 @@ import sys
 
 import pytest
 import torch
-from helpers import make_weights, write_files, write_hf
 
 import llama2
+from test_llama2 import make_weights, write_files, write_hf
 
 pytest.importorskip("tokenizers")
 

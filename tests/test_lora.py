@@ -18,7 +18,8 @@ import llama2
 EXAMPLES = Path(llama2.__file__).resolve().parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 import lora
-from helpers import TALE
+
+from test_llama2 import TALE
 
 IDS = torch.tensor([[1, *range(300, 340)]])
 

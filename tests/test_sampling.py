@@ -11,9 +11,9 @@ import random
 
 import pytest
 import torch
-from helpers import GREEDY, scripted
 
 import llama2
+from test_llama2 import GREEDY, scripted
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
 SEEN = [1, 2, 2, 6]  # ids before LOGITS

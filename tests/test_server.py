@@ -24,9 +24,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-from helpers import SHAPE, config_keys, gguf_name, make_weights, write_gguf
-
 import llama2
+from test_llama2 import SHAPE, config_keys, gguf_name, make_weights, write_gguf
 
 SERVER = Path(llama2.__file__).resolve().parent / "examples" / "server.py"
 STORY = "Once upon a time there was a king who had a daughter"

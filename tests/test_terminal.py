@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import SCRIPT, write_gguf
 
 import llama2
+from test_llama2 import SCRIPT, write_gguf
 
 PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")

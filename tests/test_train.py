@@ -10,9 +10,9 @@ import sys
 
 import pytest
 import torch
-from helpers import SCRIPT, TALE, assert_close
 
 import llama2
+from test_llama2 import SCRIPT, TALE, assert_close
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9 or newer"

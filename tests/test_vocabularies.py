@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from helpers import (
+
+import llama2
+from test_llama2 import (
     TALE,
     added_tokens_decoder,
     some_pieces,
@@ -18,8 +20,6 @@ from helpers import (
     write_files,
     write_gguf,
 )
-
-import llama2
 
 SIZE = 300
 PIECES = " ".join(f"{259 + i}:{piece}" for i, piece in enumerate(["\u2581", *"abcdefgh", "ab"]))
