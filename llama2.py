@@ -41,11 +41,11 @@ from __future__ import annotations
 __version__ = "0.4.0"
 __all__ = [
     "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
-    "Block", "Llama", "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Checkpoint",
-    "open_checkpoint", "build_model", "load", "state_dict_from_hf", "save_gguf", "save_pretrained",
-    "Tokenizer", "StreamDecoder", "CHAT_FORMAT_NAMES", "recognise_chat_format", "chat_stops",
-    "encode_chat", "Sampling", "sample", "Report", "Stream", "read_tokens", "generate",
-    "generate_batch", "stream_text", "score", "DEFAULT_MODEL", "main",
+    "Block", "Llama", "Sampling", "sample", "Generation", "generate", "prefill", "score",
+    "TextStream", "stream_text", "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES",
+    "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
+    "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
+    "state_dict_from_hf", "save_gguf", "save_pretrained", "DEFAULT_MODEL", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle OpenMP threads sleep
@@ -59,7 +59,7 @@ if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle Ope
 # Part I: The model
 # ==================================================================================================
 #
-# Any dtype works. Four places compute in float32 whatever it is; comments count these "islands".
+# Any dtype works. Four places compute in float32 whatever it is: comments count these "islands".
 
 import math
 from dataclasses import dataclass, fields
@@ -81,6 +81,7 @@ class Config:
     num_hidden_layers: int = 32  # L
     num_attention_heads: int = 32  # H
     num_key_value_heads: int = 32  # G; fewer than H is grouped-query attention
+    head_dim: int = None  # type: ignore[assignment]  # D; None: hidden_size / num_attention_heads
     vocab_size: int = 32000  # V
     max_position_embeddings: int = 4096  # the context that the model was trained for
     rms_norm_eps: float = 1e-5
@@ -95,32 +96,31 @@ class Config:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            kind = type(item.default)
-            if kind not in (int, float) or item.name.endswith("_token_id"):
+            number = type(item.default)
+            if number not in (int, float) or item.name.endswith("_token_id"):
                 continue
-            most = 2**28 if kind is int else 1e38  # no product of two sizes overflows
-            if not isinstance(value, (int, kind)) or not 0 < value <= most:
-                raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {most}")
+            limit = 2**28 if number is int else 1e38  # no product of two sizes overflows
+            if not isinstance(value, (int, number)) or not 0 < value <= limit:
+                raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {limit}")
         C = self.hidden_size
         H = self.num_attention_heads
         G = self.num_key_value_heads
-        if C % H or C // H % 2:
-            raise ValueError(f"hidden_size {C} must be num_attention_heads {H} x an even size")
+        if self.head_dim is None:
+            if C % H:
+                raise ValueError(f"hidden_size {C} is not a multiple of num_attention_heads {H}")
+            object.__setattr__(self, "head_dim", C // H)  # which a frozen dataclass needs
+        D = self.head_dim
+        if type(D) is not int or not 0 < D <= 2**28 // H or D % 2:
+            raise ValueError(f"head_dim is {D!r}; it must be even and above 0")
         if H % G:
             raise ValueError(
                 f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
             )
         factors = self.rope_freq_factors
-        count = self.head_dim // 2
         if factors is not None and (
-            len(factors) != count or not all(0 < factor < math.inf for factor in factors)
+            len(factors) != D // 2 or not all(0 < factor < math.inf for factor in factors)
         ):
-            raise ValueError(f"rope_freq_factors must be {count} positive numbers")
-
-    @property
-    def head_dim(self) -> int:
-        """D, the size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+            raise ValueError(f"rope_freq_factors must be {D // 2} positive numbers")
 
     @classmethod
     def llama2_7b(cls) -> "Config":
@@ -158,7 +158,7 @@ def rope_tables(
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos, sin: ([B,] T, D/2).
+    """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos, sin: (T, D/2).
 
     This is the order of Meta's weights. Hugging Face pairs i with i + D/2, and orders the rows of
     q_proj and k_proj to match: used as they are, those would give gibberish here.
@@ -174,11 +174,12 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Cache:
-    """What one pass hands to the next: keys, values, RoPE tables, causal masks, ids, the position.
+    """The KV cache, and all that depends on the position: RoPE tables, causal masks, stored ids.
 
     It is allocated once, for `max_seq_len` tokens (default: the model's context). It owns the
-    position, so that no caller can be off by one, and knows the ids that it holds, so that any
-    caller can tell what it lacks. `dtype` may have fewer bits than the model's.
+    position, so that no caller can be off by one, and records the ids that it holds:
+    common_prefix() says how much of a text is stored already. `dtype` may have fewer bits than
+    the model's.
     """
 
     def __init__(
@@ -191,8 +192,8 @@ class Cache:
     ) -> None:
         S = config.max_position_embeddings if max_seq_len is None else max_seq_len
         if batch_size < 1 or S < 1 or not dtype.is_floating_point:
-            wanted = "batch_size and max_seq_len must be at least 1, dtype a floating point one"
-            raise ValueError(f"{wanted}; they are {batch_size}, {S} and {dtype}")
+            expected = "batch_size and max_seq_len must be at least 1, dtype a floating point one"
+            raise ValueError(f"{expected}; they are {batch_size}, {S} and {dtype}")
         L, G = config.num_hidden_layers, config.num_key_value_heads
         shape = (L, batch_size, G, S, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
@@ -204,13 +205,13 @@ class Cache:
         self.pos = 0  # how many tokens are stored; the next one gets this position
 
     def check(self, config: Config, tokens: Tensor) -> None:
-        """Raises ValueError unless it was made for this model and for the rows of `tokens`."""
+        """Raises ValueError unless it was made for this model and the batch of `tokens` (B, T)."""
         L, G = config.num_hidden_layers, config.num_key_value_heads
         shape = (L, len(tokens), G, self.max_seq_len, config.head_dim)
         for t in (self.k, self.v):
             if t.shape != shape or t.device != tokens.device:
-                found = f"{tuple(t.shape)} on {t.device}"
-                raise ValueError(f"the cache is {found}; it must be {shape} on {tokens.device}")
+                actual = f"{tuple(t.shape)} on {t.device}"
+                raise ValueError(f"the cache is {actual}; it must be {shape} on {tokens.device}")
         if not 0 <= self.pos <= self.max_seq_len:
             raise ValueError(f"the cache's position is {self.pos} of {self.max_seq_len}")
 
@@ -262,7 +263,7 @@ class Cache:
         self.pos = where.stop
 
     def common_prefix(self, tokens: Tensor) -> int:
-        """How many of the first tokens (B, T) it holds already, in every row."""
+        """How many of the first tokens (B, T) it holds already, in every sequence."""
         n = min(self.pos, tokens.shape[1])
         same = (self.tokens[:, :n] == tokens[:, :n].to(self.tokens.device)).all(dim=0)
         return int(same.cumprod(0).sum())
@@ -306,13 +307,15 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.layer = layer  # which part of the cache is ours
+        self.layer = layer  # its index in the cache
         self.head_dim = config.head_dim
+        C = config.hidden_size
+        q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(C, q_size, bias=False)  # weight (H * D, C)
+        self.k_proj = nn.Linear(C, kv_size, bias=False)  # (G * D, C)
+        self.v_proj = nn.Linear(C, kv_size, bias=False)  # (G * D, C)
+        self.o_proj = nn.Linear(q_size, C, bias=False)  # (C, H * D)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
@@ -327,12 +330,13 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, G, S, D)
 
-        # Query head h reads key/value head h // (H/G). The H/G heads of a group become rows of one
-        # attention, so that keys and values are read once and never repeated in memory.
+        # Query head h attends to key/value head h // (H/G): with H = 4 and G = 2 the heads' keys
+        # are K0, K0, K1, K1. The H/G heads of a group become more queries of one attention, so
+        # that keys and values are never repeated in memory.
         H, G = q.shape[1], k.shape[1]
         q = q.reshape(B, G, H // G * T, self.head_dim)
         if mask is not None and H != G:
-            mask = torch.cat([mask] * (H // G), dim=-2)  # (..., H/G * T, S)
+            mask = torch.cat([mask] * (H // G), dim=-2)  # (H/G * T, S)
         # float32 island 3 of 4, inside: the fused kernels keep scores and softmax in float32.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, G, H/G * T, D)
         y = y.reshape(B, H, T, self.head_dim).transpose(1, 2).flatten(2)  # (B, T, H * D)
@@ -348,9 +352,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        C, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(C, inner, bias=False)  # weight (inner, C)
+        self.up_proj = nn.Linear(C, inner, bias=False)  # (inner, C)
+        self.down_proj = nn.Linear(inner, C, bias=False)  # (C, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -391,15 +396,24 @@ class Llama(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        # As small as nn.Linear's: the N(0, 1) of nn.Embedding makes tied logits sqrt(C) too large.
-        rows = torch.empty(config.vocab_size, config.hidden_size)
-        rows.uniform_(-(config.hidden_size**-0.5), config.hidden_size**-0.5)
-        self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
+        self.cache_dtype: torch.dtype | None = None  # of new_cache(); None: as the activations
+        self.vocab_size = config.vocab_size  # only ids below it are sampled
+        self.name_or_path = "the model"  # where it came from, for messages
+        C, V = config.hidden_size, config.vocab_size
+        self.embed_tokens = nn.Embedding(V, C)  # weight (V, C)
+        # nn.Embedding's N(0, 1) would make tied logits sqrt(C) too large.
+        nn.init.uniform_(self.embed_tokens.weight, -(C**-0.5), C**-0.5)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.norm = RMSNorm(C, config.rms_norm_eps)
+        self.lm_head = nn.Linear(C, V, bias=False)  # (V, C)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def new_cache(self, max_seq_len: int | None = None, batch_size: int = 1) -> Cache:
+        """A Cache of the dtype and on the device that suit this model."""
+        weight = self.norm.weight
+        dtype = self.cache_dtype or weight.dtype
+        return Cache(self.config, batch_size, max_seq_len, dtype, weight.device)
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
@@ -410,10 +424,10 @@ class Llama(nn.Module):
         pass, all positions, differentiable. Raises ValueError for a full cache or another's.
         """
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor")  # noqa: TRY004
+            raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor")
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
-            found = f"{tuple(tokens.shape)} {tokens.dtype}"
-            raise ValueError(f"tokens must be (B, T) int64, one or more, not {found}")
+            actual = f"{tuple(tokens.shape)} {tokens.dtype}"
+            raise ValueError(f"tokens must be (B, T) int64, one or more, not {actual}")
         T = tokens.shape[1]
         if cache is not None:
             cache.check(self.config, tokens)
@@ -427,9 +441,10 @@ class Llama(nn.Module):
         # No gradient through a cache: it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            x = self.run_layers(x, cos, sin, mask, cache)
+            for block in self.layers:
+                x = block(x, cos, sin, mask, cache)
             if not all_positions:
-                x = x[:, -1]  # (B, C): the other rows of the largest matrix product would go unused
+                x = x[:, -1]  # (B, C): no other position's logits are needed
             # float32 island 4 of 4: what is sampled from.
             logits = self.lm_head(self.norm(x)).float()
 
@@ -437,136 +452,104 @@ class Llama(nn.Module):
             cache.advance(tokens)
         return logits
 
-    def run_layers(self, x: Tensor, *inputs: Tensor | Cache | None) -> Tensor:
-        """All Blocks, one after the other: x (B, T, C) -> (B, T, C)."""
-        for block in self.layers:
-            x = block(x, *inputs)
-        return x
-
-
-class PaddedCache(Cache):
-    """A Cache for prompts of different lengths, aligned at their ends.
-
-    `padding` (B,) int64: how many tokens at the left of each row are filler.
-    """
-
-    def __init__(self, config: Config, padding: Tensor, *args, **kwargs) -> None:
-        super().__init__(config, len(padding), *args, **kwargs)
-        self.padding = padding.to(self.k.device)
-
-    def rope(self, T: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for the next T tokens: (B, T, D/2)."""
-        where = self.slots(T)
-        slot = torch.arange(where.start, where.stop, device=self.cos.device)
-        position = (slot - self.padding[:, None]).clamp(min=0)  # a row's first real token is at 0
-        return self.cos[position], self.sin[position]
-
-    def mask(self, T: int) -> Tensor:
-        """As Cache.mask(), but filler is seen by itself alone: bool (B, 1, T, S)."""
-        visible = super().mask(T)
-        S = self.slots(T).stop
-        slot = torch.arange(S, device=self.k.device)
-        real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
-        return (real | itself) if visible is None else visible & (real | itself)
-
 
 # ==================================================================================================
 # Part II: Text
 # ==================================================================================================
 
 import codecs
+import datetime
 import functools
-import importlib.util
-import io
 import json
-import mmap
 import operator
-import os
 import re
 import secrets
-import stat
 import struct
-import sys
 import time
 import warnings
-import zipfile
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-SAMPLING_LIMITS = {  # the least and the most that each number of a Sampling may be
+SAMPLING_LIMITS = {  # the lowest and the highest value of each number in a Sampling
     "temperature": (0, 1e6),
     "top_k": (0, 2**31),
     "top_p": (0, 1),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100),
     "seed": (0, 2**63 - 1),
 }
-PENALTY_WINDOW = 64  # penalties count the last 64 tokens, prompt included, as in llama.cpp
+PENALTY_WINDOW = 64  # the penalty is for the last 64 tokens, prompt included, as in llama.cpp
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; the command line and the server have the same defaults.
+    """How the next token is sampled; the command line and the server have the same defaults.
 
-    The order is logit_bias, penalties, logits_processor, temperature, top_k, top_p, min_p. Raises
+    The order is repetition_penalty, logits_processor, temperature, top_k, top_p, min_p. Raises
     ValueError for values out of range.
     """
 
     temperature: float = 0.8  # the logits are divided by it; 0 is greedy
     top_k: int = 0  # only the k likeliest; 0: all
     top_p: float = 0.95  # the fewest likeliest that have this probability (arXiv:1904.09751)
-    min_p: float = 0.0  # only those with this part of the highest probability (arXiv:2407.01082)
+    min_p: float = 0.0  # only those with this share of the highest probability (arXiv:2407.01082)
     repetition_penalty: float = 1.0  # divides logits of recent tokens, or multiplies negative ones
-    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
-    frequency_penalty: float = 0.0  # the same, once for each time that they occur
-    logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
-    seed: int | None = None  # None: a random one
     logits_processor: Callable[[list[int], Tensor], Tensor] | None = None  # of ids, logits (V,)
+    seed: int | None = None  # None: a random one
 
     def __post_init__(self) -> None:
         for name, (low, high) in SAMPLING_LIMITS.items():
             value = getattr(self, name)
             if name == "seed" and value is None:
                 continue
-            kinds = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
-            if type(value) not in kinds or not low <= value <= high:
+            types = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
+            if type(value) not in types or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
-        for item, bias in (self.logit_bias or {}).items():
-            is_number = type(bias) in (int, float) and (abs(bias) < 1e38 or bias == -math.inf)
-            if type(item) is not int or not is_number:
-                raise ValueError(f"logit_bias has {item!r}: {bias!r}; expected id: number")
 
     def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
-        """logits (V,) of what follows `ids`, with bias, penalties and logits_processor applied."""
-        logits = logits.float().clone()
-        for item, bias in (self.logit_bias or {}).items():
-            if not 0 <= item < len(logits):
-                raise ValueError(f"logit_bias has the id {item}; expected 0 to {len(logits) - 1}")
-            logits[item] += bias
-        counts = Counter(i for i in ids[-PENALTY_WINDOW:] if i < len(logits))
-        if counts:
-            places = torch.tensor(list(counts), device=logits.device)
-            times = torch.tensor(list(counts.values()), device=logits.device)
-            seen = logits[places]
-            penalty = self.repetition_penalty  # arXiv:1909.05858
-            seen = torch.where(seen > 0, seen / penalty, seen * penalty)
-            logits[places] = seen - times * self.frequency_penalty - self.presence_penalty
+        """logits (V,) of what follows `ids`, after repetition_penalty and logits_processor."""
+        if self.repetition_penalty != 1:  # arXiv:1909.05858
+            recent = [i for i in {*ids[-PENALTY_WINDOW:]} if i < len(logits)]
+            logits = logits.clone()
+            values = logits[recent]
+            penalty = self.repetition_penalty
+            logits[recent] = torch.where(values > 0, values / penalty, values * penalty)
         if self.logits_processor:
-            processed = self.logits_processor(list(ids), logits)
+            processed = self.logits_processor(list(ids), logits.clone())
             if not isinstance(processed, Tensor) or processed.shape != logits.shape:
                 raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
             logits = processed
         return logits
+
+
+def sample(
+    logits: Tensor,
+    sampling: Sampling = Sampling(),
+    ids: Sequence[int] = (),
+    generator: torch.Generator | None = None,
+) -> int:
+    """Sample an id from logits (V,) of the position after `ids`.
+
+    `generator`: default: a new one with sampling.seed, else torch's. Raises ValueError where the
+    logits are not finite, or where logits_processor leaves no id.
+    """
+    logits = sampling.adjust(logits.float(), ids)
+    largest, likeliest = logits.max(-1)
+    if not largest.isfinite():
+        raise ValueError(f"no token can be sampled: the largest logit is {largest.item()}")
+    if sampling.temperature == 0:
+        return int(likeliest)
+    # Weights relative to the likeliest id's, which is 1: no temperature can overflow them.
+    weights = (logits - largest).div_(max(sampling.temperature, 1e-6)).exp_()
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator().manual_seed(sampling.seed)
+    u = torch.rand((), generator=generator, dtype=torch.float64).item()
+    return draw(weights, sampling, u)
 
 
 def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
@@ -577,7 +560,7 @@ def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
     import numpy  # whose sort is many times as fast as torch's
 
     w = weights.cpu().numpy()
-    least = sampling.min_p
+    threshold = sampling.min_p
     if 0 < sampling.top_k < len(w):
         w = w * (w >= numpy.partition(w, -sampling.top_k)[-sampling.top_k])  # others weigh nothing
     if sampling.top_p < 1:
@@ -587,53 +570,10 @@ def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
         ordered = -numpy.sort(-w[w >= bound])
         before = ordered.cumsum(dtype=float) - ordered
         count = max(1, int((before < sampling.top_p * whole).sum()))
-        least = max(least, float(ordered[count - 1]))
-    places = numpy.flatnonzero(w >= least)
-    sums = w[places].cumsum(dtype=float)
-    return int(places[numpy.searchsorted(sums, u * sums[-1], side="right")])
-
-
-def adjust_rows(logits: Tensor, sampling: Sampling, ids: Sequence) -> Tensor:
-    """Sampling.adjust() of each row of logits (B, V). Raises ValueError if no token is left."""
-    if len(logits) != len(ids):
-        raise ValueError("penalties need `ids`: what comes before each row")
-    logits = torch.stack([sampling.adjust(*pair) for pair in zip(logits, ids)])
-    if (logits.amax(-1) == -math.inf).any():
-        raise ValueError("logit_bias or logits_processor leaves no token that can be drawn")
-    return logits
-
-
-def sample(
-    logits: Tensor,
-    sampling: Sampling = Sampling(),
-    ids: Sequence = (),
-    generator: torch.Generator | Sequence[torch.Generator] | None = None,
-) -> Tensor:
-    """logits (..., V) -> ids (...), -1 where the logits are not finite.
-
-    `ids`: what comes before; for logits (B, V) a list of B lists. `generator`: one, or a list of
-    one per row (default: a new one with sampling.seed, else torch's). Raises ValueError if no token
-    can be drawn.
-    """
-    shape = logits.shape[:-1]
-    logits = logits.reshape(-1, logits.shape[-1]).float()  # (B, V)
-    finite = logits.sum(-1).isfinite()
-    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    if penalties != (1, 0, 0) or sampling.logit_bias or sampling.logits_processor:
-        logits = adjust_rows(logits, sampling, ids if shape else [ids])
-    if sampling.temperature == 0:
-        return logits.argmax(-1).where(finite, -1).view(shape)
-    # Weights relative to the likeliest token's, which is 1: no temperature can overflow them.
-    weights = logits - logits.amax(-1, keepdim=True)
-    weights.div_(max(sampling.temperature, 1e-6)).exp_()
-    if generator is None and sampling.seed is not None:
-        generator = torch.Generator().manual_seed(sampling.seed)
-    generators = generator if isinstance(generator, Sequence) else [generator] * len(weights)
-    drawn = []
-    for row, one, is_finite in zip(weights, generators, finite.tolist()):
-        u = torch.rand((), generator=one, dtype=torch.float64).item()
-        drawn.append(draw(row, sampling, u) if is_finite else -1)
-    return torch.tensor(drawn, device=logits.device).view(shape)
+        threshold = max(threshold, float(ordered[count - 1]))
+    ids = numpy.flatnonzero(w >= threshold)
+    sums = w[ids].cumsum(dtype=float)
+    return int(ids[numpy.searchsorted(sums, u * sums[-1], side="right")])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -642,69 +582,95 @@ def sample(
 PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
 
-Item = TypeVar("Item")
 
+class Generation(Iterator[int]):
+    """generate(): the ids that continue a prompt, one by one, without the one that stops it.
 
-class Limits(NamedTuple):
-    """Where a generation ends, and what it draws from."""
+    `stop_ids` end it (default: EOS); only ids below `vocab_size` are sampled. What a `cache` holds
+    of the text is not read again: reset() it after changing weights. `step(tokens, cache)`,
+    tokens (1, n) of the whole text -> logits (1, V), replaces prefill(). Raises ValueError for
+    arguments out of range.
+    """
 
-    new_tokens: int
-    context: int
-    stop_ids: Collection[int]
-    vocab_size: int
+    def __init__(
+        self,
+        model: Llama,
+        ids: Iterable[int],
+        sampling: Sampling = Sampling(),
+        max_new_tokens: int = 256,
+        stop_ids: Collection[int] | None = None,
+        vocab_size: int | None = None,
+        cache: Cache | None = None,
+        step: Callable[[Tensor, Cache], Tensor] | None = None,
+    ) -> None:
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling is {sampling!r:.60}; expected a Sampling")
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {max_new_tokens!r:.60}; expected 0 or more")
+        config = model.config
+        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
+        if not 0 < self.vocab_size <= config.vocab_size:
+            raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {config.vocab_size}")
+        context = config.max_position_embeddings if cache is None else cache.max_seq_len
+        self.ids = check_ids(ids, config, context)  # the prompt, then all that is sampled
+        self.new_ids: list[int] = []  # those that were yielded
+        self.seconds: list[float] = []  # of each step; the first is the prefill
+        self.stop_reason = ""  # "" while it goes on
+        self.model = model
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        if stop_ids is None:
+            stop_ids = (config.eos_token_id, *config.stop_token_ids)
+        self.stop_ids = stop_ids
+        if cache is None:
+            cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
+        self.cache = cache
+        self.step = step or functools.partial(prefill, model)
+        self.tokens = torch.tensor([self.ids])  # (1, n), the same ids as self.ids
+        stored = cache.common_prefix(self.tokens)
+        self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)  # those to be read
+        self.generator = torch.Generator()
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
 
-
-@dataclass
-class Row:
-    """One prompt of a generation, and what has been drawn for it."""
-
-    ids: list[int]  # the prompt, and all ids that were drawn, with the one that stops
-    generator: torch.Generator
-    new_ids: list[int] = field(default_factory=list)  # without the one that stops
-    stop_reason: str = ""  # "" while it goes on
-
-    def stop_if_full(self, limits: Limits) -> None:
-        """Stop where no further id is allowed."""
-        if len(self.new_ids) >= limits.new_tokens:
+    def __next__(self) -> int:
+        # 1. Nothing follows a stop token, the last token asked for, or a full context.
+        if not self.stop_reason and len(self.new_ids) >= self.max_new_tokens:
             self.stop_reason = "max new tokens"
-        elif len(self.ids) >= limits.context:
+        if not self.stop_reason and len(self.ids) >= self.cache.max_seq_len:
             self.stop_reason = "context full"
+        if self.stop_reason:
+            raise StopIteration
 
-    def add(self, token_id: int, limits: Limits) -> int | None:
-        """Add an id that was drawn; returns it, or None if it stops the row."""
+        # 2. The model reads what its cache lacks: at first the prompt, then one token each time.
+        start = time.perf_counter()
+        logits = self.step(self.tokens, self.cache)[0, : self.vocab_size]  # (V,)
+        if not logits.max().isfinite():
+            raise ValueError(f"the logits are not finite: {why_not_finite(self.model)}")
+
+        # 3. Sample the id of the next token, and put it behind the text.
+        token_id = sample(logits, self.sampling, self.ids, self.generator)
         self.ids.append(token_id)
-        if token_id in limits.stop_ids:
+        self.tokens = torch.cat((self.tokens, torch.tensor([[token_id]])), 1)
+        self.seconds.append(time.perf_counter() - start)
+
+        # 4. A stop token is not part of the answer.
+        if token_id in self.stop_ids:
             self.stop_reason = f"stop token {token_id}"
-            return None
+            raise StopIteration
         self.new_ids.append(token_id)
-        self.stop_if_full(limits)
         return token_id
 
 
-@dataclass
-class Report:
-    """A generation's record so far."""
-
-    rows: list[Row]
-    prompt_tokens: int  # how many are read: not those that the cache holds already
-    seconds: list[float] = field(default_factory=list)  # of each step, the prompt in the first
-
-
-@dataclass(eq=False)
-class Stream(Iterator[Item]):
-    """An iterator over a generation, with its `report`, which is up to date after each item."""
-
-    items: Iterator[Item]
-    report: Report
-
-    def __next__(self) -> Item:
-        return next(self.items)
+generate = Generation  # for token_id in generate(model, ids): ...
 
 
 def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     """A prompt's ids, of a list, tensor or array, as a list. Raises ValueError for other things."""
     if isinstance(ids, str):
-        raise ValueError("the prompt is text; expected token ids: tokenizer.encode(text)")  # noqa: TRY004
+        raise ValueError("the prompt is text; expected token ids: tokenizer.encode(text)")
     try:
         ids = [operator.index(i) for i in ids]
     except TypeError as error:
@@ -720,8 +686,8 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     return ids
 
 
-def read_tokens(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
-    """tokens (B, n) -> logits (B, V) after them: the model reads what the cache does not hold."""
+def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
+    """tokens (B, n) -> logits (B, V) after them; the model reads those that the cache lacks."""
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
     cache.truncate(start)
     device = model.norm.weight.device
@@ -730,183 +696,13 @@ def read_tokens(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     return logits
 
 
-def generate(
-    model: Llama,
-    ids: Sequence[int],
-    sampling: Sampling = Sampling(),
-    max_new_tokens: int = 256,
-    **options: Any,
-) -> Stream[int]:
-    """Continue a prompt: yields new ids, without the stop id. Takes generate_batch()'s options."""
-    batch = generate_batch(model, [ids], sampling, max_new_tokens, **options)
-    return Stream((token_id for (token_id,) in batch if token_id is not None), batch.report)
-
-
-def generate_batch(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling = Sampling(),
-    max_new_tokens: int = 256,
-    stop_ids: Collection[int] | None = None,
-    vocab_size: int | None = None,
-    cache: Cache | None = None,
-    step: Callable[[Tensor, Cache], Tensor] | None = None,
-) -> Stream[list[int | None]]:
-    """Continue several prompts of any lengths: yields a list per step, None in finished rows.
-
-    Row i draws with the seed sampling.seed + i. `stop_ids` end a row (default: EOS). Only ids below
-    `vocab_size` are drawn (default: the tokenizer's). `cache`, for one prompt: what it holds of the
-    text is not read again (reset() it after changing weights). `step(tokens, cache)`,
-    tokens (B, n) -> logits (B, V), replaces read_tokens(), as part IV's Drafts do.
-    Raises ValueError for what is out of range.
-    """
-    config = model.config
-    if not isinstance(sampling, Sampling) or max_new_tokens < 0:
-        found = f"{sampling!r:.60} and max_new_tokens {max_new_tokens!r}"
-        raise ValueError(f"{found}; expected a Sampling and 0 or more")
-    context = config.max_position_embeddings if cache is None else cache.max_seq_len
-    rows = start_rows(prompts, sampling.seed, config, context)
-    if not rows or (len(rows) > 1 and cache is not None):
-        raise ValueError(f"{len(rows)} prompts; expected one or more, beside a cache just one")
-    ends = (config.eos_token_id, *config.stop_token_ids) if stop_ids is None else stop_ids
-    V: Any = vocab_size or getattr(model, "token_count", config.vocab_size)  # as load() found it
-    limits = Limits(max_new_tokens, context, ends, V)
-    report = Report(rows, sum(len(row.ids) for row in rows))
-    if cache is None:
-        cache = new_cache(model, rows, limits)
-    else:
-        held = cache.common_prefix(torch.tensor([rows[0].ids]))
-        report.prompt_tokens -= min(held, report.prompt_tokens - 1)
-    for row in rows:
-        row.stop_if_full(limits)
-    step = step or partial(read_tokens, model)
-    return Stream(continue_rows(model, report, cache, step, sampling, limits), report)
-
-
-def start_rows(
-    prompts: Iterable[Sequence[int]], seed: int | None, config: Config, context: int
-) -> list[Row]:
-    """A row for each prompt; its seed is the row's number more than the first one's."""
-    first = torch.Generator().seed() if seed is None else seed  # a random one
-    rows = []
-    for i, prompt in enumerate(prompts):
-        generator = torch.Generator().manual_seed(first + i)
-        rows.append(Row(check_ids(prompt, config, context), generator))
-    return rows
-
-
-def new_cache(model: Llama, rows: list[Row], limits: Limits) -> Cache:
-    """A cache for prompts and what may follow them; it knows where shorter ones are padded."""
-    weight = model.norm.weight
-    lengths = [len(row.ids) for row in rows]
-    longest, shortest = max(lengths), min(lengths)
-    size = longest + min(limits.new_tokens, limits.context - shortest)
-    if shortest == longest:
-        return Cache(model.config, len(rows), size, weight.dtype, weight.device)
-    padding = longest - torch.tensor(lengths)
-    return PaddedCache(model.config, padding, size, weight.dtype, weight.device)
-
-
-def continue_rows(
-    model: Llama,
-    report: Report,
-    cache: Cache,
-    step: Callable[[Tensor, Cache], Tensor],
-    sampling: Sampling,
-    limits: Limits,
-) -> Iterator[list[int | None]]:
-    """The steps of generate_batch()."""
-    rows = report.rows
-    prompts = [torch.tensor(row.ids) for row in rows]
-    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, n)
-    while active := [row for row in rows if not row.stop_reason]:
-        start = time.perf_counter()
-        logits = step(tokens, cache)[:, : limits.vocab_size]
-        if len(active) < len(rows):
-            logits = logits[[not row.stop_reason for row in rows]]
-        ids = [row.ids for row in active]
-        drawn = sample(logits, sampling, ids, [row.generator for row in active]).tolist()
-        if -1 in drawn:
-            raise ValueError(f"the logits are not finite: {why_not_finite(model)}")
-        report.seconds.append(time.perf_counter() - start)
-        left = iter(drawn)
-        new = [None if row.stop_reason else row.add(next(left), limits) for row in rows]
-        if any(token_id is not None for token_id in new):
-            yield new
-        last = torch.tensor([[row.ids[-1]] for row in rows])  # finished rows stay in the batch
-        tokens = torch.cat((tokens, last), 1)
-
-
-def why_not_finite(model: Llama) -> str:
+def why_not_finite(model: nn.Module) -> str:
     """The first weight that is not finite, or that there is none."""
-    origin = getattr(model, "name_or_path", "the model")
-    for name, weight in model_checkpoint(model).weights.items():
-        if not weight.dense(torch.float32).isfinite().all():
-            return f"{origin}: NaN or infinity in {name}"
-    return f"{origin}: sums of finite weights overflow"
-
-
-def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
-    """Split text into what can be shown, a possible beginning of a stop text, and the stop text."""
-    found = [(text.index(stop), stop) for stop in stops if stop in text]
-    if found:
-        place, stop = min(found)
-        return text[:place], "", stop
-    for i in range(len(text)):
-        if any(stop.startswith(text[i:]) for stop in stops):
-            return text[:i], text[i:], ""
-    return text, "", ""
-
-
-def stream_text(
-    model: Llama,
-    tokenizer: Tokenizer,
-    ids: Sequence[int],
-    stop: str | Sequence[str] = (),
-    chat_format: str | None = None,
-    **options: Any,
-) -> Stream[str]:
-    """generate() as text that continues the prompt's, piece by piece, until a `stop` text comes.
-
-    `chat_format`: treat it as an answer: strip leading white space, stop at the format's tags.
-    """
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
-    if chat_format is not None:
-        stop_ids, tags = chat_stops(tokenizer, chat_format)
-        config = model.config
-        ends = (config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id)
-        options["stop_ids"] = {*(options.get("stop_ids") or ends), *stop_ids}
-        stops += tags
-    tokens = generate(model, ids, **{"vocab_size": tokenizer.vocab_size, **options})
-    has_text = any(map(tokenizer.token_bytes, ids))  # not so a prompt of BOS alone
-    decoder = StreamDecoder(tokenizer, first=not has_text)
-    pieces = text_until_stop(tokens, decoder, stops)
-    return Stream(pieces if chat_format is None else without_leading_space(pieces), tokens.report)
-
-
-def text_until_stop(tokens: Stream[int], decoder: StreamDecoder, stops: list[str]) -> Iterator[str]:
-    """Ids as text, piece by piece; what may be the beginning of a stop text waits."""
-    waiting = ""
-    for piece in decoder.pieces(tokens):
-        text, waiting, found = split_at_stop(waiting + piece, stops)
-        if text:
-            yield text
-        if found:
-            tokens.report.rows[0].stop_reason = f"stop text {found!r}"
-            return
-    if waiting:
-        yield waiting
-
-
-def without_leading_space(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces of a text without the white space that it begins with."""
-    for text in pieces:
-        if text := text.lstrip():
-            yield text
-            break
-    yield from pieces
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and not weight.isfinite().all():
+            return f"{model.name_or_path}: NaN or infinity in {name}.weight"
+    return f"{model.name_or_path}: sums of finite weights overflow"
 
 
 @torch.no_grad()
@@ -915,11 +711,9 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
 
     Raises ValueError for ids that generate() refuses.
     """
-    config = model.config
-    weight = model.norm.weight
-    ids = check_ids(ids, config, config.max_position_embeddings)
-    tokens = torch.tensor([ids], device=weight.device)  # (1, T)
-    cache = Cache(config, 1, len(ids), weight.dtype, weight.device)
+    ids = check_ids(ids, model.config, model.config.max_position_embeddings)
+    cache = model.new_cache(len(ids))
+    tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
     logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         chunk = tokens[:, start : start + SCORE_CHUNK + 1]
@@ -928,203 +722,291 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     return logprobs
 
 
+class TextStream(Iterator[str]):
+    """stream_text(): a Generation as text, until one of the texts `stop` comes.
+
+    It continues the text of the prompt, piece by piece. `strip`: without the white space that it
+    begins with, as an answer in a chat.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        ids: Iterable[int],
+        stop: str | Sequence[str] = (),
+        strip: bool = False,
+        **options: Any,
+    ) -> None:
+        self.stops = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(text, str) and text for text in self.stops):
+            raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
+        vocab_size = min(model.vocab_size, tokenizer.vocab_size)
+        self.generation = Generation(model, ids, **{"vocab_size": vocab_size, **options})
+        has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS alone has none
+        self.decoder = StreamDecoder(tokenizer, first=not has_text)
+        self.strip = strip
+        self.texts = self.until_stop()
+
+    @property
+    def stop_reason(self) -> str:
+        """Why it ended; "" while it goes on."""
+        return self.generation.stop_reason
+
+    def __next__(self) -> str:
+        return next(self.texts)
+
+    def until_stop(self) -> Iterator[str]:
+        """The texts that are yielded. What may be the beginning of a stop text waits."""
+        waiting = ""
+        for text in self.decoder.texts(self.generation):
+            waiting += text
+            if self.strip:
+                waiting = waiting.lstrip()
+                self.strip = not waiting
+            text, waiting, stop = split_at_stop(waiting, self.stops)
+            if text:
+                yield text
+            if stop:
+                self.generation.stop_reason = f"stop text {stop!r}"
+                return
+        if waiting:
+            yield waiting
+
+
+stream_text = TextStream  # for text in stream_text(model, tokenizer, ids): ...
+
+
+def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
+    """Split text into what can be shown, a possible beginning of a stop text, and the stop text."""
+    places = [(text.index(stop), stop) for stop in stops if stop in text]
+    if places:
+        place, stop = min(places)
+        return text[:place], "", stop
+    for i in range(len(text)):
+        if any(stop.startswith(text[i:]) for stop in stops):
+            return text[:i], text[i:], ""
+    return text, "", ""
+
+
 # --------------------------------------------------------------------------------------------------
 # 11. Tokenizer
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces, as in GGUF
+
+
+@dataclass
+class Vocabulary:
+    """What the files of a tokenizer say, whatever their format. Raises ValueError."""
+
+    pieces: list[str]  # by id
+    types: list[int]  # of each
+    scores: list[float] | None = None  # of a SentencePiece vocabulary, which sentencepiece runs
+    tokenizer_json: dict[str, Any] | None = None  # of others: the file's content, for tokenizers
+    bos_id: int | None = 1  # None: it has none
+    eos_id: int | None = 2
+    unknown_id: int = 0  # of SentencePiece
+    stop_ids: tuple[int, ...] = ()  # others that end a text
+    add_bos: bool = True  # a text begins with BOS
+    add_space_prefix: bool = True  # and with a space
+    remove_extra_whitespaces: bool = False
+    chat_template: str = ""  # in Jinja; "": it was not trained to converse, or does not say how
+
+    def __post_init__(self) -> None:
+        V = len(self.pieces)
+        for name in ("types", "scores"):
+            column = getattr(self, name)
+            if column is not None and len(column) != V:
+                raise ValueError(f"{name} has {len(column)} values for {V} tokens")
+        self.types = [*self.types]
+        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
+            raise ValueError(f"a type of a token is not {NORMAL} to {BYTE}")
+        # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
+        control = [i for i in (self.bos_id, self.eos_id) if i is not None]
+        control += [i for i in self.stop_ids if self.types[self.check_id(i)] == USER_DEFINED]
+        for token_id in control:
+            self.types[self.check_id(token_id)] = CONTROL
+        if self.scores is not None:
+            self.types[self.check_id(self.unknown_id)] = UNKNOWN
+
+    def check_id(self, token_id: int) -> int:
+        """The id. Raises ValueError if no piece has it."""
+        if not 0 <= token_id < len(self.pieces):
+            raise ValueError(f"token id {token_id}; expected 0 to {len(self.pieces) - 1}")
+        return token_id
+
 
 class Tokenizer:
-    """SentencePiece, or byte-level BPE as Llama 3 has it. Text never becomes a control token."""
+    """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
-    def __init__(self, keys: Mapping[str, Any], stop_ids: Iterable[int] = ()) -> None:
-        """`keys` of a GGUF file; `stop_ids` end a text besides EOS. Raises ValueError."""
-        self.keys = keys
-        self.get = partial(lookup, keys)  # by name, type and default
-        self.is_bpe = choose(keys, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
-        self.read_pieces()
-        for token_id in stop_ids:
-            if self.types[self.check_id(token_id, "stop id")] == USER_DEFINED:
-                self.types[token_id] = CONTROL  # no text may become it
-        self.bos_id = self.role_id("bos", 1, CONTROL)  # which some converters mark as NORMAL
-        self.eos_id = self.role_id("eos", 2, CONTROL)
+    The engine knows each control token by a secret text, its mark. encode_chat() alone writes them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.pieces, self.types = vocabulary.pieces, vocabulary.types
+        self.vocab_size = len(self.pieces)
+        self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
+        self.add_bos = vocabulary.add_bos
+        self.chat_template = vocabulary.chat_template
         special = (CONTROL, USER_DEFINED)
         self.special_ids = {self.pieces[i]: i for i, t in enumerate(self.types) if t in special}
-        self.chat_template = self.get("tokenizer.chat_template", str, "")  # in Jinja; not executed
-        is_smollm = self.get("tokenizer.ggml.pre", str, "") == "smollm"
-        self.add_bos = self.get("tokenizer.ggml.add_bos_token", bool, not is_smollm)
-        prefix = self.get("tokenizer.ggml.add_space_prefix", bool, True)
-        self.strips_space = prefix and not self.is_bpe  # decode() takes off what encode() adds
-        if self.is_bpe:  # without control tokens, which so cannot come from text
-            self.bpe = self.build_bpe((NORMAL, USER_DEFINED))
+        self.secret = f"\ue000{secrets.randbelow(10**18)}"
+        self.marks = {}
+        for text, token_id in self.special_ids.items():
+            if self.types[token_id] == CONTROL and text:
+                self.marks[text] = f"{self.secret}:{token_id}\ue000"
+        longest_first = sorted(self.marks, key=len, reverse=True)
+        self.control_texts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        content = vocabulary.tokenizer_json
+        self.byte_level = content is not None and "ByteLevel" in json.dumps(content["decoder"])
+        self.strips_space = vocabulary.add_space_prefix and not self.byte_level
+        if content is not None:
+            self.engine = open_tokenizers(content, self.marks)
         else:
-            self.build_sentencepiece()
-
-    @classmethod
-    def from_file(cls, path: str | Path, config: Config | None = None) -> Tokenizer:
-        """Read tokenizer.model or .json and what the files beside it say. Raises ValueError."""
-        path = Path(path)
-        config = config or Config(vocab_size=2**18)
-        read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
-        with reading(path):
-            keys = read(path, config)
-            settings = read_json(path.with_name("tokenizer_config.json"))
-            keys["add_bos_token"] = settings.get("add_bos_token", keys["add_bos_token"])
-            keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-            keys["tokenizer.chat_template"] = read_chat_template(path.parent)
-            return cls(keys, (config.bos_token_id, config.eos_token_id, *config.stop_token_ids))
-
-    @classmethod
-    def from_gguf(cls, gguf: GGUF | str | Path) -> Tokenizer:
-        """The vocabulary inside a GGUF file. Raises ValueError."""
-        gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
-        keys = {k: v for k, v in gguf.metadata.items() if k.startswith("tokenizer.")}
-        with reading(gguf.path):
-            return cls(keys, gguf.stop_ids())
-
-    def read_pieces(self) -> None:
-        """The texts, types and scores of all pieces. Raises ValueError."""
-        self.pieces: list[str] = self.get("tokenizer.ggml.tokens", list)
-        self.vocab_size = len(self.pieces)
-        normal = [NORMAL] * self.vocab_size
-        unscored = [0.0] * self.vocab_size if self.is_bpe else None
-        self.types = [*self.get("tokenizer.ggml.token_type", list, normal)]
-        self.scores = self.get("tokenizer.ggml.scores", list, unscored)
-        for name, column in (("token_type", self.types), ("scores", self.scores)):
-            if len(column) != self.vocab_size:
-                found = f"{len(column)} values for {self.vocab_size} tokens"
-                raise ValueError(f"tokenizer.ggml.{name} has {found}")
-        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
-            raise ValueError(f"tokenizer.ggml.token_type is not {NORMAL} to {BYTE}")
-
-    def check_id(self, token_id: int, name: str = "token id") -> int:
-        """The id. Raises ValueError if no piece has it."""
-        if not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"{name} {token_id}; expected 0 to {self.vocab_size - 1}")
-        return token_id
-
-    def role_id(self, role: str, default: int, kind: int) -> int:
-        """The id of a role, whose piece gets the type `kind`. Raises ValueError."""
-        key = f"tokenizer.ggml.{role}_token_id"
-        token_id = self.check_id(self.get(key, int, default), key)
-        self.types[token_id] = kind
-        return token_id
-
-    def build_sentencepiece(self) -> None:
-        """Make SentencePiece's processors, of which the second puts no space in front of a text."""
-        self.role_id("unknown", 0, UNKNOWN)  # which some converters mark as CONTROL
-        trainer = {
-            MODEL_TYPE: BPE,
-            BYTE_FALLBACK: self.types.count(BYTE) == 256,
-            BOS_PIECE: self.pieces[self.bos_id].encode(),
-            EOS_PIECE: self.pieces[self.eos_id].encode(),
-        }
-        remove = self.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        normalizer = {ADD_DUMMY_PREFIX: self.strips_space, REMOVE_EXTRA_WHITESPACES: remove}
-        model = protobuf({TRAINER_SPEC: protobuf(trainer), NORMALIZER_SPEC: protobuf(normalizer)})
-        messages = [model]
-        for piece, score, kind in zip(self.pieces, self.scores, self.types):
-            text = piece.replace(" ", "\u2581") if kind == USER_DEFINED else piece
-            message = protobuf({PIECE: text.encode(), SCORE: float(score), TYPE: kind})
-            messages.append(protobuf({PIECES: message}))
-        self.sp = open_sentencepiece(b"".join(messages))
-        no_prefix = protobuf({NORMALIZER_SPEC: protobuf({ADD_DUMMY_PREFIX: False})})
-        messages.append(no_prefix)  # appending one message to another merges them
-        self.sp_no_prefix = open_sentencepiece(b"".join(messages))
-
-    def build_bpe(self, types: Collection[int]) -> Any:
-        """A tokenizers.Tokenizer that knows the pieces of these types."""
-        import tokenizers
-
-        pre = choose(self.keys, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
-        ids = [i for i, kind in enumerate(self.types) if kind in types]
-        vocab = {self.pieces[i]: i for i in ids}
-        pairs = []
-        for merge in self.get("tokenizer.ggml.merges", list):
-            pairs.append(tuple(merge.split(" ")))
-            if merge.replace(" ", "", 1) not in vocab:
-                raise ValueError(f"tokenizer.ggml.merges has {merge!r:.60}, which makes no piece")
-        content = {
-            "model": {"type": "BPE", "vocab": {}, "merges": []},  # replaced below
-            "pre_tokenizer": PRE_TOKENIZERS[pre],
-            "decoder": DECODER,
-        }
-        bpe = tokenizers.Tokenizer.from_str(json.dumps(content))
-        # Llama 3 takes a word that is a piece as it is, whatever its merges would make of it.
-        bpe.model = tokenizers.models.BPE(vocab, pairs, ignore_merges=pre != "smollm")
-        for i in ids:
-            if self.types[i] != NORMAL:
-                special = self.types[i] == CONTROL
-                token = tokenizers.AddedToken(self.pieces[i], special=special, normalized=False)
-                bpe.add_tokens([token])
-        if CONTROL in types and self.add_bos:
-            bos = self.pieces[self.bos_id]
-            bpe.post_processor = tokenizers.processors.TemplateProcessing(
-                [bos, "$A"], special_tokens=[(bos, self.bos_id)]
-            )
-        return bpe
+            model = sentencepiece_model(vocabulary, self.marks)
+            self.engine = open_sentencepiece(model)
+            # Appending a message of protobuf to another merges them.
+            no_prefix = protobuf({3: protobuf({3: 0})})  # normalizer_spec { add_dummy_prefix }
+            self.engine_no_prefix = open_sentencepiece(model + no_prefix)
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
         """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says).
 
-        `first`: it begins a text, where SentencePiece adds a space.
+        `first`: it begins a text, where a SentencePiece vocabulary may add a space.
         """
         if not isinstance(text, str):
             raise TypeError(f"encode() takes one text (str), not a {type(text).__name__}")
+        ids = self.encode_marked(text, first)
+        if self.bos_id is not None and (self.add_bos if bos is None else bos):
+            return [self.bos_id, *ids]
+        return ids
+
+    def encode_marked(self, text: str, first: bool = True) -> list[int]:
+        """Ids of a text in which marks stand for control tokens."""
         text = well_formed(text)
-        if self.is_bpe:
-            ids = self.bpe.encode(text, add_special_tokens=False).ids
-        elif first:
-            ids = self.sp.encode(text)
-        else:
-            ids = self.sp_no_prefix.encode(text)
-        add_bos = self.add_bos if bos is None else bos
-        return [self.bos_id, *ids] if add_bos else ids
+        if self.vocabulary.tokenizer_json is not None:
+            return self.engine.encode(text, add_special_tokens=False).ids
+        if first and not text.startswith(self.secret):
+            return self.engine.encode(text)
+        return self.engine_no_prefix.encode(text)
+
+    def mark(self, text: str) -> str:
+        """The text with marks in place of the texts of control tokens."""
+        return self.control_texts.sub(lambda match: self.marks[match[0]], text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids (a list, tensor or array) -> text. Control tokens are silent. Raises ValueError."""
-        return "".join(StreamDecoder(self).pieces(ids))
+        return "".join(StreamDecoder(self).texts(ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, which may be a part of a character. Raises ValueError."""
-        i = self.check_id(operator.index(token_id))
-        text, kind = self.pieces[i], self.types[i]
-        if kind == CONTROL or (kind == UNUSED and self.is_bpe):
+        i = self.vocabulary.check_id(operator.index(token_id))
+        text, piece_type = self.pieces[i], self.types[i]
+        if piece_type == CONTROL or (piece_type == UNUSED and self.byte_level):
             return b""
-        if kind == BYTE:
+        if piece_type == BYTE:
             return bytes.fromhex(text[3:5])  # of <0xE2>
-        if kind == UNKNOWN:
+        if piece_type == UNKNOWN:
             return " \u2047 ".encode()
-        if not self.is_bpe:
+        if not self.byte_level:
             return text.replace("\u2581", " ").encode()
-        if kind == NORMAL and BYTES.keys() >= {*text}:
+        if piece_type == NORMAL and BYTES.keys() >= {*text}:
             return bytes(BYTES[character] for character in text)
         return text.encode()
 
-    def hf_files(self, config: Config) -> dict[str, Any]:
-        """A Hugging Face directory's files for it: names, and bytes or what becomes JSON."""
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast" if self.is_bpe else "LlamaTokenizer",
-            "bos_token": self.pieces[self.bos_id],
-            "eos_token": self.pieces[config.eos_token_id],
-            "add_bos_token": self.add_bos,
-            "chat_template": self.chat_template or None,
-            "clean_up_tokenization_spaces": False,
-            "legacy": False,
-        }
-        if self.is_bpe:
-            model = self.build_bpe((NORMAL, USER_DEFINED, CONTROL)).to_str().encode()
-            return {"tokenizer_config.json": settings, "tokenizer.json": model}
-        model = self.sp.serialized_model_proto()
-        return {"tokenizer_config.json": settings, "tokenizer.model": model}
 
-    def vocabulary(self, count: int) -> dict[str, Any]:
-        """GGUF's keys for it, with unused pieces up to `count`."""
-        more = range(self.vocab_size, count)
-        keys = dict(self.keys)
-        keys["tokenizer.ggml.tokens"] = self.pieces + [f"[PAD{i}]" for i in more]
-        keys["tokenizer.ggml.token_type"] = self.types + [UNUSED] * len(more)
-        if not self.is_bpe:
-            keys["tokenizer.ggml.scores"] = self.scores + [0.0] * len(more)
-        return keys
+# The characters that stand for bytes in byte-level pieces: printable ones stand for themselves.
+OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any:
+    """tokenizers' engine for a tokenizer.json, with marks for control tokens. Raises ValueError."""
+    import tokenizers
+
+    model = dict(content["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
+        if marks.keys() & vocab.keys():  # no merge may make one
+            merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
+            model["merges"] = [m for m in merges if m.replace(" ", "", 1) not in marks]
+    else:  # Unigram
+        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
+    added = []
+    for token in content.get("added_tokens") or []:
+        added.append({**token, "content": marks.get(token["content"], token["content"])})
+    text = json.dumps({**content, "model": model, "added_tokens": added})
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
+
+
+def open_sentencepiece(model: bytes) -> Any:
+    """SentencePiece's processor for a model. Raises ValueError."""
+    import sentencepiece
+
+    sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(model)
+    except RuntimeError as error:
+        raise ValueError(f"not a SentencePiece model: {error}") from error
+    return processor
+
+
+def sentencepiece_model(vocabulary: Vocabulary, marks: Mapping[str, str] = {}) -> bytes:
+    """The vocabulary as a tokenizer.model (sentencepiece_model.proto); marked pieces are texts."""
+    trainer: dict[int, Any] = {
+        3: 2,  # model_type: BPE
+        35: vocabulary.types.count(BYTE) == 256,  # byte_fallback
+    }
+    for number, token_id in ((46, vocabulary.bos_id), (47, vocabulary.eos_id)):
+        if token_id is not None:  # bos_piece and eos_piece
+            trainer[number] = vocabulary.pieces[token_id].encode()
+    normalizer = {
+        3: vocabulary.add_space_prefix,  # add_dummy_prefix
+        4: vocabulary.remove_extra_whitespaces,
+    }
+    model = protobuf({2: protobuf(trainer), 3: protobuf(normalizer)})
+    messages = [model]
+    scores = vocabulary.scores or []
+    for piece, score, piece_type in zip(vocabulary.pieces, scores, vocabulary.types):
+        if piece in marks:
+            piece, piece_type = marks[piece], USER_DEFINED
+        if piece_type == USER_DEFINED:
+            piece = piece.replace(" ", "\u2581")
+        message = protobuf({1: piece.encode(), 2: float(score), 3: piece_type})
+        messages.append(protobuf({1: message}))
+    return b"".join(messages)
+
+
+def varint(number: int) -> bytes:
+    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
+    if number < 128:
+        return bytes([number])
+    return bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def protobuf(fields: Mapping[int, Any]) -> bytes:
+    """A message of fields by their numbers: integers, floats or bytes."""
+    message = b""
+    for number, value in fields.items():
+        if isinstance(value, float):
+            message += varint(number << 3 | 5) + struct.pack("<f", value)
+        elif isinstance(value, int):
+            message += varint(number << 3) + varint(value)
+        else:
+            message += varint(number << 3 | 2) + varint(len(value)) + value
+    return message
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
@@ -1143,19 +1025,19 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
         self.tokenizer = tokenizer
         self.strip = first and tokenizer.strips_space
-        errors = "replace" if tokenizer.is_bpe else "replace_each_byte"
+        errors = "replace" if tokenizer.byte_level else "replace_each_byte"
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
         data = self.tokenizer.token_bytes(token_id)
-        kind = self.tokenizer.types[token_id]
+        piece_type = self.tokenizer.types[token_id]
         text = ""
-        if kind != BYTE and not self.tokenizer.is_bpe:
+        if piece_type != BYTE and not self.tokenizer.byte_level:
             text = self.flush()  # bytes before it stay incomplete
-        if self.strip and kind not in (BYTE, UNKNOWN):
+        if self.strip and piece_type not in (BYTE, UNKNOWN):
             data = data.removeprefix(b" ")
-        if kind != CONTROL:
+        if piece_type != CONTROL:
             self.strip = False
         return text + self.utf8.decode(data)
 
@@ -1163,7 +1045,7 @@ class StreamDecoder:
         """The rest at the end: U+FFFD for bytes that did not complete a character."""
         return self.utf8.decode(b"", final=True)
 
-    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
+    def texts(self, ids: Iterable[int]) -> Iterator[str]:
         """The texts that ids complete, one by one, and the rest at the end."""
         for token_id in ids:
             yield self.decode(token_id)
@@ -1172,235 +1054,272 @@ class StreamDecoder:
 
 # --------------------------------------------------------------------------------------------------
 # 12. Chat
+#
+# A model's chat template, in Jinja, writes a conversation as text. It is rendered as transformers
+# does it, in Jinja's sandbox: it sees roles and texts, no file and no object of ours.
+
+CHAT_TEMPLATES = {  # for models that bring none, by name; every tag strips the white space around it
+    "llama-2": r"""
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
+        {{- raise_exception('expected the roles [system,] user, assistant, user, ...') }}
+    {%- elif message.role == 'user' %}
+        {%- set content = system + message.content if loop.first else message.content %}
+        {{- bos_token + ' [INST] ' + content | trim + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content | trim + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}""",
+    "llama-3": r"""
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
+    {{- message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}""",
+    "chatml": r"""
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}""",
+    "mistral": r"""
+{{- bos_token }}
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content + '\n\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
+        {{- raise_exception('expected the roles [system,] user, assistant, user, ...') }}
+    {%- elif message.role == 'user' %}
+        {{- '[INST] ' + (system if loop.last else '') + message.content + '[/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}""",
+    "vicuna": r"""
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {{- message.content | trim + '\n\n' }}
+    {%- elif message.role == 'user' %}
+        {{- 'USER: ' + message.content | trim + '\n' }}
+    {%- else %}
+        {{- 'ASSISTANT: ' + message.content | trim + eos_token + '\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'ASSISTANT:' }}
+{%- endif %}""",
+    "zephyr": r"""
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\n' + message.content + eos_token + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>\n' }}
+{%- endif %}""",
+}
 
 
-@dataclass(frozen=True)
-class ChatFormat:
-    """How a family of models was trained to converse.
-
-    <s> is BOS, </s> is EOS, {} a message, {-} one without white space around it. Tags are encoded as
-    tokens of their own where the vocabulary has them, else as text.
-    """
-
-    name: str
-    tags: tuple[str, ...]  # begin or end a role; like EOS, they end an answer
-    template_has: tuple[str, ...]  # texts by which its chat template is recognised
-    template_lacks: tuple[str, ...] = ()  # texts of other formats
-    turn: str = ""  # of each ROLE that has no form of its own:
-    user: str = ""
-    assistant: str = ""  # after the last question, the model continues from what is before the {}
-    system: str = ""
-    start: str = ""
-    system_in: int | None = None  # the index of the question that includes the system message
-    as_tokens: bool = False  # only for vocabularies with a token for each tag
-    variant: str = ""  # only for templates with this text
-    default_system: str | None = None  # where none is given
-
-    def form(self, role: str) -> str:
-        """A message of that role and what is around it."""
-        return getattr(self, role) or self.turn.replace("ROLE", role)
-
-    def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Those of the tags that are tokens of the vocabulary."""
-        special_ids = tokenizer.special_ids
-        return {tag: special_ids[tag] for tag in self.tags if tag in special_ids}
+def find_template(tokenizer: Tokenizer, template: str | None) -> str:
+    """A template by its name in CHAT_TEMPLATES, a text in Jinja, or (None) the tokenizer's own."""
+    if template is None:
+        template = tokenizer.chat_template
+        if not template.strip():
+            warnings.warn("the model has no chat template: llama-2 is assumed", stacklevel=3)
+            template = "llama-2"
+    if template not in CHAT_TEMPLATES and "{" not in template:
+        expected = f"{', '.join(CHAT_TEMPLATES)} or a text in Jinja"
+        raise ValueError(f"the chat template is {template!r:.60}; expected {expected}")
+    return CHAT_TEMPLATES.get(template, template)
 
 
-MISTRAL = ChatFormat(  # versions 2 and 3 of mistral-common, as of Mistral 7B Instruct v0.3
-    "mistral",
-    ("[INST]", "[/INST]"),
-    template_has=("[INST]",),
-    template_lacks=("[SYSTEM_PROMPT]",),
-    start="<s>",
-    user="[INST] {}[/INST]",
-    assistant=" {-}</s>",
-    system="{}\n\n",
-    system_in=-1,
-    as_tokens=True,
-)
-LLAMA_3_CHAT = ChatFormat(
-    "llama-3",
-    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
-    template_has=("<|start_header_id|>",),
-    turn="<|start_header_id|>ROLE<|end_header_id|>\n\n{-}<|eot_id|>",
-    start="<s>",
-)
-CHATML = ChatFormat(  # OpenHermes 2.5 and many others
-    "chatml",
-    ("<|im_start|>", "<|im_end|>"),
-    template_has=("<|im_start|>",),
-    turn="<|im_start|>ROLE\n{}<|im_end|>\n",
-)
-KNOWLEDGE = "Cutting Knowledge Date: December 2023"
-SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+@functools.cache
+def compile_template(template: str) -> Any:
+    """A chat template in Jinja's sandbox, with what transformers gives it."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CHAT_FORMATS = (
-    ChatFormat(  # Meta's generation.py, with its space after BOS; each turn ends with EOS
-        "llama-2",
-        ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
-        template_has=("[INST]", "<<SYS>>"),
-        user="<s> [INST] {-} [/INST]",
-        assistant=" {-} </s>",
-        system="<<SYS>>\n{}\n<</SYS>>\n\n",
-        system_in=0,
-    ),
-    replace(  # Llama 3.1 to 3.3
-        LLAMA_3_CHAT,
-        variant=KNOWLEDGE,
-        system="<|start_header_id|>system<|end_header_id|>\n\n"
-        f"{KNOWLEDGE}\nToday Date: {{date}}\n\n{{-}}<|eot_id|>",
-        default_system="",
-    ),
-    LLAMA_3_CHAT,
-    MISTRAL,
-    replace(  # version 1: v0.1 and v0.2, whose first templates had no space before [INST]
-        MISTRAL, user=" [INST] {} [/INST]", assistant=" {}</s>", system_in=0, as_tokens=False
-    ),
-    ChatFormat(  # Zephyr 7B, TinyLlama Chat
-        "zephyr",
-        ("<|assistant|>", "<|user|>", "<|system|>"),
-        template_has=("<|assistant|>", "eos_token"),
-        template_lacks=("<|end|>", "<|endoftext|>"),
-        turn="<|ROLE|>\n{}</s>\n",
-    ),
-    ChatFormat(  # Vicuna 1.1 and 1.5, as in the published templates and llama.cpp; FastChat, which
-        "vicuna",  # trained it, has a space where these have a newline, and none after </s>
-        ("USER:", "ASSISTANT:"),
-        template_has=("USER: ", "ASSISTANT: "),
-        template_lacks=("SYSTEM: ",),
-        start="<s>",
-        user="USER: {-}\n",
-        assistant="ASSISTANT: {-}</s>\n",
-        system="{-}\n\n",
-    ),
-    replace(CHATML, variant=SMOLLM, default_system=SMOLLM),  # SmolLM2
-    CHATML,
-)
-CHAT_FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in CHAT_FORMATS))
+    if tuple(map(int, jinja2.__version__.split(".")[:3])) < (3, 1, 6):
+        advice = "its sandbox has known holes: pip install --upgrade jinja2"
+        raise ValueError(
+            f"chat templates need jinja2 3.1.6 or newer, not {jinja2.__version__}: {advice}"
+        )
 
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
 
-def recognise_chat_format(template: str) -> str | None:
-    """The name of a chat template's format, None if it is not known. Nothing is executed."""
-    for row in CHAT_FORMATS:
-        has = all(text in template for text in row.template_has)
-        if has and not any(text in template for text in row.template_lacks):
-            return row.name
-    return None
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-
-def find_chat_format(tokenizer: Tokenizer, name: str | None) -> ChatFormat:
-    """The format of that name, or else of the chat template. Raises ValueError if it is unknown."""
-    template = tokenizer.chat_template
-    wanted = name or recognise_chat_format(template)
-    for row in CHAT_FORMATS:
-        has_tokens = len(row.tag_ids(tokenizer)) == len(row.tags)
-        if row.name == wanted and row.variant in template and (has_tokens or not row.as_tokens):
-            return row
-    asked = (
-        f"is named {name!r}" if name else f"has the template {' '.join(template.split())[:60]!r}"
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    choices = ", ".join(CHAT_FORMAT_NAMES)
-    raise ValueError(f"no known chat format {asked}; choose --chat-format (chat_format): {choices}")
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # transformers' tag around what an assistant says; it prints what is inside.
+    template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
+    template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
+    return environment.from_string(template)
+
+
+def render(
+    tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], **variables: Any
+) -> str:
+    """The text that a template makes of messages. Raises ValueError where it fails."""
+    given: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
+    for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        given[name] = "" if token_id is None else tokenizer.pieces[token_id]
+    try:
+        return compile_template(template).render(messages=messages, **{**given, **variables})
+    except Exception as error:  # whatever a template's expressions raise
+        problem = f"{type(error).__name__}: {error}" if not str(error) else error
+        raise ValueError(f"the chat template: {problem}") from error
+
+
+def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the messages, with a text each. Raises ValueError for what is no message."""
+    checked = []
+    for message in messages:
+        try:
+            content = message.get("content")
+            if isinstance(content, (list, tuple)):  # OpenAI's parts
+                content = "\n".join(part["text"] for part in content)
+            calls_tools = content is None and message.get("tool_calls")
+            if not isinstance(message["role"], str) or not (
+                calls_tools or isinstance(content, str)
+            ):
+                raise TypeError
+        except (AttributeError, LookupError, TypeError):  # the content may be private: not quoted
+            raise ValueError("expected messages with a role, and text alone as content") from None
+        checked.append({**message, "content": content})
+    if not checked:
+        raise ValueError("there are no messages; expected one at least")
+    return checked
+
+
+def hide_control_texts(value: Any, tokenizer: Tokenizer) -> Any:
+    """Texts, and lists and dicts of them, in which a sign stands for each control token's text."""
+    if isinstance(value, str):
+        sign = f"{tokenizer.secret};{{}};"
+        return tokenizer.control_texts.sub(
+            lambda m: sign.format(tokenizer.special_ids[m[0]]), value
+        )
+    if isinstance(value, Mapping):
+        return {key: hide_control_texts(item, tokenizer) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide_control_texts(item, tokenizer) for item in value]
+    return value
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Iterable[Mapping[str, Any]],
+    template: str | None = None,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> list[int]:
+    """Messages {"role", "content"} -> ids, those of transformers' apply_chat_template().
+
+    `template`: a name in CHAT_TEMPLATES or a text in Jinja (None: the tokenizer's own), which sees
+    `variables`, such as tools. The ids end where an answer begins, or with a final message that is
+    to be continued. Raises ValueError for messages that the template refuses.
+    """
+    end = f"{tokenizer.secret}!"
+    turns = hide_control_texts(check_messages(messages), tokenizer)
+    if continue_final_message:
+        turns[-1]["content"] = f"{turns[-1]['content'] or ''}{end} "
+    variables = hide_control_texts(variables, tokenizer)
+    variables["add_generation_prompt"] = not continue_final_message
+    text = render(tokenizer, find_template(tokenizer, template), turns, **variables)
+    if continue_final_message:
+        text, shown, rest = text.rpartition(end)
+        if not shown:
+            raise ValueError("the chat template leaves out the final message")
+        if not rest.startswith(" "):  # it takes off white space at the end of a message
+            text = text.rstrip()
+    # What the template wrote becomes control tokens, what stands in messages does not.
+    text = tokenizer.mark(text)
+    text = re.sub(f"{tokenizer.secret};(\\d+);", lambda m: tokenizer.pieces[int(m[1])], text)
+    return tokenizer.encode_marked(text)
 
 
 class ChatStops(NamedTuple):
     """What ends an answer besides EOS."""
 
     ids: list[int]
-    texts: list[str]  # which messages must not have
+    texts: list[str]
 
 
-def chat_stops(tokenizer: Tokenizer, chat_format: str | None = None) -> ChatStops:
-    """The tags of a chat format (None: the tokenizer's own) as ids and texts. Raises ValueError."""
-    row = find_chat_format(tokenizer, chat_format)
-    ids = row.tag_ids(tokenizer)
-    texts = []
-    for tag in row.tags:
-        if tag not in ids or tokenizer.types[ids[tag]] != CONTROL:
-            texts.append(tag)
-    return ChatStops([*ids.values()], texts)
+def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
+    """What a template (None: the tokenizer's own) writes behind an assistant's message."""
+    template = find_template(tokenizer, template)
+    answer, question = f"{tokenizer.secret}a", f"{tokenizer.secret}q"
+    turns = [("user", "hi"), ("assistant", answer), ("user", question)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    for count in (2, 3):  # behind the last message may be nothing
+        with suppress(ValueError):  # a template may refuse either
+            text = render(tokenizer, template, messages[:count])
+            end = text.partition(answer)[2].partition(question)[0].strip()
+            for special in sorted(tokenizer.special_ids, key=len, reverse=True):
+                if special and end.startswith(special):
+                    return ChatStops([tokenizer.special_ids[special]], [])
+            if end:
+                return ChatStops([], [end])
+    return ChatStops([], [])
 
 
-class Turn(NamedTuple):
-    """A message of a chat."""
-
-    role: str
-    text: str
-
-
-def check_messages(messages: Sequence[Mapping], tags: Sequence[str]) -> list[Turn]:
-    """The turns. Raises ValueError for roles out of order, what is no text, tags in a text."""
-    turns = []
-    for message in messages:
-        try:
-            content = message["content"]
-            parts = [{"text": content}] if isinstance(content, str) else content  # OpenAI's parts
-            text = "\n".join(part["text"] for part in parts)
-            turns.append(Turn(message["role"], text))
-        except (LookupError, TypeError):  # the content is not quoted: it may be private
-            raise ValueError("expected messages with a role, and text alone as content") from None
-    roles = [turn.role for turn in turns]
-    asked = roles[1:] if roles[:1] == ["system"] else roles
-    if asked != [*["user", "assistant"] * (len(asked) // 2), "user"]:
-        order = "[system,] user, assistant, ..., user; join messages of one role in a row"
-        raise ValueError(f"expected the roles {order}; found: {', '.join(map(str, roles))}")
-    for turn in turns:
-        for tag in tags:
-            if tag in turn.text:
-                raise ValueError(f"the {turn.role} message contains the reserved tag {tag}")
-    return turns
-
-
-def place_system(row: ChatFormat, turns: list[Turn]) -> list[Turn]:
-    """The turns with the system message where the format has it."""
-    if turns[0].role != "system" and row.default_system is not None:
-        turns = [Turn("system", row.default_system), *turns]
-    if turns[0].role == "system" and row.system_in is not None:
-        system = row.system.replace("{}", turns[0].text)
-        turns = turns[1:]
-        question = turns[row.system_in].text
-        turns[row.system_in] = Turn("user", system + question)
-    return turns
-
-
-def encode_chat(
+def chat(
+    model: Llama,
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    chat_format: str | None = None,
-    date_string: str | None = None,
-) -> list[int]:
-    """Messages {"role", "content"} -> ids, those of transformers with `"legacy": false`.
+    messages: Iterable[Mapping[str, Any]],
+    template: str | None = None,
+    stop: str | Sequence[str] = (),
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] = {},
+    **options: Any,
+) -> TextStream:
+    """The answer to messages as text, by the model's own template: see encode_chat().
 
-    `chat_format`: one of CHAT_FORMAT_NAMES (None: the tokenizer's own). `date_string`: the date in
-    Llama 3.1's system message (None: that of its template, the same every day). Raises ValueError
-    for roles out of order and for tags in a message, which could impersonate another role.
+    It ends with EOS, where the template ends an answer, or before a text of `stop`. `options` are
+    generate()'s.
     """
-    row = find_chat_format(tokenizer, chat_format)
-    turns = check_messages(messages, chat_stops(tokenizer, chat_format).texts)
-    forms = [(row.start, "")]
-    for turn in place_system(row, turns):
-        forms.append((row.form(turn.role), turn.text))
-    cue = row.form("assistant").partition("{")[0].rstrip(" ")
-    forms.append((cue, ""))
-    tokens = {"<s>": tokenizer.bos_id, "</s>": tokenizer.eos_id, **row.tag_ids(tokenizer)}
-    places = "|".join(map(re.escape, (*tokens, "{}", "{-}", "{date}")))
-    ids: list[int] = []
-    between = ""  # all text between two tokens is encoded together
-    for form, text in forms:
-        texts = {"{}": text, "{-}": text.strip(), "{date}": date_string or "26 Jul 2024"}
-        for part in re.split(f"({places})", form):
-            if part in tokens:
-                ids += tokenizer.encode(between, bos=False, first=not ids)
-                ids.append(tokens[part])
-                between = ""
-            else:
-                between += texts.get(part, part)
-    return ids + tokenizer.encode(between, bos=False, first=not ids)
+    ids = encode_chat(tokenizer, messages, template, continue_final_message, **variables)
+    ends = chat_stops(tokenizer, template)
+    stops = [stop] if isinstance(stop, str) else stop
+    config = model.config
+    stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id, *ends.ids}
+    options = {"stop": [*stops, *ends.texts], "stop_ids": stop_ids, **options}
+    return stream_text(model, tokenizer, ids, strip=not continue_final_message, **options)
 
 
 # ==================================================================================================
 # Part III: Files
 # ==================================================================================================
+
+import importlib.util
+import io
+import mmap
+import os
+import stat
+import zipfile
+from collections import Counter
+from contextlib import closing, contextmanager
+from dataclasses import field
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
 
 # --------------------------------------------------------------------------------------------------
 # 13. Quantised weights
@@ -1553,6 +1472,11 @@ class Quantized(nn.Module):
     def blocks(self) -> Tensor:
         """uint8 (rows, bytes per row)."""
         return getattr(self, self.ggml_type)
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix, dequantised: float32 (out, in)."""
+        return dequantize(self.blocks, self.ggml_type)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
@@ -1744,7 +1668,6 @@ class Checkpoint:
     config: Config
     weights: dict[str, Weight]  # by the names of this file
     read_tokenizer: Callable[[], Tokenizer]
-    chat_template: str = ""  # empty: it does not claim to be tuned for conversation
     metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
 
     @functools.cached_property
@@ -1765,11 +1688,6 @@ class FileError(ValueError):
 def printable(text: str) -> str:
     """Text from a file, safe for a terminal: unprintable characters become "?"."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-
-
-def well_formed(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 @contextmanager
@@ -2000,13 +1918,6 @@ class GGUF:
             self.weights[name] = weight
             end = start + weight.nbytes
 
-    def stop_ids(self) -> tuple[int, ...]:
-        """The ids besides EOS that end a text: end of turn, end of message."""
-        eos = lookup(self.metadata, "tokenizer.ggml.eos_token_id", int, 2)
-        keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eot", "eom")]
-        ids = dict.fromkeys(lookup(self.metadata, key, int, eos) for key in keys)
-        return tuple(token_id for token_id in ids if token_id != eos)
-
 
 def split_weights(file: GGUF) -> dict[str, Weight]:
     """All tensors of the first of several GGUF files, and of the others. Raises ValueError."""
@@ -2037,7 +1948,7 @@ def open_gguf(path: Path) -> Checkpoint:
         "vocab_size": len(lookup(metadata, "tokenizer.ggml.tokens", list)),
         "rope_scaling_factor": factor if factor and scaling != "none" else 1.0,
         "tie_word_embeddings": "output.weight" not in weights,
-        "stop_token_ids": file.stop_ids(),
+        "stop_token_ids": gguf_stop_ids(metadata),
     }
     # Try each type on one block, so that an unsupported one is refused before anything is loaded.
     for ggml_type, weight in {w.ggml_type: w for w in weights.values()}.items():
@@ -2052,8 +1963,7 @@ def open_gguf(path: Path) -> Checkpoint:
         format=f"GGUF version {file.version}" + (f", {file.parts} parts" if file.parts > 1 else ""),
         config=config,
         weights=rename(weights, "gguf", config),
-        read_tokenizer=partial(Tokenizer.from_gguf, file),
-        chat_template=lookup(metadata, "tokenizer.chat_template", str, ""),
+        read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
         metadata={k: v for k, v in metadata.items() if k.startswith("general.")},
     )
 
@@ -2218,7 +2128,6 @@ def open_hf(folder: Path, suffix: str) -> Checkpoint:
         config=config,
         weights=rename(weights, "ours", config),
         read_tokenizer=partial(read_folder_tokenizer, folder, config),
-        chat_template=read_chat_template(folder),
     )
 
 
@@ -2228,7 +2137,7 @@ def read_folder_tokenizer(folder: Path, config: Config) -> Tokenizer:
     found = [folder / name for name in names if (folder / name).is_file()]
     if not found:
         raise FileNotFoundError(f"{folder}: no tokenizer.model or tokenizer.json")
-    return Tokenizer.from_file(found[0], config)
+    return Tokenizer(read_vocabulary(found[0], config))
 
 
 def read_chat_template(folder: Path) -> str:
@@ -2301,62 +2210,116 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
         config=config,
         weights=rename(weights, "meta", config),
         read_tokenizer=partial(read_folder_tokenizer, folder, config),
-        chat_template=read_chat_template(folder),
     )
 
 
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
-#
-# Whatever file a vocabulary is in, it is read as the keys of a GGUF file. These make a Tokenizer, and
-# these are saved: what they cannot say is refused where it is read.
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 
-# A SentencePiece model is a protobuf message (sentencepiece_model.proto). It is read and written by
-# hand, because sentencepiece does not install the package protobuf, which its own class needs.
-# The numbers of a model's fields,
-PIECES = 1
-TRAINER_SPEC = 2
-NORMALIZER_SPEC = 3
-# of a piece's,
-PIECE = 1
-SCORE = 2
-TYPE = 3
-# of the trainer_spec's,
-MODEL_TYPE = 3
-TREAT_WHITESPACE_AS_SUFFIX = 24
-BYTE_FALLBACK = 35
-BOS_PIECE = 46
-EOS_PIECE = 47
-# and of the normalizer_spec's.
-PRECOMPILED_CHARSMAP = 2
-ADD_DUMMY_PREFIX = 3
-REMOVE_EXTRA_WHITESPACES = 4
-ESCAPE_WHITESPACES = 5
+def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary in a GGUF file's metadata. Raises ValueError."""
 
-BPE = 2  # a MODEL_TYPE
+    def get(key: str, type_: type, default: Any = None) -> Any:
+        return lookup(metadata, f"tokenizer.ggml.{key}", type_, default)
+
+    pieces = get("tokens", list)
+    types = get("token_type", list, [NORMAL] * len(pieces))
+    is_bpe = choose(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
+    options: dict[str, Any] = {"stop_ids": gguf_stop_ids(metadata)}
+    for role, default in (("bos", 1), ("eos", 2)):
+        has_role = not is_bpe or f"tokenizer.ggml.{role}_token_id" in metadata
+        options[f"{role}_id"] = get(f"{role}_token_id", int, default) if has_role else None
+    if is_bpe:
+        name = choose(metadata, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
+        content = bpe_json(pieces, types, get("merges", list), PRE_TOKENIZERS[name])
+        options |= {"tokenizer_json": content, "add_space_prefix": False}
+        options["add_bos"] = get("add_bos_token", bool, PRE_TOKENIZERS[name].add_bos)
+    else:
+        options["scores"] = get("scores", list)
+        options["unknown_id"] = get("unknown_token_id", int, 0)
+        options["add_bos"] = get("add_bos_token", bool, True)
+        options["add_space_prefix"] = get("add_space_prefix", bool, True)
+        options["remove_extra_whitespaces"] = get("remove_extra_whitespaces", bool, False)
+    template = lookup(metadata, "tokenizer.chat_template", str, "")
+    return Vocabulary(pieces, types, chat_template=template, **options)
+
+
+def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids besides EOS that end a text: end of turn, end of message."""
+    eos = lookup(metadata, "tokenizer.ggml.eos_token_id", int, 2)
+    keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eot", "eom")]
+    ids = dict.fromkeys(lookup(metadata, key, int, eos) for key in keys)
+    return tuple(token_id for token_id in ids if token_id != eos)
+
+
+class PreTokenizer(NamedTuple):
+    """How byte-level BPE cuts text into words before it merges the bytes of each."""
+
+    steps: list[dict[str, Any]]  # as tokenizer.json says it
+    ignore_merges: bool = False  # a word that is a piece is taken as it is
+    add_bos: bool = False  # where the file does not say
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    """The step that cuts where a pattern matches, and keeps what it matches."""
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+# Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
+LLAMA_3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = {"type": "Digits", "individual_digits": True}
+AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+LLAMA_3_STEPS = [split_by(LLAMA_3_WORDS), {**AS_BYTES, "use_regex": False}]
+GPT_2_STEP = {**AS_BYTES, "use_regex": True}
+PRE_TOKENIZERS = {  # by their names in GGUF
+    "llama-bpe": PreTokenizer(LLAMA_3_STEPS, ignore_merges=True, add_bos=True),
+    "llama-v3": PreTokenizer(LLAMA_3_STEPS, ignore_merges=True, add_bos=True),
+    "smaug-bpe": PreTokenizer(LLAMA_3_STEPS),
+    "smollm": PreTokenizer([DIGITS, GPT_2_STEP]),
+}
+
+
+def bpe_json(
+    pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: PreTokenizer
+) -> dict[str, Any]:
+    """A tokenizer.json of byte-level BPE. Raises ValueError for a merge that makes no piece."""
+    vocab = {p: i for i, (p, t) in enumerate(zip(pieces, types)) if t != UNUSED}
+    for merge in merges:
+        if merge.replace(" ", "", 1) not in vocab:
+            raise ValueError(f"tokenizer.ggml.merges has {merge!r:.60}, which makes no piece")
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = []
+    for i, (piece, piece_type) in enumerate(zip(pieces, types)):
+        if piece_type in (CONTROL, USER_DEFINED):
+            token = {"id": i, "content": piece, "special": piece_type == CONTROL, **plain}
+            added.append(token)
+    return {
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre.steps},
+        "post_processor": None,
+        "decoder": GPT_2_STEP,
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": merges,
+            "ignore_merges": pre.ignore_merges,
+        },
+    }
+
+
+# A SentencePiece model is a protobuf message (sentencepiece_model.proto). It is read by hand, because
+# sentencepiece does not install the package protobuf, which its own class needs.
 MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
-
-
-def varint(number: int) -> bytes:
-    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
-    if number < 128:
-        return bytes([number])
-    return bytes([number & 127 | 128]) + varint(number >> 7)
-
-
-def protobuf(fields: Mapping[int, Any]) -> bytes:
-    """A message of fields by their numbers: integers, floats or bytes."""
-    message = b""
-    for number, value in fields.items():
-        if isinstance(value, float):
-            message += varint(number << 3 | 5) + struct.pack("<f", value)
-        elif isinstance(value, int):
-            message += varint(number << 3) + varint(value)
-        else:
-            message += varint(number << 3 | 2) + varint(len(value)) + value
-    return message
 
 
 def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -2376,46 +2339,27 @@ def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
             yield number, file.read(size)
 
 
-def open_sentencepiece(model: bytes) -> Any:
-    """SentencePiece's processor for a model. Raises ValueError."""
-    import sentencepiece
-
-    sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
-    sp = sentencepiece.SentencePieceProcessor()
-    try:
-        sp.LoadFromSerializedProto(model)
-    except RuntimeError as error:
-        advice = "for Meta's Llama 3, use a GGUF file or a Hugging Face directory"
-        raise ValueError(f"not a SentencePiece model ({advice}): {error}") from error
-    return sp
-
-
 def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
-    """tokenizer.model and the tokens that the files beside it add, as keys. Raises ValueError."""
+    """What a tokenizer.model says, as arguments of Vocabulary. Raises ValueError."""
     sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
     fields = [*read_fields(sp.serialized_model_proto())]
     specs = dict(fields)
-    trainer = dict(read_fields(specs[TRAINER_SPEC]))
-    normalizer = dict(read_fields(specs[NORMALIZER_SPEC]))
-    if trainer.get(MODEL_TYPE) != BPE or trainer.get(TREAT_WHITESPACE_AS_SUFFIX):
+    trainer, normalizer = (dict(read_fields(specs[number])) for number in (2, 3))
+    if trainer.get(3) != 2 or trainer.get(24):  # model_type, treat_whitespace_as_suffix
         raise ValueError("its model_type is not BPE, or it puts spaces behind words")
-    if normalizer.get(PRECOMPILED_CHARSMAP) or not normalizer.get(ESCAPE_WHITESPACES, True):
+    if normalizer.get(2) or not normalizer.get(5, True):  # precompiled_charsmap, escape_whitespaces
         raise ValueError("its normalizer changes characters, which Llama's does not")
-    messages = [dict(read_fields(value)) for number, value in fields if number == PIECES]
-    types = {i: message.get(TYPE, NORMAL) for i, message in enumerate(messages)}
+    messages = [dict(read_fields(value)) for number, value in fields if number == 1]
+    types = {i: message.get(3, NORMAL) for i, message in enumerate(messages)}
     pieces = {i: sp.id_to_piece(i) for i in types}
     scores = [sp.get_score(i) for i in types]
-    keys = with_added_tokens(pieces, types, read_added_tokens(path.parent), config.vocab_size)
-    return keys | {
-        "model": "llama",
-        "scores": scores + [0.0] * (len(keys["tokens"]) - len(scores)),
-        "bos_token_id": sp.bos_id(),
-        "eos_token_id": sp.eos_id(),
-        "unknown_token_id": sp.unk_id(),
-        "add_bos_token": True,
-        "add_space_prefix": bool(normalizer.get(ADD_DUMMY_PREFIX, True)),
-        "remove_extra_whitespaces": bool(normalizer.get(REMOVE_EXTRA_WHITESPACES, True)),
-    }
+    added = read_added_tokens(path.parent)
+    options = with_added_tokens(pieces, types, added, config.vocab_size)
+    options["scores"] = scores + [0.0] * (len(options["pieces"]) - len(scores))
+    options |= {"bos_id": sp.bos_id(), "eos_id": sp.eos_id(), "unknown_id": sp.unk_id()}
+    options["add_space_prefix"] = bool(normalizer.get(3, True))  # add_dummy_prefix
+    options["remove_extra_whitespaces"] = bool(normalizer.get(4, True))
+    return options
 
 
 def read_added_tokens(folder: Path) -> list[dict[str, Any]]:
@@ -2433,7 +2377,7 @@ def read_added_tokens(folder: Path) -> list[dict[str, Any]]:
 def with_added_tokens(
     pieces: dict[int, str], types: dict[int, int], added: Iterable[Mapping], rows: int
 ) -> dict[str, Any]:
-    """Pieces and their types by ids, and added tokens with ids below `rows`, as two keys."""
+    """Pieces and their types by ids, and added tokens with ids below `rows`, as two lists."""
     for token in added:
         i = token["id"]
         if i < rows:  # Llama 2's own directory names a padding token that its model has no row for
@@ -2443,65 +2387,34 @@ def with_added_tokens(
     if len(ids) > rows:
         raise ValueError(f"{len(ids)} pieces; the model has {rows}")
     return {
-        "tokens": [pieces.get(i, f"[PAD{i}]") for i in ids],
-        "token_type": [types.get(i, UNUSED) for i in ids],
+        "pieces": [pieces.get(i, f"[PAD{i}]") for i in ids],
+        "types": [types.get(i, UNUSED) for i in ids],
     }
 
 
-# How byte-level BPE cuts text into words before it merges the bytes of each, as tokenizer.json says
-# it: Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
-LLAMA_3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA_3_WORDS}, "behavior": "Isolated"}
-DIGITS = {"type": "Digits", "individual_digits": True}
-AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-DECODER = {**AS_BYTES, "use_regex": True}
-LLAMA_3_STEPS = [{**SPLIT, "invert": False}, {**AS_BYTES, "use_regex": False}]
-PRE_TOKENIZERS = {
-    "llama-bpe": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
-    "llama-v3": {"type": "Sequence", "pretokenizers": LLAMA_3_STEPS},
-    "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, DECODER]},
-}
-# The characters that stand for bytes in its pieces: printable ones stand for themselves.
-OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
-BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-
-# SentencePiece's U+2581 for a space: by tokenizer.json's normalizer, or its pre_tokenizer.
-PREPEND = {"type": "Prepend", "prepend": "\u2581"}
-REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
-ESCAPES: tuple = (
-    ({"type": "Sequence", "normalizers": [PREPEND, REPLACE]}, {}),
-    ({}, METASPACE),
-)
-
-
 def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
-    """A tokenizer.json as keys. Raises ValueError for what is not Llama's."""
+    """What a tokenizer.json says, as arguments of Vocabulary. Raises ValueError."""
     content = parse_json(read_file(path))
     model = content["model"]
-    choose(model, "type", ("BPE",))
-    pieces = {i: piece for piece, i in model["vocab"].items()}
+    vocab = model["vocab"]
+    pairs = vocab.items() if isinstance(vocab, dict) else ((p, i) for i, (p, _) in enumerate(vocab))
+    pieces = {i: piece for piece, i in pairs}
     types = dict.fromkeys(pieces, NORMAL)
+    if model.get("byte_fallback"):
+        types |= {i: BYTE for i, p in pieces.items() if re.fullmatch("<0x[0-9A-F]{2}>", p)}
     added = content.get("added_tokens") or []
-    keys = with_added_tokens(pieces, types, added, config.vocab_size)
-    keys["bos_token_id"] = config.bos_token_id
-    keys["eos_token_id"] = config.eos_token_id
-    keys["add_bos_token"] = adds_bos(content.get("post_processor") or {})
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    normalizer = content.get("normalizer") or {}
-    words = content.get("pre_tokenizer") or {}
-    for name, steps in PRE_TOKENIZERS.items():
-        if words == steps and not normalizer:
-            return keys | {"model": "gpt2", "pre": name, "merges": merges}
-    keys["add_space_prefix"] = words.pop("prepend_scheme", "first") != "never"
-    if (normalizer, words) in ESCAPES and model.get("byte_fallback"):
-        return sentencepiece_keys(keys, merges)
-    found = f"pre_tokenizer {str(words)[:150]}, normalizer {str(normalizer)[:80]}"
-    raise ValueError(f"{found}; expected those of Llama 2, Llama 3 or SmolLM2")
+    options = with_added_tokens(pieces, types, added, config.vocab_size)
+    decoder = json.dumps(content.get("decoder"))
+    if "ByteLevel" not in decoder and "\\u2581" not in decoder:
+        raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
+    # Without a file that names them, BOS and EOS are config.json's, if they are control tokens.
+    for role in ("bos", "eos"):
+        token_id = getattr(config, f"{role}_token_id")
+        is_control = dict(enumerate(options["types"])).get(token_id) == CONTROL
+        options[f"{role}_id"] = token_id if is_control else None
+    options["add_bos"] = adds_bos(content.get("post_processor") or {})
+    options["add_space_prefix"] = adds_space(content)
+    return options | {"tokenizer_json": content}
 
 
 def adds_bos(post_processor: Mapping[str, Any]) -> bool:
@@ -2512,16 +2425,85 @@ def adds_bos(post_processor: Mapping[str, Any]) -> bool:
     return False
 
 
-def sentencepiece_keys(keys: Mapping[str, list], merges: list[str]) -> dict[str, Any]:
-    """The keys with scores by which SentencePiece does these merges, and with types of bytes.
+def adds_space(content: Mapping[str, Any]) -> bool:
+    """Whether tokenizer.json's normalizer or pre_tokenizer puts a space in front of a text."""
+    for name, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        whole = content.get(name) or {}
+        for step in whole.get(parts, [whole]):
+            if step.get("type") == "Prepend":
+                return True
+            if step.get("type") == "Metaspace":
+                scheme = step.get("prepend_scheme", "always")
+                return scheme != "never" and step.get("add_prefix_space", True)
+    return False
+
+
+def read_vocabulary(path: Path, config: Config) -> Vocabulary:
+    """A tokenizer.model or tokenizer.json, and what the files beside it say. Raises ValueError."""
+    with reading(path):
+        read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
+        options = read(path, config)
+        settings = read_json(path.with_name("special_tokens_map.json"))
+        settings |= read_json(path.with_name("tokenizer_config.json"))
+        for role in ("bos", "eos"):
+            token = settings.get(f"{role}_token")
+            text = token.get("content") if isinstance(token, dict) else token
+            if text in options["pieces"]:
+                options[f"{role}_id"] = options["pieces"].index(text)
+        add_bos = settings.get("add_bos_token")
+        options["add_bos"] = options.get("add_bos", True) if add_bos is None else bool(add_bos)
+        stop_ids = (config.eos_token_id, *config.stop_token_ids)
+        options["stop_ids"] = tuple(i for i in stop_ids if i < len(options["pieces"]))
+        return Vocabulary(chat_template=read_chat_template(path.parent), **options)
+
+
+def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
+    """GGUF's keys for a vocabulary, with unused pieces up to `count`. Raises ValueError."""
+    more = range(len(vocabulary.pieces), count)
+    content = vocabulary.tokenizer_json
+    keys: dict[str, Any] = {"model": "llama", "scores": vocabulary.scores}
+    keys["token_type"] = vocabulary.types
+    if content is not None:
+        is_bpe = "ByteLevel" in json.dumps(content["decoder"])
+        keys |= (byte_level_keys if is_bpe else sentencepiece_keys)(vocabulary, content)
+    if keys["model"] == "llama":
+        keys["scores"] = keys["scores"] + [0.0] * len(more)
+        keys["unknown_token_id"] = vocabulary.unknown_id
+        keys["add_space_prefix"] = vocabulary.add_space_prefix
+        keys["remove_extra_whitespaces"] = vocabulary.remove_extra_whitespaces
+    keys["tokens"] = vocabulary.pieces + [f"[PAD{i}]" for i in more]
+    keys["token_type"] = keys["token_type"] + [UNUSED] * len(more)
+    keys["bos_token_id"] = vocabulary.bos_id
+    keys["eos_token_id"] = vocabulary.eos_id
+    keys["add_bos_token"] = vocabulary.add_bos
+    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
+    return keys | {"tokenizer.chat_template": vocabulary.chat_template}
+
+
+def byte_level_keys(vocabulary: Vocabulary, content: Mapping[str, Any]) -> dict[str, Any]:
+    """GGUF's keys for byte-level BPE. Raises ValueError for what they cannot say."""
+    model = content["model"]
+    words = content.get("pre_tokenizer") or {}
+    steps = words.get("pretokenizers", [words])
+    for token in content.get("added_tokens") or []:
+        if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
+            raise ValueError(f"GGUF cannot say how {token['content']!r} treats what is beside it")
+    for name, pre in PRE_TOKENIZERS.items():
+        if steps == pre.steps and bool(model.get("ignore_merges")) == pre.ignore_merges:
+            merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+            return {"model": "gpt2", "pre": name, "merges": merges, "scores": None}
+    raise ValueError(f"GGUF has no name for the pre_tokenizer {json.dumps(words):.150}")
+
+
+def sentencepiece_keys(vocabulary: Vocabulary, content: Mapping[str, Any]) -> dict[str, Any]:
+    """GGUF's keys with scores by which SentencePiece does the merges of a tokenizer.json.
 
     Raises ValueError if it would do others.
     """
-    pieces = keys["tokens"]
-    types = []
-    for piece, kind in zip(pieces, keys["token_type"]):
-        types.append(BYTE if re.fullmatch("<0x[0-9A-F]{2}>", piece) else kind)
-    words = {piece for piece, kind in zip(pieces, types) if kind == NORMAL}
+    pieces, model = vocabulary.pieces, content["model"]
+    choose(model, "type", ("BPE",))
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    words = {piece for piece, t in zip(pieces, vocabulary.types) if t == NORMAL}
     if max(map(len, words)) > 512:
         raise ValueError("a piece of more than 512 characters")
     pairs = set()  # any two pieces that make another: SentencePiece merges them
@@ -2534,13 +2516,24 @@ def sentencepiece_keys(keys: Mapping[str, list], merges: list[str]) -> dict[str,
     ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
     # Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
     scores = [ranks.get(piece, 0.0) if piece.strip("\u2581") else -1e9 for piece in pieces]
-    return {
-        **keys,
-        "model": "llama",
-        "token_type": types,
-        "scores": scores,
-        "unknown_token_id": pieces.index("<unk>"),
-    }
+    unknown = pieces.index(model.get("unk_token") or "<unk>")
+    types = [UNKNOWN if i == unknown else t for i, t in enumerate(vocabulary.types)]
+    return {"scores": scores, "token_type": types}
+
+
+def tokenizer_from_file(path: str | Path, config: Config | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.model or tokenizer.json. Raises ValueError."""
+    return Tokenizer(read_vocabulary(Path(path), config or Config(vocab_size=2**18)))
+
+
+def tokenizer_from_gguf(path: str | Path) -> Tokenizer:
+    """The tokenizer in a GGUF file. Raises ValueError."""
+    with reading(path):
+        return Tokenizer(vocabulary_from_gguf(GGUF(path).metadata))
+
+
+Tokenizer.from_file = staticmethod(tokenizer_from_file)  # type: ignore[attr-defined]
+Tokenizer.from_gguf = staticmethod(tokenizer_from_gguf)  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2810,10 +2803,10 @@ def build_model(
         else:
             blocks = weight.dense(torch.float16, files).view(torch.uint8).to(device)
         for module in modules:
+            layer: nn.Module = QuantizedLinear(blocks, ggml_type)
             if module == "embed_tokens":
-                model.embed_tokens = QuantizedEmbedding(blocks, ggml_type, dtype)
-            else:
-                model.set_submodule(module, QuantizedLinear(blocks, ggml_type))
+                layer = QuantizedEmbedding(blocks, ggml_type, dtype)
+            model.set_submodule(module, layer)
     return model.train(trainable)
 
 
@@ -2839,9 +2832,9 @@ def load(
     check_memory(checkpoint, plan, context or 1)
     tokenizer = checkpoint.tokenizer
     model = build_model(checkpoint, plan.device, plan.dtype, plan.dense, trainable, progress)
-    model.name_or_path = checkpoint.path  # type: ignore[assignment]  # as in transformers
-    model.token_count = tokenizer.vocab_size  # type: ignore[assignment]  # no id beyond it is drawn
-    model.cache_dtype = plan.cache_dtype  # type: ignore[assignment]  # the fastest for a Cache
+    model.name_or_path = checkpoint.path
+    model.vocab_size = tokenizer.vocab_size  # no id beyond it is sampled
+    model.cache_dtype = plan.cache_dtype  # the fastest for a Cache
     if plan.kernels:
         accelerate(model, plan.exact)
     return model, tokenizer
@@ -2873,8 +2866,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkp
             raise ValueError("a model can only be saved with its tokenizer")
         return tokenizer
 
-    template = tokenizer.chat_template if tokenizer else ""
-    return Checkpoint("the model", "a model", config, weights, given_tokenizer, template)
+    return Checkpoint("the model", "a model", config, weights, given_tokenizer)
 
 
 def module_weight(module: Any) -> Weight:
@@ -2929,16 +2921,16 @@ def gguf_metadata(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     config = checkpoint.config
     if len(config.stop_token_ids) > 2:
         raise ValueError(f"stop_token_ids {config.stop_token_ids}; a GGUF file holds two at most")
-    metadata = {**checkpoint.metadata, **tokenizer.vocabulary(config.vocab_size)}
+    metadata = {**checkpoint.metadata, **vocabulary_keys(tokenizer.vocabulary, config.vocab_size)}
     for row in SETTINGS:
-        kind = type(getattr(Config, row.ours))
-        metadata[row.gguf] = kind(getattr(config, row.ours))
+        if not row.gguf.startswith("tokenizer."):
+            kind = type(getattr(Config, row.ours))
+            metadata[row.gguf] = kind(getattr(config, row.ours))
     for end, token_id in zip(("eot", "eom"), config.stop_token_ids):
         metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     metadata["llama.rope.dimension_count"] = config.head_dim
     metadata["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
-    metadata["tokenizer.chat_template"] = checkpoint.chat_template
     # The writer sets the architecture; a type of the whole file would no longer be true.
     for key in ("general.architecture", "general.file_type", "general.alignment"):
         metadata.pop(key, None)
@@ -3110,7 +3102,7 @@ import signal
 
 from torch import distributed
 
-__all__ += ["accelerate", "Drafts"]
+__all__ += ["accelerate"]
 
 # --------------------------------------------------------------------------------------------------
 # 19. CPU kernels
@@ -3407,7 +3399,7 @@ class CompiledBlock(Block):
         cache: Any,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        is_step = x.shape[1] == 1 and type(cache) in (Cache, PaddedCache)
+        is_step = x.shape[1] == 1 and type(cache) in (Cache,)
         plain = not is_step or torch.is_grad_enabled() or torch.compiler.is_compiling()
         # What is compiled does not hear of hooks that come later.
         if plain or any(m._forward_hooks or m._forward_pre_hooks for m in self.modules()):
@@ -3533,73 +3525,19 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
         module.register_forward_hook(partial(concatenate, start, sum(widths)))
 
 
-# --------------------------------------------------------------------------------------------------
-# 22. Drafts (github.com/apoorvumang/prompt-lookup-decoding)
-
-REPEATED = 3  # so many ids as before: what followed them then is the guess
-
-
-def prompt_lookup(ids: Tensor, most: int) -> Tensor:
-    """Up to `most` ids that followed the last few ids (n,) where these came before, most recently."""
-    if len(ids) <= REPEATED:
-        return ids[:0]
-    runs = ids[:-1].unfold(0, REPEATED, 1)  # all but the last few themselves
-    places = (runs == ids[-REPEATED:]).all(1).nonzero()
-    if not len(places):
-        return ids[:0]
-    end = int(places[-1]) + REPEATED
-    return ids[end : end + most]
-
-
-class Drafts:
-    """A `step` for generate(): reads guesses with the last id. The same text in less time.
-
-    Up to kernels().few_rows ids in one pass have the logits that each has alone, to the last bit.
-    They are kept: when the id that is drawn is the guess, its logits are there. The cache holds
-    guesses, too, until what is read next replaces them. For one row, and Blocks that the kernels
-    run; others are read as without drafts.
-    """
-
-    def __init__(self, model: Llama, most: int = 3) -> None:
-        self.model = model
-        self.most = most  # guesses in a pass
-        self.read = torch.empty(0, dtype=torch.int64)  # the ids up to the end of the last pass
-        self.logits = torch.empty(0, 0)  # after the last of them (rows, V)
-        self.accepted = 0  # guesses that were right
-
-    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """tokens (B, n) -> logits (B, V) after the last ones; the cache then holds them."""
-        n = tokens.shape[1]
-        held = cache.common_prefix(tokens)
-        first = len(self.read) - len(self.logits)  # the place of the first row of logits
-        if held == n and first < n and torch.equal(self.read[:n], tokens[0]):
-            self.accepted += first < n - 1
-            return self.logits[n - 1 - first, None]
-        if held < n - 1 or len(tokens) > 1 or not self.may_guess(cache):
-            return read_tokens(self.model, tokens, cache)
-        room = min(self.most, cache.max_seq_len - n, kernels().few_rows - 1)
-        guess = prompt_lookup(tokens[0], room)
-        self.read = torch.cat((tokens[0], guess))
-        cache.truncate(n - 1)
-        self.logits = self.model(self.read[None, n - 1 :], cache, all_positions=True)[0]
-        return self.logits[:1]
-
-    def may_guess(self, cache: Cache) -> bool:
-        """Whether several rows have the bits that each has alone."""
-        kinds = (type(self.model), type(self.model.lm_head), type(cache))
-        return kinds == (NativeLlama, NativeLinear, Cache)
-
-
 # ==================================================================================================
 # Part V: Command line
 # ==================================================================================================
 
 import argparse
+import io
+import os
 import signal
+import sys
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
-# 23. Command line
+# 22. Options
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
 CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
@@ -3620,80 +3558,75 @@ def text_argument(argument: str) -> str:
 def make_parser() -> Parser:
     """The options."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
-    parser.set_defaults(**vars(Sampling()))
     text: Any = {"metavar": "TEXT", "type": text_argument}
     number: Any = {"metavar": "X", "type": float}
     count: Any = {"metavar": "N", "type": int}
 
-    group = parser.add_argument_group("what to do")
-    add = group.add_argument
+    add = parser.add_argument_group("what to do").add_argument
     model_help = "a .gguf file, directory, installed package, or ORG/NAME of the Hugging Face hub"
     add("--model", metavar="PATH", default=str(DEFAULT_MODEL), help=model_help)
-    prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", **text, help="text to continue (default: stdin)")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="read it from a file")
+    add("--prompt", **text, help="text to continue (default: stdin)")
+    add("--prompt-file", metavar="FILE", type=Path, help="read the prompt from a file")
     add("--chat", action="store_true", help="converse; a prompt is the first question")
     add("--system", **text, help="with --chat: the system prompt")
-    add("--chat-format", choices=CHAT_FORMAT_NAMES, help="default: as the model's template says")
+    template_help = f"with --chat: {', '.join(CHAT_TEMPLATES)}, or a file in Jinja"
+    add("--chat-template", metavar="NAME|FILE", help=f"{template_help} (default: the model's)")
     add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
     add("--force", action="store_true", help="with --save: replace an existing file")
     add("--info", action="store_true", help="describe the model and the memory it needs, and exit")
-    add(
-        "--version", action="version", version=f"llama2.py {__version__}, torch {torch.__version__}"
-    )
+    version = f"llama2.py {__version__}, torch {torch.__version__}"
+    add("--version", action="version", version=version)
 
+    defaults = Sampling()
     add = parser.add_argument_group("the text").add_argument
     add("--max-new-tokens", **count, help="default: 256; with --chat as many as fit")
     add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
-    add("--temperature", **number, help="default: %(default)s; 0 always takes the likeliest token")
-    add("--top-k", metavar="K", type=int, help="only the K likeliest tokens (default: 0, all)")
-    add("--top-p", **number, help="only the likeliest, up to this probability (%(default)s)")
-    add("--min-p", **number, help="only tokens with this part of the highest probability (0)")
-    add("--repetition-penalty", **number, help="divides the logits of recent tokens (1: off)")
-    add("--presence-penalty", **number, help="subtracted from logits of recent tokens (0: off)")
-    add("--frequency-penalty", **number, help="the same for each time they occur (0: off)")
+    temperature_help = "default: %(default)s; 0 always takes the likeliest token"
+    add("--temperature", **number, default=defaults.temperature, help=temperature_help)
+    top_k_help = "only the K likeliest tokens (default: 0, all)"
+    add("--top-k", metavar="K", type=int, default=defaults.top_k, help=top_k_help)
+    top_p_help = "only the likeliest, up to this probability (%(default)s)"
+    add("--top-p", **number, default=defaults.top_p, help=top_p_help)
+    min_p_help = "only tokens with this share of the highest probability (0)"
+    add("--min-p", **number, default=defaults.min_p, help=min_p_help)
+    penalty_help = "divides the logits of recent tokens (1: off)"
+    add("--repetition-penalty", **number, default=1.0, help=penalty_help)
     add("--seed", **count, default=0, help="default: 0; -1: a random one")
 
     add = parser.add_argument_group("the machine").add_argument
-    add("--context", **count, help="most tokens in all (default: the model's)")
+    add("--context", **count, help="maximum number of tokens in all (default: the model's)")
     device_help = "default: CUDA, else MPS for dense weights, else the CPU"
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device_help)
-    dtype_help = (
-        "of activations; auto is fastest, on a CPU bfloat16 and float16 are several times slower"
-    )
+    dtype_help = "of activations; on a CPU auto is fastest, bfloat16 and float16 are slow"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype_help)
     add("--threads", **count, help="CPU threads (default: torch's choice); 1 if others are busy")
-    add("--draft", **count, default=3, help="guess up to N repeated tokens (default: 3; 0: off)")
     compile_help = "compile kernels (default: for models above 64 MiB)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     add("--quiet", action="store_true", help="print only errors to stderr")
     return parser
 
 
-def at_least(option: str, value: int | None, least: int, most: float = math.inf) -> None:
-    """Raises ValueError for an option's number out of range."""
-    if value is not None and not least <= value <= most:
-        limit = "or more" if most == math.inf else f"to {most}"
-        raise ValueError(f"{option} {value}; expected {least} {limit}")
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises ValueError for a wrong one."""
     args = make_parser().parse_args(argv)
-    for option, needed in (("system", "chat"), ("chat_format", "chat"), ("type", "save")):
+    for option, needed in (("system", "chat"), ("chat_template", "chat"), ("type", "save")):
         if getattr(args, option) is not None and not getattr(args, needed):
             raise ValueError(f"--{option.replace('_', '-')} needs --{needed}")
-    at_least("--threads", args.threads, 1, os.cpu_count() or 1)
-    at_least("--draft", args.draft, 0)
-    at_least("--max-new-tokens", args.max_new_tokens, 0)
-    at_least("--context", args.context, 1)
+    if args.prompt is not None and args.prompt_file is not None:
+        raise ValueError("--prompt and --prompt-file; expected one of them")
+    for option, low in (("threads", 1), ("max_new_tokens", 0), ("context", 1)):
+        high = os.cpu_count() or 1 if option == "threads" else 2**31
+        value = getattr(args, option)
+        if value is not None and not low <= value <= high:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} {value}; expected {low} to {high}")
     if "" in args.stop:
         raise ValueError("--stop must not be empty")
     if args.model == str(DEFAULT_MODEL) and not DEFAULT_MODEL.exists():
-        wanted = "pass --model with a .gguf file, a directory or a name"
-        raise FileNotFoundError(f"the bundled model {DEFAULT_MODEL} is missing; {wanted}")
+        expected = "pass --model with a .gguf file, a directory or a name"
+        raise FileNotFoundError(f"the bundled model {DEFAULT_MODEL} is missing; {expected}")
     return args
 
 
@@ -3709,10 +3642,31 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     return sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
-def note(text: str) -> None:
+def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str | None:
+    """The chat template that is asked for; None: the tokenizer's own."""
+    name = args.chat_template
+    if name is None and not tokenizer.chat_template.strip():
+        note("the model has no chat template: llama-2 is assumed", args.quiet)
+        return "llama-2"
+    if name is None or name in CHAT_TEMPLATES:
+        return name
+    if not Path(name).is_file():
+        expected = f"{', '.join(CHAT_TEMPLATES)} or a file"
+        raise ValueError(f"--chat-template {name}; expected {expected}")
+    return read_file(Path(name)).decode("utf-8", "replace")
+
+
+# --------------------------------------------------------------------------------------------------
+# 23. What is printed
+
+write = functools.partial(print, end="", flush=True)  # to stdout, as it is and at once
+
+
+def note(text: str, quiet: bool = False) -> None:
     """Print a line to stderr, if it can be written to."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    if not quiet:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def fail(message: object) -> int:
@@ -3721,75 +3675,7 @@ def fail(message: object) -> int:
     return 2
 
 
-def weight_bytes(model: Llama) -> int:
-    """Bytes of weights read per generated token: all but the embedding (one row of it)."""
-    modules = (model.layers, model.norm, model.lm_head)
-    return sum(t.nbytes for m in modules for t in (*m.parameters(), *m.buffers()))
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes of memory in use: of the device for CUDA, else of the process. 0: unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows does not tell
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def contents(checkpoint: Checkpoint) -> str:
-    """How many tensors a checkpoint has of each type, and their size."""
-    types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
-    counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
-    return f"{counts}; {show_bytes(checkpoint.nbytes)}"
-
-
-def describe_chat_format(template: str) -> str:
-    """The format of a chat template, as --info and --chat print it."""
-    if not template.strip():
-        return "llama-2 (assumed: the model has no chat template)"
-    return recognise_chat_format(template) or "unknown: choose --chat-format"
-
-
-def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str:
-    """What --info prints."""
-    parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-    rows = {"format": checkpoint.format, "parameters": f"{parameters:,}"}
-    for name, value in vars(checkpoint.config).items():
-        rows[name] = f"{value:.7g}" if isinstance(value, float) else str(value)  # float32
-    rows["chat format"] = describe_chat_format(checkpoint.chat_template)
-    rows["tensors"] = contents(checkpoint)
-    needed = memory_needed(checkpoint, plan, context)
-    rows[f"memory at {context} tokens"] = show_memory(needed)
-    return "".join(f"{name:<25} {value}\n" for name, value in rows.items())
-
-
-def describe_run(reports: list[Report], model: Llama, drafted: int) -> list[str]:
-    """The parts of a run's last line: speed, memory, and why it stopped."""
-    read = sum(report.prompt_tokens for report in reports)
-    made = sum(len(report.rows[0].new_ids) for report in reports)
-    first = sum(sum(report.seconds[:1]) for report in reports)  # in which prompts are read
-    steps = [second for report in reports for second in report.seconds[1:]]
-    parts = [f"prompt {read} tokens", f"generated {made} tokens"]
-    if first:
-        parts[0] += f", {read / first:.1f} tokens/s"
-    if steps:  # a token each, with the one that stops
-        gigabytes = (len(steps) - drafted) * weight_bytes(model) / 1e9
-        seconds = sum(steps)
-        parts[1] += f", {len(steps) / seconds:.1f} tokens/s, {gigabytes / seconds:.1f} GB/s"
-    if drafted:
-        parts.append(f"{drafted} of them drafted")
-    if peak := peak_memory(model.norm.weight.device):
-        parts.append(f"peak memory {peak / 1e9:.2f} GB")
-    return [*parts, f"stopped: {reports[-1].rows[0].stop_reason}"]
-
-
-write = partial(print, end="", flush=True)  # to stdout, as it is and at once
-
-
-def show(stream: Stream[str]) -> str:
+def show(stream: TextStream) -> str:
     """Write a text as it comes, and return it; Ctrl-C ends it early."""
     shown = ""
     controls = re.compile(r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]")
@@ -3800,12 +3686,63 @@ def show(stream: Stream[str]) -> str:
                 text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
-        stream.report.rows[0].stop_reason = "interrupted"
+        stream.generation.stop_reason = "interrupted"
     write("\n")
     return shown
 
 
-CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all, /help says more"
+def peak_memory(device: torch.device) -> int:
+    """The peak of the bytes in use: of the device for CUDA, else of the process. 0: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows does not tell
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def describe_tensors(checkpoint: Checkpoint) -> str:
+    """How many tensors a checkpoint has of each type, and their size."""
+    types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
+    counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
+    return f"{counts}; {show_bytes(checkpoint.nbytes)}"
+
+
+def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str:
+    """What --info prints."""
+    parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
+    items = {"format": checkpoint.format, "parameters": f"{parameters:,}"}
+    for name, value in vars(checkpoint.config).items():
+        items[name] = f"{value:.7g}" if isinstance(value, float) else str(value)  # float32
+    items["chat template"] = "yes" if checkpoint.tokenizer.chat_template.strip() else "none"
+    items["tensors"] = describe_tensors(checkpoint)
+    needed = memory_needed(checkpoint, plan, context)
+    items[f"memory at {context} tokens"] = show_memory(needed)
+    return "".join(f"{name:<25} {value}\n" for name, value in items.items())
+
+
+def describe_run(generations: list[Generation], device: torch.device) -> str:
+    """A run's last line: speed, memory, and why it stopped."""
+    prompt_tokens = sum(generation.prompt_tokens for generation in generations)
+    new_tokens = sum(len(generation.new_ids) for generation in generations)
+    prefill_seconds = sum(sum(generation.seconds[:1]) for generation in generations)
+    steps = [second for generation in generations for second in generation.seconds[1:]]
+    parts = [f"prompt {prompt_tokens} tokens", f"generated {new_tokens} tokens"]
+    if prefill_seconds:
+        parts[0] += f", {prompt_tokens / prefill_seconds:.1f} tokens/s"
+    if steps:  # a token each, with the one that stops
+        parts[1] += f", {len(steps) / sum(steps):.1f} tokens/s"
+    if peak := peak_memory(device):
+        parts.append(f"peak memory {peak / 1e9:.2f} GB")
+    return "; ".join([*parts, f"stopped: {generations[-1].stop_reason}"])
+
+
+# --------------------------------------------------------------------------------------------------
+# 24. The chat, and main
+
+CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all"
 CHAT_HELP = f"{CHAT_KEYS}; pasted lines are one question; a space before a slash sends it as text"
 
 
@@ -3824,110 +3761,80 @@ def read_question() -> str | None:
         return "" if isinstance(end, KeyboardInterrupt) else None
 
 
-class Chat:
-    """A conversation; when the context is full, turns are dropped until half of it is free."""
+def converse(
+    model: Llama,
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
+    question: str | None,
+    ask: Callable[[], str | None],
+    options: dict[str, Any],
+) -> list[Generation]:
+    """Answer `question` and those that ask() returns, until it returns None.
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, options: dict, args: Any) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.options = options  # of stream_text()
-        self.say = (lambda text: None) if args.quiet else note
-        self.complain = (lambda problem: 2) if args.rank else fail
-        self.size = options["cache"].max_seq_len
-        self.system = [{"role": "system", "content": args.system}] if args.system else []
-        self.messages: list[dict[str, str]] = []
-        self.reports: list[Report] = []  # of each answer
-
-    def obey(self, command: str) -> None:
-        """Do what a line that begins with a slash says."""
-        if command == "/help":
-            self.say(CHAT_HELP)
-        elif command == "/reset":
-            self.messages = []
-            self.say("the conversation is forgotten")
-        else:
-            self.complain(f"unknown command {command[:40]}; {CHAT_HELP}")
-
-    def fit(self, turns: list[dict[str, str]]) -> list[int]:
-        """The ids of a conversation, whose oldest turns are dropped (from `turns`) to fit."""
-        answer = min(self.options["max_new_tokens"], self.size // 4)
-        chat_format = self.options["chat_format"]
-        limit = self.size - answer
-        ids = encode_chat(self.tokenizer, self.system + turns, chat_format)
-        before = len(turns)
-        while len(ids) > limit and len(turns) > 1:
-            del turns[:2]
-            limit = self.size // 2
-            ids = encode_chat(self.tokenizer, self.system + turns, chat_format)
-        if dropped := (before - len(turns)) // 2:
-            self.say(f"context full: dropped the oldest {dropped} turn{'s' * (dropped > 1)}")
-        return ids
-
-    def ask(self, question: str) -> None:
-        """Answer a question, or say why it cannot be asked."""
-        turns = [*self.messages, {"role": "user", "content": question}]
-        try:
-            ids = self.fit(turns)
-            stream = stream_text(self.model, self.tokenizer, ids, **self.options)
-        except ValueError as error:
-            self.complain(error)
-            return
-        self.reports.append(stream.report)
-        answer = show(stream)
-        reason = stream.report.rows[0].stop_reason
-        if reason in ("context full", "max new tokens"):
-            self.say(f"{reason}: the answer ends here")
-        self.messages = [*turns, {"role": "assistant", "content": answer}]
-        sampling = self.options["sampling"]  # the next answer draws other random numbers
-        self.options["sampling"] = replace(sampling, seed=sampling.seed + 1)
-
-    def run(self, first: str | None, next_question: Callable[[], str | None]) -> None:
-        """Answer questions until there are no more."""
-        question = next_question() if first is None else first
-        while question is not None:
-            command = question.strip().lower()
-            if command in ("/exit", "/quit", "exit", "quit"):
-                break
-            if question.startswith("/"):
-                self.obey(command)
-            elif command:
-                self.ask(question)
-            question = next_question()
+    When the context is full, the oldest turns are dropped until half of it is free.
+    """
+    template = read_template(args, tokenizer)
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    size = options["cache"].max_seq_len
+    turns: list[dict[str, str]] = []
+    generations = []
+    note(f"{Path(args.model).name}, {size} tokens; {CHAT_HELP}", args.quiet)
+    while question is not None or (question := ask()) is not None:
+        command = question.strip().lower()
+        if command in ("/exit", "/quit", "exit", "quit"):
+            break
+        if command == "/reset":
+            turns = []
+            note("the conversation is forgotten", args.quiet)
+        elif question.startswith("/"):
+            fail(f"unknown command {command[:40]}; {CHAT_HELP}")
+        elif command:
+            turns.append({"role": "user", "content": question})
+            try:
+                kept = fitting_turns(tokenizer, system, turns, template, options)
+                if dropped := (len(turns) - len(kept)) // 2:
+                    plural = "s" * (dropped > 1)
+                    note(f"context full: dropped the oldest {dropped} turn{plural}", args.quiet)
+                stream = chat(model, tokenizer, [*system, *kept], template, **options)
+            except (ValueError, KeyboardInterrupt) as error:  # as of a template without an end
+                fail(str(error) or "interrupted")
+                turns.pop()
+            else:
+                answer = show(stream)
+                turns = [*kept, {"role": "assistant", "content": answer}]
+                generations.append(stream.generation)
+                if stream.stop_reason in ("context full", "max new tokens"):
+                    note(f"{stream.stop_reason}: the answer ends here", args.quiet)
+                seed = options["sampling"].seed + 1  # the next answer draws other random numbers
+                options["sampling"] = replace(options["sampling"], seed=seed % 2**63)
+        question = None
+    return generations
 
 
-def chat(
-    model: Llama, tokenizer: Tokenizer, options: dict, args: argparse.Namespace, ranks: Any
-) -> list[Report]:
-    """A conversation at a terminal or through pipes; returns the reports of its answers."""
-    if sys.stdin.isatty():
-        with suppress(ImportError):  # Windows edits lines itself; a pasted text is one question
-            import readline
-
-            readline.parse_and_bind("set enable-bracketed-paste on")
-    conversation = Chat(model, tokenizer, options, args)
-    form = args.chat_format or describe_chat_format(tokenizer.chat_template)
-    name = Path(args.model).name
-    conversation.say(f"{name}, format {form}, {conversation.size} tokens; {CHAT_KEYS}")
-    conversation.run(args.prompt, lambda: shared(read_question, ranks))
-    return conversation.reports
-
-
-def save(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
-    """What --save asks for."""
-    save_gguf(checkpoint, args.save, args.type, overwrite=args.force, progress=not args.quiet)
-    if not args.quiet:
-        note(f"wrote {args.save}: {contents(open_gguf(args.save))}")
+def fitting_turns(
+    tokenizer: Tokenizer, system: list, turns: list, template: str | None, options: dict[str, Any]
+) -> list[dict[str, str]]:
+    """The turns, or the last of them where not all fit into the context with an answer."""
+    size = options["cache"].max_seq_len
+    limit = size - min(options["max_new_tokens"], size // 4)
+    while len(turns) > 1 and len(encode_chat(tokenizer, [*system, *turns], template)) > limit:
+        turns = turns[2:]
+        limit = size // 2
+    return turns
 
 
 def run(args: argparse.Namespace, ranks: Any) -> int:
     """Load the model and do what the command line says; returns the exit status."""
+    # 1. Open the model's files; --save and --info need no more.
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model, args.context)
     if args.save is not None:
-        if args.rank == 0:
-            save(args, checkpoint)
+        if not ranks or ranks.rank == 0:
+            quiet = args.quiet
+            save_gguf(checkpoint, args.save, args.type, overwrite=args.force, progress=not quiet)
+            note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", quiet)
         return 0
     if ranks:
         checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
@@ -3936,98 +3843,70 @@ def run(args: argparse.Namespace, ranks: Any) -> int:
         plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
         write(describe_checkpoint(checkpoint, plan, context))
         return 0
-    args.prompt = shared(partial(read_prompt, args), ranks)
-    return write_text(args, ranks, checkpoint, context, start)
 
-
-def write_text(
-    args: argparse.Namespace, ranks: Any, checkpoint: Checkpoint, context: int, start: float
-) -> int:
-    """Continue the prompt, or converse; returns the exit status."""
+    # 2. Read the prompt, and load the weights if its tokens and the cache fit.
     tokenizer = checkpoint.tokenizer
-    ids: list[int] = []
+    prompt = shared(functools.partial(read_prompt, args), ranks)
+    ids = [] if args.chat else tokenizer.encode(prompt)
     if args.chat:
-        assumed = None if tokenizer.chat_template.strip() else "llama-2"
-        args.chat_format = find_chat_format(tokenizer, args.chat_format or assumed).name
         size = args.context or min(context, CHAT_CONTEXT)
-        if args.max_new_tokens is None:
-            args.max_new_tokens = size
+        max_new_tokens = size if args.max_new_tokens is None else args.max_new_tokens
     else:
-        ids = tokenizer.encode(args.prompt)
-        if args.max_new_tokens is None:
-            args.max_new_tokens = 256
-        size = max(1, min(context, len(ids) + args.max_new_tokens))
-    load_options = {"context": size, "compile": args.compile, "progress": not args.quiet}
-    model, _ = load(checkpoint, args.device, args.dtype, **load_options)
+        max_new_tokens = 256 if args.max_new_tokens is None else args.max_new_tokens
+        size = max(1, min(context, len(ids) + max_new_tokens))
+    loading = {"context": size, "compile": args.compile, "progress": not args.quiet}
+    model, _ = load(checkpoint, args.device, args.dtype, **loading)
     if ranks:
         connect_ranks(model, ranks)
     load_seconds = time.perf_counter() - start
-    options = stream_options(args, model, size, ranks)
+
+    # 3. Continue the prompt, or converse.
+    seed = shared(torch.seed, ranks) % 2**31 if args.seed == -1 else args.seed
+    sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING_LIMITS} | {"seed": seed})
+    options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
+    options["cache"] = model.new_cache(size)
     if args.chat:
-        reports = chat(model, tokenizer, options, args, ranks)
+        ask = functools.partial(shared, read_question, ranks)
+        generations = converse(model, tokenizer, args, prompt, ask, options)
     else:
         stream = stream_text(model, tokenizer, ids, **options)
         if not args.no_echo:
-            write(args.prompt)
-        reports = [stream.report]
+            write(prompt)
         show(stream)
-    if reports and not args.quiet:
-        drafted = getattr(options["step"], "accepted", 0)
-        said = describe_run(reports, model, drafted)
-        note("; ".join([f"load {load_seconds:.2f} s", *said, f"seed {args.seed}"]))
-    interrupted = not args.chat and reports[0].rows[0].stop_reason == "interrupted"
-    return 130 if interrupted else 0
+        generations = [stream.generation]
+
+    # 4. Report.
+    if generations:
+        report = describe_run(generations, model.norm.weight.device)
+        note(f"load {load_seconds:.2f} s; {report}; seed {seed}", args.quiet)
+    return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 
-def stream_options(args: argparse.Namespace, model: Any, size: int, ranks: Any) -> dict[str, Any]:
-    """What stream_text() is given besides the prompt."""
-    if args.seed == -1:
-        args.seed = shared(torch.seed, ranks) % 2**31
-    weight = model.norm.weight
-    cache_dtype = weight.dtype if ranks else model.cache_dtype  # torch attends if there are ranks
-    step = None
-    if "Drafts" in globals() and isinstance(model, NativeLlama):
-        step = Drafts(model, args.draft)
-    return {
-        "sampling": Sampling(**{name: getattr(args, name) for name in vars(Sampling())}),
-        "max_new_tokens": args.max_new_tokens,
-        "stop": args.stop,
-        "chat_format": args.chat_format,
-        "cache": Cache(model.config, 1, size, cache_dtype, weight.device),
-        "step": step,
-    }
-
-
-def shared(read: Callable[[], Any], ranks: Any) -> Any:
-    """Rank 0's read(), broadcast to all ranks; without ranks, read()."""
+def shared(function: Callable[[], Any], ranks: Any) -> Any:
+    """What function() returns on rank 0, on all ranks; without ranks, function()."""
     if ranks is None:
-        return read()
-    return ranks.gather(read() if ranks.rank == 0 else None)[0]
-
-
-def show_warning(quiet: bool, message: Warning | str, *details: Any) -> None:
-    """A warning as a line on stderr, in place of warnings.showwarning()."""
-    if not quiet:
-        note(f"llama2.py: {message}")
+        return function()
+    return ranks.gather(function() if ranks.rank == 0 else None)[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     open_standard_streams()
     ranks = None
-    rank = 0
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ and "Ranks" in globals():
             ranks = Ranks()
-            rank = ranks.rank
-        if rank:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 prints)
+            if ranks.rank:  # rank 0 alone prints
+                sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         args = parse_args(argv)
-        args.rank = rank
-        args.quiet |= rank > 0
+        if args.chat and sys.stdin.isatty():
+            with suppress(ImportError):  # Windows edits lines itself
+                import readline
+
+                readline.parse_and_bind("set enable-bracketed-paste on")  # one question
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = partial(show_warning, args.quiet)
+            warnings.showwarning = lambda message, *_: note(f"llama2.py: {message}", args.quiet)
             status = run(args, ranks)
         if ranks:
             ranks.close()
@@ -4038,10 +3917,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ImportError as error:
         return fail(f"{error}; pip install {error.name}")
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        # All ranks see a user's mistake: rank 0 alone reports it. RuntimeError is torch's (out of
-        # memory, an unsupported operation): each rank reports its own.
-        return fail(error) if rank == 0 or isinstance(error, RuntimeError) else 2
+    except (ValueError, OSError, MemoryError) as error:
+        return fail(error)
+    except RuntimeError as error:  # torch's, as out of memory: each rank reports its own
+        sys.stderr = sys.__stderr__ if ranks else sys.stderr
+        return fail(error)
     finally:
         flush_standard_streams()
 
