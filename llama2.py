@@ -464,7 +464,6 @@ import json
 import operator
 import re
 import secrets
-import struct
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -669,20 +668,17 @@ generate = Generation  # for token_id in generate(model, ids): ...
 
 def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     """A prompt's ids, of a list, tensor or array, as a list. Raises ValueError for other things."""
-    if isinstance(ids, str):
-        raise ValueError("the prompt is text; expected token ids: tokenizer.encode(text)")
     try:
         ids = [operator.index(i) for i in ids]
     except TypeError as error:
-        raise ValueError(f"the prompt is not a list of token ids: {error}") from error
-    for i in ids:
+        advice = "expected token ids, as tokenizer.encode(text) gives them"
+        raise ValueError(f"the prompt is a {type(ids).__name__}; {advice}") from error
+    if not 0 < len(ids) <= limit:
+        raise ValueError(f"the prompt has {len(ids)} tokens; expected 1 to {limit}, the context")
+    for i in (min(ids), max(ids)):
         if not 0 <= i < config.vocab_size:
             expected = f"0 to {config.vocab_size - 1}"
             raise ValueError(f"the prompt holds the token id {i}; expected {expected}")
-    if not ids:
-        raise ValueError("the prompt is empty; expected one token at least")
-    if len(ids) > limit:
-        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {limit}")
     return ids
 
 
@@ -797,49 +793,22 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 
 @dataclass
 class Vocabulary:
-    """What the files of a tokenizer say, whatever their format. Raises ValueError."""
+    """What the files of a tokenizer say, whatever their format."""
 
     pieces: list[str]  # by id
     types: list[int]  # of each
-    scores: list[float] | None = None  # of a SentencePiece vocabulary, which sentencepiece runs
-    tokenizer_json: dict[str, Any] | None = None  # of others: the file's content, for tokenizers
+    model: Any  # bytes of a tokenizer.model, for sentencepiece, or a tokenizer.json, for tokenizers
     bos_id: int | None = 1  # None: it has none
     eos_id: int | None = 2
-    unknown_id: int = 0  # of SentencePiece
-    stop_ids: tuple[int, ...] = ()  # others that end a text
     add_bos: bool = True  # a text begins with BOS
-    add_space_prefix: bool = True  # and with a space
-    remove_extra_whitespaces: bool = False
+    add_space_prefix: bool = True  # and with a space, if its spaces are U+2581
     chat_template: str = ""  # in Jinja; "": it was not trained to converse, or does not say how
-
-    def __post_init__(self) -> None:
-        V = len(self.pieces)
-        for name in ("types", "scores"):
-            column = getattr(self, name)
-            if column is not None and len(column) != V:
-                raise ValueError(f"{name} has {len(column)} values for {V} tokens")
-        self.types = [*self.types]
-        if not {*self.types} <= {*range(NORMAL, BYTE + 1)}:
-            raise ValueError(f"a type of a token is not {NORMAL} to {BYTE}")
-        # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
-        control = [i for i in (self.bos_id, self.eos_id) if i is not None]
-        control += [i for i in self.stop_ids if self.types[self.check_id(i)] == USER_DEFINED]
-        for token_id in control:
-            self.types[self.check_id(token_id)] = CONTROL
-        if self.scores is not None:
-            self.types[self.check_id(self.unknown_id)] = UNKNOWN
-
-    def check_id(self, token_id: int) -> int:
-        """The id. Raises ValueError if no piece has it."""
-        if not 0 <= token_id < len(self.pieces):
-            raise ValueError(f"token id {token_id}; expected 0 to {len(self.pieces) - 1}")
-        return token_id
 
 
 class Tokenizer:
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
-    The engine knows each control token by a secret text, its mark. encode_chat() alone writes them.
+    encode_chat() alone writes control tokens, by marks: secret texts in their places.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -849,26 +818,23 @@ class Tokenizer:
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.add_bos = vocabulary.add_bos
         self.chat_template = vocabulary.chat_template
-        special = (CONTROL, USER_DEFINED)
-        self.special_ids = {self.pieces[i]: i for i, t in enumerate(self.types) if t in special}
+        special = [i for i, t in enumerate(self.types) if t in (CONTROL, USER_DEFINED)]
+        self.special_ids = {self.pieces[i]: i for i in special if self.pieces[i]}
         self.secret = f"\ue000{secrets.randbelow(10**18)}"
-        self.marks = {}
-        for text, token_id in self.special_ids.items():
-            if self.types[token_id] == CONTROL and text:
-                self.marks[text] = f"{self.secret}:{token_id}\ue000"
-        longest_first = sorted(self.marks, key=len, reverse=True)
-        self.control_texts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        content = vocabulary.tokenizer_json
-        self.byte_level = content is not None and "ByteLevel" in json.dumps(content["decoder"])
-        self.strips_space = vocabulary.add_space_prefix and not self.byte_level
-        if content is not None:
-            self.engine = open_tokenizers(content, self.marks)
-        else:
-            model = sentencepiece_model(vocabulary, self.marks)
+        control = [text for text, i in self.special_ids.items() if self.types[i] == CONTROL]
+        self.marks = {text: f"{self.secret}:{self.special_ids[text]}\ue000" for text in control}
+        longest_first = map(re.escape, sorted(control, reverse=True))  # of one beginning
+        self.control_texts = re.compile("|".join(longest_first) or "(?!)")
+        model = vocabulary.model
+        self.is_sentencepiece = isinstance(model, bytes)
+        if self.is_sentencepiece:
             self.engine = open_sentencepiece(model)
-            # Appending a message of protobuf to another merges them.
-            no_prefix = protobuf({3: protobuf({3: 0})})  # normalizer_spec { add_dummy_prefix }
-            self.engine_no_prefix = open_sentencepiece(model + no_prefix)
+            # Appending a message of protobuf changes a field: normalizer_spec { add_dummy_prefix }
+            self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
+        else:
+            self.engine = open_tokenizers(model, self.marks)
+        self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
+        self.strips_space = vocabulary.add_space_prefix and not self.byte_level
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
         """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says).
@@ -885,11 +851,16 @@ class Tokenizer:
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
         """Ids of a text in which marks stand for control tokens."""
         text = well_formed(text)
-        if self.vocabulary.tokenizer_json is not None:
+        if not self.is_sentencepiece:
             return self.engine.encode(text, add_special_tokens=False).ids
-        if first and not text.startswith(self.secret):
-            return self.engine.encode(text)
-        return self.engine_no_prefix.encode(text)
+        ids: list[int] = []
+        for i, part in enumerate(re.split(f"{self.secret}:(\\d+)\ue000", text)):
+            if i % 2:
+                ids.append(int(part))
+            elif part:
+                engine = self.engine if first and not ids else self.engine_no_prefix
+                ids += engine.encode(part)
+        return ids
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
@@ -901,7 +872,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, which may be a part of a character. Raises ValueError."""
-        i = self.vocabulary.check_id(operator.index(token_id))
+        i = operator.index(token_id)
+        if not 0 <= i < self.vocab_size:
+            raise ValueError(f"token id {i}; expected 0 to {self.vocab_size - 1}")
         text, piece_type = self.pieces[i], self.types[i]
         if piece_type == CONTROL or (piece_type == UNUSED and self.byte_level):
             return b""
@@ -927,24 +900,35 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
+def added_token(text: str, token_id: int, special: bool) -> dict[str, Any]:
+    """A token beside those of a model, as tokenizer.json has it."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, "special": special, **flags}
+
+
 def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any:
     """tokenizers' engine for a tokenizer.json, with marks for control tokens. Raises ValueError."""
     import tokenizers
 
+    def marked(text: str) -> str:
+        return marks.get(text, text)
+
     model = dict(content["model"])
     vocab = model["vocab"]
-    if isinstance(vocab, dict):
-        model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
+    if isinstance(vocab, list):  # Unigram
+        model["vocab"] = [[marked(piece), score] for piece, score in vocab]
+    else:
+        model["vocab"] = {marked(piece): i for piece, i in vocab.items()}
         if marks.keys() & vocab.keys():  # no merge may make one
-            merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-            model["merges"] = [m for m in merges if m.replace(" ", "", 1) not in marks]
-    else:  # Unigram
-        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
-    added = []
-    for token in content.get("added_tokens") or []:
-        added.append({**token, "content": marks.get(token["content"], token["content"])})
-    text = json.dumps({**content, "model": model, "added_tokens": added})
+            pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+            model["merges"] = [pair for pair in pairs if "".join(pair) not in marks]
+    added = {token["content"]: token for token in content.get("added_tokens") or []}
+    added = {
+        text: added_token(text, 0, special=True) for text in marks if text not in added
+    } | added
+    tokens = [{**token, "content": marked(text)} for text, token in added.items()]
     try:
+        text = json.dumps({**content, "model": model, "added_tokens": tokens})
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
@@ -961,52 +945,6 @@ def open_sentencepiece(model: bytes) -> Any:
     except RuntimeError as error:
         raise ValueError(f"not a SentencePiece model: {error}") from error
     return processor
-
-
-def sentencepiece_model(vocabulary: Vocabulary, marks: Mapping[str, str] = {}) -> bytes:
-    """The vocabulary as a tokenizer.model (sentencepiece_model.proto); marked pieces are texts."""
-    trainer: dict[int, Any] = {
-        3: 2,  # model_type: BPE
-        35: vocabulary.types.count(BYTE) == 256,  # byte_fallback
-    }
-    for number, token_id in ((46, vocabulary.bos_id), (47, vocabulary.eos_id)):
-        if token_id is not None:  # bos_piece and eos_piece
-            trainer[number] = vocabulary.pieces[token_id].encode()
-    normalizer = {
-        3: vocabulary.add_space_prefix,  # add_dummy_prefix
-        4: vocabulary.remove_extra_whitespaces,
-    }
-    model = protobuf({2: protobuf(trainer), 3: protobuf(normalizer)})
-    messages = [model]
-    scores = vocabulary.scores or []
-    for piece, score, piece_type in zip(vocabulary.pieces, scores, vocabulary.types):
-        if piece in marks:
-            piece, piece_type = marks[piece], USER_DEFINED
-        if piece_type == USER_DEFINED:
-            piece = piece.replace(" ", "\u2581")
-        message = protobuf({1: piece.encode(), 2: float(score), 3: piece_type})
-        messages.append(protobuf({1: message}))
-    return b"".join(messages)
-
-
-def varint(number: int) -> bytes:
-    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
-    if number < 128:
-        return bytes([number])
-    return bytes([number & 127 | 128]) + varint(number >> 7)
-
-
-def protobuf(fields: Mapping[int, Any]) -> bytes:
-    """A message of fields by their numbers: integers, floats or bytes."""
-    message = b""
-    for number, value in fields.items():
-        if isinstance(value, float):
-            message += varint(number << 3 | 5) + struct.pack("<f", value)
-        elif isinstance(value, int):
-            message += varint(number << 3) + varint(value)
-        else:
-            message += varint(number << 3 | 2) + varint(len(value)) + value
-    return message
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
@@ -1138,10 +1076,11 @@ def find_template(tokenizer: Tokenizer, template: str | None) -> str:
         if not template.strip():
             warnings.warn("the model has no chat template: llama-2 is assumed", stacklevel=3)
             template = "llama-2"
-    if template not in CHAT_TEMPLATES and "{" not in template:
+    template = CHAT_TEMPLATES.get(template, template)
+    if "{" not in template:
         expected = f"{', '.join(CHAT_TEMPLATES)} or a text in Jinja"
         raise ValueError(f"the chat template is {template!r:.60}; expected {expected}")
-    return CHAT_TEMPLATES.get(template, template)
+    return template
 
 
 @functools.cache
@@ -1189,24 +1128,17 @@ def render(
 
 
 def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages, with a text each. Raises ValueError for what is no message."""
-    checked = []
+    """Copies of the messages. Raises ValueError for what is none; it may be private: not quoted."""
+    copies = []
     for message in messages:
-        try:
-            content = message.get("content")
-            if isinstance(content, (list, tuple)):  # OpenAI's parts
-                content = "\n".join(part["text"] for part in content)
-            calls_tools = content is None and message.get("tool_calls")
-            if not isinstance(message["role"], str) or not (
-                calls_tools or isinstance(content, str)
-            ):
-                raise TypeError
-        except (AttributeError, LookupError, TypeError):  # the content may be private: not quoted
-            raise ValueError("expected messages with a role, and text alone as content") from None
-        checked.append({**message, "content": content})
-    if not checked:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        # An assistant's call of a tool may have no content.
+        if not is_message or not isinstance(message.get("content") or "", str):
+            raise ValueError("expected messages with a role, and text as content")
+        copies.append(dict(message))
+    if not copies:
         raise ValueError("there are no messages; expected one at least")
-    return checked
+    return copies
 
 
 def hide_control_texts(value: Any, tokenizer: Tokenizer) -> Any:
@@ -1264,20 +1196,17 @@ class ChatStops(NamedTuple):
 
 def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     """What a template (None: the tokenizer's own) writes behind an assistant's message."""
-    template = find_template(tokenizer, template)
-    answer, question = f"{tokenizer.secret}a", f"{tokenizer.secret}q"
-    turns = [("user", "hi"), ("assistant", answer), ("user", question)]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    for count in (2, 3):  # behind the last message may be nothing
-        with suppress(ValueError):  # a template may refuse either
-            text = render(tokenizer, template, messages[:count])
-            end = text.partition(answer)[2].partition(question)[0].strip()
-            for special in sorted(tokenizer.special_ids, key=len, reverse=True):
-                if special and end.startswith(special):
-                    return ChatStops([tokenizer.special_ids[special]], [])
-            if end:
-                return ChatStops([], [end])
-    return ChatStops([], [])
+    answer = f"{tokenizer.secret}!"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+    try:
+        text = render(tokenizer, find_template(tokenizer, template), messages)
+    except ValueError:  # it refuses these roles
+        return ChatStops([], [])
+    end = text.rpartition(answer)[2].strip()
+    for special in sorted(tokenizer.special_ids, reverse=True):  # longest first
+        if end.startswith(special):
+            return ChatStops([tokenizer.special_ids[special]], [])
+    return ChatStops([], [end] if end else [])
 
 
 def chat(
@@ -1313,6 +1242,7 @@ import io
 import mmap
 import os
 import stat
+import struct
 import zipfile
 from collections import Counter
 from contextlib import closing, contextmanager
@@ -1731,7 +1661,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     """A JSON object. Raises ValueError for anything else."""
     content = json.loads(text)
     if not isinstance(content, dict):
-        raise ValueError(f"a JSON {type(content).__name__}; expected an object")  # noqa: TRY004
+        raise ValueError(f"a JSON {type(content).__name__}; expected an object")
     return content
 
 
@@ -2217,32 +2147,81 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
 # 16. Vocabularies
 
 
+def make_vocabulary(
+    pieces: list[str],
+    types: Sequence[int],
+    bos_id: int | None,
+    eos_id: int | None,
+    stop_ids: Iterable[int] = (),
+    unknown_id: int = 0,
+    scores: Sequence[float] | None = None,
+    remove_extra_whitespaces: bool = False,
+    model: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Vocabulary:
+    """A Vocabulary of SentencePiece's scores, or of a tokenizer.json as `model`.
+
+    Raises ValueError where its columns and ids do not fit together.
+    """
+    types = [*types]
+    for name, column in (("token_type", types), ("scores", scores)):
+        if column is not None and len(column) != len(pieces):
+            raise ValueError(f"{name} has {len(column)} values for {len(pieces)} tokens")
+    if not {*types} <= {*range(NORMAL, BYTE + 1)}:
+        raise ValueError(f"token_type is not {NORMAL} to {BYTE}")
+    for token_id in (bos_id, eos_id, unknown_id, *stop_ids):
+        if token_id is not None and not 0 <= token_id < len(pieces):
+            raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
+    # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
+    stops = [i for i in stop_ids if types[i] == USER_DEFINED]
+    for token_id in (bos_id, eos_id, *stops):
+        if token_id is not None:
+            types[token_id] = CONTROL
+    if scores is None:
+        return Vocabulary(pieces, types, model, bos_id, eos_id, **options)
+    types[unknown_id] = UNKNOWN
+    trainer: dict[int, Any] = {3: 2, 35: types.count(BYTE) == 256}  # model_type BPE, byte_fallback
+    for number, token_id in ((46, bos_id), (47, eos_id)):  # bos_piece, eos_piece
+        if token_id is not None:
+            trainer[number] = pieces[token_id].encode()
+    prefix = options.get("add_space_prefix", True)
+    normalizer = {3: prefix, 4: remove_extra_whitespaces}  # add_dummy_prefix
+    messages = [protobuf({2: protobuf(trainer), 3: protobuf(normalizer)})]
+    for piece, score, piece_type in zip(pieces, scores, types):
+        text = piece.replace(" ", "\u2581") if piece_type == USER_DEFINED else piece
+        messages.append(protobuf({1: protobuf({1: text.encode(), 2: float(score), 3: piece_type})}))
+    return Vocabulary(pieces, types, b"".join(messages), bos_id, eos_id, **options)
+
+
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary in a GGUF file's metadata. Raises ValueError."""
 
     def get(key: str, type_: type, default: Any = None) -> Any:
         return lookup(metadata, f"tokenizer.ggml.{key}", type_, default)
 
-    pieces = get("tokens", list)
-    types = get("token_type", list, [NORMAL] * len(pieces))
+    options: dict[str, Any] = {
+        "pieces": get("tokens", list),
+        "stop_ids": gguf_stop_ids(metadata),
+        "chat_template": lookup(metadata, "tokenizer.chat_template", str, ""),
+    }
+    options["types"] = get("token_type", list, [NORMAL] * len(options["pieces"]))
     is_bpe = choose(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
-    options: dict[str, Any] = {"stop_ids": gguf_stop_ids(metadata)}
     for role, default in (("bos", 1), ("eos", 2)):
-        has_role = not is_bpe or f"tokenizer.ggml.{role}_token_id" in metadata
-        options[f"{role}_id"] = get(f"{role}_token_id", int, default) if has_role else None
+        given = metadata.get(f"tokenizer.ggml.{role}_token_id") is not None
+        options[f"{role}_id"] = (
+            get(f"{role}_token_id", int, default) if given or not is_bpe else None
+        )
     if is_bpe:
-        name = choose(metadata, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))
-        content = bpe_json(pieces, types, get("merges", list), PRE_TOKENIZERS[name])
-        options |= {"tokenizer_json": content, "add_space_prefix": False}
-        options["add_bos"] = get("add_bos_token", bool, PRE_TOKENIZERS[name].add_bos)
+        pre = PRE_TOKENIZERS[choose(metadata, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))]
+        options["model"] = bpe_json(options["pieces"], options["types"], get("merges", list), pre)
+        options["add_bos"] = get("add_bos_token", bool, pre.add_bos)
     else:
         options["scores"] = get("scores", list)
         options["unknown_id"] = get("unknown_token_id", int, 0)
         options["add_bos"] = get("add_bos_token", bool, True)
         options["add_space_prefix"] = get("add_space_prefix", bool, True)
         options["remove_extra_whitespaces"] = get("remove_extra_whitespaces", bool, False)
-    template = lookup(metadata, "tokenizer.chat_template", str, "")
-    return Vocabulary(pieces, types, chat_template=template, **options)
+    return make_vocabulary(**options)
 
 
 def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -2261,30 +2240,24 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False  # where the file does not say
 
 
-def split_by(pattern: str) -> dict[str, Any]:
-    """The step that cuts where a pattern matches, and keeps what it matches."""
-    return {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-
-
 # Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
 LLAMA_3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
 AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-LLAMA_3_STEPS = [split_by(LLAMA_3_WORDS), {**AS_BYTES, "use_regex": False}]
-GPT_2_STEP = {**AS_BYTES, "use_regex": True}
+GPT_2_WORDS = {**AS_BYTES, "use_regex": True}
+LLAMA_3_STEPS = [
+    {**SPLIT, "pattern": {"Regex": LLAMA_3_WORDS}},
+    {**AS_BYTES, "use_regex": False},
+]
 PRE_TOKENIZERS = {  # by their names in GGUF
     "llama-bpe": PreTokenizer(LLAMA_3_STEPS, ignore_merges=True, add_bos=True),
     "llama-v3": PreTokenizer(LLAMA_3_STEPS, ignore_merges=True, add_bos=True),
     "smaug-bpe": PreTokenizer(LLAMA_3_STEPS),
-    "smollm": PreTokenizer([DIGITS, GPT_2_STEP]),
+    "smollm": PreTokenizer([DIGITS, GPT_2_WORDS]),
 }
 
 
@@ -2296,18 +2269,14 @@ def bpe_json(
     for merge in merges:
         if merge.replace(" ", "", 1) not in vocab:
             raise ValueError(f"tokenizer.ggml.merges has {merge!r:.60}, which makes no piece")
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
-    for i, (piece, piece_type) in enumerate(zip(pieces, types)):
+    for piece, piece_type in zip(pieces, types):
         if piece_type in (CONTROL, USER_DEFINED):
-            token = {"id": i, "content": piece, "special": piece_type == CONTROL, **plain}
-            added.append(token)
+            added.append(added_token(piece, vocab[piece], piece_type == CONTROL))
     return {
         "added_tokens": added,
-        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre.steps},
-        "post_processor": None,
-        "decoder": GPT_2_STEP,
+        "decoder": GPT_2_WORDS,
         "model": {
             "type": "BPE",
             "vocab": vocab,
@@ -2317,12 +2286,31 @@ def bpe_json(
     }
 
 
-# A SentencePiece model is a protobuf message (sentencepiece_model.proto). It is read by hand, because
-# sentencepiece does not install the package protobuf, which its own class needs.
-MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
+def varint(number: int) -> bytes:
+    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
+    if number < 128:
+        return bytes([number])
+    return bytes([number & 127 | 128]) + varint(number >> 7)
 
 
-def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+def protobuf(fields: Mapping[int, Any]) -> bytes:
+    """A message of fields by their numbers: integers, floats or bytes.
+
+    It is written and read by hand, because sentencepiece does not install the package protobuf,
+    which its own class needs. The numbers are those of sentencepiece_model.proto.
+    """
+    message = b""
+    for number, value in fields.items():
+        if isinstance(value, float):
+            message += varint(number << 3 | 5) + struct.pack("<f", value)
+        elif isinstance(value, int):
+            message += varint(number << 3) + varint(value)
+        else:
+            message += varint(number << 3 | 2) + varint(len(value)) + value
+    return message
+
+
+def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of a message: their numbers, and an integer or bytes."""
     file = io.BytesIO(message)
 
@@ -2339,61 +2327,59 @@ def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
             yield number, file.read(size)
 
 
-def read_tokenizer_model(path: Path, config: Config) -> dict[str, Any]:
-    """What a tokenizer.model says, as arguments of Vocabulary. Raises ValueError."""
+MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
+
+
+def read_tokenizer_model(path: Path, size: int) -> dict[str, Any]:
+    """A tokenizer.model, as arguments of make_vocabulary(). Raises ValueError."""
     sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
-    fields = [*read_fields(sp.serialized_model_proto())]
-    specs = dict(fields)
-    trainer, normalizer = (dict(read_fields(specs[number])) for number in (2, 3))
+    fields = [*read_protobuf(sp.serialized_model_proto())]
+    trainer, normalizer = (dict(read_protobuf(dict(fields)[number])) for number in (2, 3))
     if trainer.get(3) != 2 or trainer.get(24):  # model_type, treat_whitespace_as_suffix
         raise ValueError("its model_type is not BPE, or it puts spaces behind words")
     if normalizer.get(2) or not normalizer.get(5, True):  # precompiled_charsmap, escape_whitespaces
         raise ValueError("its normalizer changes characters, which Llama's does not")
-    messages = [dict(read_fields(value)) for number, value in fields if number == 1]
+    messages = [dict(read_protobuf(value)) for number, value in fields if number == 1]
     types = {i: message.get(3, NORMAL) for i, message in enumerate(messages)}
     pieces = {i: sp.id_to_piece(i) for i in types}
     scores = [sp.get_score(i) for i in types]
-    added = read_added_tokens(path.parent)
-    options = with_added_tokens(pieces, types, added, config.vocab_size)
+    settings = read_json(path.with_name("tokenizer_config.json"))
+    added = []
+    for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
+        added.append({**token, "id": int(token_id)})
+    if not added:  # transformers before 4.34
+        for text, token_id in read_json(path.with_name("added_tokens.json")).items():
+            added.append(added_token(text, token_id, special=True))
+    options = with_added_tokens(pieces, types, added, size)
     options["scores"] = scores + [0.0] * (len(options["pieces"]) - len(scores))
-    options |= {"bos_id": sp.bos_id(), "eos_id": sp.eos_id(), "unknown_id": sp.unk_id()}
+    for role, token_id in (("bos", sp.bos_id()), ("eos", sp.eos_id())):
+        options[f"{role}_id"] = None if token_id < 0 else token_id
+    options["unknown_id"] = sp.unk_id()
     options["add_space_prefix"] = bool(normalizer.get(3, True))  # add_dummy_prefix
     options["remove_extra_whitespaces"] = bool(normalizer.get(4, True))
     return options
 
 
-def read_added_tokens(folder: Path) -> list[dict[str, Any]]:
-    """Tokens that a folder's files add to its tokenizer.model, as tokenizer.json has them."""
-    settings = read_json(folder / "tokenizer_config.json")
-    tokens = []
-    for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
-        tokens.append({**token, "id": int(token_id)})
-    if not tokens:  # transformers before 4.34
-        for text, token_id in read_json(folder / "added_tokens.json").items():
-            tokens.append({"content": text, "id": token_id, "special": True})
-    return tokens
-
-
 def with_added_tokens(
-    pieces: dict[int, str], types: dict[int, int], added: Iterable[Mapping], rows: int
+    pieces: dict[int, str], types: dict[int, int], added: Iterable[Mapping], size: int
 ) -> dict[str, Any]:
-    """Pieces and their types by ids, and added tokens with ids below `rows`, as two lists."""
+    """Pieces and their types by ids, and added tokens with ids below `size`, as two lists."""
     for token in added:
         i = token["id"]
-        if i < rows:  # Llama 2's own directory names a padding token that its model has no row for
+        if i < size:  # Llama 2's own directory names a padding token that its model has no row for
             pieces[i] = well_formed(token["content"])
             types[i] = CONTROL if token.get("special") else USER_DEFINED
     ids = range(max(pieces) + 1)
-    if len(ids) > rows:
-        raise ValueError(f"{len(ids)} pieces; the model has {rows}")
+    if len(ids) > size:
+        raise ValueError(f"{len(ids)} pieces; the model has {size}")
     return {
         "pieces": [pieces.get(i, f"[PAD{i}]") for i in ids],
         "types": [types.get(i, UNUSED) for i in ids],
     }
 
 
-def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
-    """What a tokenizer.json says, as arguments of Vocabulary. Raises ValueError."""
+def read_tokenizer_json(path: Path, size: int) -> dict[str, Any]:
+    """A tokenizer.json, as arguments of make_vocabulary(). Raises ValueError."""
     content = parse_json(read_file(path))
     model = content["model"]
     vocab = model["vocab"]
@@ -2402,77 +2388,75 @@ def read_tokenizer_json(path: Path, config: Config) -> dict[str, Any]:
     types = dict.fromkeys(pieces, NORMAL)
     if model.get("byte_fallback"):
         types |= {i: BYTE for i, p in pieces.items() if re.fullmatch("<0x[0-9A-F]{2}>", p)}
-    added = content.get("added_tokens") or []
-    options = with_added_tokens(pieces, types, added, config.vocab_size)
     decoder = json.dumps(content.get("decoder"))
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
-    # Without a file that names them, BOS and EOS are config.json's, if they are control tokens.
-    for role in ("bos", "eos"):
-        token_id = getattr(config, f"{role}_token_id")
-        is_control = dict(enumerate(options["types"])).get(token_id) == CONTROL
-        options[f"{role}_id"] = token_id if is_control else None
-    options["add_bos"] = adds_bos(content.get("post_processor") or {})
-    options["add_space_prefix"] = adds_space(content)
-    return options | {"tokenizer_json": content}
+    options = with_added_tokens(pieces, types, content.get("added_tokens") or [], size)
+    steps = json_steps(content, "post_processor", "processors")
+    options["add_bos"] = any("SpecialToken" in step.get("single", [{}])[0] for step in steps)
+    steps = json_steps(content, "normalizer", "normalizers")
+    steps += json_steps(content, "pre_tokenizer", "pretokenizers")
+    options["add_space_prefix"] = any(map(adds_space, steps))
+    return options | {"model": content}
 
 
-def adds_bos(post_processor: Mapping[str, Any]) -> bool:
-    """Whether tokenizer.json's post_processor puts a special token in front of a text."""
-    for step in post_processor.get("processors", [post_processor]):
-        if "SpecialToken" in step.get("single", [{}])[0]:
-            return True
-    return False
+def json_steps(content: Mapping[str, Any], name: str, parts: str) -> list[dict[str, Any]]:
+    """The steps of a component of tokenizer.json, which may be a sequence."""
+    whole = content.get(name) or {}
+    return [*whole.get(parts, [whole])]
 
 
-def adds_space(content: Mapping[str, Any]) -> bool:
-    """Whether tokenizer.json's normalizer or pre_tokenizer puts a space in front of a text."""
-    for name, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        whole = content.get(name) or {}
-        for step in whole.get(parts, [whole]):
-            if step.get("type") == "Prepend":
-                return True
-            if step.get("type") == "Metaspace":
-                scheme = step.get("prepend_scheme", "always")
-                return scheme != "never" and step.get("add_prefix_space", True)
-    return False
+def adds_space(step: Mapping[str, Any]) -> bool:
+    """Whether a step puts U+2581 in front of a text."""
+    if step.get("type") == "Metaspace":
+        return step.get("prepend_scheme", "always") != "never"
+    return step.get("type") == "Prepend"
 
 
 def read_vocabulary(path: Path, config: Config) -> Vocabulary:
     """A tokenizer.model or tokenizer.json, and what the files beside it say. Raises ValueError."""
     with reading(path):
         read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
-        options = read(path, config)
+        options = read(path, config.vocab_size)
+        pieces, types = options["pieces"], options["types"]
         settings = read_json(path.with_name("special_tokens_map.json"))
         settings |= read_json(path.with_name("tokenizer_config.json"))
         for role in ("bos", "eos"):
             token = settings.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
-            if text in options["pieces"]:
-                options[f"{role}_id"] = options["pieces"].index(text)
-        add_bos = settings.get("add_bos_token")
-        options["add_bos"] = options.get("add_bos", True) if add_bos is None else bool(add_bos)
+            if text in pieces:
+                options[f"{role}_id"] = pieces.index(text)
+            # Where no file of the tokenizer names it, it is config.json's, if it is special.
+            token_id = getattr(config, f"{role}_token_id")
+            is_special = 0 <= token_id < len(types) and types[token_id] == CONTROL
+            options.setdefault(f"{role}_id", token_id if is_special else None)
+        if settings.get("add_bos_token") is not None:
+            options["add_bos"] = bool(settings["add_bos_token"])
         stop_ids = (config.eos_token_id, *config.stop_token_ids)
-        options["stop_ids"] = tuple(i for i in stop_ids if i < len(options["pieces"]))
-        return Vocabulary(chat_template=read_chat_template(path.parent), **options)
+        options["stop_ids"] = [i for i in stop_ids if i < len(pieces)]
+        return make_vocabulary(chat_template=read_chat_template(path.parent), **options)
 
 
 def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
     """GGUF's keys for a vocabulary, with unused pieces up to `count`. Raises ValueError."""
-    more = range(len(vocabulary.pieces), count)
-    content = vocabulary.tokenizer_json
-    keys: dict[str, Any] = {"model": "llama", "scores": vocabulary.scores}
-    keys["token_type"] = vocabulary.types
-    if content is not None:
-        is_bpe = "ByteLevel" in json.dumps(content["decoder"])
-        keys |= (byte_level_keys if is_bpe else sentencepiece_keys)(vocabulary, content)
-    if keys["model"] == "llama":
-        keys["scores"] = keys["scores"] + [0.0] * len(more)
-        keys["unknown_token_id"] = vocabulary.unknown_id
+    pieces, model = vocabulary.pieces, vocabulary.model
+    more = range(len(pieces), count)
+    keys: dict[str, Any] = {"model": "llama", "token_type": vocabulary.types}
+    if isinstance(model, bytes):
+        sp = open_sentencepiece(model)
+        normalizer = dict(read_protobuf(dict(read_protobuf(model))[3]))
+        keys["scores"] = [sp.get_score(i) for i in range(len(pieces))]
+        keys["unknown_token_id"] = sp.unk_id()
         keys["add_space_prefix"] = vocabulary.add_space_prefix
-        keys["remove_extra_whitespaces"] = vocabulary.remove_extra_whitespaces
-    keys["tokens"] = vocabulary.pieces + [f"[PAD{i}]" for i in more]
+        keys["remove_extra_whitespaces"] = bool(normalizer.get(4, True))
+    elif "ByteLevel" in json.dumps(model["decoder"]):
+        keys |= byte_level_keys(model)
+    else:
+        keys |= sentencepiece_keys(vocabulary)
+    keys["tokens"] = pieces + [f"[PAD{i}]" for i in more]
     keys["token_type"] = keys["token_type"] + [UNUSED] * len(more)
+    if "scores" in keys:
+        keys["scores"] = keys["scores"] + [0.0] * len(more)
     keys["bos_token_id"] = vocabulary.bos_id
     keys["eos_token_id"] = vocabulary.eos_id
     keys["add_bos_token"] = vocabulary.add_bos
@@ -2480,29 +2464,32 @@ def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
     return keys | {"tokenizer.chat_template": vocabulary.chat_template}
 
 
-def byte_level_keys(vocabulary: Vocabulary, content: Mapping[str, Any]) -> dict[str, Any]:
+def byte_level_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """GGUF's keys for byte-level BPE. Raises ValueError for what they cannot say."""
     model = content["model"]
-    words = content.get("pre_tokenizer") or {}
-    steps = words.get("pretokenizers", [words])
     for token in content.get("added_tokens") or []:
         if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
             raise ValueError(f"GGUF cannot say how {token['content']!r} treats what is beside it")
+    steps = json_steps(content, "pre_tokenizer", "pretokenizers")
     for name, pre in PRE_TOKENIZERS.items():
         if steps == pre.steps and bool(model.get("ignore_merges")) == pre.ignore_merges:
-            merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-            return {"model": "gpt2", "pre": name, "merges": merges, "scores": None}
-    raise ValueError(f"GGUF has no name for the pre_tokenizer {json.dumps(words):.150}")
+            return {"model": "gpt2", "pre": name, "merges": merges_of(model)}
+    raise ValueError(f"GGUF has no name for the pre_tokenizer {json.dumps(steps):.150}")
 
 
-def sentencepiece_keys(vocabulary: Vocabulary, content: Mapping[str, Any]) -> dict[str, Any]:
+def merges_of(model: Mapping[str, Any]) -> list[str]:
+    """The merges of tokenizer.json's model, which are pairs or texts, as texts."""
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+
+
+def sentencepiece_keys(vocabulary: Vocabulary) -> dict[str, Any]:
     """GGUF's keys with scores by which SentencePiece does the merges of a tokenizer.json.
 
     Raises ValueError if it would do others.
     """
-    pieces, model = vocabulary.pieces, content["model"]
+    pieces, model = vocabulary.pieces, vocabulary.model["model"]
     choose(model, "type", ("BPE",))
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    merges = merges_of(model)
     words = {piece for piece, t in zip(pieces, vocabulary.types) if t == NORMAL}
     if max(map(len, words)) > 512:
         raise ValueError("a piece of more than 512 characters")
@@ -2518,7 +2505,8 @@ def sentencepiece_keys(vocabulary: Vocabulary, content: Mapping[str, Any]) -> di
     scores = [ranks.get(piece, 0.0) if piece.strip("\u2581") else -1e9 for piece in pieces]
     unknown = pieces.index(model.get("unk_token") or "<unk>")
     types = [UNKNOWN if i == unknown else t for i, t in enumerate(vocabulary.types)]
-    return {"scores": scores, "token_type": types}
+    keys = {"scores": scores, "token_type": types, "unknown_token_id": unknown}
+    return keys | {"add_space_prefix": vocabulary.add_space_prefix}
 
 
 def tokenizer_from_file(path: str | Path, config: Config | None = None) -> Tokenizer:

@@ -52,7 +52,7 @@ class Grammar:
     def __init__(self, vocabulary: LLTokenizer, schema: dict[str, Any]) -> None:
         text = json.dumps(schema)
         if not isinstance(schema, dict):
-            raise ValueError(f"the schema {text:.200} cannot be used: it is no object")  # noqa: TRY004
+            raise ValueError(f"the schema {text:.200} cannot be used: it is no object")
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
         self.matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if problem := self.matcher.get_error():

@@ -191,7 +191,7 @@ def check_messages(messages: Any) -> None:
                 raise ValueError(f"{key[:40]} in a message is not supported")
         content = message.get("content")
         if not isinstance(content, (str, list)):
-            raise ValueError("a message has no text")  # noqa: TRY004
+            raise ValueError("a message has no text")
         for part in content if isinstance(content, list) else []:
             if isinstance(part, dict) and part.get("type", "text") != "text":
                 raise ValueError(f"a message has a part of type {part['type']!r:.40}, not text")
