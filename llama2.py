@@ -1603,7 +1603,8 @@ class Checkpoint:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer, read once."""
-        return self.read_tokenizer()
+        with reading(self.path):
+            return self.read_tokenizer()
 
     @property
     def nbytes(self) -> int:
