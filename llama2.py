@@ -585,10 +585,9 @@ SCORE_CHUNK = 128  # the same where the logits of all positions are needed
 class Generation(Iterator[int]):
     """generate(): the ids that continue a prompt, one by one, without the one that stops it.
 
-    `stop_ids` end it (default: EOS); only ids below `vocab_size` are sampled. What a `cache` holds
-    of the text is not read again: reset() it after changing weights. `step(tokens, cache)`,
-    tokens (1, n) of the whole text -> logits (1, V), replaces prefill(). Raises ValueError for
-    arguments out of range.
+    `stop_ids` end it (default: EOS). What a `cache` holds of the text is not read again: reset() it
+    after changing weights. `step(tokens, cache)`, tokens (1, n) of the whole text -> logits (1, V),
+    replaces prefill(). Raises ValueError for arguments out of range.
     """
 
     def __init__(
@@ -598,7 +597,6 @@ class Generation(Iterator[int]):
         sampling: Sampling = Sampling(),
         max_new_tokens: int = 256,
         stop_ids: Collection[int] | None = None,
-        vocab_size: int | None = None,
         cache: Cache | None = None,
         step: Callable[[Tensor, Cache], Tensor] | None = None,
     ) -> None:
@@ -607,9 +605,6 @@ class Generation(Iterator[int]):
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r:.60}; expected 0 or more")
         config = model.config
-        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
-        if not 0 < self.vocab_size <= config.vocab_size:
-            raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {config.vocab_size}")
         context = config.max_position_embeddings if cache is None else cache.max_seq_len
         self.ids = check_ids(ids, config, context)  # the prompt, then all that is sampled
         self.new_ids: list[int] = []  # those that were yielded
@@ -628,11 +623,8 @@ class Generation(Iterator[int]):
         self.tokens = torch.tensor([self.ids])  # (1, n), the same ids as self.ids
         stored = cache.common_prefix(self.tokens)
         self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)  # those to be read
-        self.generator = torch.Generator()
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed)
+        seed = secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __next__(self) -> int:
         # 1. Nothing follows a stop token, the last token asked for, or a full context.
@@ -645,7 +637,7 @@ class Generation(Iterator[int]):
 
         # 2. The model reads what its cache lacks: at first the prompt, then one token each time.
         start = time.perf_counter()
-        logits = self.step(self.tokens, self.cache)[0, : self.vocab_size]  # (V,)
+        logits = self.step(self.tokens, self.cache)[0, : self.model.vocab_size]  # (V,)
         if not logits.max().isfinite():
             raise ValueError(f"the logits are not finite: {why_not_finite(self.model)}")
 
@@ -737,8 +729,7 @@ class TextStream(Iterator[str]):
         self.stops = [stop] if isinstance(stop, str) else list(stop)
         if not all(isinstance(text, str) and text for text in self.stops):
             raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
-        vocab_size = min(model.vocab_size, tokenizer.vocab_size)
-        self.generation = Generation(model, ids, **{"vocab_size": vocab_size, **options})
+        self.generation = Generation(model, ids, **options)
         has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS alone has none
         self.decoder = StreamDecoder(tokenizer, first=not has_text)
         self.strip = strip
@@ -779,10 +770,9 @@ def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
     if places:
         place, stop = min(places)
         return text[:place], "", stop
-    for i in range(len(text)):
-        if any(stop.startswith(text[i:]) for stop in stops):
-            return text[:i], text[i:], ""
-    return text, "", ""
+    begun = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
+    place = len(text) - max(begun, default=0)
+    return text[:place], text[place:], ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -841,8 +831,6 @@ class Tokenizer:
 
         `first`: it begins a text, where a SentencePiece vocabulary may add a space.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"encode() takes one text (str), not a {type(text).__name__}")
         ids = self.encode_marked(text, first)
         if self.bos_id is not None and (self.add_bos if bos is None else bos):
             return [self.bos_id, *ids]
@@ -900,12 +888,6 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def added_token(text: str, token_id: int, special: bool) -> dict[str, Any]:
-    """A token beside those of a model, as tokenizer.json has it."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": text, "special": special, **flags}
-
-
 def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any:
     """tokenizers' engine for a tokenizer.json, with marks for control tokens. Raises ValueError."""
     import tokenizers
@@ -922,13 +904,9 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
         if marks.keys() & vocab.keys():  # no merge may make one
             pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
             model["merges"] = [pair for pair in pairs if "".join(pair) not in marks]
-    added = {token["content"]: token for token in content.get("added_tokens") or []}
-    added = {
-        text: added_token(text, 0, special=True) for text in marks if text not in added
-    } | added
-    tokens = [{**token, "content": marked(text)} for text, token in added.items()]
+    added = [{**token, "content": marked(token["content"])} for token in content["added_tokens"]]
     try:
-        text = json.dumps({**content, "model": model, "added_tokens": tokens})
+        text = json.dumps({**content, "model": model, "added_tokens": added})
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
@@ -1098,13 +1076,10 @@ def compile_template(template: str) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     # transformers' tag around what an assistant says; it prints what is inside.
@@ -1123,8 +1098,7 @@ def render(
     try:
         return compile_template(template).render(messages=messages, **{**given, **variables})
     except Exception as error:  # whatever a template's expressions raise
-        problem = f"{type(error).__name__}: {error}" if not str(error) else error
-        raise ValueError(f"the chat template: {problem}") from error
+        raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
 def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -1215,8 +1189,6 @@ def chat(
     messages: Iterable[Mapping[str, Any]],
     template: str | None = None,
     stop: str | Sequence[str] = (),
-    continue_final_message: bool = False,
-    variables: Mapping[str, Any] = {},
     **options: Any,
 ) -> TextStream:
     """The answer to messages as text, by the model's own template: see encode_chat().
@@ -1224,13 +1196,13 @@ def chat(
     It ends with EOS, where the template ends an answer, or before a text of `stop`. `options` are
     generate()'s.
     """
-    ids = encode_chat(tokenizer, messages, template, continue_final_message, **variables)
+    ids = encode_chat(tokenizer, messages, template)
     ends = chat_stops(tokenizer, template)
     stops = [stop] if isinstance(stop, str) else stop
     config = model.config
     stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id, *ends.ids}
-    options = {"stop": [*stops, *ends.texts], "stop_ids": stop_ids, **options}
-    return stream_text(model, tokenizer, ids, strip=not continue_final_message, **options)
+    options = {"stop": [*stops, *ends.texts], "stop_ids": stop_ids, "strip": True, **options}
+    return stream_text(model, tokenizer, ids, **options)
 
 
 # ==================================================================================================
@@ -2148,6 +2120,12 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
 # 16. Vocabularies
 
 
+def added_token(text: str, token_id: int, special: bool) -> dict[str, Any]:
+    """A token beside those of a model, as tokenizer.json has it."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, "special": special, **flags}
+
+
 def make_vocabulary(
     pieces: list[str],
     types: Sequence[int],
@@ -2178,7 +2156,13 @@ def make_vocabulary(
     for token_id in (bos_id, eos_id, *stops):
         if token_id is not None:
             types[token_id] = CONTROL
-    if scores is None:
+    if model is not None:
+        added = [*(model.get("added_tokens") or [])]
+        known = {token["content"] for token in added}
+        for i, piece in enumerate(pieces):
+            if types[i] == CONTROL and piece not in known:
+                added.append(added_token(piece, i, special=True))
+        model = {**model, "added_tokens": added}
         return Vocabulary(pieces, types, model, bos_id, eos_id, **options)
     types[unknown_id] = UNKNOWN
     trainer: dict[int, Any] = {3: 2, 35: types.count(BYTE) == 256}  # model_type BPE, byte_fallback
@@ -2188,7 +2172,7 @@ def make_vocabulary(
     prefix = options.get("add_space_prefix", True)
     normalizer = {3: prefix, 4: remove_extra_whitespaces}  # add_dummy_prefix
     messages = [protobuf({2: protobuf(trainer), 3: protobuf(normalizer)})]
-    for piece, score, piece_type in zip(pieces, scores, types):
+    for piece, score, piece_type in zip(pieces, scores or [], types):
         text = piece.replace(" ", "\u2581") if piece_type == USER_DEFINED else piece
         messages.append(protobuf({1: protobuf({1: text.encode(), 2: float(score), 3: piece_type})}))
     return Vocabulary(pieces, types, b"".join(messages), bos_id, eos_id, **options)

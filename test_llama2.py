@@ -1852,8 +1852,6 @@ def test_ids_beyond_the_vocabulary_are_not_sampled():
     model.vocab_size = 300
     ids, _ = generated(model, [1, 5])
     assert ids == [7, 0]
-    ids, _ = generated(model, [1, 5], vocab_size=320)
-    assert ids == [7, 300]
 
 
 def test_the_cache_of_a_generation_is_the_models_own(model, monkeypatch):
@@ -1928,8 +1926,6 @@ def test_prompts_that_are_refused(model, prompt, message):
 def test_arguments_that_are_refused(model):
     with pytest.raises(ValueError, match="max_new_tokens"):
         llama2.generate(model, [1], max_new_tokens=-1)
-    with pytest.raises(ValueError, match="vocab_size is -5"):
-        llama2.generate(model, [1], vocab_size=-5)
     with pytest.raises(ValueError, match="Sampling"):
         llama2.generate(model, [1, 5], 20)
     with pytest.raises(ValueError, match="tokenizer.encode"):
