@@ -3535,11 +3535,13 @@ def make_parser() -> Parser:
     number: Any = {"metavar": "X", "type": float}
     count: Any = {"metavar": "N", "type": int}
 
-    add = parser.add_argument_group("what to do").add_argument
+    group = parser.add_argument_group("what to do")
+    add = group.add_argument
     model_help = "a .gguf file, directory, installed package, or ORG/NAME of the Hugging Face hub"
     add("--model", metavar="PATH", default=str(DEFAULT_MODEL), help=model_help)
-    add("--prompt", **text, help="text to continue (default: stdin)")
-    add("--prompt-file", metavar="FILE", type=Path, help="read the prompt from a file")
+    prompt = group.add_mutually_exclusive_group().add_argument
+    prompt("--prompt", **text, help="text to continue (default: stdin)")
+    prompt("--prompt-file", metavar="FILE", type=Path, help="read the prompt from a file")
     add("--chat", action="store_true", help="converse; a prompt is the first question")
     add("--system", **text, help="with --chat: the system prompt")
     template_help = f"with --chat: {', '.join(CHAT_TEMPLATES)}, or a file in Jinja"
@@ -3587,8 +3589,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for option, needed in (("system", "chat"), ("chat_template", "chat"), ("type", "save")):
         if getattr(args, option) is not None and not getattr(args, needed):
             raise ValueError(f"--{option.replace('_', '-')} needs --{needed}")
-    if args.prompt is not None and args.prompt_file is not None:
-        raise ValueError("--prompt and --prompt-file; expected one of them")
     for option, low in (("threads", 1), ("max_new_tokens", 0), ("context", 1)):
         high = os.cpu_count() or 1 if option == "threads" else 2**31
         value = getattr(args, option)
@@ -3617,16 +3617,14 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 
 def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str | None:
     """The chat template that is asked for; None: the tokenizer's own."""
-    name = args.chat_template
-    if name is None and not tokenizer.chat_template.strip():
+    template = args.chat_template
+    if template is None and not tokenizer.chat_template.strip():
         note("the model has no chat template: llama-2 is assumed", args.quiet)
-        return "llama-2"
-    if name is None or name in CHAT_TEMPLATES:
-        return name
-    if not Path(name).is_file():
-        expected = f"{', '.join(CHAT_TEMPLATES)} or a file"
-        raise ValueError(f"--chat-template {name}; expected {expected}")
-    return read_file(Path(name)).decode("utf-8", "replace")
+        template = "llama-2"
+    if template is not None and Path(template).is_file():
+        template = read_file(Path(template)).decode("utf-8", "replace")
+    encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # or say what is wrong
+    return template
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3700,23 +3698,23 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
     """A run's last line: speed, memory, and why it stopped."""
     prompt_tokens = sum(generation.prompt_tokens for generation in generations)
     new_tokens = sum(len(generation.new_ids) for generation in generations)
-    prefill_seconds = sum(sum(generation.seconds[:1]) for generation in generations)
+    prefills = sum(sum(generation.seconds[:1]) for generation in generations)
     steps = [second for generation in generations for second in generation.seconds[1:]]
-    parts = [f"prompt {prompt_tokens} tokens", f"generated {new_tokens} tokens"]
-    if prefill_seconds:
-        parts[0] += f", {prompt_tokens / prefill_seconds:.1f} tokens/s"
+    report = f"prompt {prompt_tokens} tokens"
+    if prefills:
+        report += f", {prompt_tokens / prefills:.1f} tokens/s"
+    report += f"; generated {new_tokens} tokens"
     if steps:  # a token each, with the one that stops
-        parts[1] += f", {len(steps) / sum(steps):.1f} tokens/s"
+        report += f", {len(steps) / sum(steps):.1f} tokens/s"
     if peak := peak_memory(device):
-        parts.append(f"peak memory {peak / 1e9:.2f} GB")
-    return "; ".join([*parts, f"stopped: {generations[-1].stop_reason}"])
+        report += f"; peak memory {peak / 1e9:.2f} GB"
+    return f"{report}; stopped: {generations[-1].stop_reason}"
 
 
 # --------------------------------------------------------------------------------------------------
 # 24. The chat, and main
 
 CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all"
-CHAT_HELP = f"{CHAT_KEYS}; pasted lines are one question; a space before a slash sends it as text"
 
 
 def read_question() -> str | None:
@@ -3738,21 +3736,20 @@ def converse(
     model: Llama,
     tokenizer: Tokenizer,
     args: argparse.Namespace,
-    question: str | None,
     ask: Callable[[], str | None],
     options: dict[str, Any],
 ) -> list[Generation]:
-    """Answer `question` and those that ask() returns, until it returns None.
+    """Answer what ask() returns, until it returns None; `options` are chat()'s.
 
     When the context is full, the oldest turns are dropped until half of it is free.
     """
     template = read_template(args, tokenizer)
     system = [{"role": "system", "content": args.system}] if args.system else []
     size = options["cache"].max_seq_len
+    note(f"{Path(args.model).name}, {size} tokens; {CHAT_KEYS}", args.quiet)
     turns: list[dict[str, str]] = []
     generations = []
-    note(f"{Path(args.model).name}, {size} tokens; {CHAT_HELP}", args.quiet)
-    while question is not None or (question := ask()) is not None:
+    while (question := ask()) is not None:
         command = question.strip().lower()
         if command in ("/exit", "/quit", "exit", "quit"):
             break
@@ -3760,54 +3757,40 @@ def converse(
             turns = []
             note("the conversation is forgotten", args.quiet)
         elif question.startswith("/"):
-            fail(f"unknown command {command[:40]}; {CHAT_HELP}")
+            fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
         elif command:
-            turns.append({"role": "user", "content": question})
+            kept = [*turns, {"role": "user", "content": question}]
+            limit = size - min(options["max_new_tokens"], size // 4)
             try:
-                kept = fitting_turns(tokenizer, system, turns, template, options)
-                if dropped := (len(turns) - len(kept)) // 2:
-                    plural = "s" * (dropped > 1)
-                    note(f"context full: dropped the oldest {dropped} turn{plural}", args.quiet)
+                while len(encode_chat(tokenizer, [*system, *kept], template)) > limit:
+                    if len(kept) == 1:
+                        break
+                    kept = kept[2:]
+                    limit = size // 2
                 stream = chat(model, tokenizer, [*system, *kept], template, **options)
             except (ValueError, KeyboardInterrupt) as error:  # as of a template without an end
                 fail(str(error) or "interrupted")
-                turns.pop()
-            else:
-                answer = show(stream)
-                turns = [*kept, {"role": "assistant", "content": answer}]
-                generations.append(stream.generation)
-                if stream.stop_reason in ("context full", "max new tokens"):
-                    note(f"{stream.stop_reason}: the answer ends here", args.quiet)
-                seed = options["sampling"].seed + 1  # the next answer draws other random numbers
-                options["sampling"] = replace(options["sampling"], seed=seed % 2**63)
-        question = None
+                continue
+            if dropped := (len(turns) + 1 - len(kept)) // 2:
+                note(f"context full: {dropped} of the oldest turns dropped", args.quiet)
+            turns = [*kept, {"role": "assistant", "content": show(stream)}]
+            generations.append(stream.generation)
+            if stream.stop_reason in ("context full", "max new tokens"):
+                note(f"{stream.stop_reason}: the answer ends here", args.quiet)
+            seed = options["sampling"].seed + 1  # the next answer draws other random numbers
+            options["sampling"] = replace(options["sampling"], seed=seed % 2**63)
     return generations
 
 
-def fitting_turns(
-    tokenizer: Tokenizer, system: list, turns: list, template: str | None, options: dict[str, Any]
-) -> list[dict[str, str]]:
-    """The turns, or the last of them where not all fit into the context with an answer."""
-    size = options["cache"].max_seq_len
-    limit = size - min(options["max_new_tokens"], size // 4)
-    while len(turns) > 1 and len(encode_chat(tokenizer, [*system, *turns], template)) > limit:
-        turns = turns[2:]
-        limit = size // 2
-    return turns
-
-
 def run(args: argparse.Namespace, ranks: Any) -> int:
-    """Load the model and do what the command line says; returns the exit status."""
-    # 1. Open the model's files; --save and --info need no more.
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    """Do what the command line says; returns the exit status."""
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model, args.context)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
-            quiet = args.quiet
-            save_gguf(checkpoint, args.save, args.type, overwrite=args.force, progress=not quiet)
-            note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", quiet)
+            progress = not args.quiet
+            save_gguf(checkpoint, args.save, args.type, overwrite=args.force, progress=progress)
+            note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", args.quiet)
         return 0
     if ranks:
         checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
@@ -3816,39 +3799,47 @@ def run(args: argparse.Namespace, ranks: Any) -> int:
         plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
         write(describe_checkpoint(checkpoint, plan, context))
         return 0
+    return write_text(args, ranks, checkpoint, context, start)
 
-    # 2. Read the prompt, and load the weights if its tokens and the cache fit.
-    tokenizer = checkpoint.tokenizer
+
+def write_text(
+    args: argparse.Namespace, ranks: Any, checkpoint: Checkpoint, context: int, start: float
+) -> int:
+    """Continue the prompt, or converse; returns the exit status."""
+    # 1. The prompt's tokens and the answer's say how much memory the cache needs.
     prompt = shared(functools.partial(read_prompt, args), ranks)
-    ids = [] if args.chat else tokenizer.encode(prompt)
+    max_new_tokens = args.max_new_tokens
+    ids: list[int] = []
     if args.chat:
         size = args.context or min(context, CHAT_CONTEXT)
-        max_new_tokens = size if args.max_new_tokens is None else args.max_new_tokens
+        max_new_tokens = size if max_new_tokens is None else max_new_tokens
     else:
-        max_new_tokens = 256 if args.max_new_tokens is None else args.max_new_tokens
+        ids = checkpoint.tokenizer.encode(prompt)
+        max_new_tokens = 256 if max_new_tokens is None else max_new_tokens
         size = max(1, min(context, len(ids) + max_new_tokens))
+
+    # 2. Load the weights.
     loading = {"context": size, "compile": args.compile, "progress": not args.quiet}
-    model, _ = load(checkpoint, args.device, args.dtype, **loading)
+    model, tokenizer = load(checkpoint, args.device, args.dtype, **loading)
     if ranks:
         connect_ranks(model, ranks)
     load_seconds = time.perf_counter() - start
 
-    # 3. Continue the prompt, or converse.
+    # 3. Write the answers.
     seed = shared(torch.seed, ranks) % 2**31 if args.seed == -1 else args.seed
     sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING_LIMITS} | {"seed": seed})
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
     options["cache"] = model.new_cache(size)
     if args.chat:
-        ask = functools.partial(shared, read_question, ranks)
-        generations = converse(model, tokenizer, args, prompt, ask, options)
+        first = [] if prompt is None else [prompt]
+        ask = functools.partial(shared, lambda: first.pop() if first else read_question(), ranks)
+        generations = converse(model, tokenizer, args, ask, options)
     else:
         stream = stream_text(model, tokenizer, ids, **options)
         if not args.no_echo:
             write(prompt)
         show(stream)
         generations = [stream.generation]
-
-    # 4. Report.
     if generations:
         report = describe_run(generations, model.norm.weight.device)
         note(f"load {load_seconds:.2f} s; {report}; seed {seed}", args.quiet)
@@ -3864,7 +3855,9 @@ def shared(function: Callable[[], Any], ranks: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    open_standard_streams()
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # print any text
+            stream.reconfigure(errors="backslashreplace")
     ranks = None
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ and "Ranks" in globals():
@@ -3872,6 +3865,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ranks.rank:  # rank 0 alone prints
                 sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         args = parse_args(argv)
+        if args.threads is not None:
+            torch.set_num_threads(args.threads)
         if args.chat and sys.stdin.isatty():
             with suppress(ImportError):  # Windows edits lines itself
                 import readline
@@ -3897,16 +3892,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error)
     finally:
         flush_standard_streams()
-
-
-def open_standard_streams() -> None:
-    """Replace streams that whoever started us has closed; print any text on the others."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def flush_standard_streams() -> None:
