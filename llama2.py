@@ -10,26 +10,37 @@
     python llama2.py --model llama-2-7b-chat.Q4_0.gguf --chat  # a real model
 
     import llama2
-    model, tokenizer = llama2.load("llama-2-7b.Q4_0.gguf")     # or a Meta or Hugging Face folder
+    model, tokenizer = llama2.load("llama-2-7b.Q4_0.gguf")     # or a Hugging Face folder or name
     for token_id in llama2.generate(model, tokenizer.encode("Hello")): ...
-    logits = model(tokens, llama2.Cache(model.config))         # (B, T) int64 -> (B, V) float32
+    logits = model(tokens, model.new_cache())                  # (B, T) int64 -> (B, V) float32
 
-Five parts: I is the model, in torch alone; cut it out and paste it anywhere. II turns a prompt
-into text. III reads and writes files. IV makes it faster and larger: delete it, and kernels/
-beside it, and everything still works. V is the command line.
+Five parts, in a reader's order:
+
+    I    The model, in torch alone. Cut it out and paste it anywhere.
+    II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
+         generator for any Llama in memory.
+    III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading, saving.
+    IV   Faster and larger: CPU kernels, compiled steps, several devices. Delete it, and kernels/
+         beside it, and everything still works.
+    V    The command line.
 
 Letters in shape comments:
 
-    B  batch             H  query heads            D  head size, C / H
+    B  batch             H  query heads            D  head size
     T  new tokens        G  key/value heads        C  hidden size
     S  visible tokens    L  layers                 V  vocabulary
 
-Data flow:
+The way of text:
 
-    text --Tokenizer--> ids (B, T) --embed_tokens--> x (B, T, C)
-      L times, Block:   x = x + CausalSelfAttention(RMSNorm(x))       reads and extends the Cache
+    text --Tokenizer.encode--> ids --Generation: prefill, then one decode step after another
+      tokens (B, T) --embed_tokens--> x (B, T, C)
+      L times, Block:   x = x + CausalSelfAttention(RMSNorm(x))       extends and reads the Cache
                         x = x + MLP(RMSNorm(x))
-    x --RMSNorm, lm_head--> logits (B, V) --sample--> next id --StreamDecoder--> text
+      x --RMSNorm, lm_head--> logits (B, V) --sample--> next id --StreamDecoder--> text
+
+The way of a weight: a Weight says where it lies in a file (offset, type, shape). build_model() maps
+its bytes into memory; a module of the model holds them as they are, in blocks; forward() dequantises
+some rows at a time, or a kernel of part IV reads them in place.
 
 Papers: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), LLaMA (arXiv:2302.13971), RoPE (Su et al.
 2021, arXiv:2104.09864), RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), SwiGLU (Shazeer 2020,
@@ -48,11 +59,11 @@ __all__ = [
     "state_dict_from_hf", "save_gguf", "save_pretrained", "DEFAULT_MODEL", "main",
 ]  # fmt: skip
 
-if __name__ == "__main__":  # before torch is imported: Ctrl-C ends it, idle OpenMP threads sleep
+if __name__ == "__main__":  # what must precede the import of torch
     import os, signal
 
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "OMP_WAIT_POLICY" not in os.environ:
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import at once
+    if "OMP_WAIT_POLICY" not in os.environ:  # an idle OpenMP thread spins so often, then sleeps
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # ==================================================================================================
@@ -510,21 +521,6 @@ class Sampling:
             if type(value) not in types or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
 
-    def adjust(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
-        """logits (V,) of what follows `ids`, after repetition_penalty and logits_processor."""
-        if self.repetition_penalty != 1:  # arXiv:1909.05858
-            recent = [i for i in {*ids[-PENALTY_WINDOW:]} if i < len(logits)]
-            logits = logits.clone()
-            values = logits[recent]
-            penalty = self.repetition_penalty
-            logits[recent] = torch.where(values > 0, values / penalty, values * penalty)
-        if self.logits_processor:
-            processed = self.logits_processor(list(ids), logits.clone())
-            if not isinstance(processed, Tensor) or processed.shape != logits.shape:
-                raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
-            logits = processed
-        return logits
-
 
 def sample(
     logits: Tensor,
@@ -537,7 +533,18 @@ def sample(
     `generator`: default: a new one with sampling.seed, else torch's. Raises ValueError where the
     logits are not finite, or where logits_processor leaves no id.
     """
-    logits = sampling.adjust(logits.float(), ids)
+    logits = logits.float()
+    penalty = sampling.repetition_penalty  # arXiv:1909.05858
+    if penalty != 1:
+        recent = [i for i in {*ids[-PENALTY_WINDOW:]} if i < len(logits)]
+        values = logits[recent]
+        logits = logits.clone()
+        logits[recent] = torch.where(values > 0, values / penalty, values * penalty)
+    if sampling.logits_processor:
+        processed = sampling.logits_processor(list(ids), logits.clone())
+        if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+            raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
+        logits = processed
     largest, likeliest = logits.max(-1)
     if not largest.isfinite():
         raise ValueError(f"no token can be sampled: the largest logit is {largest.item()}")
@@ -751,28 +758,23 @@ class TextStream(Iterator[str]):
             if self.strip:
                 waiting = waiting.lstrip()
                 self.strip = not waiting
-            text, waiting, stop = split_at_stop(waiting, self.stops)
-            if text:
-                yield text
-            if stop:
+            places = [(waiting.index(stop), stop) for stop in self.stops if stop in waiting]
+            if places:
+                end, stop = min(places)
                 self.generation.stop_reason = f"stop text {stop!r}"
+            else:
+                begun = [stop[:n] for stop in self.stops for n in range(len(stop))]
+                end = len(waiting) - max((len(b) for b in begun if waiting.endswith(b)), default=0)
+            if end:
+                yield waiting[:end]
+            if places:
                 return
+            waiting = waiting[end:]
         if waiting:
             yield waiting
 
 
 stream_text = TextStream  # for text in stream_text(model, tokenizer, ids): ...
-
-
-def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, str]:
-    """Split text into what can be shown, a possible beginning of a stop text, and the stop text."""
-    places = [(text.index(stop), stop) for stop in stops if stop in text]
-    if places:
-        place, stop = min(places)
-        return text[:place], "", stop
-    begun = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
-    place = len(text) - max(begun, default=0)
-    return text[:place], text[place:], ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3523,15 +3525,10 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def text_argument(argument: str) -> str:
-    """A text from the command line, on which a shell passes any bytes."""
-    return os.fsencode(argument).decode("utf-8", "replace")
-
-
 def make_parser() -> Parser:
     """The options."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
-    text: Any = {"metavar": "TEXT", "type": text_argument}
+    text: Any = {"metavar": "TEXT"}
     number: Any = {"metavar": "X", "type": float}
     count: Any = {"metavar": "N", "type": int}
 
