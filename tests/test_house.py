@@ -16,6 +16,7 @@ import pytest
 import torch
 from cut import without_part_4
 
+import llama2
 from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
 
 pytestmark = needs("accelerate")  # else there is nothing to cut
