@@ -1272,7 +1272,7 @@ GGML_TYPES = {
 }
 
 
-def half(b: Tensor, at: int) -> Tensor:
+def float16_at(b: Tensor, at: int) -> Tensor:
     """The float16 at byte `at` of each block, as float32: (n, bytes) -> (n, 1)."""
     low = b[:, at : at + 1].short()
     high = b[:, at + 1 : at + 2].short()
@@ -1305,19 +1305,19 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     """Blocks (n, bytes) -> scales (n, groups), and minima if the type has them."""
     match ggml_type:
         case "Q4_0" | "Q5_0" | "Q8_0":
-            return half(b, 0), None
+            return float16_at(b, 0), None
         case "Q4_1" | "Q5_1":
-            return half(b, 0), -half(b, 2)
+            return float16_at(b, 0), -float16_at(b, 2)
         case "Q2_K":  # 16 scales and minima of 4 bits
-            return half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
+            return float16_at(b, 80) * (b[:, :16] & 15), float16_at(b, 82) * (b[:, :16] >> 4)
         case "Q3_K":  # 16 scales of 6 bits, the upper two stored apart
             low = unpack_bits(b, 16, Bits(96, 8, 4))
             high = unpack_bits(b, 16, Bits(104, 4, 2))
-            return half(b, 108) * ((low | high << 4).view(torch.int8) - 32), None
+            return float16_at(b, 108) * ((low | high << 4).view(torch.int8) - 32), None
         case "Q6_K":  # 16 scales of 8 bits
-            return half(b, 208) * b[:, 192:208].view(torch.int8), None
+            return float16_at(b, 208) * b[:, 192:208].view(torch.int8), None
     scale, minimum = unpack_k_scales(b)  # Q4_K and Q5_K
-    return half(b, 0) * scale, half(b, 2) * minimum
+    return float16_at(b, 0) * scale, float16_at(b, 2) * minimum
 
 
 def unpack_integers(b: Tensor, ggml_type: str) -> Tensor:
@@ -1497,7 +1497,7 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tup
 class Name(NamedTuple):
     """A tensor's name, less ".weight", in each format."""
 
-    ours: str  # and Hugging Face's, behind "model."
+    hf: str  # and here; Hugging Face puts "model." before it
     gguf: str
     meta: str
     axis: int | None  # along which Meta's shards and our ranks divide it: 0 outputs, 1 inputs
@@ -1522,7 +1522,7 @@ NAMES = (
 class Setting(NamedTuple):
     """A setting's name in each format; "" where a format does not have it."""
 
-    ours: str  # and Hugging Face's
+    hf: str  # and here
     gguf: str
     meta: str
     needed: bool  # else a missing one has Config's default
@@ -1577,7 +1577,7 @@ class Checkpoint:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer, read once."""
-        with reading(self.path):
+        with naming(self.path):
             return self.read_tokenizer()
 
     @property
@@ -1596,7 +1596,7 @@ def printable(text: str) -> str:
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
+def naming(path: str | Path) -> Iterator[None]:
     """Adds the file's name to whatever its readers raise, unless it is there already."""
     try:
         yield
@@ -1625,7 +1625,7 @@ def read_head(path: Path, limit: int) -> tuple[bytes, int]:
 
 def read_file(path: Path, limit: int = MAX_TEXT) -> bytes:
     """The content of a file. Raises ValueError if it is longer than `limit`."""
-    with reading(path):
+    with naming(path):
         data, size = read_head(path, limit)
         if size > limit:
             raise ValueError(f"{size} bytes; expected at most {limit}")
@@ -1642,11 +1642,11 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object, {} if there is no file. Raises ValueError on anything else."""
-    with reading(path):
+    with naming(path):
         return parse_json(read_file(path)) if path.exists() else {}
 
 
-def lookup(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
+def get_typed(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
     """The value of `key`, its default if absent or null. Raises ValueError for another type."""
     value = settings.get(key)
     if value is None:
@@ -1659,7 +1659,7 @@ def lookup(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
     return value
 
 
-def choose(settings: Mapping, key: str, accepted: Sequence, default: Any = None) -> Any:
+def require(settings: Mapping, key: str, accepted: Sequence, default: Any = None) -> Any:
     """The value of `key`, which is one of those accepted. Raises ValueError if it is not."""
     value = settings.get(key, default)
     if value not in accepted:
@@ -1673,13 +1673,13 @@ def read_config(settings: Mapping, column: str, known: dict[str, Any]) -> Config
     values = dict(known)
     for row in SETTINGS:
         key = getattr(row, column)
-        if not key or row.ours in values:
+        if not key or row.hf in values:
             continue
-        default = getattr(Config, row.ours)
+        default = getattr(Config, row.hf)
         kind = type(default)
-        if row.ours == "num_key_value_heads":
+        if row.hf == "num_key_value_heads":
             default = values["num_attention_heads"]
-        values[row.ours] = lookup(settings, key, kind, None if row.needed else default)
+        values[row.hf] = get_typed(settings, key, kind, None if row.needed else default)
     return Config(**values)
 
 
@@ -1689,11 +1689,11 @@ def name_map(column: str, config: Config) -> dict[str, str]:
     for row in NAMES:
         theirs = getattr(row, column)
         for layer in range(config.num_hidden_layers if "{}" in theirs else 1):
-            names[f"{row.ours}.weight".format(layer)] = f"{theirs}.weight".format(layer)
+            names[f"{row.hf}.weight".format(layer)] = f"{theirs}.weight".format(layer)
     return names
 
 
-def rename(weights: dict[str, Weight], column: str, config: Config) -> dict[str, Weight]:
+def match_tensors(weights: dict[str, Weight], column: str, config: Config) -> dict[str, Weight]:
     """Translate names by a column of NAMES. Raises ValueError unless all names and shapes fit."""
     if config.num_hidden_layers > len(weights):  # before anything of that size is built
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
@@ -1732,13 +1732,13 @@ class GGUF:
         self.weights: dict[str, Weight] = {}
         self.offset = 0  # of what is read next
         self.item = "header"  # what is read, for messages
-        with reading(self.path):
+        with naming(self.path):
             self.data, self.size = read_head(self.path, MAX_HEADER)
             try:
                 self.read_header()
             except (ValueError, struct.error) as error:
                 raise ValueError(f"{self.item}: {error}") from error
-            self.parts = lookup(self.metadata, "split.count", int, 1)
+            self.parts = get_typed(self.metadata, "split.count", int, 1)
         del self.data
 
     def read_header(self) -> None:
@@ -1770,7 +1770,7 @@ class GGUF:
             *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
             ggml_type = gguf.GGMLQuantizationType(number).name
             infos[name] = offset, ggml_type, tuple(reversed(dims))
-        self.place(infos)
+        self.add_weights(infos)
 
     def unpack(self, letters: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
@@ -1807,11 +1807,11 @@ class GGUF:
             raise ValueError(f"has the unknown type {kind}")
         return values if is_array else values[0]
 
-    def place(self, infos: dict[str, tuple]) -> None:
+    def add_weights(self, infos: dict[str, tuple]) -> None:
         """Make weights of names and (offset, type, shape). Their data follows the header."""
         self.item = "header"
         powers = [2**i for i in range(3, 21)]
-        align = choose(self.metadata, "general.alignment", powers, 32)
+        align = require(self.metadata, "general.alignment", powers, 32)
         base = -(-self.offset // align) * align
         end = base
         for name, (offset, ggml_type, shape) in sorted(infos.items(), key=lambda item: item[1]):
@@ -1844,13 +1844,13 @@ def open_gguf(path: Path) -> Checkpoint:
     file = GGUF(path)
     metadata = file.metadata
     weights = split_weights(file) if file.parts > 1 else file.weights
-    choose(metadata, "general.architecture", ["llama"])
-    choose(metadata, "llama.expert_count", (0, None))
-    scaling = choose(metadata, "llama.rope.scaling.type", ("linear", "none", None))
-    factor = lookup(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
-    factor = lookup(metadata, "llama.rope.scaling.factor", float, factor)
+    require(metadata, "general.architecture", ["llama"])
+    require(metadata, "llama.expert_count", (0, None))
+    scaling = require(metadata, "llama.rope.scaling.type", ("linear", "none", None))
+    factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
+    factor = get_typed(metadata, "llama.rope.scaling.factor", float, factor)
     known = {
-        "vocab_size": len(lookup(metadata, "tokenizer.ggml.tokens", list)),
+        "vocab_size": len(get_typed(metadata, "tokenizer.ggml.tokens", list)),
         "rope_scaling_factor": factor if factor and scaling != "none" else 1.0,
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": gguf_stop_ids(metadata),
@@ -1859,7 +1859,7 @@ def open_gguf(path: Path) -> Checkpoint:
     for ggml_type, weight in {w.ggml_type: w for w in weights.values()}.items():
         dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)
     config = read_config(metadata, "gguf", known)
-    choose(metadata, "llama.rope.dimension_count", (config.head_dim, None))
+    require(metadata, "llama.rope.dimension_count", (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
         divisors = tuple(factors.dense(torch.float32).flatten().tolist())
         config = replace(config, rope_freq_factors=divisors)
@@ -1867,7 +1867,7 @@ def open_gguf(path: Path) -> Checkpoint:
         str(path),
         format=f"GGUF version {file.version}" + (f", {file.parts} parts" if file.parts > 1 else ""),
         config=config,
-        weights=rename(weights, "gguf", config),
+        weights=match_tensors(weights, "gguf", config),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
         metadata={k: v for k, v in metadata.items() if k.startswith("general.")},
     )
@@ -1950,16 +1950,18 @@ def hf_settings(folder: Path) -> dict[str, Any]:
     """config.json with the settings of rotary embeddings beside all others. Raises ValueError."""
     settings = read_json(folder / "config.json")
     # rope_scaling is the name of transformers 4; rope_parameters is that of 5, and has theta, too.
-    rope = lookup(settings, "rope_scaling", dict, {})
-    rope = rope | lookup(settings, "rope_parameters", dict, {})
+    rope = get_typed(settings, "rope_scaling", dict, {})
+    rope = rope | get_typed(settings, "rope_parameters", dict, {})
     settings |= {"rope_type": rope.get("type"), **rope}
     for key, accepted in HF_ACCEPTED.items():
-        choose(settings, key, accepted)
+        require(settings, key, accepted)
     is_linear = settings["rope_type"] == "linear"
-    settings["rope_scaling_factor"] = lookup(settings, "factor", float, 1.0) if is_linear else 1.0
+    settings["rope_scaling_factor"] = (
+        get_typed(settings, "factor", float, 1.0) if is_linear else 1.0
+    )
     if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
-        context = lookup(settings, "max_position_embeddings", int)
-        window = lookup(settings, "sliding_window", int, context)
+        context = get_typed(settings, "max_position_embeddings", int)
+        window = get_typed(settings, "sliding_window", int, context)
         settings["max_position_embeddings"] = min(window, context)
     return settings
 
@@ -1977,11 +1979,11 @@ def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
 
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     """What Llama 3.1 divides rotary frequencies by: 1 for short waves, `factor` for long ones."""
-    factor = lookup(rope, "factor", float)
-    low = lookup(rope, "low_freq_factor", float)
-    high = lookup(rope, "high_freq_factor", float)
+    factor = get_typed(rope, "factor", float)
+    low = get_typed(rope, "low_freq_factor", float)
+    high = get_typed(rope, "high_freq_factor", float)
     context = config.max_position_embeddings
-    original = lookup(rope, "original_max_position_embeddings", int, context)
+    original = get_typed(rope, "original_max_position_embeddings", int, context)
     pair = torch.arange(0, config.head_dim, 2) / config.head_dim
     waves = original / (2 * math.pi * config.rope_theta**pair)  # in the original context
     smooth = ((waves - low) / (high - low)).clamp(0, 1)
@@ -1994,7 +1996,7 @@ def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
     files = sorted(folder.glob(f"*model{suffix}")) or sorted(folder.glob(f"*model-*{suffix}"))
     weights: dict[str, Weight] = {}
     for file in files:
-        with reading(file):
+        with naming(file):
             read = safetensors_weights if suffix == ".safetensors" else pickled_weights
             for name, weight in read(file).items():
                 ours = name.removeprefix("model.")
@@ -2015,15 +2017,15 @@ def read_hf_rows(weight: Weight, head_dim: int, files: Files) -> Tensor:
 
 def open_hf(folder: Path, suffix: str) -> Checkpoint:
     """Open a Hugging Face directory, of .safetensors or .bin files. Raises ValueError."""
-    with reading(folder / "config.json"):
+    with naming(folder / "config.json"):
         settings = hf_settings(folder)
         eos, *stops = hf_eos_ids(folder, settings)
         settings["eos_token_id"] = eos
-        config = read_config(settings, "ours", {"stop_token_ids": tuple(stops)})
-        choose(settings, "head_dim", (config.head_dim, None))
+        config = read_config(settings, "hf", {"stop_token_ids": tuple(stops)})
+        require(settings, "head_dim", (config.head_dim, None))
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
-        may_tie = lookup(settings, "tie_word_embeddings", bool, False)
+        may_tie = get_typed(settings, "tie_word_embeddings", bool, False)
     weights = hf_weights(folder, suffix, config)
     tied = may_tie and "lm_head.weight" not in weights
     config = replace(config, tie_word_embeddings=tied)
@@ -2031,7 +2033,7 @@ def open_hf(folder: Path, suffix: str) -> Checkpoint:
         path=str(folder),
         format=f"Hugging Face directory, {suffix}",
         config=config,
-        weights=rename(weights, "ours", config),
+        weights=match_tensors(weights, "hf", config),
         read_tokenizer=partial(read_folder_tokenizer, folder, config),
     )
 
@@ -2055,7 +2057,7 @@ def read_chat_template(folder: Path) -> str:
     if isinstance(template, list):  # of several with names
         named = [t["template"] for t in template if t["name"] == "default"]
         template = named[0] if named else ""
-    return well_formed(lookup({"chat_template": template}, "chat_template", str, ""))
+    return well_formed(get_typed({"chat_template": template}, "chat_template", str, ""))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2095,13 +2097,13 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
     files = sorted(folder.glob("consolidated.*.pth"))
     shards = []
     for file in files:
-        with reading(file):
+        with naming(file):
             shards.append(pickled_weights(file))
             if shards[-1].keys() != shards[0].keys():
                 raise ValueError("does not have the tensors of the first shard")
     names = shards[0].keys() - {"rope.freqs"}  # computed, not learned
     weights = {name: join_shards(name, [shard[name] for shard in shards]) for name in names}
-    with reading(folder / "params.json"):
+    with naming(folder / "params.json"):
         vocab_size, columns = weights["tok_embeddings.weight"].shape
         width, _ = weights["layers.0.feed_forward.w1.weight"].shape
         known = {"vocab_size": vocab_size, "intermediate_size": width}
@@ -2113,7 +2115,7 @@ def open_meta(folder: Path, suffix: str) -> Checkpoint:
         path=str(folder),
         format=f"Meta directory, {len(files)} {suffix}",
         config=config,
-        weights=rename(weights, "meta", config),
+        weights=match_tensors(weights, "meta", config),
         read_tokenizer=partial(read_folder_tokenizer, folder, config),
     )
 
@@ -2184,22 +2186,22 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary in a GGUF file's metadata. Raises ValueError."""
 
     def get(key: str, type_: type, default: Any = None) -> Any:
-        return lookup(metadata, f"tokenizer.ggml.{key}", type_, default)
+        return get_typed(metadata, f"tokenizer.ggml.{key}", type_, default)
 
     options: dict[str, Any] = {
         "pieces": get("tokens", list),
         "stop_ids": gguf_stop_ids(metadata),
-        "chat_template": lookup(metadata, "tokenizer.chat_template", str, ""),
+        "chat_template": get_typed(metadata, "tokenizer.chat_template", str, ""),
     }
     options["types"] = get("token_type", list, [NORMAL] * len(options["pieces"]))
-    is_bpe = choose(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
+    is_bpe = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
     for role, default in (("bos", 1), ("eos", 2)):
         given = metadata.get(f"tokenizer.ggml.{role}_token_id") is not None
         options[f"{role}_id"] = (
             get(f"{role}_token_id", int, default) if given or not is_bpe else None
         )
     if is_bpe:
-        pre = PRE_TOKENIZERS[choose(metadata, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))]
+        pre = PRE_TOKENIZERS[require(metadata, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))]
         options["model"] = bpe_json(options["pieces"], options["types"], get("merges", list), pre)
         options["add_bos"] = get("add_bos_token", bool, pre.add_bos)
     else:
@@ -2213,9 +2215,9 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
 
 def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids besides EOS that end a text: end of turn, end of message."""
-    eos = lookup(metadata, "tokenizer.ggml.eos_token_id", int, 2)
+    eos = get_typed(metadata, "tokenizer.ggml.eos_token_id", int, 2)
     keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eot", "eom")]
-    ids = dict.fromkeys(lookup(metadata, key, int, eos) for key in keys)
+    ids = dict.fromkeys(get_typed(metadata, key, int, eos) for key in keys)
     return tuple(token_id for token_id in ids if token_id != eos)
 
 
@@ -2402,7 +2404,7 @@ def adds_space(step: Mapping[str, Any]) -> bool:
 
 def read_vocabulary(path: Path, config: Config) -> Vocabulary:
     """A tokenizer.model or tokenizer.json, and what the files beside it say. Raises ValueError."""
-    with reading(path):
+    with naming(path):
         read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
         options = read(path, config.vocab_size)
         pieces, types = options["pieces"], options["types"]
@@ -2475,7 +2477,7 @@ def sentencepiece_keys(vocabulary: Vocabulary) -> dict[str, Any]:
     Raises ValueError if it would do others.
     """
     pieces, model = vocabulary.pieces, vocabulary.model["model"]
-    choose(model, "type", ("BPE",))
+    require(model, "type", ("BPE",))
     merges = merges_of(model)
     words = {piece for piece, t in zip(pieces, vocabulary.types) if t == NORMAL}
     if max(map(len, words)) > 512:
@@ -2503,7 +2505,7 @@ def tokenizer_from_file(path: str | Path, config: Config | None = None) -> Token
 
 def tokenizer_from_gguf(path: str | Path) -> Tokenizer:
     """The tokenizer in a GGUF file. Raises ValueError."""
-    with reading(path):
+    with naming(path):
         return Tokenizer(vocabulary_from_gguf(GGUF(path).metadata))
 
 
@@ -2560,7 +2562,7 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
     `context`: how many tokens it is wanted for; raises ValueError beyond what it was trained for.
     """
     path = Path(path) if Path(path).exists() else find_model(os.fspath(path))
-    with reading(path):
+    with naming(path):
         if not path.is_dir():
             if path.suffix in (".pth", ".bin", ".safetensors", ".json"):
                 raise ValueError("one file of a directory; pass the directory")
@@ -2824,7 +2826,7 @@ SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkpoint:
     """A model and its tokenizer, not copied. Raises ValueError if a module is missing."""
     weights = {}
-    for name in name_map("ours", model.config):
+    for name in name_map("hf", model.config):
         try:
             module: Any = model.get_submodule(name.removesuffix(".weight"))
             weights[name] = module_weight(module)
@@ -2899,8 +2901,8 @@ def gguf_metadata(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     metadata = {**checkpoint.metadata, **vocabulary_keys(tokenizer.vocabulary, config.vocab_size)}
     for row in SETTINGS:
         if not row.gguf.startswith("tokenizer."):
-            kind = type(getattr(Config, row.ours))
-            metadata[row.gguf] = kind(getattr(config, row.ours))
+            kind = type(getattr(Config, row.hf))
+            metadata[row.gguf] = kind(getattr(config, row.hf))
     for end, token_id in zip(("eot", "eom"), config.stop_token_ids):
         metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
@@ -2976,7 +2978,7 @@ def write_gguf(
         writer.write_ti_data_to_file()
         files = Files()
         for name, weight in progress_bar(weights, "saving", progress):
-            with reading(name):
+            with naming(name):
                 rows = encode_weight(weight, files, types[name])
             writer.write_tensor_data(rows.contiguous().numpy())
 
@@ -3026,7 +3028,7 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for name, weight in weights.items():
-        with reading(name):
+        with naming(name):
             rows = encode_weight(weight, Files(), ggml_type)
         if last_name(name) in ("q_proj", "k_proj"):
             pairs = rows.unflatten(0, (-1, head_dim // 2, 2))  # the inverse of rows_from_hf()
@@ -3036,7 +3038,7 @@ def write_safetensors(
 
 def hf_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for what it cannot hold."""
-    settings: dict[str, Any] = {row.ours: getattr(config, row.ours) for row in SETTINGS}
+    settings: dict[str, Any] = {row.hf: getattr(config, row.hf) for row in SETTINGS}
     del settings["rope_scaling_factor"]
     if config.stop_token_ids:
         settings["eos_token_id"] = [config.eos_token_id, *config.stop_token_ids]
@@ -3450,7 +3452,7 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     weights = dict(checkpoint.weights)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    axes = {last_name(name.ours): name.axis for name in NAMES}
+    axes = {last_name(name.hf): name.axis for name in NAMES}
     parts = dict(weights)
     for name, weight in weights.items():
         axis = axes[last_name(name)]
