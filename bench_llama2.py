@@ -139,7 +139,7 @@ def pick_model(args, path):
 def new_cache(model, size, dtype=None):
     """A cache for one row of `size` tokens."""
     weight = model.norm.weight
-    dtype = dtype or getattr(model, "cache_dtype", weight.dtype)
+    dtype = dtype or model.cache_dtype or weight.dtype
     return Cache(model.config, 1, size, dtype, weight.device)
 
 

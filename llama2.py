@@ -56,7 +56,7 @@ __all__ = [
     "TextStream", "stream_text", "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES",
     "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
     "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
-    "state_dict_from_hf", "save_gguf", "save_pretrained", "DEFAULT_MODEL", "main",
+    "open_hf", "state_dict_from_hf", "save_gguf", "DEFAULT_MODEL", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # what must precede the import of torch
@@ -1213,11 +1213,9 @@ def chat(
 
 import importlib.util
 import io
-import mmap
 import os
 import stat
 import struct
-import zipfile
 from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import field
@@ -1410,28 +1408,13 @@ class QuantizedEmbedding(Quantized):
         return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
 
 
-class Files(dict):
-    """Files by their paths, each mapped into memory when it is first asked for.
-
-    The mappings are private: a model may be changed in place; no file or other model changes.
-    """
-
-    def __missing__(self, path: Path) -> Any:
-        if path.suffix in (".pth", ".bin"):
-            self[path] = load_state_dict_file(path)  # tensors by their names
-        else:
-            with path.open("rb") as file:
-                self[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self[path]
-
-
 @dataclass(frozen=True)
 class Weight:
     """One tensor of a checkpoint, not read yet."""
 
     ggml_type: str
     shape: tuple[int, ...]  # in torch's order, (out, in)
-    read: Callable[[Files], Tensor]  # -> uint8 (rows, bytes per row), in Meta's order of rows
+    read: Callable[[], Tensor]  # -> uint8 (rows, bytes per row), in Meta's order of rows
 
     @property
     def block(self) -> tuple[int, int]:
@@ -1447,7 +1430,7 @@ class Weight:
         return math.prod(self.shape) // weights * size
 
     def kept_type(self, dtype: torch.dtype) -> str | None:
-        """The type of its blocks in memory, beside activations of `dtype`; None: it is dense."""
+        """The ggml type to keep it in beside activations of `dtype`; None: make it dense."""
         if len(self.shape) != 2 or self.ggml_type == "F32":
             return None
         if self.ggml_type in GGML_TYPES.keys() - DENSE:
@@ -1456,26 +1439,24 @@ class Weight:
         kept = self.ggml_type if self.ggml_type in DENSE else "F16"
         return kept if dtype == torch.float32 else None
 
-    def dense(self, dtype: torch.dtype, files: Files | None = None) -> Tensor:
+    def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as a dense tensor, a few rows at a time; a view of the file if unchanged."""
-        rows = self.read(Files() if files is None else files)
+        rows = self.read()
         if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape)
-        out = torch.empty(self.shape, dtype=dtype)
-        flat = out.view(len(rows), -1)
-        step = max(1, CHUNK // flat.shape[1])
-
-        for i in range(0, len(rows), step):
-            flat[i : i + step] = dequantize(rows[i : i + step], self.ggml_type)
-        return out
+        chunks = rows.split(max(1, CHUNK // self.shape[-1]))
+        w = [dequantize(chunk, self.ggml_type).to(dtype) for chunk in chunks]
+        return torch.cat(w).view(self.shape)
 
 
 def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tuple) -> Weight:
     """The tensor at `offset` in a file of `size` bytes. Raises ValueError if it does not fit."""
 
-    def read(files: Files) -> Tensor:
-        # A storage of just its bytes: whoever copies or pickles the model copies no more.
-        data = torch.frombuffer(files[path], dtype=torch.uint8, count=nbytes, offset=offset)
+    def read() -> Tensor:
+        import numpy
+
+        # Private ("c"): a model may be changed in place; the file and other models stay.
+        data = torch.from_numpy(numpy.memmap(path, numpy.uint8, "c", offset, nbytes))
         rows = data.view(math.prod(shape[:-1]), -1)
         # Old safetensors files begin tensors at any byte; torch's views need them aligned.
         return rows.clone() if offset % 4 else rows
@@ -1494,59 +1475,51 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tup
 # 14.1 Names, settings, files
 
 
-class Name(NamedTuple):
-    """A tensor's name, less ".weight", in each format."""
+# The last word of a weight's name -> GGUF's word for it.
+GGUF_NAMES = {
+    "embed_tokens": "token_embd",
+    "input_layernorm": "attn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "norm": "output_norm",
+    "lm_head": "output",
+}
 
-    hf: str  # and here; Hugging Face puts "model." before it
-    gguf: str
-    meta: str
-    axis: int | None  # along which Meta's shards and our ranks divide it: 0 outputs, 1 inputs
-
-
-NAMES = (
-    Name("embed_tokens", "token_embd", "tok_embeddings", 1),
-    Name("layers.{}.input_layernorm", "blk.{}.attn_norm", "layers.{}.attention_norm", None),
-    Name("layers.{}.self_attn.q_proj", "blk.{}.attn_q", "layers.{}.attention.wq", 0),
-    Name("layers.{}.self_attn.k_proj", "blk.{}.attn_k", "layers.{}.attention.wk", 0),
-    Name("layers.{}.self_attn.v_proj", "blk.{}.attn_v", "layers.{}.attention.wv", 0),
-    Name("layers.{}.self_attn.o_proj", "blk.{}.attn_output", "layers.{}.attention.wo", 1),
-    Name("layers.{}.post_attention_layernorm", "blk.{}.ffn_norm", "layers.{}.ffn_norm", None),
-    Name("layers.{}.mlp.gate_proj", "blk.{}.ffn_gate", "layers.{}.feed_forward.w1", 0),
-    Name("layers.{}.mlp.up_proj", "blk.{}.ffn_up", "layers.{}.feed_forward.w3", 0),
-    Name("layers.{}.mlp.down_proj", "blk.{}.ffn_down", "layers.{}.feed_forward.w2", 1),
-    Name("norm", "output_norm", "norm", None),
-    Name("lm_head", "output", "output", 0),
-)
-
-
-class Setting(NamedTuple):
-    """A setting's name in each format; "" where a format does not have it."""
-
-    hf: str  # and here
-    gguf: str
-    meta: str
-    needed: bool  # else a missing one has Config's default
-
-
-SETTINGS = (
-    Setting("hidden_size", "llama.embedding_length", "dim", True),
-    Setting("intermediate_size", "llama.feed_forward_length", "", True),
-    Setting("num_hidden_layers", "llama.block_count", "n_layers", True),
-    Setting("num_attention_heads", "llama.attention.head_count", "n_heads", True),
-    Setting("num_key_value_heads", "llama.attention.head_count_kv", "n_kv_heads", False),
-    Setting("vocab_size", "llama.vocab_size", "", True),
-    Setting("max_position_embeddings", "llama.context_length", "", True),
-    Setting("rms_norm_eps", "llama.attention.layer_norm_rms_epsilon", "norm_eps", True),
-    Setting("rope_theta", "llama.rope.freq_base", "rope_theta", False),
-    Setting("rope_scaling_factor", "llama.rope.scaling.factor", "", False),
-    Setting("bos_token_id", "tokenizer.ggml.bos_token_id", "", False),
-    Setting("eos_token_id", "tokenizer.ggml.eos_token_id", "", False),
-)
+# A setting's name here and in config.json -> GGUF's key.
+SETTINGS = {
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_hidden_layers": "llama.block_count",
+    "num_attention_heads": "llama.attention.head_count",
+    "vocab_size": "llama.vocab_size",
+    "max_position_embeddings": "llama.context_length",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    # A file may leave these out; then they are as in Config.
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "rope_theta": "llama.rope.freq_base",
+    "rope_scaling_factor": "llama.rope.scaling.factor",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+}
+OPTIONAL = [*SETTINGS][7:]
 
 
 def last_name(name: str) -> str:
     """layers.0.self_attn.q_proj.weight -> q_proj."""
-    return name.removesuffix(".weight").rpartition(".")[2]
+    return name.split(".")[-2]
+
+
+def gguf_name(name: str) -> str:
+    """layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    block = f"blk.{layer[1]}." if layer else ""
+    return f"{block}{GGUF_NAMES[last_name(name)]}.weight"
 
 
 def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
@@ -1668,51 +1641,51 @@ def require(settings: Mapping, key: str, accepted: Sequence, default: Any = None
     return value
 
 
-def read_config(settings: Mapping, column: str, known: dict[str, Any]) -> Config:
-    """A Config: the fields `known`, and the rest by the names in a column of SETTINGS."""
+def read_config(settings: Mapping, keys: Mapping[str, str], known: dict[str, Any]) -> Config:
+    """A Config: the fields `known`, and the rest from the settings by their keys."""
     values = dict(known)
-    for row in SETTINGS:
-        key = getattr(row, column)
-        if not key or row.hf in values:
-            continue
-        default = getattr(Config, row.hf)
-        kind = type(default)
-        if row.hf == "num_key_value_heads":
+    for name, key in keys.items():
+        default = getattr(Config, name)
+        if name == "num_key_value_heads":
             default = values["num_attention_heads"]
-        values[row.hf] = get_typed(settings, key, kind, None if row.needed else default)
+        if name not in values:
+            type_ = type(default)
+            values[name] = get_typed(settings, key, type_, default if name in OPTIONAL else None)
     return Config(**values)
 
 
-def name_map(column: str, config: Config) -> dict[str, str]:
-    """The names here -> those of a column of NAMES."""
-    names = {}
-    for row in NAMES:
-        theirs = getattr(row, column)
-        for layer in range(config.num_hidden_layers if "{}" in theirs else 1):
-            names[f"{row.hf}.weight".format(layer)] = f"{theirs}.weight".format(layer)
-    return names
+def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The names of all weights and their shapes. All layers are like the first."""
+    with torch.device("meta"):
+        model = Llama(replace(config, num_hidden_layers=1))
+    shapes = {}
+    for name, p in model.named_parameters():
+        for i in range(config.num_hidden_layers if name.startswith("layers.") else 1):
+            shapes[name.replace(".0.", f".{i}.")] = tuple(p.shape)
+    return shapes
 
 
-def match_tensors(weights: dict[str, Weight], column: str, config: Config) -> dict[str, Weight]:
-    """Translate names by a column of NAMES. Raises ValueError unless all names and shapes fit."""
+def match_tensors(
+    weights: dict[str, Weight], config: Config, file_name: Callable[[str], str] = str
+) -> dict[str, Weight]:
+    """Weights by their names in a file -> by the names here, which file_name() translates.
+
+    Raises ValueError unless all names and shapes fit.
+    """
     if config.num_hidden_layers > len(weights):  # before anything of that size is built
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
-    names = name_map(column, config)
-    if config.tie_word_embeddings:
-        del names["lm_head.weight"]
-    unknown = sorted(weights.keys() - names.values())
-    missing = sorted(set(names.values()) - weights.keys())
-    for problem, those in (("unknown", unknown), ("missing", missing)):
-        if those:
-            raise ValueError(f"{len(those)} tensors are {problem}: {', '.join(those)[:150]}")
-    with torch.device("meta"):  # all layers are like the first
-        first = dict(Llama(replace(config, num_hidden_layers=1)).named_parameters())
-    for ours, theirs in names.items():
-        shape = first[re.sub(r"\.\d+\.", ".0.", ours)].shape
-        if weights[theirs].shape != shape:
-            found = list(weights[theirs].shape)
-            raise ValueError(f"{theirs} is {found}; expected {list(shape)}")
-    return {ours: weights[theirs] for ours, theirs in names.items()}
+    shapes = tensor_shapes(config)
+    names = {file_name(name): name for name in shapes}
+    unknown, missing = weights.keys() - names, names.keys() - weights
+    for problem, tensors in (("unknown", unknown), ("missing", missing)):
+        if tensors:
+            listed = ", ".join(sorted(tensors))[:150]
+            raise ValueError(f"{len(tensors)} tensors are {problem}: {listed}")
+    for name, weight in weights.items():
+        expected = shapes[names[name]]
+        if weight.shape != expected:
+            raise ValueError(f"{name} is {list(weight.shape)}; expected {list(expected)}")
+    return {names[name]: weight for name, weight in weights.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1812,16 +1785,15 @@ class GGUF:
         self.item = "header"
         powers = [2**i for i in range(3, 21)]
         align = require(self.metadata, "general.alignment", powers, 32)
-        base = -(-self.offset // align) * align
-        end = base
-        for name, (offset, ggml_type, shape) in sorted(infos.items(), key=lambda item: item[1]):
+        start = -(-self.offset // align) * align
+        end = 0
+        for name, (offset, ggml_type, shape) in infos.items():
             self.item = name
-            start = base + offset
-            if offset % align or start < end:
-                raise ValueError(f"offset {offset} is unaligned or overlaps")
-            weight = stored_weight(self.path, start, self.size, ggml_type, shape)
+            if offset != end:
+                raise ValueError(f"is at byte {offset} behind the header; expected {end}")
+            weight = stored_weight(self.path, start + offset, self.size, ggml_type, shape)
             self.weights[name] = weight
-            end = start + weight.nbytes
+            end += -(-weight.nbytes // align) * align
 
 
 def split_weights(file: GGUF) -> dict[str, Weight]:
@@ -1858,7 +1830,7 @@ def open_gguf(path: Path) -> Checkpoint:
     # Try each type on one block, so that an unsupported one is refused before anything is loaded.
     for ggml_type, weight in {w.ggml_type: w for w in weights.values()}.items():
         dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)
-    config = read_config(metadata, "gguf", known)
+    config = read_config(metadata, SETTINGS, known)
     require(metadata, "llama.rope.dimension_count", (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
         divisors = tuple(factors.dense(torch.float32).flatten().tolist())
@@ -1867,14 +1839,14 @@ def open_gguf(path: Path) -> Checkpoint:
         str(path),
         format=f"GGUF version {file.version}" + (f", {file.parts} parts" if file.parts > 1 else ""),
         config=config,
-        weights=match_tensors(weights, "gguf", config),
+        weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
         metadata={k: v for k, v in metadata.items() if k.startswith("general.")},
     )
 
 
 # --------------------------------------------------------------------------------------------------
-# 15.1 Hugging Face
+# 15. Hugging Face
 
 
 def safetensors_weights(path: Path) -> dict[str, Weight]:
@@ -1903,67 +1875,34 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     return weights
 
 
-def load_state_dict_file(path: Path) -> dict[str, Tensor]:
-    """What torch.save wrote, mapped, by torch's own restricted reader. Raises ValueError."""
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if version < (2, 10):  # older readers have known holes
-        found = f"it takes torch 2.10 or newer to read, not {torch.__version__}"
-        raise ValueError(f"{found}: upgrade torch, or use .safetensors or .gguf files")
-    read_head(path, 0)
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    with zipfile.ZipFile(path) as archive:
-        sizes = {entry.file_size for entry in archive.infolist()}
-    for name, w in state.items():
-        if not isinstance(w, Tensor) or w.dtype not in DENSE_NAMES or not w.is_contiguous():
-            raise ValueError(f"{name} is not a contiguous tensor of {', '.join(DENSE)}")
-        if w.untyped_storage().nbytes() not in sizes:  # torch would read what follows it
-            raise ValueError(f"{name} is larger than what the file holds for it")
-    return state
-
-
-def pickled_weights(path: Path) -> dict[str, Weight]:
-    """The tensors of a file of torch.save. Raises ValueError."""
-
-    def weight(name: str, w: Tensor) -> Weight:
-        def read(files: Files) -> Tensor:
-            w = files[path][name].detach()
-            return w.view(-1, w.shape[-1]).view(torch.uint8)
-
-        return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), read)
-
-    state = load_state_dict_file(path)
-    return {name: weight(name, w) for name, w in state.items() if w.dim()}  # no single numbers
-
-
 HF_ACCEPTED: dict[str, tuple] = {
     "model_type": ("llama", "mistral", None),
     "quantization_config": (None,),  # GPTQ, AWQ, bitsandbytes, ...
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "hidden_act": ("silu", None),
+    "hidden_act": ("silu", "swish", None),  # two names of one function
     "partial_rotary_factor": (1, None),
-    "rope_type": ("default", "linear", "llama3", None),
+    "rope_type": ("default", "linear", "llama3"),
 }
 
 
 def hf_settings(folder: Path) -> dict[str, Any]:
-    """config.json with the settings of rotary embeddings beside all others. Raises ValueError."""
-    settings = read_json(folder / "config.json")
-    # rope_scaling is the name of transformers 4; rope_parameters is that of 5, and has theta, too.
+    """config.json, and what transformers takes for settings that it lacks. Raises ValueError."""
+    settings = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+    settings |= read_json(folder / "config.json")
+    # Two names for the settings of rotary embeddings; transformers obeys the first one alone.
     rope = get_typed(settings, "rope_scaling", dict, {})
-    rope = rope | get_typed(settings, "rope_parameters", dict, {})
-    settings |= {"rope_type": rope.get("type"), **rope}
+    rope = rope or get_typed(settings, "rope_parameters", dict, {})
+    settings |= {"rope_type": rope.get("type", "default")} | rope
     for key, accepted in HF_ACCEPTED.items():
         require(settings, key, accepted)
     is_linear = settings["rope_type"] == "linear"
-    settings["rope_scaling_factor"] = (
-        get_typed(settings, "factor", float, 1.0) if is_linear else 1.0
-    )
+    factor = get_typed(settings, "factor", float) if is_linear else 1.0
+    context = int(get_typed(settings, "max_position_embeddings", int) * factor)
+    context = max(context, get_typed(settings, "max_sequence_length", int, 0))
     if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
-        context = get_typed(settings, "max_position_embeddings", int)
-        window = get_typed(settings, "sliding_window", int, context)
-        settings["max_position_embeddings"] = min(window, context)
-    return settings
+        context = min(context, get_typed(settings, "sliding_window", int, context))
+    return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
 
 def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
@@ -1991,60 +1930,62 @@ def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     return tuple(divisors.tolist())
 
 
-def hf_weights(folder: Path, suffix: str, config: Config) -> dict[str, Weight]:
-    """The tensors of a directory's one file, or else of all its parts. Raises ValueError."""
-    files = sorted(folder.glob(f"*model{suffix}")) or sorted(folder.glob(f"*model-*{suffix}"))
+def hf_weights(folder: Path) -> dict[str, Weight]:
+    """The tensors of a directory's one file, or else of all its shards. Raises ValueError."""
+    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
     weights: dict[str, Weight] = {}
     for file in files:
         with naming(file):
-            read = safetensors_weights if suffix == ".safetensors" else pickled_weights
-            for name, weight in read(file).items():
-                ours = name.removeprefix("model.")
-                if ours in weights:
-                    raise ValueError(f"{name} is also in another file")
-                if not ours.endswith(".rotary_emb.inv_freq"):  # computed, not learned
-                    weights[ours] = weight
-    for name, weight in weights.items():
-        if last_name(name) in ("q_proj", "k_proj"):
-            weights[name] = replace(weight, read=partial(read_hf_rows, weight, config.head_dim))
+            tensors = safetensors_weights(file)
+            if twice := tensors.keys() & weights.keys():
+                raise ValueError(f"{min(twice)} is also in another file")
+        weights |= tensors
     return weights
 
 
-def read_hf_rows(weight: Weight, head_dim: int, files: Files) -> Tensor:
+def read_hf_rows(weight: Weight, head_dim: int) -> Tensor:
     """The rows of a q_proj or k_proj that a file has in Hugging Face's order, in Meta's order."""
-    return rows_from_hf(weight.read(files), head_dim).contiguous()
+    return rows_from_hf(weight.read(), head_dim).contiguous()
 
 
-def open_hf(folder: Path, suffix: str) -> Checkpoint:
-    """Open a Hugging Face directory, of .safetensors or .bin files. Raises ValueError."""
+def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkpoint:
+    """Open a Hugging Face directory. Raises ValueError.
+
+    `weights`: by its names, where it has them in another form than .safetensors.
+    """
     with naming(folder / "config.json"):
         settings = hf_settings(folder)
+        keys = dict(zip(SETTINGS, SETTINGS))
         eos, *stops = hf_eos_ids(folder, settings)
         settings["eos_token_id"] = eos
-        config = read_config(settings, "hf", {"stop_token_ids": tuple(stops)})
+        config = read_config(settings, keys, {"stop_token_ids": tuple(stops)})
         require(settings, "head_dim", (config.head_dim, None))
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         may_tie = get_typed(settings, "tie_word_embeddings", bool, False)
-    weights = hf_weights(folder, suffix, config)
-    tied = may_tie and "lm_head.weight" not in weights
+    renamed = {}
+    for name, weight in (weights or hf_weights(folder)).items():
+        if last_name(name) in ("q_proj", "k_proj"):
+            weight = replace(weight, read=partial(read_hf_rows, weight, config.head_dim))
+        if not name.endswith(".rotary_emb.inv_freq"):  # computed, not learned
+            renamed[name.removeprefix("model.")] = weight
+    tied = may_tie and "lm_head.weight" not in renamed
     config = replace(config, tie_word_embeddings=tied)
     return Checkpoint(
         path=str(folder),
-        format=f"Hugging Face directory, {suffix}",
+        format="Hugging Face directory",
         config=config,
-        weights=match_tensors(weights, "hf", config),
+        weights=match_tensors(renamed, config),
         read_tokenizer=partial(read_folder_tokenizer, folder, config),
     )
 
 
 def read_folder_tokenizer(folder: Path, config: Config) -> Tokenizer:
-    """tokenizer.model of a directory or the one above it (Meta's), or tokenizer.json."""
-    names = ("tokenizer.model", "tokenizer.json", "../tokenizer.model")
-    found = [folder / name for name in names if (folder / name).is_file()]
-    if not found:
-        raise FileNotFoundError(f"{folder}: no tokenizer.model or tokenizer.json")
-    return Tokenizer(read_vocabulary(found[0], config))
+    """tokenizer.model of a directory, or tokenizer.json."""
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (folder / name).is_file():
+            return Tokenizer(read_vocabulary(folder / name, config))
+    raise FileNotFoundError(f"{folder}: no tokenizer.model or tokenizer.json")
 
 
 def read_chat_template(folder: Path) -> str:
@@ -2058,66 +1999,6 @@ def read_chat_template(folder: Path) -> str:
         named = [t["template"] for t in template if t["name"] == "default"]
         template = named[0] if named else ""
     return well_formed(get_typed({"chat_template": template}, "chat_template", str, ""))
-
-
-# --------------------------------------------------------------------------------------------------
-# 15.2 Meta
-
-
-def join_shards(name: str, parts: list[Weight]) -> Weight:
-    """Join a weight's parts, one from each shard. Raises ValueError if they do not match."""
-    first = parts[0]
-    if {(part.ggml_type, part.shape) for part in parts} != {(first.ggml_type, first.shape)}:
-        raise ValueError(f"{name} differs in type or shape from shard to shard")
-    axes = {last_name(row.meta): row.axis for row in NAMES}
-    axis = axes.get(last_name(name))
-    if axis is None or len(parts) == 1:
-        return first
-    shape = list(first.shape)
-    shape[axis] *= len(parts)
-    return Weight(
-        first.ggml_type,
-        tuple(shape),
-        lambda files: torch.cat([part.read(files) for part in parts], axis),
-    )
-
-
-def meta_settings(folder: Path) -> dict[str, Any]:
-    """params.json. Raises ValueError for an unknown key: it may change the architecture."""
-    settings = read_json(folder / "params.json")
-    known = {row.meta for row in SETTINGS} | {"vocab_size", "multiple_of", "ffn_dim_multiplier"}
-    for key, value in settings.items():
-        if value and key not in known:
-            raise ValueError(f"unknown key {key[:60]}; expected {' '.join(sorted(known))}")
-    return settings
-
-
-def open_meta(folder: Path, suffix: str) -> Checkpoint:
-    """Open Meta's directory; its consolidated.*.pth are joined. Raises ValueError."""
-    files = sorted(folder.glob("consolidated.*.pth"))
-    shards = []
-    for file in files:
-        with naming(file):
-            shards.append(pickled_weights(file))
-            if shards[-1].keys() != shards[0].keys():
-                raise ValueError("does not have the tensors of the first shard")
-    names = shards[0].keys() - {"rope.freqs"}  # computed, not learned
-    weights = {name: join_shards(name, [shard[name] for shard in shards]) for name in names}
-    with naming(folder / "params.json"):
-        vocab_size, columns = weights["tok_embeddings.weight"].shape
-        width, _ = weights["layers.0.feed_forward.w1.weight"].shape
-        known = {"vocab_size": vocab_size, "intermediate_size": width}
-        config = read_config(meta_settings(folder), "meta", known)
-        if columns != config.hidden_size:
-            found = f"{len(files)} shards have {columns} columns of tok_embeddings"
-            raise ValueError(f"{found}, but dim is {config.hidden_size}: missing shards or Llama 3")
-    return Checkpoint(
-        path=str(folder),
-        format=f"Meta directory, {len(files)} {suffix}",
-        config=config,
-        weights=match_tensors(weights, "meta", config),
-        read_tokenizer=partial(read_folder_tokenizer, folder, config),
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2563,28 +2444,30 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
     """
     path = Path(path) if Path(path).exists() else find_model(os.fspath(path))
     with naming(path):
-        if not path.is_dir():
-            if path.suffix in (".pth", ".bin", ".safetensors", ".json"):
-                raise ValueError("one file of a directory; pass the directory")
-            checkpoint = open_gguf(path)
-        elif (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
-            checkpoint = open_meta(path, ".pth")
-        elif (path / "config.json").is_file() and any(path.glob("model*.safetensors")):
-            checkpoint = open_hf(path, ".safetensors")
-        elif (path / "config.json").is_file() and any(path.glob("pytorch_model*.bin")):
-            checkpoint = open_hf(path, ".bin")
+        if path.is_dir():
+            checkpoint = open_folder(path)
+        elif path.suffix in (".pth", ".bin", ".safetensors", ".json"):
+            raise ValueError("one file of a directory; pass the directory")
         else:
-            found = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
-            expected = "a .gguf file, or a directory of Meta (params.json, consolidated.00.pth) or"
-            expected += " Hugging Face (config.json, model.safetensors or pytorch_model.bin)"
-            raise ValueError(f"found {found}; expected {expected}")
-        most = checkpoint.config.max_position_embeddings
-        if context is not None and context > most:
-            # Meta's files state no context: 4096 tokens are Llama 2's, Code Llama's is 16384.
-            if not checkpoint.format.startswith("Meta"):
-                raise ValueError(f"--context {context}; expected 1 to {most}, the model's context")
-            checkpoint.config = replace(checkpoint.config, max_position_embeddings=context)
+            checkpoint = open_gguf(path)
+        limit = checkpoint.config.max_position_embeddings
+        if context is not None and not 1 <= context <= limit:
+            raise ValueError(f"--context {context}; expected 1 to {limit}, the model's context")
         return checkpoint
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Open a Hugging Face directory. Raises ValueError that says what any other one is."""
+    if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors")):
+        return open_hf(folder)
+    convert = "python examples/convert.py FOLDER OUT.gguf"
+    if any(folder.glob("consolidated.*.pth")):
+        raise ValueError(f"Meta's directory: {convert}")
+    if any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"a directory of pytorch_model.bin: {convert}")
+    names = ", ".join(sorted(os.listdir(folder))[:5]) or "nothing"
+    expected = "a .gguf file, or a directory with config.json and model.safetensors"
+    raise ValueError(f"found {names}; expected {expected}")
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -2610,11 +2493,10 @@ class Plan(NamedTuple):
     """How a checkpoint is loaded."""
 
     device: torch.device
-    dtype: torch.dtype  # of activations
-    cache_dtype: torch.dtype
-    exact: bool  # else activations are rounded to 16-bit integers in products
-    dense: bool  # all weights become dense, of that dtype
-    kernels: bool  # those of part IV are used
+    dtype: torch.dtype  # of activations, and of matrices that are unpacked
+    kernels: bool  # part IV multiplies by the quantised matrices
+    fast: bool  # it rounds activations to 16-bit integers, and the cache has 16 bits
+    unpack: bool  # all matrices become dense
 
 
 def show_bytes(size: float) -> str:
@@ -2638,47 +2520,35 @@ def free_memory(device: torch.device) -> float:
     return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
 
 
-def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> dict[str, int]:
-    """Bytes for the weights, a cache of `context` tokens, and what a pass needs besides."""
-    config = checkpoint.config
+def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> tuple[int, int]:
+    """Bytes of the weights, and of a cache of `context` tokens."""
     weights = 0
     for weight in checkpoint.weights.values():
-        kept = None if plan.dense else weight.kept_type(plan.dtype)
-        if kept:
-            weights += replace(weight, ggml_type=kept).nbytes
-        else:
-            weights += math.prod(weight.shape) * plan.dtype.itemsize
+        kept = None if plan.unpack else weight.kept_type(plan.dtype)
+        weights += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
+    config = checkpoint.config
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    rows = min(context, PREFILL_CHUNK)
-    activations = rows * (4 * config.hidden_size + 3 * config.intermediate_size)
-    unpacked = config.hidden_size * config.intermediate_size
-    if plan.device.type == "cpu":  # elsewhere whole matrices are unpacked
-        unpacked = min(unpacked, CHUNK)
-    return {
-        "weights": weights,
-        "cache": context * values * plan.cache_dtype.itemsize,
-        "temporaries": (activations + unpacked) * plan.dtype.itemsize + rows * context,
-    }
+    return weights, context * values * (2 if plan.fast else plan.dtype.itemsize)
 
 
-def show_memory(needed: dict[str, int]) -> str:
+def show_memory(needed: tuple[int, int]) -> str:
     """memory_needed() as text."""
-    parts = [f"{name} {show_bytes(size)}" for name, size in needed.items()]
-    return f"{' + '.join(parts)} = {show_bytes(sum(needed.values()))}"
+    weights, cache = map(show_bytes, needed)
+    return f"weights {weights} + cache {cache} + 5 % = {show_bytes(1.05 * sum(needed))}"
 
 
 def check_memory(checkpoint: Checkpoint, plan: Plan, context: int) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    needed = memory_needed(checkpoint, plan, context)
+    weights, cache = memory_needed(checkpoint, plan, context)
     free = free_memory(plan.device)
-    missing = sum(needed.values()) - free
-    if missing > 0:
-        most = int(context * (1 - missing / needed["cache"]))  # which would fit
-        advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
-        if most > 0:
-            advice = f"--context {most}"
-        found = f"{show_memory(needed)}, but {plan.device} has {show_bytes(free)} free"
-        raise ValueError(f"the model needs {found}; try {advice}")
+    if 1.05 * (weights + cache) <= free:
+        return
+    limit = int((free / 1.05 - weights) / cache * context)  # a context that would fit
+    advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
+    if limit > 0:
+        advice = f"--context {limit}"
+    found = f"{show_memory((weights, cache))}, but {plan.device} has {show_bytes(free)} free"
+    raise ValueError(f"the model needs {found}; try {advice}")
 
 
 def plan_loading(
@@ -2701,46 +2571,31 @@ def plan_loading(
     chosen = DTYPES.get(name) or AUTO_DTYPE[device.type]
     if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
         chosen = torch.float16  # bfloat16 would round them
-    is_large = checkpoint.nbytes > 2**26
-    exact = name != "auto" or not is_large
-    if compile is None:
-        compile = is_large
-    quantised = any(w.kept_type(chosen) for w in matrices)
-    kernels = compile and quantised and not trainable and open_kernels(device)
-    dense = trainable
-    # Without kernels, torch would unpack quantised matrices anew for every token.
-    if name == "auto" and quantised and on_cpu and not kernels:
-        numbers = sum(math.prod(weight.shape) for weight in matrices)
-        # 2 bytes each of bfloat16 or 4 of float32, and room for the rest.
-        dense = numbers * (3 if is_large else 6) < free_memory(device)
-        if dense and is_large:
-            chosen = torch.bfloat16
-    # The kernels read a cache of 16 bits; torch would convert all of it anew for every token.
-    half_cache = kernels and not exact and on_cpu and layers_in_blocks(checkpoint, chosen)
-    cache_dtype = torch.float16 if half_cache else chosen
-    return Plan(device, chosen, cache_dtype, exact, dense, kernels)
+    large = checkpoint.nbytes > 2**26  # kernels are compiled, and results rounded, for these
+    compile = large if compile is None else compile
+    packed = any(w.kept_type(chosen) for w in matrices) and not trainable
+    kernels = packed and compile and has_kernels(device)
+    fast = kernels and large and on_cpu and name == "auto"
+    if name == "auto" and packed and not kernels:  # torch would dequantise anew for every token
+        dense = torch.bfloat16 if large and on_cpu else chosen
+        size = sum(math.prod(weight.shape) for weight in matrices) * dense.itemsize
+        if 1.5 * size < free_memory(device):
+            return Plan(device, dense, kernels, fast, unpack=True)
+    return Plan(device, chosen, kernels, fast, unpack=trainable)
 
 
-def open_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
     """Whether part IV makes quantised weights fast on a device; a warning says why not."""
-    if "accelerate" not in globals():
-        warnings.warn("quantised weights are slow without part IV of llama2.py", stacklevel=4)
-        return False
-    if device.type != "cpu":
-        return device.type == "cuda"
-    problem = kernels().problem
+    load_kernels = globals().get("load_kernels")  # part IV may be deleted
+    problem = "part IV of llama2.py is missing"
+    if load_kernels is not None:
+        problem = load_kernels().problem if device.type == "cpu" else ""
     if problem:
         warnings.warn(f"quantised weights will be slow: {problem}", stacklevel=4)
-    return not problem
+    return not problem and device.type in ("cpu", "cuda")
 
 
-def layers_in_blocks(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
-    """Whether no matrix of a layer becomes dense, for activations of `dtype`."""
-    layers = [w for name, w in checkpoint.weights.items() if name.endswith("_proj.weight")]
-    return all(w.kept_type(dtype) for w in layers)
-
-
-def progress_bar(weights: dict[str, Weight], doing: str, progress: bool) -> Any:
+def progress_bar(weights: Mapping[str, Weight], doing: str, progress: bool) -> Any:
     """Their names and they, with a bar on stderr if one is wanted and stderr is a terminal."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -2748,42 +2603,52 @@ def progress_bar(weights: dict[str, Weight], doing: str, progress: bool) -> Any:
     return tqdm(weights.items(), doing, disable=hidden, unit="tensor", leave=False)
 
 
+def allow_open_files() -> None:
+    """Let this process map many tensors: each holds its file open, and macOS allows 256 files."""
+    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+
+        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(hard, 4096)), hard))
+
+
 def build_model(
     checkpoint: Checkpoint,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    dense: bool = False,
+    unpack: bool = False,
     trainable: bool = False,
     progress: bool = False,
 ) -> Llama:
     """Read the weights into a model, one at a time, for activations of `dtype`.
 
     Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
-    float32 activations: half the memory, the same numbers. `dense`: all become tensors of `dtype`.
+    float32 activations: half the memory, the same numbers. `unpack`: all become dense.
     """
+    allow_open_files()
     with torch.device("meta"):
         model = Llama(checkpoint.config)
-    files = Files()
     for name, weight in progress_bar(checkpoint.weights, "loading", progress):
-        modules = [name.removesuffix(".weight")]
-        if modules == ["embed_tokens"] and checkpoint.config.tie_word_embeddings:
-            modules.append("lm_head")
-        ggml_type = None if dense else weight.kept_type(dtype)
+        module = name.removesuffix(".weight")
+        ggml_type = None if unpack else weight.kept_type(dtype)
         if ggml_type is None:
-            w = weight.dense(dtype, files).to(device)
-            parameter = nn.Parameter(w, requires_grad=trainable)
-            for module in modules:
-                model.get_submodule(module).weight = parameter
+            w = weight.dense(dtype).to(device)
+            model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
             continue
-        if ggml_type == weight.ggml_type:
-            blocks = weight.read(files).to(device)
+        is_kept = ggml_type == weight.ggml_type
+        rows = weight.read() if is_kept else weight.dense(torch.float16).view(torch.uint8)
+        blocks = rows.to(device)
+        if module == "embed_tokens":
+            model.embed_tokens = QuantizedEmbedding(blocks, ggml_type, dtype)
         else:
-            blocks = weight.dense(torch.float16, files).view(torch.uint8).to(device)
-        for module in modules:
-            layer: nn.Module = QuantizedLinear(blocks, ggml_type)
-            if module == "embed_tokens":
-                layer = QuantizedEmbedding(blocks, ggml_type, dtype)
-            model.set_submodule(module, layer)
+            model.set_submodule(module, QuantizedLinear(blocks, ggml_type))
+    embedding: Any = model.embed_tokens
+    if checkpoint.config.tie_word_embeddings:
+        if isinstance(embedding, Quantized):
+            head = QuantizedLinear(embedding.blocks, embedding.ggml_type)
+            model.set_submodule("lm_head", head)
+        else:
+            model.lm_head.weight = embedding.weight
     return model.train(trainable)
 
 
@@ -2808,12 +2673,13 @@ def load(
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
     check_memory(checkpoint, plan, context or 1)
     tokenizer = checkpoint.tokenizer
-    model = build_model(checkpoint, plan.device, plan.dtype, plan.dense, trainable, progress)
+    model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
-    model.vocab_size = tokenizer.vocab_size  # no id beyond it is sampled
-    model.cache_dtype = plan.cache_dtype  # the fastest for a Cache
+    model.vocab_size = tokenizer.vocab_size
+    if plan.fast:
+        model.cache_dtype = torch.float16  # the kernels read it; torch would convert all of it
     if plan.kernels:
-        accelerate(model, plan.exact)
+        accelerate(model, plan.fast)
     return model, tokenizer
 
 
@@ -2826,15 +2692,15 @@ SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkpoint:
     """A model and its tokenizer, not copied. Raises ValueError if a module is missing."""
     weights = {}
-    for name in name_map("hf", model.config):
+    for name in tensor_shapes(replace(model.config, tie_word_embeddings=False)):
         try:
             module: Any = model.get_submodule(name.removesuffix(".weight"))
             weights[name] = module_weight(module)
         except AttributeError as error:
             raise ValueError(f"{name}: not a module of a Llama: {error}") from error
-    embedding = weights["embed_tokens.weight"].read(Files())
+    embedding = weights["embed_tokens.weight"].read()
     tied = model.config.tie_word_embeddings  # which training or a replaced module may have ended
-    if tied and torch.equal(embedding, weights["lm_head.weight"].read(Files())):
+    if tied and torch.equal(embedding, weights["lm_head.weight"].read()):
         del weights["lm_head.weight"]
     config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
 
@@ -2851,21 +2717,21 @@ def module_weight(module: Any) -> Weight:
     if isinstance(module, Quantized):
         shape = module.out_features, module.in_features
         blocks = module.blocks.cpu()
-        return Weight(module.ggml_type, shape, lambda files: blocks)
+        return Weight(module.ggml_type, shape, lambda: blocks)
     w = module.weight.detach().cpu().contiguous()
     if w.dtype not in DENSE_NAMES:
         w = w.float()
     rows = torch.atleast_2d(w).view(torch.uint8)
-    return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), lambda files: rows)
+    return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), lambda: rows)
 
 
-def encode_weight(weight: Weight, files: Files, ggml_type: str) -> Tensor:
+def encode_weight(weight: Weight, ggml_type: str) -> Tensor:
     """A weight as another type: uint8 (rows, bytes per row). Raises ValueError beyond F16."""
     import gguf
 
     if weight.ggml_type == ggml_type:
-        return weight.read(files)
-    w = weight.dense(torch.float32, files)
+        return weight.read()
+    w = weight.dense(torch.float32)
     if ggml_type not in ("F32", "BF16") and w.abs().max() > 65504:
         raise ValueError("a number beyond the range of F16; BF16 can hold it")
     data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[ggml_type])
@@ -2899,10 +2765,9 @@ def gguf_metadata(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any
     if len(config.stop_token_ids) > 2:
         raise ValueError(f"stop_token_ids {config.stop_token_ids}; a GGUF file holds two at most")
     metadata = {**checkpoint.metadata, **vocabulary_keys(tokenizer.vocabulary, config.vocab_size)}
-    for row in SETTINGS:
-        if not row.gguf.startswith("tokenizer."):
-            kind = type(getattr(Config, row.hf))
-            metadata[row.gguf] = kind(getattr(config, row.hf))
+    for name, key in SETTINGS.items():
+        if not key.startswith("tokenizer."):
+            metadata[key] = type(getattr(Config, name))(getattr(config, name))
     for end, token_id in zip(("eot", "eom"), config.stop_token_ids):
         metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
@@ -2932,12 +2797,13 @@ def save_gguf(
     if ggml_type not in (None, *SAVE_TYPES):
         raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    weights = dict(checkpoint.weights)
+    weights = {gguf_name(name): weight for name, weight in checkpoint.weights.items()}
     if factors := checkpoint.config.rope_freq_factors:
         rows = torch.tensor([factors]).view(torch.uint8)
-        weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda files: rows)
+        weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda: rows)
+    metadata = gguf_metadata(checkpoint, checkpoint.tokenizer)
     with replacing(Path(path), overwrite) as file:
-        write_gguf(file.name, checkpoint, weights, ggml_type, progress)
+        write_gguf(file.name, metadata, weights, ggml_type, progress)
 
 
 def saved_type(weight: Weight, ggml_type: str | None) -> str:
@@ -2951,8 +2817,8 @@ def saved_type(weight: Weight, ggml_type: str | None) -> str:
 
 def write_gguf(
     path: str,
-    checkpoint: Checkpoint,
-    weights: dict[str, Weight],
+    metadata: Mapping[str, Any],
+    weights: Mapping[str, Weight],
     ggml_type: str | None,
     progress: bool,
 ) -> None:
@@ -2960,113 +2826,25 @@ def write_gguf(
     import gguf
     import numpy
 
-    names = name_map("gguf", checkpoint.config)
     types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
     with closing(gguf.GGUFWriter(path, "llama")) as writer:
-        for key, value in gguf_metadata(checkpoint, checkpoint.tokenizer).items():
-            kind = gguf.GGUFValueType.get_type(value)
-            if kind == gguf.GGUFValueType.INT32:
-                kind = gguf.GGUFValueType.UINT32
-            writer.add_key_value(key, value, kind)
+        for key, value in metadata.items():
+            value_type = gguf.GGUFValueType.get_type(value)
+            if value_type == gguf.GGUFValueType.INT32:
+                value_type = gguf.GGUFValueType.UINT32
+            writer.add_key_value(key, value, value_type)
         for name, weight in weights.items():
             target = replace(weight, ggml_type=types[name])
             number = gguf.GGMLQuantizationType[types[name]]
             f4 = numpy.dtype("f4")  # with uint8 the writer would take the shape for bytes
-            writer.add_tensor_info(names.get(name, name), target.shape, f4, target.nbytes, number)
+            writer.add_tensor_info(name, target.shape, f4, target.nbytes, number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        files = Files()
         for name, weight in progress_bar(weights, "saving", progress):
             with naming(name):
-                rows = encode_weight(weight, files, types[name])
+                rows = encode_weight(weight, types[name])
             writer.write_tensor_data(rows.contiguous().numpy())
-
-
-def save_pretrained(
-    model: Llama,
-    tokenizer: Tokenizer,
-    directory: str | Path,
-    dtype: torch.dtype = torch.float32,
-    overwrite: bool = False,
-) -> None:
-    """Write a model as a Hugging Face directory, all weights as `dtype`; transformers reads it.
-
-    Raises ValueError for what config.json cannot hold, and for a directory that is not empty,
-    unless `overwrite`.
-    """
-    if dtype not in DENSE_NAMES:
-        raise ValueError(f"dtype is {dtype}; expected one of {', '.join(DTYPES)}")
-    checkpoint = model_checkpoint(model, tokenizer)
-    config = checkpoint.config
-    files = {"config.json": hf_config(config, dtype), **tokenizer.hf_files(config)}
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()) and not overwrite:
-        raise ValueError(f"{folder} is not empty; overwrite=True replaces files in it")
-    with replacing(folder / "model.safetensors", overwrite) as file:
-        write_safetensors(file, checkpoint.weights, DENSE_NAMES[dtype], config.head_dim)
-    for file_name, content in files.items():
-        data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
-        with replacing(folder / file_name, overwrite) as file:
-            file.write(data)
-
-
-def write_safetensors(
-    file: BinaryIO, weights: dict[str, Weight], ggml_type: str, head_dim: int
-) -> None:
-    """The format that safetensors_weights() reads, rows in Hugging Face's order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, weight in weights.items():
-        start = end
-        end += math.prod(weight.shape) * DENSE[ggml_type].itemsize
-        theirs = name if name == "lm_head.weight" else f"model.{name}"
-        entry = {"dtype": ggml_type, "shape": weight.shape, "data_offsets": [start, end]}
-        header[theirs] = entry
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    for name, weight in weights.items():
-        with naming(name):
-            rows = encode_weight(weight, Files(), ggml_type)
-        if last_name(name) in ("q_proj", "k_proj"):
-            pairs = rows.unflatten(0, (-1, head_dim // 2, 2))  # the inverse of rows_from_hf()
-            rows = pairs.transpose(1, 2).flatten(0, 2)
-        file.write(rows.numpy().data)
-
-
-def hf_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for what it cannot hold."""
-    settings: dict[str, Any] = {row.hf: getattr(config, row.hf) for row in SETTINGS}
-    del settings["rope_scaling_factor"]
-    if config.stop_token_ids:
-        settings["eos_token_id"] = [config.eos_token_id, *config.stop_token_ids]
-    settings["architectures"] = ["LlamaForCausalLM"]
-    settings["model_type"] = "llama"
-    settings["tie_word_embeddings"] = config.tie_word_embeddings
-    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
-    settings["rope_scaling"] = hf_rope_scaling(config)
-    return settings
-
-
-def hf_rope_scaling(config: Config) -> dict[str, Any] | None:
-    """config.json's rope_scaling. Raises ValueError for factors that are not Llama 3.1's."""
-    factor = config.rope_scaling_factor
-    divisors = config.rope_freq_factors
-    if divisors is None:
-        return {"rope_type": "linear", "factor": factor} if factor != 1 else None
-    rope = {
-        "rope_type": "llama3",
-        "factor": round(max(divisors), 3),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    published = llama3_divisors(rope, config)
-    if factor != 1 or any(abs(a - b) > 1e-4 for a, b in zip(divisors, published)):
-        raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
-    return rope
 
 
 # ==================================================================================================
@@ -3114,7 +2892,7 @@ class Kernels:
 
 
 @functools.cache
-def kernels() -> Kernels:
+def load_kernels() -> Kernels:
     """Compile kernels/cpu.cpp once per machine and open it. It runs on torch's own threads."""
     path = KERNELS / "build.py"
     if not path.is_file():
@@ -3125,22 +2903,22 @@ def kernels() -> Kernels:
     return Kernels(**build.load(KERNELS_VERSION))
 
 
-def accelerate(model: Llama, exact: bool = True) -> Llama:
+def accelerate(model: Llama, fast: bool = False) -> Llama:
     """Make a model faster by changing the classes of its modules; returns the model.
 
-    On a CPU, quantised layers then run by kernels/cpu.cpp, if it compiles: see kernels(). `exact`
-    keeps activations in float32 (1e-6 relative per layer); else products of quantised matrices
+    On a CPU, quantised layers then run by kernels/cpu.cpp, if it compiles: see load_kernels(). They
+    keep activations in float32 (1e-6 relative per layer); `fast`: products of quantised matrices
     round them to 16-bit integers with a scale per group (6e-5). On CUDA, torch.compile makes the
     steps of one token.
     """
     device = model.norm.weight.device.type
     if device == "cuda" and importlib.util.find_spec("triton"):
         change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
-    if device == "cpu" and kernels().library:
+    if device == "cpu" and load_kernels().library:
         change_classes(model, {QuantizedLinear: NativeLinear, Llama: NativeLlama})
         for module in model.modules():
             if type(module) is NativeLinear:
-                module.exact = exact
+                module.exact = not fast
     return model
 
 
@@ -3167,7 +2945,7 @@ class NativeProduct(torch.autograd.Function):
         ctx.rows = max(1, CHUNK // linear.in_features)  # of W, dequantised at a time
         N, K = linear.out_features, linear.in_features
         y = x.new_empty(*x.shape[:-1], N)
-        kernels().library.linear(
+        load_kernels().library.linear(
             TYPE_IDS[linear.ggml_type],
             not linear.exact,
             blocks.data_ptr(),
@@ -3198,7 +2976,7 @@ class NativeLinear(QuantizedLinear):
         """x (..., in) -> (..., out) of x's dtype."""
         K = self.in_features
         usable = not torch.compiler.is_compiling() and x.dtype in DENSE_NAMES and K % 32 == 0
-        if not usable or not kernels().library:
+        if not usable or not load_kernels().library:
             return super().forward(x)
         x32 = x.float().contiguous()
         blocks = self.blocks
@@ -3288,7 +3066,9 @@ class NativeLlama(Llama):
     def run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
         """As Llama's, by the kernels where they apply."""
         cos, sin, _, cache = inputs
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not kernels().library
+        plain = (
+            torch.is_grad_enabled() or torch.compiler.is_compiling() or not load_kernels().library
+        )
         if plain or type(cache) is not Cache:
             return super().run_layers(x, *inputs)
         config = self.config
@@ -3309,7 +3089,7 @@ class NativeLlama(Llama):
         sizes = self.pack_sizes(B, T, cache)
         step = L if B * T <= 64 else 1  # Ctrl-C ends a long prompt between two calls
         for first in range(0, L, step):
-            if kernels().library.run_layers(layers, first, step, sizes, *addresses):
+            if load_kernels().library.run_layers(layers, first, step, sizes, *addresses):
                 return super().run_layers(x, *inputs)  # sizes that are not supported
         return y
 
@@ -3414,13 +3194,18 @@ class Ranks:
         distributed.destroy_process_group()
 
 
+# Ranks share the rows (0) of these matrices, or their columns (1).
+AXES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), 0)
+AXES |= dict.fromkeys(("o_proj", "down_proj", "embed_tokens"), 1)
+
+
 def part_of(weight: Weight, axis: int, start: int, stop: int) -> Weight:
     """Some rows (axis 0) or columns (axis 1) of a matrix; columns are cut between blocks."""
     shape = [*weight.shape]
     shape[axis] = stop - start
 
-    def read(files: Files) -> Tensor:
-        rows = weight.read(files)
+    def read() -> Tensor:
+        rows = weight.read()
         if axis == 0:
             return rows[start:stop]
         block, nbytes = weight.block
@@ -3452,10 +3237,9 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
     weights = dict(checkpoint.weights)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    axes = {last_name(name.hf): name.axis for name in NAMES}
     parts = dict(weights)
     for name, weight in weights.items():
-        axis = axes[last_name(name)]
+        axis = AXES.get(last_name(name))
         if axis is None:
             continue
         unit = unit_of(name, axis, config, weights)

@@ -252,41 +252,6 @@ def quantised(vocabulary, path, kinds, config=WIDE, keys=None):
     return path, weights
 
 
-META_NAMES = {  # the last words of our names: Meta's, and the axis along which its shards are cut
-    "embed_tokens": ("tok_embeddings", 1),
-    "q_proj": ("attention.wq", 0),
-    "k_proj": ("attention.wk", 0),
-    "v_proj": ("attention.wv", 0),
-    "o_proj": ("attention.wo", 1),
-    "gate_proj": ("feed_forward.w1", 0),
-    "down_proj": ("feed_forward.w2", 1),
-    "up_proj": ("feed_forward.w3", 0),
-    "input_layernorm": ("attention_norm", None),
-    "post_attention_layernorm": ("ffn_norm", None),
-    "norm": ("norm", None),
-    "lm_head": ("output", 0),
-}
-
-
-def write_meta(path, config, weights, shards=1, **options):
-    """Meta's directory, but for the vocabulary; `options` go to torch.save."""
-    path.mkdir()
-    multiplier = (config.intermediate_size - 16) / int(8 * config.hidden_size / 3)
-    params = {"dim": config.hidden_size, "n_layers": config.num_hidden_layers, "vocab_size": -1}
-    params |= {"n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads}
-    params |= {"norm_eps": config.rms_norm_eps, "multiple_of": 32, "ffn_dim_multiplier": multiplier}
-    (path / "params.json").write_text(json.dumps(params))
-    for i in range(shards):
-        part = {"rope.freqs": torch.ones(config.head_dim // 2)}
-        for name, weight in weights.items():
-            *layer, last = re.sub(r"(self_attn|mlp)\.|\.weight", "", name).split(".")
-            theirs, axis = META_NAMES[last]
-            tensor = torch.as_tensor(weight)
-            tensor = tensor if axis is None else tensor.chunk(shards, axis)[i].clone()
-            part[".".join([*layer, theirs, "weight"])] = tensor
-        torch.save(part, path / f"consolidated.{i:02}.pth", **options)
-
-
 def safetensors(tensors):
     """Named tensors as safetensors' bytes, in float32."""
     header, body = {}, b""
@@ -299,31 +264,23 @@ def safetensors(tensors):
     return struct.pack("<Q", len(text)) + text + body
 
 
-def write_hf(path, config, weights, suffix=".safetensors", files=1):
-    """Hugging Face's directory, but for the vocabulary. With .bin files, config.json is of old."""
+def write_hf(path, config, weights, files=1):
+    """Hugging Face's directory, but for the vocabulary."""
     path.mkdir()
     settings = {name: getattr(config, name) for name in SHAPE}
     settings |= {"model_type": "llama", "tie_word_embeddings": False, "hidden_act": "silu"}
-    rope = {"rope_theta": 10000.0}
-    new = {"rope_parameters": {"rope_type": "default"} | rope}
-    settings |= new if suffix == ".safetensors" else {"rope_scaling": None} | rope
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     (path / "config.json").write_text(json.dumps(settings))
     state, index = hf_state(config, weights), {}
-    base = path / ("model" if suffix == ".safetensors" else "pytorch_model")
     for i in range(files):
         part = {name: state[name] for name in list(state)[i::files]}
         number = "" if files == 1 else f"-{i + 1:05}-of-{files:05}"
-        file = base.with_name(base.name + number + suffix)
+        file = path / f"model{number}.safetensors"
         index |= dict.fromkeys(part, file.name)
-        if suffix == ".safetensors":
-            file.write_bytes(safetensors(part))
-        else:
-            if i == 0:
-                part["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-            torch.save(part, file)
+        file.write_bytes(safetensors(part))
     if files > 1:
-        index_file = base.with_name(f"{base.name}{suffix}.index.json")
-        index_file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        content = {"metadata": {}, "weight_map": index}
+        (path / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
 TALE = """Once upon a time, there was a little fox. The fox lived in a small house near the forest,
@@ -332,15 +289,6 @@ river," said the fox, "to look for the moon in the water." The bear laughed and 
 anyone find the moon in the water? But at night they went there together, and they saw it shine.
 Ein kleiner B\u00e4r; \u00fcber Stra\u00dfen; na\u00efve caf\u00e9 \u2013 \u65e5\u672c\u8a9e. 0123456789 (+-*/=) <s> [INST]
 """
-
-
-@pytest.fixture(autouse=True)
-def readable(request):
-    """Skips tests of a `form` of pickles where torch is older than llama2.py takes for them."""
-    form = getattr(request.node, "callspec", None) and request.node.callspec.params.get("form")
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if str(form).startswith(("meta", "bin")) and version < (2, 10):
-        pytest.skip("torch 2.10 or newer reads this form")
 
 
 @pytest.fixture(scope="session")
@@ -413,15 +361,10 @@ def forms(tmp_path_factory, vocabulary):
     stored = {gguf_name(name): weight for name, weight in weights.items()}
     keys = config_keys(FORMS) | vocabulary_keys(vocabulary[1])
     write_gguf(root / "gguf.gguf", keys, stored)
-    write_meta(root / "meta1", FORMS, weights)
-    write_meta(root / "meta4", FORMS, weights, 4)
-    write_meta(root / "meta2", FORMS, weights, 2)
     write_hf(root / "hf", FORMS, weights)
     write_hf(root / "hf_index", FORMS, weights, files=2)
-    write_hf(root / "bin", FORMS, weights, ".bin")
-    write_hf(root / "bin_index", FORMS, weights, ".bin", 2)
-    for folder in (root, *root.glob("hf*"), *root.glob("bin*")):
-        shutil.copy(vocabulary[0], folder)  # Meta's is in the parent, as published
+    for folder in root.glob("hf*"):
+        shutil.copy(vocabulary[0], folder)
     return root, weights
 
 
@@ -1311,10 +1254,8 @@ def test_paths_that_are_no_model(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # 10. Checkpoints: other forms, saving, memory
 
-DIRECTORIES = ["gguf.gguf", "meta1", "meta2", "meta4", "hf", "hf_index", "bin", "bin_index"]
 
-
-@pytest.mark.parametrize("form", DIRECTORIES)
+@pytest.mark.parametrize("form", ["gguf.gguf", "hf", "hf_index"])
 @torch.no_grad()
 def test_every_form_gives_the_logits_of_transformers(forms, hf_model, form):
     root, _ = forms
@@ -1342,7 +1283,7 @@ def test_directories_that_transformers_wrote(forms, hf_model, tmp_path, vocabula
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [("gguf.gguf", "GGUF version 3"), ("meta4", "Meta"), ("hf_index", "Hugging Face")],
+    [("gguf.gguf", "GGUF version 3"), ("hf_index", "Hugging Face")],
 )
 def test_info_names_the_form(forms, form, name, cli):
     status, out, _ = cli("--info", model=forms[0] / form)
@@ -1392,49 +1333,47 @@ def test_save_copies_quantised_blocks_and_vocabulary(forms, tmp_path):
 def changed(source, target, **changes):
     """A copy of a form's directory with changes to its settings."""
     shutil.copytree(source, target)
-    for file in (target / "config.json", target / "params.json"):
-        if file.exists():
-            file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    if not (target / "tokenizer.model").exists():
-        shutil.copy(source.parent / "tokenizer.model", target)
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return target
 
 
-REFUSED_DIRECTORIES = [
-    ("hf", {"model_type": "falcon"}, "model_type is 'falcon'"),
-    ("hf", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
-    ("hf", {"attention_bias": True}, "attention_bias is True"),
-    ("hf", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ("hf", {"head_dim": 32}, "head_dim is 32"),
-    ("hf", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-    ("bin", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-    ("hf", {"hidden_size": "128"}, "hidden_size is '128'"),
-    ("hf", {"num_hidden_layers": None}, "num_hidden_layers is missing"),
-    ("hf", {"intermediate_size": 96}, r"gate_proj.weight is \[160, 128\]"),
-    ("hf", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-    ("hf", {"vocab_size": 319}, "embed_tokens.weight is"),
-    ("meta1", {"use_scaled_rope": True}, "use_scaled_rope"),
-    ("meta1", {"dim": 512}, "shards"),
-    ("meta1", {"n_heads": 0}, "num_attention_heads is 0"),
+REFUSED_SETTINGS = [
+    ({"model_type": "falcon"}, "model_type is 'falcon'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
+    ({"attention_bias": True}, "attention_bias is True"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"head_dim": 32}, "head_dim is 32"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"hidden_size": "128"}, "hidden_size is '128'"),
+    ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+    ({"intermediate_size": 96}, r"_proj.weight is \[.*160"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+    ({"vocab_size": 319}, "embed_tokens.weight is"),
 ]
 
 
-@pytest.mark.parametrize(("form", "change", "message"), REFUSED_DIRECTORIES)
-def test_what_cannot_be_run_is_refused_by_name(forms, tmp_path, form, change, message):
-    directory = changed(forms[0] / form, tmp_path / "copy", **change)
+@pytest.mark.parametrize(("change", "message"), REFUSED_SETTINGS)
+def test_what_cannot_be_run_is_refused_by_name(forms, tmp_path, change, message):
+    directory = changed(forms[0] / "hf", tmp_path / "copy", **change)
     with pytest.raises(ValueError, match=message):
         llama2.open_checkpoint(directory)
 
 
 @pytest.mark.parametrize(
-    ("form", "change"),
+    "change",
     [
-        ("hf", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
-        ("bin", {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5}),
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+        {
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+            "rope_theta": 5e5,
+            "rope_parameters": None,
+        },
     ],
 )
-def test_linear_rope_scaling_old_and_new(forms, tmp_path, form, change):
-    directory = changed(forms[0] / form, tmp_path / "copy", **change)
+def test_linear_rope_scaling_old_and_new(forms, tmp_path, change):
+    directory = changed(forms[0] / "hf", tmp_path / "copy", **change)
     config = llama2.open_checkpoint(directory).config
     assert config.rope_scaling_factor == 4.0
     assert config.rope_theta == 5e5
@@ -1445,7 +1384,6 @@ def test_linear_rope_scaling_old_and_new(forms, tmp_path, form, change):
     [
         ("hf", "tokenizer.model", "tokenizer"),
         ("hf_index", "model-00001-of-00002.safetensors", "tensors are missing"),
-        ("meta4", "consolidated.01.pth", "shards"),
         ("hf", "model.safetensors", r"expected a \.gguf file, or"),
         ("hf", "config.json", r"expected a \.gguf file, or"),
     ],
@@ -1457,29 +1395,17 @@ def test_missing_files_are_named(forms, tmp_path, form, file, message):
         llama2.load(directory)
 
 
-@pytest.mark.parametrize("form", ["meta4"])
-def test_shards_that_differ_are_refused(forms, tmp_path, form):
-    """One shard in 16 bits, the others in 32."""
-    directory = changed(forms[0] / form, tmp_path / "copy")
-    path = directory / "consolidated.02.pth"
-    tensors = torch.load(path)
-    torch.save({name: t.half() for name, t in tensors.items()}, path)
-    with pytest.raises(ValueError, match="differs in type"):
-        llama2.open_checkpoint(directory)
-
-
 def test_one_file_of_a_directory_is_no_model(forms):
     with pytest.raises(ValueError, match="directory"):
-        llama2.open_checkpoint(forms[0] / "meta1" / "consolidated.00.pth")
+        llama2.open_checkpoint(forms[0] / "hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("form", ["meta4"])  # the name by which `readable` skips it
-def test_a_directory_of_both_forms_is_read_as_the_one_whose_weights_are_there(
-    forms, tmp_path, form
-):
-    directory = changed(forms[0] / form, tmp_path / "both")
-    (directory / "config.json").write_text("{}")
-    assert llama2.open_checkpoint(directory).format.startswith("Meta")
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "pytorch_model-00001-of-00002.bin"])
+def test_directories_of_pickles_are_for_convert(tmp_path, name):
+    for file in ("params.json", "config.json", name):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=r"python examples/convert\.py FOLDER OUT\.gguf"):
+        llama2.open_checkpoint(tmp_path)
 
 
 def test_vocabulary_smaller_than_the_embedding(tmp_path, vocabulary):

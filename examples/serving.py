@@ -48,7 +48,8 @@ class Session:
 
         drafts = getattr(llama2, "Drafts", None)  # of part III
         self.read = drafts(self.model) if drafts else partial(llama2.read_tokens, self.model)
-        kind = (self.model.config, 1, context, self.model.cache_dtype)
+        cache_dtype = self.model.cache_dtype or self.model.norm.weight.dtype
+        kind = (self.model.config, 1, context, cache_dtype)
         size = 2 * llama2.Cache(*kind, device="meta").k.nbytes
         count = max(1, min(MAX_CACHES, CACHE_BYTES // size))
         device = self.model.norm.weight.device

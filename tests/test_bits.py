@@ -34,7 +34,7 @@ TOKENS = torch.arange(60).view(1, 60)
 @pytest.fixture(scope="module")
 def native():
     """The kernels."""
-    found = llama2.kernels()
+    found = llama2.load_kernels()
     if not found.library:
         pytest.skip(f"no compiled kernels here: {found.problem}")
     return found

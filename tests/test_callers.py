@@ -34,8 +34,8 @@ TOKENS = torch.tensor([[1, 7, 99, 0, 42, 5, 3]])
 @pytest.fixture(scope="module", params=["Q8_0", "F16"])
 def models(request):
     """The plain model and its accelerated copy."""
-    if not llama2.kernels().library:
-        pytest.skip(f"no compiled kernels here: {llama2.kernels().problem}")
+    if not llama2.load_kernels().library:
+        pytest.skip(f"no compiled kernels here: {llama2.load_kernels().problem}")
     torch.manual_seed(0)
     plain = llama2.Llama(CONFIG).eval().requires_grad_(False)
     kind = gguf.GGMLQuantizationType[request.param]

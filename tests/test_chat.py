@@ -23,7 +23,6 @@ from test_llama2 import (
     tokenizer_model,
     write_files,
     write_hf,
-    write_meta,
 )
 
 # Templates that do what the published ones do, and are told by the same texts.
@@ -388,11 +387,11 @@ def test_chat_template_of_a_directory(tmp_path, template, wanted):
     path = hf_directory(tmp_path / "hf", tokenizer_config={"chat_template": template})
     if wanted is None:
         with pytest.raises(ValueError, match=re.escape(str(path))):
-            llama2.open_checkpoint(path)
+            assert llama2.open_checkpoint(path).tokenizer
     else:
-        assert llama2.open_checkpoint(path).chat_template == wanted
+        assert llama2.open_checkpoint(path).tokenizer.chat_template == wanted
         (path / "chat_template.jinja").write_text("of its own")
-        assert llama2.open_checkpoint(path).chat_template == "of its own"
+        assert llama2.open_checkpoint(path).tokenizer.chat_template == "of its own"
 
 
 def test_saved_models_keep_tokens_ends_and_template(tmp_path):
@@ -441,19 +440,6 @@ def test_mistral_windows_are_checked(tmp_path, window):
     change = {"model_type": "mistral", "sliding_window": window}
     with pytest.raises(ValueError, match=r"(sliding_window|max_position_embeddings) is"):
         llama2.open_checkpoint(hf_directory(tmp_path / "hf", change))
-
-
-@pytest.mark.parametrize("form", ["meta"])
-def test_code_llama_in_metas_form(tmp_path, form):
-    """params.json tells theta but no context: 4096, and more for who asks for it."""
-    path = tmp_path / form
-    write_meta(path, TINY, WEIGHTS)
-    params = json.loads((path / "params.json").read_text()) | {"rope_theta": 1e6}
-    write_files(path, {"params.json": params, "tokenizer.model": SMALL})
-    config = llama2.open_checkpoint(path).config
-    assert (config.rope_theta, config.max_position_embeddings) == (1e6, 4096)
-    assert llama2.open_checkpoint(path, 100).config.max_position_embeddings == 4096
-    assert llama2.open_checkpoint(path, 5000).config.max_position_embeddings == 5000
 
 
 # --------------------------------------------------------------------------------------------------

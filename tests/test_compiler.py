@@ -10,7 +10,7 @@ import pytest
 
 import llama2
 
-if not hasattr(llama2, "kernels") or not llama2.KERNELS.is_dir():
+if not hasattr(llama2, "load_kernels") or not llama2.KERNELS.is_dir():
     pytest.skip("no kernels here", allow_module_level=True)
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [
@@ -38,13 +38,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(llama2, "KERNELS", kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield kernels
-    llama2.kernels.cache_clear()
+    llama2.load_kernels.cache_clear()
 
 
 def find():
     """What a new process would find."""
-    llama2.kernels.cache_clear()
-    return llama2.kernels()
+    llama2.load_kernels.cache_clear()
+    return llama2.load_kernels()
 
 
 def libraries(folder):

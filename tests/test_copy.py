@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import io
-import json
 import os
 import pickle
 
@@ -81,6 +80,22 @@ def test_weights_that_are_not_numbers_are_named(tmp_path, vocabulary):
         list(llama2.generate(model, [1, 2, 3]))
 
 
+@torch.no_grad()
+def test_few_files_may_be_open(forms):
+    """Each tensor that is mapped holds one; macOS allows 256, of which a 7B model needs 291."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    wanted = llama2.load(forms[0] / "hf")[0](TOKENS[:1, :9])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)  # the next number
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 4, limits[1]))
+    try:
+        model, _ = llama2.load(forms[0] / "hf")
+        assert torch.equal(model(TOKENS[:1, :9]), wanted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 # --------------------------------------------------------------------------------------------------
 # Training
 
@@ -152,6 +167,7 @@ def test_models_of_one_checkpoint_are_their_own(tmp_path, vocabulary):
     """Changing one changes neither another, nor the checkpoint, nor the file."""
     path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["F16", "Q8_0", "F32"])
     content = path.read_bytes()
+    path.chmod(0o444)
     checkpoint = llama2.open_checkpoint(path)
     one, _ = llama2.load(checkpoint)
     two, _ = llama2.load(checkpoint)
@@ -212,88 +228,27 @@ def test_a_model_becomes_a_gguf_file(small, tmp_path, kind, compile):
 
 @pytest.mark.skipif(not BUNDLED.exists(), reason="the bundled model is not here")
 def test_a_trained_model_is_saved_as_it_is(tmp_path):
-    """Both ways, tied embeddings and a chat template included; transformers says the same."""
-    transformers = pytest.importorskip("transformers")
+    """Tied embeddings and a chat template included."""
     model, tokenizer = llama2.load(BUNDLED, trainable=True)
-    tokenizer.chat_template = "{{ messages }} [INST] <<SYS>>"
+    tokenizer.vocabulary.chat_template = "{{ messages }} [INST] <<SYS>>"
     tokens = torch.tensor([tokenizer.encode("Once upon a time, in a small house,")])
     model(tokens).square().mean().backward()
     torch.optim.SGD(model.parameters(), 0.01).step()
     with torch.no_grad():
         wanted = model.eval()(tokens)
     llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)
-    llama2.save_pretrained(model, tokenizer, tmp_path / "folder")
-    for path in (tmp_path / "out.gguf", tmp_path / "folder"):
-        checkpoint = llama2.open_checkpoint(path)
-        again, same = llama2.load(checkpoint)
-        with torch.no_grad():
-            assert_close(again(tokens), wanted, 1e-6)
-        assert checkpoint.config == model.config
-        assert checkpoint.chat_template == tokenizer.chat_template
-        assert same.encode("A fox.\n") == tokenizer.encode("A fox.\n")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs = load(tmp_path / "folder", dtype=torch.float32)
+    again, same = llama2.load(tmp_path / "out.gguf")
     with torch.no_grad():
-        assert_close(theirs(tokens).logits, wanted, 1e-5)
-    their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
-    for text in ("Once upon a time", "a\n\n\u4e16 ", "\U0001f600"):
-        ids = tokenizer.encode(text)
-        assert their_tokenizer.encode(text) == ids
-        assert their_tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.no_grad()
-def test_quantised_weights_as_a_folder(small, tmp_path, dtype):
-    model, tokenizer = llama2.load(small)
-    llama2.save_pretrained(model, tokenizer, tmp_path / "folder", dtype)
-    settings = json.loads((tmp_path / "folder" / "config.json").read_text())
-    assert settings["torch_dtype"] == str(dtype).removeprefix("torch.")
-    again, _ = llama2.load(tmp_path / "folder")
-    tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    assert_close(again(TOKENS[:1, :9]), model(TOKENS[:1, :9]), tolerance)
-
-
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, LLAMA_3])
-@torch.no_grad()
-def test_rope_scaling_is_saved(small, tmp_path, rope):
-    """From config.json to a GGUF file and to a folder that transformers reads."""
-    transformers = pytest.importorskip("transformers")
-    model, tokenizer = llama2.load(small, trainable=True)
-    llama2.save_pretrained(model, tokenizer, tmp_path / "a")
-    file = tmp_path / "a" / "config.json"
-    settings = json.loads(file.read_text()) | {"rope_scaling": rope, "rope_theta": 20000.0}
-    file.write_text(json.dumps(settings))
-    scaled, tokenizer = llama2.load(tmp_path / "a")
-    llama2.save_gguf(scaled, tmp_path / "b.gguf", tokenizer=tokenizer)
-    again, tokenizer = llama2.load(tmp_path / "b.gguf")
-    llama2.save_pretrained(again, tokenizer, tmp_path / "c")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs = load(tmp_path / "c", dtype=torch.float32)
-    tokens = TOKENS[:1]
-    assert_close(again(tokens), scaled(tokens), 1e-6)
-    assert_close(theirs(tokens).logits, scaled(tokens), 1e-5)
+        assert_close(again(tokens), wanted, 1e-6)
+    assert again.config == model.config
+    assert same.chat_template == tokenizer.vocabulary.chat_template
+    assert same.encode("A fox.\n") == tokenizer.encode("A fox.\n")
 
 
 def test_what_cannot_be_saved(small, tmp_path):
     model, tokenizer = llama2.load(small)
     with pytest.raises(ValueError, match="tokenizer"):
         llama2.save_gguf(model, tmp_path / "out.gguf")
-    with pytest.raises(ValueError, match="dtype"):
-        llama2.save_pretrained(model, tokenizer, tmp_path / "folder", torch.int8)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="theirs"):  # it would be read in place of ours
-        llama2.save_pretrained(model, tokenizer, tmp_path / "theirs")
     model.layers[0].mlp.up_proj = torch.nn.Identity()
     with pytest.raises(ValueError, match="up_proj|Identity"):
         llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)

@@ -90,7 +90,8 @@ def test_the_readme_shows_the_attention_that_runs():
 def test_details_name_functions_and_tests_that_exist():
     tests = [ROOT / "test_llama2.py", *(ROOT / "tests").glob("test_*.py")]
     written = "".join(path.read_text("utf-8") for path in tests)
-    source = SCRIPT.read_text("utf-8")
+    sources = [SCRIPT, ROOT / "examples" / "convert.py"]
+    source = "".join(path.read_text("utf-8") for path in sources)
     details = PAGES[ROOT / "docs" / "details.md"]
     for name in re.findall(r"Here `([\w.]+)`", details):
         assert re.search(rf"(?:def|class) {name.rpartition('.')[2]}\b", source), name

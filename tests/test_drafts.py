@@ -20,8 +20,8 @@ CONFIG = llama2.Config(**SHAPE | {"hidden_size": 256, "intermediate_size": 512})
 @pytest.fixture(scope="module", params=[("Q4_K", True), ("Q4_K", False), ("F16", False)])
 def model(request, vocabulary, tmp_path_factory):
     """A model with the kernels."""
-    if not llama2.kernels().library:
-        pytest.skip(f"no compiled kernels here: {llama2.kernels().problem}")
+    if not llama2.load_kernels().library:
+        pytest.skip(f"no compiled kernels here: {llama2.load_kernels().problem}")
     kind, exact = request.param
     path, _ = quantised(vocabulary, tmp_path_factory.mktemp("drafts") / "q.gguf", [kind], CONFIG)
     model = llama2.build_model(llama2.open_checkpoint(path))
@@ -86,7 +86,7 @@ def test_whatever_is_guessed(model, monkeypatch, sampling, half):
             )
             assert found == ids and torch.equal(found_logits, logits)
             if name == "right":
-                rows = min(most, llama2.kernels().few_rows - 1) + 1
+                rows = min(most, llama2.load_kernels().few_rows - 1) + 1
                 assert drafts.accepted >= 19 - 19 // rows - 1
             if name in ("wrong", "none"):
                 assert drafts.accepted == 0
@@ -169,4 +169,4 @@ def test_command_line_takes_their_number(cli, monkeypatch):
     for options in ([], ["--draft", 5], ["--draft", 0]):
         arguments = ["--prompt", "ab", "--max-new-tokens", 2, "--compile", *options]
         assert cli(*arguments, model=llama2.DEFAULT_MODEL)[0] == 0
-    assert found == ([3, 5, 0] if llama2.kernels().library else [])
+    assert found == ([3, 5, 0] if llama2.load_kernels().library else [])

@@ -18,6 +18,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
+from test_convert import convert
 from test_server import Running
 
 import llama2
@@ -52,9 +53,8 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 def server(tmp_path_factory):
     """The bundled model in float32, its tokenizer for transformers, the questions as a task."""
     path = tmp_path_factory.mktemp("harness")
-    model, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
     llama2.save_gguf(llama2.open_checkpoint(llama2.DEFAULT_MODEL), path / "model.gguf", "F32")
-    llama2.save_pretrained(model, tokenizer, path / "hf")
+    convert.save_folder(llama2.open_checkpoint(llama2.DEFAULT_MODEL), path / "hf", "F32")
     rows = [line.split(": ") for line in QUESTIONS.strip().splitlines()]
     rows = [{"question": question, "choices": ends.split(", ")} for question, ends in rows]
     (path / "questions.json").write_text("\n".join(map(json.dumps, rows)))

