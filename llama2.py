@@ -2637,11 +2637,10 @@ def build_model(
             continue
         is_kept = ggml_type == weight.ggml_type
         rows = weight.read() if is_kept else weight.dense(torch.float16).view(torch.uint8)
-        blocks = rows.to(device)
+        layer: nn.Module = QuantizedLinear(rows.to(device), ggml_type)
         if module == "embed_tokens":
-            model.embed_tokens = QuantizedEmbedding(blocks, ggml_type, dtype)
-        else:
-            model.set_submodule(module, QuantizedLinear(blocks, ggml_type))
+            layer = QuantizedEmbedding(rows.to(device), ggml_type, dtype)
+        model.set_submodule(module, layer)
     embedding: Any = model.embed_tokens
     if checkpoint.config.tie_word_embeddings:
         if isinstance(embedding, Quantized):
