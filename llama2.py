@@ -1246,6 +1246,7 @@ class Bits(NamedTuple):
 class BlockType(NamedTuple):
     """How a ggml type stores a block of weights."""
 
+    number: int  # ggml's, by which cpu.cpp knows it
     weights: int
     nbytes: int
     low: Bits | None = None  # the lowest bits of the integers q
@@ -1254,19 +1255,19 @@ class BlockType(NamedTuple):
 
 
 GGML_TYPES = {
-    "F32": BlockType(1, 4),
-    "F16": BlockType(1, 2),
-    "BF16": BlockType(1, 2),
-    "Q4_0": BlockType(32, 18, Bits(2, 16, 4), None, 8),
-    "Q4_1": BlockType(32, 20, Bits(4, 16, 4)),
-    "Q5_0": BlockType(32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
-    "Q5_1": BlockType(32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
-    "Q8_0": BlockType(32, 34, Bits(2, 32, 8)),
-    "Q2_K": BlockType(256, 84, Bits(16, 32, 2)),
-    "Q3_K": BlockType(256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
-    "Q4_K": BlockType(256, 144, Bits(16, 32, 4)),
-    "Q5_K": BlockType(256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
-    "Q6_K": BlockType(256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
+    "F32": BlockType(0, 1, 4),
+    "F16": BlockType(1, 1, 2),
+    "BF16": BlockType(30, 1, 2),
+    "Q4_0": BlockType(2, 32, 18, Bits(2, 16, 4), None, 8),
+    "Q4_1": BlockType(3, 32, 20, Bits(4, 16, 4)),
+    "Q5_0": BlockType(6, 32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
+    "Q5_1": BlockType(7, 32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
+    "Q8_0": BlockType(8, 32, 34, Bits(2, 32, 8)),
+    "Q2_K": BlockType(10, 256, 84, Bits(16, 32, 2)),
+    "Q3_K": BlockType(11, 256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
+    "Q4_K": BlockType(12, 256, 144, Bits(16, 32, 4)),
+    "Q5_K": BlockType(13, 256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
+    "Q6_K": BlockType(14, 256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
 }
 
 
@@ -1320,7 +1321,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
 
 def unpack_integers(b: Tensor, ggml_type: str) -> Tensor:
     """Blocks (n, bytes) -> their integers q (n, weights)."""
-    count, _, low, high, zero_point = GGML_TYPES[ggml_type]
+    _, count, _, low, high, zero_point = GGML_TYPES[ggml_type]
     assert low is not None
     if low.bits == 8:
         return b[:, low.at :].view(torch.int8)
@@ -2586,13 +2587,12 @@ def plan_loading(
 
 def has_kernels(device: torch.device) -> bool:
     """Whether part IV makes quantised weights fast on a device; a warning says why not."""
-    load_kernels = globals().get("load_kernels")  # part IV may be deleted
-    problem = "part IV of llama2.py is missing"
-    if load_kernels is not None:
-        problem = load_kernels().problem if device.type == "cpu" else ""
-    if problem:
-        warnings.warn(f"quantised weights will be slow: {problem}", stacklevel=4)
-    return not problem and device.type in ("cpu", "cuda")
+    if "accelerate" not in globals():
+        warnings.warn("quantised weights are slow without part IV of llama2.py", stacklevel=4)
+        return False
+    if device.type != "cpu":
+        return device.type == "cuda"
+    return load_kernels() is not None
 
 
 def progress_bar(weights: Mapping[str, Weight], doing: str, progress: bool) -> Any:
@@ -2850,247 +2850,168 @@ def write_gguf(
 # Part IV: Faster and larger. Delete it freely, and kernels/ with it
 # ==================================================================================================
 
-import datetime
-import importlib.util
 import signal
 
 from torch import distributed
 
-__all__ += ["accelerate"]
+__all__ += ["accelerate", "load_kernels"]
 
 # --------------------------------------------------------------------------------------------------
 # 19. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 4  # of the interface between kernels/cpu.cpp and this file
-TYPE_IDS = {  # ggml's numbers, by which cpu.cpp knows the types
-    "F32": 0,
-    "F16": 1,
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q5_0": 6,
-    "Q5_1": 7,
-    "Q8_0": 8,
-    "Q2_K": 10,
-    "Q3_K": 11,
-    "Q4_K": 12,
-    "Q5_K": 13,
-    "Q6_K": 14,
-    "BF16": 30,
-}
-
-
-@dataclass
-class Kernels:
-    """kernels/cpu.cpp as a library, or the reason why there is none."""
-
-    library: Any = None  # its functions raise MemoryError or RuntimeError
-    problem: str = ""
-    compile_seconds: float = 0.0  # 0 if it was compiled before
-    few_rows: int = 0  # up to here a row's result has the bits that it has alone
+KERNELS_VERSION = 5  # of the interface between kernels/cpu.cpp and this file
 
 
 @functools.cache
-def load_kernels() -> Kernels:
-    """Compile kernels/cpu.cpp once per machine and open it. It runs on torch's own threads."""
-    path = KERNELS / "build.py"
-    if not path.is_file():
-        return Kernels(problem=f"{path} is missing; the folder belongs beside llama2.py")
-    spec: Any = importlib.util.spec_from_file_location("llama2_kernels_build", path)
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
-    return Kernels(**build.load(KERNELS_VERSION))
+def load_kernels() -> Any:
+    """kernels/cpu.cpp as a library, compiled once per machine; None, and a warning, if that fails.
+
+    It runs on torch's own threads. Up to `load_kernels().gemv_tokens` tokens in a pass have, each,
+    the bits of one that is alone.
+    """
+    try:
+        path = KERNELS / "build.py"
+        if not path.is_file():
+            raise OSError(f"{path} is missing; the folder belongs beside llama2.py")
+        spec: Any = importlib.util.spec_from_file_location("llama2_kernels_build", path)
+        build = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(build)
+        return build.load(KERNELS_VERSION)
+    except OSError as error:
+        warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
+        return None
 
 
 def accelerate(model: Llama, fast: bool = False) -> Llama:
     """Make a model faster by changing the classes of its modules; returns the model.
 
-    On a CPU, quantised layers then run by kernels/cpu.cpp, if it compiles: see load_kernels(). They
-    keep activations in float32 (1e-6 relative per layer); `fast`: products of quantised matrices
+    On a CPU, quantised layers then run by kernels/cpu.cpp, if it compiles: see load_kernels().
+    Activations stay float32 (1e-6 relative per layer); with `fast`, products of quantised matrices
     round them to 16-bit integers with a scale per group (6e-5). On CUDA, torch.compile makes the
     steps of one token.
     """
     device = model.norm.weight.device.type
     if device == "cuda" and importlib.util.find_spec("triton"):
         change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
-    if device == "cpu" and load_kernels().library:
-        change_classes(model, {QuantizedLinear: NativeLinear, Llama: NativeLlama})
+    if device == "cpu" and load_kernels():
+        change_classes(model, {QuantizedLinear: NativeLinear, Block: NativeBlock})
         for module in model.modules():
             if type(module) is NativeLinear:
-                module.exact = not fast
+                module.fast = fast
     return model
 
 
-def change_classes(model: nn.Module, kinds: dict[type[nn.Module], type[nn.Module]]) -> None:
+def change_classes(model: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> None:
     """Give modules of these classes others, which add methods: weights, hooks and names stay."""
     for module in model.modules():
-        module.__class__ = kinds.get(type(module), type(module))
+        module.__class__ = classes.get(type(module), type(module))
 
 
-def address(t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Where C++ finds a tensor; 0 unless it is contiguous on a CPU, of this dtype and shape."""
-    readable = t.is_cpu and t.dtype == dtype and t.shape == shape and t.is_contiguous()
-    return t.data_ptr() if readable else 0
+def readable(tensors: Sequence[Tensor]) -> bool:
+    """Whether C++ can read tensors at their addresses: all are contiguous and on a CPU."""
+    return {*map(Tensor.get_device, tensors)} == {-1} and all(map(Tensor.is_contiguous, tensors))
 
 
-class NativeProduct(torch.autograd.Function):
-    """x W^T by the kernels; its gradient with respect to x by plain torch."""
+def unhooked(modules: Iterable[Any]) -> bool:
+    """Whether calling each of the modules is nothing but the forward() of its class."""
+    for module in modules:
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            return False
+    return not nn.modules.module._has_any_global_hook()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, blocks: Tensor, linear: "NativeLinear") -> Tensor:
-        """x (..., in) float32 and contiguous -> (..., out) float32."""
-        ctx.save_for_backward(blocks)
-        ctx.ggml_type = linear.ggml_type
-        ctx.rows = max(1, CHUNK // linear.in_features)  # of W, dequantised at a time
-        N, K = linear.out_features, linear.in_features
-        y = x.new_empty(*x.shape[:-1], N)
-        load_kernels().library.linear(
-            TYPE_IDS[linear.ggml_type],
-            not linear.exact,
-            blocks.data_ptr(),
-            x.data_ptr(),
-            y.data_ptr(),
-            x.numel() // K,
-            N,
-            K,
-        )
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of y (..., out) -> that of x (..., in)."""
-        (blocks,) = ctx.saved_tensors
-        (dy,) = gradients
-        pairs = zip(dy.split(ctx.rows, -1), blocks.split(ctx.rows))
-        dx = sum(part @ dequantize(some, ctx.ggml_type) for part, some in pairs)
-        return dx, None, None
+def same_mask(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two masks show the same tokens; None: all."""
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 class NativeLinear(QuantizedLinear):
-    """QuantizedLinear by the kernels; other devices, dtypes and layouts by plain torch."""
+    """QuantizedLinear by the kernels; gradients, other devices and dtypes by plain torch."""
 
-    exact: bool
+    fast = False
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        K = self.in_features
-        usable = not torch.compiler.is_compiling() and x.dtype in DENSE_NAMES and K % 32 == 0
-        if not usable or not load_kernels().library:
+        N, K = self.out_features, self.in_features
+        plain = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
+        if plain or x.dtype not in DENSE_NAMES or x.shape[-1:] != (K,) or not load_kernels():
             return super().forward(x)
+        w = self.blocks
         x32 = x.float().contiguous()
-        blocks = self.blocks
-        block = GGML_TYPES[self.ggml_type]
-        shape = self.out_features, K // block.weights * block.nbytes
-        readable = address(x32, torch.float32, (*x.shape[:-1], K))
-        if not readable or not address(blocks, torch.uint8, shape):
+        y = x32.new_empty(*x.shape[:-1], N)
+        if not readable((w, x32)):
             return super().forward(x)
-        return NativeProduct.apply(x32, blocks, self).to(x.dtype)
+        number = GGML_TYPES[self.ggml_type].number
+        pointers = w.data_ptr(), x32.data_ptr(), y.data_ptr()
+        sizes = w.nbytes, x.numel() // K, N, K
+        if load_kernels().linear(number, self.fast, *pointers, *sizes):
+            return super().forward(x)  # sizes that are not supported
+        return y.to(x.dtype)
 
 
-NORMS = operator.itemgetter("input_layernorm", "post_attention_layernorm")
-ATTENTION_MATRICES = operator.itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MATRICES = operator.itemgetter("gate_proj", "up_proj", "down_proj")
+BLOCK_MODULES = {  # by their names, in the order of kernels/cpu.cpp
+    "self_attn": CausalSelfAttention,
+    "mlp": MLP,
+    "input_layernorm": RMSNorm,
+    "post_attention_layernorm": RMSNorm,
+    "q_proj": NativeLinear,
+    "k_proj": NativeLinear,
+    "v_proj": NativeLinear,
+    "o_proj": NativeLinear,
+    "gate_proj": NativeLinear,
+    "up_proj": NativeLinear,
+    "down_proj": NativeLinear,
+}
 
 
-def all_plain(modules: Iterable[Any], kind: type[nn.Module]) -> bool:
-    """Whether all modules are of just that class, and nothing is called but its forward()."""
-    for module in modules:
-        own = module.__dict__
-        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"]
-        if type(module) is not kind or hooked or "forward" in own:
-            return False
-    return True
+class NativeBlock(Block):
+    """Block in one call of the kernels, if all that it consists of is as it was built."""
 
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not load_kernels()
+        if not plain and type(cache) is Cache:
+            y = torch.empty_like(x)
+            layer = self.pack(x, cos, sin, mask, cache, y)
+            if layer and not load_kernels().run_block(layer):
+                return y
+        return super().forward(x, cos, sin, mask, cache)
 
-def native_parts(layers: Any) -> tuple[list[Any], list[Any], list[Any]] | None:
-    """Attentions, norms and matrices of all Blocks; None if one of them is not what it was."""
-    # As attributes, modules and tensors take 0.5 us each: 5 % of a small model's token.
-    blocks = [*layers._modules.values()]
-    if not all_plain(blocks, Block):
-        return None
-    attentions = [block._modules["self_attn"] for block in blocks]
-    mlps = [block._modules["mlp"] for block in blocks]
-    norms = [norm for block in blocks for norm in NORMS(block._modules)]
-    if not all_plain(attentions, CausalSelfAttention) or not all_plain(mlps, MLP):
-        return None
-    matrices: list[Any] = []
-    for attention, mlp in zip(attentions, mlps):
-        matrices += ATTENTION_MATRICES(attention._modules)
-        matrices += MLP_MATRICES(mlp._modules)
-    if not all_plain(norms, RMSNorm) or not all_plain(matrices, NativeLinear):
-        return None
-    return attentions, norms, matrices
-
-
-class NativeLlama(Llama):
-    """Llama whose layers run in one call of the kernels, if nothing in them was changed."""
-
-    def pack(self) -> bytes:
-        """What kernels/cpu.cpp reads of the Blocks; empty if it cannot run all as they are."""
-        parts = native_parts(self.layers)
-        if parts is None:
+    def pack(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache, y: Tensor
+    ) -> bytes:
+        """struct Layer of kernels/cpu.cpp; empty if that is not all that forward() would do."""
+        # As attributes, modules and parameters would take 0.5 us each: 5 % of a small model's time.
+        tree: Any = self._modules
+        tree = tree | tree["self_attn"]._modules | tree["mlp"]._modules
+        modules = [*map(tree.get, BLOCK_MODULES)]
+        if [*map(type, modules)] != [*BLOCK_MODULES.values()] or not unhooked(modules):
             return b""
-        attentions, norms, matrices = parts
-        config = self.config
-        L, D = config.num_hidden_layers, config.head_dim
-        tensors = [norm._parameters["weight"] for norm in norms]
-        same = (
-            [attention.layer for attention in attentions] == [*range(L)],
-            {attention.head_dim for attention in attentions} == {D},
-            {norm.eps for norm in norms} == {config.rms_norm_eps},
-            {w.dtype for w in tensors} == {torch.float32},
-            len({matrix.exact for matrix in matrices}) == 1,
-        )
-        tensors += [matrix._buffers[matrix.ggml_type] for matrix in matrices]  # uint8
-        addresses = [*map(Tensor.data_ptr, tensors)]
-        on_cpu = {*map(Tensor.get_device, tensors)} == {-1} and all(addresses)
-        if not all(same) or not on_cpu or not all(map(Tensor.is_contiguous, tensors)):
-            return b""
-        sizes = map(Tensor.numel, tensors)
-        types = [TYPE_IDS[matrix.ggml_type] for matrix in matrices]
-        return struct.pack(f"{25 * L}q", *addresses, *sizes, *types)
-
-    def pack_sizes(self, B: int, T: int, cache: Cache) -> bytes:
-        """struct Sizes of kernels/cpu.cpp."""
-        config = self.config
-        C, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
-        pos = cache.slots(T).start
         half = cache.k.dtype == torch.float16
-        fast = not self.get_submodule("layers.0.self_attn.q_proj").exact
-        kv_size = config.num_key_value_heads * D
-        L = config.num_hidden_layers
-        sizes = (L, C, kv_size, D, inner, B, T, pos, cache.max_seq_len, half, fast)
-        return struct.pack("11qd", *sizes, config.rms_norm_eps)
-
-    def run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
-        """As Llama's, by the kernels where they apply."""
-        cos, sin, _, cache = inputs
-        plain = (
-            torch.is_grad_enabled() or torch.compiler.is_compiling() or not load_kernels().library
-        )
-        if plain or type(cache) is not Cache:
-            return super().run_layers(x, *inputs)
-        config = self.config
-        L, G, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        B, T, _ = x.shape
-        y = x.clone()
-        stored = torch.float16 if cache.k.dtype == torch.float16 else torch.float32
-        addresses = [
-            address(y, torch.float32, (B, T, config.hidden_size)),
-            address(cos, torch.float32, (T, D // 2)),
-            address(sin, torch.float32, (T, D // 2)),
-            address(cache.k, stored, (L, B, G, cache.max_seq_len, D)),
-            address(cache.v, stored, (L, B, G, cache.max_seq_len, D)),
-        ]
-        layers = self.pack() if all(addresses) else b""
-        if not layers:
-            return super().run_layers(x, *inputs)
-        sizes = self.pack_sizes(B, T, cache)
-        step = L if B * T <= 64 else 1  # Ctrl-C ends a long prompt between two calls
-        for first in range(0, L, step):
-            if load_kernels().library.run_layers(layers, first, step, sizes, *addresses):
-                return super().run_layers(x, *inputs)  # sizes that are not supported
-        return y
+        stored = torch.float16 if half else torch.float32
+        dtypes = x.dtype, cache.k.dtype, cache.v.dtype
+        causal = cache.mask(x.shape[1])
+        if dtypes != (torch.float32, stored, stored) or not same_mask(mask, causal):
+            return b""
+        attention, _, *norms = modules[:4]
+        matrices = modules[4:]
+        weights = [norm._parameters["weight"] for norm in norms]
+        weights += [matrix._buffers[matrix.ggml_type] for matrix in matrices]
+        tensors = [x, cos, sin, cache.k, cache.v, *weights]
+        if not readable(tensors):
+            return b""
+        numbers = [t.data_ptr() for t in (*tensors, y)]
+        numbers += [t.nbytes for t in tensors]
+        numbers += [matrix.out_features for matrix in matrices]
+        numbers += [GGML_TYPES[matrix.ggml_type].number for matrix in matrices]
+        numbers += [matrix.fast for matrix in matrices]
+        numbers += [*x.shape, attention.head_dim, cache.k.shape[0], cache.max_seq_len]
+        numbers += [cache.pos, attention.layer, half]
+        return struct.pack("59n2d", *numbers, *[norm.eps for norm in norms])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3109,7 +3030,7 @@ def compiled(function: Callable) -> Callable:
 
 
 def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
-    """One row x (..., in) times W^T, summed as W is unpacked: compiled, W is never in memory."""
+    """One row x (..., in) times W^T, summed as W is dequantised: compiled, W is never in memory."""
     # Views of another size keep x from being computed anew for each row of W.
     x32 = x.float().flatten().view(torch.int16).view(torch.float32)
     y = (dequantize(blocks, ggml_type) * x32).sum(-1)
@@ -3117,7 +3038,7 @@ def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
 
 
 class CompiledLinear(QuantizedLinear):
-    """QuantizedLinear for a GPU: one row is multiplied as W is unpacked."""
+    """QuantizedLinear for a GPU: one row is multiplied as W is dequantised."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
@@ -3147,18 +3068,13 @@ class CompiledBlock(Block):
     """Block whose steps of one token are compiled."""
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cache: Any,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        is_step = x.shape[1] == 1 and type(cache) in (Cache,)
-        plain = not is_step or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        is_step = x.shape[1] == 1 and type(cache) is Cache
         # What is compiled does not hear of hooks that come later.
-        if plain or any(m._forward_hooks or m._forward_pre_hooks for m in self.modules()):
+        if plain or not is_step or not unhooked(self.modules()):
             return super().forward(x, cos, sin, mask, cache)
         layer_cache = LayerCache(cache, self.self_attn.layer)
         return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)
@@ -3166,6 +3082,18 @@ class CompiledBlock(Block):
 
 # --------------------------------------------------------------------------------------------------
 # 21. Several devices
+
+AXES = {  # along which ranks divide matrices: 0 rows, 1 columns (Megatron-LM, arXiv:1909.08053)
+    "embed_tokens": 1,
+    "q_proj": 0,
+    "k_proj": 0,
+    "v_proj": 0,
+    "o_proj": 1,
+    "gate_proj": 0,
+    "up_proj": 0,
+    "down_proj": 1,
+    "lm_head": 0,
+}
 
 
 class Ranks:
@@ -3179,7 +3107,8 @@ class Ranks:
         distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
+        self.rank = distributed.get_rank()
+        self.count = distributed.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
         """What each process has as `value`, by rank."""
@@ -3193,65 +3122,58 @@ class Ranks:
         distributed.destroy_process_group()
 
 
-# Ranks share the rows (0) of these matrices, or their columns (1).
-AXES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), 0)
-AXES |= dict.fromkeys(("o_proj", "down_proj", "embed_tokens"), 1)
-
-
-def part_of(weight: Weight, axis: int, start: int, stop: int) -> Weight:
-    """Some rows (axis 0) or columns (axis 1) of a matrix; columns are cut between blocks."""
+def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, count: int) -> Weight:
+    """One of `count` ranks' share of a tensor. Raises ValueError if it cannot be divided."""
+    weight = weights[name]
+    axis = AXES.get(last_name(name))
+    if axis is None:  # a norm
+        return weight
+    block, nbytes = weight.block
+    size = weight.shape[axis]
+    unit = block if axis == 1 else 1  # the fewest rows or columns that must stay together
+    if ".self_attn." in name:  # those of a key/value head, with its query heads
+        unit = size // kv_heads
+    if ".mlp." in name:  # the columns of a block of down_proj
+        unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
+    start = size // unit * rank // count * unit
+    stop = size // unit * (rank + 1) // count * unit
+    if start == stop or (axis == 1 and (start % block or stop % block)):
+        actual = f"{size} cannot be divided by {count} ranks into units of {unit}"
+        raise ValueError(f"{name} ({weight.ggml_type}): {actual}")
     shape = [*weight.shape]
     shape[axis] = stop - start
+    part = slice(start, stop), slice(None)
+    if axis == 1:
+        part = slice(None), slice(start // block * nbytes, stop // block * nbytes)
 
     def read() -> Tensor:
-        rows = weight.read()
-        if axis == 0:
-            return rows[start:stop]
-        block, nbytes = weight.block
-        return rows[:, start // block * nbytes : stop // block * nbytes].contiguous()
+        return weight.read()[part].contiguous()
 
     return replace(weight, shape=tuple(shape), read=read)
 
 
-def unit_of(name: str, axis: int, config: Config, weights: Mapping[str, Weight]) -> int:
-    """How many rows or columns of a matrix cannot be divided among ranks."""
-    if ".self_attn." in name:  # a key/value head with its query heads
-        return weights[name].shape[axis] // config.num_key_value_heads
-    if ".mlp." in name:  # the columns of a block of down_proj
-        return weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-    return weights[name].block[0] if axis == 1 else 1
-
-
 def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
-    """One of `count` ranks' part of every matrix (Megatron-LM, arXiv:1909.08053, section 3).
+    """One of `count` ranks' share of a model (Megatron-LM, arXiv:1909.08053, section 3).
 
     Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
     same columns of the last. Raises ValueError unless heads and blocks can be divided by them.
     """
     config = checkpoint.config
     kv_heads = config.num_key_value_heads
-    counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    if count not in counts:
+    if kv_heads % count:
+        counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
         raise ValueError(f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
     weights = dict(checkpoint.weights)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    parts = dict(weights)
-    for name, weight in weights.items():
-        axis = AXES.get(last_name(name))
-        if axis is None:
-            continue
-        unit = unit_of(name, axis, config, weights)
-        units = weight.shape[axis] // unit
-        start = units * rank // count * unit
-        stop = units * (rank + 1) // count * unit
-        block = weight.block[0] if axis == 1 else 1
-        if start == stop or start % block or stop % block:
-            found = f"{weight.shape[axis]} cannot be divided by {count} ranks into units of {unit}"
-            raise ValueError(f"{name} ({weight.ggml_type}): {found}")
-        parts[name] = part_of(weight, axis, start, stop)
-    config = replace(config, num_key_value_heads=kv_heads // count, tie_word_embeddings=False)
-    return replace(checkpoint, config=config, weights=parts)
+    shares = {name: share_of(name, weights, kv_heads, rank, count) for name in weights}
+    config = replace(
+        config,
+        num_attention_heads=config.num_attention_heads // count,
+        num_key_value_heads=kv_heads // count,
+        tie_word_embeddings=False,
+    )
+    return replace(checkpoint, config=config, weights=shares)
 
 
 def connect_ranks(model: Llama, ranks: Ranks) -> None:
@@ -3277,6 +3199,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
         if name.endswith(("o_proj", "down_proj")):
             module.register_forward_hook(add)
     model.register_forward_hook(share)
+    model.cache_dtype = None  # the hooks leave attention to torch, which would convert float16
     weight = model.norm.weight
     token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
     for module, x in ((model.embed_tokens, token), (model.lm_head, weight[None])):

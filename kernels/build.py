@@ -23,13 +23,14 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 TARGETS = ["-march=native", "-mcpu=native"]  # some compilers know only one of them
 
 
-def load(version: int) -> dict[str, Any]:
-    """What llama2.Kernels holds: the library and what it can do, or the problem that there is none.
+def load(version: int) -> ctypes.CDLL:
+    """The library, whose interface has this version. Raises OSError that says why there is none.
 
-    `version` is that of the interface between cpu.cpp and who calls it.
+    Its attribute gemv_tokens: how many tokens of a pass have, each, the bits that one alone has;
+    compile_seconds: 0 if it was compiled before.
     """
     if not SOURCE.is_file():
-        return {"problem": f"{SOURCE} is missing; it belongs beside llama2.py"}
+        raise OSError(f"{SOURCE} is missing; it belongs beside llama2.py")
     problems = []
     for compiler in compilers():
         try:
@@ -37,7 +38,7 @@ def load(version: int) -> dict[str, Any]:
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             problems.append(one_line(str(error)))  # no home, a full disk, no C++17, ...
     problems.append("install g++ or clang++, 9 or newer")
-    return {"problem": "; ".join(dict.fromkeys(problems))}
+    raise OSError("; ".join(dict.fromkeys(problems)))
 
 
 def one_line(text: str) -> str:
@@ -75,7 +76,7 @@ def is_ours(path: Path) -> bool:
     return owned and (os.name == "nt" or not status.st_mode & 0o022)
 
 
-def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str, Any]:
+def find_or_compile(compiler: list[str], folder: Path, version: int) -> ctypes.CDLL:
     """Open the library in the folder, or compile it. Raises OSError."""
     start = time.perf_counter()
     files = [SOURCE, Path(__file__), *sorted(SOURCE.parent.glob("*.h"))]
@@ -126,7 +127,7 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> dict[str
         new.chmod(0o700)  # whatever the umask is
         path = folder / f"cpu-{key}-{digest}.so"
         new.replace(path)  # at once: two processes may do this at the same time
-    return open_library(path, version) | {"compile_seconds": time.perf_counter() - start}
+    return open_library(path, version, time.perf_counter() - start)
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
@@ -151,14 +152,14 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
     return out
 
 
-def open_library(path: Path, version: int) -> dict[str, Any]:
+def open_library(path: Path, version: int, compile_seconds: float = 0.0) -> ctypes.CDLL:
     """Load compiled kernels. Raises OSError for any other library, or another version of them."""
-    library = ctypes.CDLL(str(path))
+    library: Any = ctypes.CDLL(str(path))
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
-        library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 3]
-        library.run_layers.argtypes = [pointer, i64, i64, *[pointer] * 6]
-        for function in (library.linear, library.run_layers):
+        library.linear.argtypes = [i32, i32, *[pointer] * 3, *[i64] * 4]
+        library.run_block.argtypes = [pointer]
+        for function in (library.linear, library.run_block):
             function.errcheck = check_status  # type: ignore[assignment]
         found, features = library.kernels_version(), library.kernels_features()
     except AttributeError as error:
@@ -167,13 +168,13 @@ def open_library(path: Path, version: int) -> dict[str, Any]:
         raise OSError(f"{SOURCE} is version {found}; expected {version}")
     if not features & 1:
         warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
-    return {"library": library, "few_rows": features >> 1}
+    library.gemv_tokens = features >> 1
+    library.compile_seconds = compile_seconds
+    return library
 
 
 def check_status(status: int, function: Any, arguments: tuple) -> int:
     """What a kernel returned: 2 for sizes or types that it does not know. Raises MemoryError."""
     if status == 1:
         raise MemoryError("the kernels ran out of memory")
-    if status and function.__name__ == "linear":
-        raise RuntimeError(f"the kernels rejected a matrix: status {status}")
     return status

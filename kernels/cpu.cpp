@@ -1,8 +1,8 @@
 // The CPU kernels of llama2.py: products with matrices that stay in the format of the file (ggml's
 // blocks of quantised weights), and whole layers made of them.
 //
-//   linear       y = x W^T: gemv up to FEW_ROWS of x (streams W once), gemm with packing above
-//   run_layers   what Block.forward does, for several Blocks
+//   linear      y = x W^T: gemv up to GEMV_TOKENS rows of x (streams W once), gemm with packing
+//   above run_block   what Block.forward does
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
 // numbers, for gemm each 128 (3e-5 relative, gemm of Q6_K 6e-5); for dense weights it stays as is.
@@ -14,12 +14,24 @@ constexpr int OPENMP = 1;
 constexpr int OPENMP = 0;
 static int omp_get_max_threads() { return 1; }
 #endif
+// f(0), f(1), ... f(n - 1). Without work for several threads a parallel region would take 0.3 us,
+// even if its `if` is false. The code is the same in either case, and so are the bits.
+template <class F>
+__attribute__((noinline)) static void run_range(int64_t from, int64_t to, const F &f) {
+  for (int64_t i = from; i < to; i++) f(i);
+}
+template <class F> static void for_all(int64_t n, bool parallel, const F &f) {
+  if (!parallel) return run_range(0, n, f);
+  const int64_t step = (n + 63) / 64;
+#pragma omp parallel for
+  for (int64_t i = 0; i < n; i += step) run_range(i, std::min(i + step, n), f);
+}
 
 // ---- gemv: few rows of x; the bits of a row do not depend on how many there are -----------------
 
 // The border between gemv and gemm, by measuring both on either side of it. gemv takes 4 rows at a
 // time, and unpacks W for each 4; the 13th row would cost more than gemm of 16, with AVX2 the 7th.
-constexpr int64_t FEW_ROWS = VL == 16 ? 12 : 6;
+constexpr int64_t GEMV_TOKENS = VL == 16 ? 12 : 6;
 
 // SPAN numbers of x -> integers q, a scale, and sums of each GROUP (for gemv: of q). q are as
 // large as int16 allows, and small enough that a sum of them all times `most` stays within int32.
@@ -94,14 +106,13 @@ struct Rows {
     const int64_t parts = (K + 255) / 256 * stride;
     if (slice) slices = array<Slice>(parts);
     else x = array<float>(256 * parts);
-#pragma omp parallel for if (count > 1)
-    for (int64_t i = 0; i < parts; i++) {
+    for_all(parts, count > 1, [=](int64_t i) {
       const int64_t k = i / stride * 256, r = i % stride;
       const int64_t there = r < count ? std::min<int64_t>(K - k, 256) : 0;
       float some[256], *part = slice ? some : &x[256 * i];
       std::fill(std::copy_n(from + (there ? r * K + k : 0), there, part), part + 256, 0.f);
       if (slice) slice(part, slices[i]);
-    }
+    });
   }
 };
 // N vectors of W weights times numbers of one of R rows of x; each lane is the sum of 4 N products
@@ -210,6 +221,7 @@ struct Matrix {
   Bytes w;
   int64_t N;
   float *y;
+  bool fast;
 };
 template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Rows &x);
 struct Format {
@@ -254,7 +266,7 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
   const auto unpack = m.format->slice ? m.format->unpack : nullptr;
   const Bytes w = m.w + n * row;
   high = std::min(high, m.N - n);
-  f32 total[(FEW_ROWS + 3) / 4 * 4][STRIP];
+  f32 total[(GEMV_TOKENS + 3) / 4 * 4][STRIP];
   memset(total, 0, x.stride * sizeof *total);
   Bytes ahead = w + std::max<int64_t>(high * row, AHEAD);
   for (int64_t k = 0; k < K; k += 256)
@@ -294,10 +306,9 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
     for (int64_t i = 0; i < high; i++) m.y[r * m.N + n + i] = sum(total[r][i]);
 }
 
-// Several matrices, whose formats split x alike, times the same rows of x, in one parallel loop
-static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K,
-                 bool fast) {
-  const bool integers = fast && matrices->format->slice;
+// Several matrices, for which x is prepared alike, times the same rows of x, in one parallel loop
+static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K) {
+  const bool integers = matrices->fast && matrices->format->slice;
   const int64_t high = integers ? HIGH : rows > 2 ? STRIP : 4;  // one row waits for memory
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += (matrices[i].N + high - 1) / high;
@@ -510,18 +521,17 @@ static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64
 }
 
 // Each of the matrices times x (rows, K)
-static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t rows, int64_t K,
-                     bool fast) {
-  auto integers = [&](const Matrix &m) { return fast && m.format->unpack_int16; };
+static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t rows, int64_t K) {
+  auto integers = [](const Matrix &m) { return m.fast && m.format->unpack_int16; };
   for (const Matrix *m = all.begin(), *next = m; m < all.end(); m = next) {
     auto alike = [&](const Matrix &other) {  // x is prepared once for both
-      return rows <= FEW_ROWS ? other.format->slice == m->format->slice
-                              : integers(other) == integers(*m);
+      if (rows > GEMV_TOKENS) return integers(other) == integers(*m);
+      return other.format->slice == m->format->slice && other.fast == m->fast;
     };
     int max = 0;
     for (; next < all.end() && alike(*next); next++) max = std::max(max, (int)next->format->max);
     const int count = (int)(next - m);
-    if (rows <= FEW_ROWS) gemv(m, count, x, rows, K, fast);
+    if (rows <= GEMV_TOKENS) gemv(m, count, x, rows, K);
     else if (integers(*m)) gemm<i16>(m, count, x, rows, K, max);
     else gemm<f32>(m, count, x, rows, K, max);
   }
@@ -531,20 +541,19 @@ static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t 
 
 // RMSNorm: x (rows, C) -> y (rows, C)
 static void norm(const float *x, const float *w, double eps, float *y, int64_t rows, int64_t C) {
-#pragma omp parallel for if (rows > 16)
-  for (int64_t r = 0; r < rows; r++) {
+  for_all(rows, rows > 16, [=](int64_t r) {
     f32 squares = {};
     for (int64_t i = r * C; i < (r + 1) * C; i += VL)
       squares += load<f32>(x + i) * load<f32>(x + i);
     float scale = 1 / std::sqrt(sum(squares) / (float)C + (float)eps);
     for (int64_t i = 0; i < C; i += VL)
       store(y + r * C + i, load<f32>(x + r * C + i) * scale * load<f32>(w + i));
-  }
+  });
 }
-// x (n) += y (n)
-static void add(float *x, const float *y, int64_t n) {
-#pragma omp parallel for if (n > 1 << 16)
-  for (int64_t i = 0; i < n; i += VL) store(x + i, load<f32>(x + i) + load<f32>(y + i));
+// y (n) = a (n) + b (n)
+static void add(const float *a, const float *b, float *y, int64_t n) {
+  for_all(n / VL, n > 1 << 16,
+          [=](int64_t i) { store(y + i * VL, load<f32>(a + i * VL) + load<f32>(b + i * VL)); });
 }
 // One head (D): pairs (2i, 2i + 1) are turned by their angle
 static void rotate(float *x, const float *cos, const float *sin, int64_t D) {
@@ -640,58 +649,57 @@ static void attend_many(const float *q, const float *keys, const float *values, 
     for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * ((float *)weight)[i];
 }
 
-struct Layer {
-  const float *const *norms;
-  const Bytes *blocks;  // of q, k, v, o, gate, up, down
-  const int64_t *types;
-};
-struct Sizes {  // as Python packs them
-  int64_t L, C, kv_size, head_dim, inner, B, T, pos, room, half, fast;
-  double eps;
+struct Layer {  // as NativeBlock packs it: everything has 8 bytes
+  const float *x, *cos, *sin;
+  void *keys, *values;  // (L, B, G, S, D), of which `pos` tokens are stored
+  const float *norms[2];
+  Bytes weights[7];                    // of q, k, v, o, gate, up, down
+  float *y;                            // as large as x
+  int64_t bytes[14];                   // that all but y have
+  int64_t rows[7], types[7], fast[7];  // of the weights
+  int64_t B, T, C, D, L, S, pos, index, half;
+  double eps[2];
 };
 
-// x (B, T, C) += attention, += MLP; the cache (B, G, room, D) holds `pos` tokens
-template <class E>
-static void run(const Layer &l, const Sizes &s, float *x, const float *cos, const float *sin,
-                E *keys, E *values) {
-  const int64_t B = s.B, T = s.T, pos = s.pos, room = s.room, rows = B * T;
-  const int64_t C = s.C, D = s.head_dim, H = C / D, G = s.kv_size / D, inner = s.inner;
-  auto matrix = [&](int i, int64_t N, int64_t K, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), l.blocks[i], N, y.get()};
+// y = x + attention, += MLP; keys and values (B, G, S, D) are this layer's
+template <class E> static void run(const Layer &l, E *keys, E *values) {
+  const int64_t B = l.B, T = l.T, C = l.C, D = l.D, pos = l.pos, S = l.S, tokens = B * T;
+  const int64_t H = l.rows[0] / D, G = l.rows[1] / D, inner = l.rows[4];
+  auto matrix = [&](int i, int64_t K, const Array<float> &y) {
+    return Matrix{find_format(l.types[i], K), l.weights[i], l.rows[i], y.get(), l.fast[i] != 0};
   };
-  auto h = array<float>(rows * C), q = array<float>(rows * H * D), y = array<float>(rows * H * D);
-  auto k = array<float>(rows * G * D), v = array<float>(rows * G * D);
-  norm(x, l.norms[0], s.eps, h.get(), rows, C);
-  multiply({matrix(0, C, C, q), matrix(1, G * D, C, k), matrix(2, G * D, C, v)}, h.get(), rows, C,
-           s.fast);
-#pragma omp parallel for if (rows > 16)
-  for (int64_t i = 0; i < rows; i++) {
-    const float *c = cos + i % T * (D / 2), *s = sin + i % T * (D / 2);
-    for (int64_t j = 0; j < H; j++) rotate(&q[(i * H + j) * D], c, s, D);
+  auto h = array<float>(tokens * C), gate = array<float>(tokens * inner);
+  auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
+  auto k = array<float>(tokens * G * D), v = array<float>(tokens * G * D);
+  norm(l.x, l.norms[0], l.eps[0], h.get(), tokens, C);
+  multiply({matrix(0, C, q), matrix(1, C, k), matrix(2, C, v)}, h.get(), tokens, C);
+  for_all(tokens, tokens > 16, [&](int64_t i) {
+    const float *cos = l.cos + i % T * (D / 2), *sin = l.sin + i % T * (D / 2);
+    for (int64_t j = 0; j < H; j++) rotate(&q[(i * H + j) * D], cos, sin, D);
     for (int64_t j = 0; j < G; j++) {
-      const int64_t from = (i * G + j) * D, to = ((i / T * G + j) * room + pos + i % T) * D;
-      rotate(&k[from], c, s, D);
+      const int64_t from = (i * G + j) * D, to = ((i / T * G + j) * S + pos + i % T) * D;
+      rotate(&k[from], cos, sin, D);
       for (int64_t d = 0; d < D; d += VL) {
         store_f32(keys + to + d, load<f32>(&k[from + d]));
         store_f32(values + to + d, load<f32>(&v[from + d]));
       }
     }
-  }
-  const int64_t step = T > FEW_ROWS ? MR : 1, steps = (T + step - 1) / step;
+  });
+  const int64_t step = T > GEMV_TOKENS ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
   const int64_t floats = (pos + T + NK) * D;  // of a head's keys; tiles read up to NK further
   const int64_t size =
       step > 1 ? 2 * floats + (2 * D + pos + T + MR + 3 * NK) * MR : heads * (pos + T) + 16;
   const auto scratch = array<float>(size * omp_get_max_threads());
   std::atomic<int64_t> started(0);
-#pragma omp parallel if (rows * (pos + T) > 64)
+#pragma omp parallel if (tokens * (pos + T) > 64)
   {
     float *ours = &scratch[size * started++];
     int64_t unpacked = -1;  // the head whose keys and values stand there as float32
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < B * H / heads * steps; i++) {
       const int64_t b = i / steps / (H / heads), j = i / steps % (H / heads) * heads;
-      const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * room * D;
+      const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * S * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
       if (step > 1) {
         if (unpacked != at)
@@ -707,62 +715,55 @@ static void run(const Layer &l, const Sizes &s, float *x, const float *cos, cons
                                                    length, D);
     }
   }
-  multiply({matrix(3, C, H * D, h)}, y.get(), rows, H * D, s.fast);
-  add(x, h.get(), rows * C);
-  norm(x, l.norms[1], s.eps, h.get(), rows, C);
-  auto gate = array<float>(rows * inner), up = array<float>(rows * inner);
-  multiply({matrix(4, inner, C, gate), matrix(5, inner, C, up)}, h.get(), rows, C, s.fast);
-#pragma omp parallel for if (rows > 16)
-  for (int64_t i = 0; i < rows * inner; i += VL) {
-    f32 g = load<f32>(&gate[i]);
-    store(&gate[i], g / (1 + exp(-g)) * load<f32>(&up[i]));
-  }
-  multiply({matrix(6, C, inner, h)}, gate.get(), rows, inner, s.fast);
-  add(x, h.get(), rows * C);
+  multiply({matrix(3, H * D, h)}, y.get(), tokens, H * D);
+  add(l.x, h.get(), l.y, tokens * C);
+  norm(l.y, l.norms[1], l.eps[1], h.get(), tokens, C);
+  auto up = array<float>(tokens * inner);
+  multiply({matrix(4, C, gate), matrix(5, C, up)}, h.get(), tokens, C);
+  for_all(tokens * inner / VL, tokens > 16, [&](int64_t i) {
+    f32 g = load<f32>(&gate[i * VL]);
+    store(&gate[i * VL], g / (1 + exp(-g)) * load<f32>(&up[i * VL]));
+  });
+  multiply({matrix(6, inner, h)}, gate.get(), tokens, inner);
+  add(l.y, h.get(), l.y, tokens * C);
 }
 
 // ---- What Python calls --------------------------------------------------------------------------
 
-enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // an unknown type, or K no multiple of its block
+enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 4; }
-int32_t kernels_features() { return FEW_ROWS << 1 | OPENMP; }
+int32_t kernels_version() { return 5; }
+int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
 
-int32_t linear(int32_t type, int32_t fast, const uint8_t *blocks, const float *x, float *y,
-               int64_t rows, int64_t N, int64_t K) try {
-  const Matrix m = {find_format(type, K), blocks, N, y};
-  if (!m.format) return NOT_SUPPORTED;
-  multiply({m}, x, rows, K, fast);
+int32_t linear(int32_t type, int32_t fast, const uint8_t *weights, const float *x, float *y,
+               int64_t bytes, int64_t rows, int64_t N, int64_t K) try {
+  const Matrix m = {find_format(type, K), weights, N, y, fast != 0};
+  if (rows < 1 || !m.format || bytes != N * m.format->bytes(K)) return NOT_SUPPORTED;
+  multiply({m}, x, rows, K);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 
-// `all`: the addresses of L layers' norms, 2 each, and matrices, 7 each; how many numbers or bytes
-// these have, in the same order; the types of the matrices
-int32_t run_layers(const int64_t *all, int64_t first, int64_t count, const Sizes *sizes, float *x,
-                   const float *cos, const float *sin, void *keys, void *values) try {
-  const Sizes &s = *sizes;
-  if (s.C % 32 || s.inner % 32 || s.head_dim % 16) return NOT_SUPPORTED;
-  const int64_t *norms = all + 9 * s.L, *bytes = norms + 2 * s.L, *types = bytes + 7 * s.L;
-  const int64_t rows[] = {s.C, s.kv_size, s.kv_size, s.C, s.inner, s.inner, s.C};
-  for (int64_t j = 7 * first; j < 7 * (first + count); j++) {
-    const int64_t K = j % 7 == 6 ? s.inner : s.C;
-    const Format *f = find_format(types[j], K);
-    if (!f || bytes[j] != rows[j % 7] * f->bytes(K)) return NOT_SUPPORTED;
-    if (norms[j / 7 * 2 + j % 2] != s.C) return NOT_SUPPORTED;
+int32_t run_block(const Layer *layer) try {
+  const Layer &l = *layer;
+  const int64_t Q = l.rows[0], KV = l.rows[1], inner = l.rows[4];
+  const int64_t rows[] = {Q, KV, KV, l.C, inner, inner, l.C};
+  const int64_t columns[] = {l.C, l.C, l.C, Q, l.C, l.C, inner};
+  const int64_t size = l.B * KV * l.S, cached = l.L * size * (l.half ? 2 : 4);
+  int64_t bytes[14] = {
+      4 * l.B * l.T * l.C, 2 * l.T * l.D, 2 * l.T * l.D, cached, cached, 4 * l.C, 4 * l.C};
+  if (l.D < 1 || KV < 1 || l.D % 16 || l.C % 32 || inner % 32) return NOT_SUPPORTED;
+  if (KV % l.D || Q % KV || l.index < 0 || l.index >= l.L) return NOT_SUPPORTED;
+  if (l.pos < 0 || l.pos + l.T > l.S || memcmp(rows, l.rows, sizeof rows)) return NOT_SUPPORTED;
+  for (int i = 0; i < 7; i++) {
+    const Format *f = find_format(l.types[i], columns[i]);
+    bytes[7 + i] = f ? rows[i] * f->bytes(columns[i]) : -1;
   }
-  auto layer = [&](int64_t i) {
-    return Layer{(const float *const *)all + 2 * i, (const Bytes *)all + 2 * s.L + 7 * i,
-                 types + 7 * i};
-  };
-  auto run_all = [&](auto *k, auto *v) {
-    for (int64_t i = first; i < first + count; i++) {
-      const int64_t at = i * s.B * s.kv_size * s.room;
-      run(layer(i), s, x, cos, sin, k + at, v + at);
-    }
-  };
-  if (s.half) run_all((float16 *)keys, (float16 *)values);
-  else run_all((float *)keys, (float *)values);
+  for (int i = 0; i < 14; i++)
+    if (l.bytes[i] != bytes[i] || !((void **)layer)[i]) return NOT_SUPPORTED;
+  const int64_t from = l.index * size;
+  if (l.half) run(l, (float16 *)l.keys + from, (float16 *)l.values + from);
+  else run(l, (float *)l.keys + from, (float *)l.values + from);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 }

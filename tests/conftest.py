@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,3 +21,16 @@ def pytest_configure(config):
     """Fixtures of a plugin are known everywhere."""
     config.pluginmanager.import_plugin("test_llama2")
     gc.freeze()  # torch's objects need not be looked through again and again
+
+
+@pytest.fixture(scope="session")
+def native():
+    """The kernels; where there are a compiler and a source file, they must come out."""
+    import llama2
+
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))) and "CXX" not in os.environ:
+        pytest.skip("no compiled kernels here: no C++ compiler")
+    if not llama2.KERNELS.is_dir():
+        pytest.skip("no compiled kernels here: no kernels/")
+    assert llama2.load_kernels()
+    return llama2.load_kernels()

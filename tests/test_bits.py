@@ -1,6 +1,7 @@
 """What changes no bit of what the kernels compute: threads, batches, and how a prompt is split.
 
-There is one border, `kernels().few_rows`: rows on one side of it do not depend on how many there are.
+There is one border, load_kernels().gemv_tokens: on one side of it the bits of a token do not depend on
+how many there are in a pass.
 """
 
 from __future__ import annotations
@@ -10,63 +11,31 @@ import subprocess
 import sys
 
 import pytest
+import test_kernels
 import torch
-from test_kernels import layer_of
-from torch import nn
+from test_kernels import layer_of, wide_blocks
 
 import llama2
-from test_llama2 import SCALES, needs, random_blocks
+from test_llama2 import SCALES, needs
 
 pytestmark = needs("accelerate")
-CONFIG = llama2.Config(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=128,
-)
 KINDS = [kind for kind in llama2.GGML_TYPES if kind in SCALES or kind in llama2.DENSE]
 TOKENS = torch.arange(60).view(1, 60)
 
 
-@pytest.fixture(scope="module")
-def native():
-    """The kernels."""
-    found = llama2.load_kernels()
-    if not found.library:
-        pytest.skip(f"no compiled kernels here: {found.problem}")
-    return found
+@pytest.fixture(params=[False, True], ids=["exact", "fast"])
+def fast(request):
+    return request.param
 
 
-@pytest.fixture(params=["exact", "fast"])
-def exact(request):
-    return request.param == "exact"
-
-
-def weights(kind, rows, columns, seed):
-    """Random blocks (rows, bytes) of a type."""
-    if kind in llama2.DENSE:
-        torch.manual_seed(seed)
-        return (0.05 * torch.randn(rows, columns)).to(llama2.DENSE[kind]).view(torch.uint8)
-    return torch.from_numpy(random_blocks(kind, rows, columns, seed))
-
-
-def model_of(kind, exact):
+def model_of(kind, fast):
     """A model all of whose matrices are of one type, with the kernels."""
-    torch.manual_seed(0)
-    model = llama2.Llama(CONFIG).eval().requires_grad_(False)
-    for i, (name, module) in enumerate(list(model.named_modules())):
-        if isinstance(module, nn.Linear):
-            blocks = weights(kind, *module.weight.shape, seed=i)
-            model.set_submodule(name, llama2.QuantizedLinear(blocks, kind))
-    return llama2.accelerate(model, exact)
+    return llama2.accelerate(test_kernels.model_of([kind]), fast)
 
 
 def logits(model, parts, batch=1, half=True):
     """Of all positions of TOKENS, read in these parts, the same in each row of a batch."""
-    cache = llama2.Cache(CONFIG, batch, 64, torch.float16 if half else torch.float32)
+    cache = llama2.Cache(model.config, batch, 64, torch.float16 if half else torch.float32)
     tokens = TOKENS[:, : sum(parts)].expand(batch, -1)
     found = [model(part, cache, all_positions=True) for part in tokens.split(parts, 1)]
     return torch.cat(found, 1)
@@ -74,12 +43,12 @@ def logits(model, parts, batch=1, half=True):
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_products_do_not_depend_on_how_many_rows_there_are(kind, exact, native):
+def test_products_do_not_depend_on_how_many_rows_there_are(kind, fast, native):
     """On one side of the border; of any width, by one thread or several."""
-    few, threads = native.few_rows, torch.get_num_threads()
+    few, threads = native.gemv_tokens, torch.get_num_threads()
     assert 4 <= few <= 16
     for K in (512, 288) if llama2.GGML_TYPES[kind].weights <= 32 else (512,):
-        layer = layer_of(weights(kind, 331, K, seed=1), kind, exact)
+        layer = layer_of(wide_blocks(kind, 331, K)[0], kind, fast)
         torch.manual_seed(2)
         x = torch.randn(130, K) * torch.logspace(-1, 1, 130)[:, None]
         alone, many = torch.cat([layer(row) for row in x.split(1)]), layer(x)
@@ -100,10 +69,10 @@ def test_products_do_not_depend_on_how_many_rows_there_are(kind, exact, native):
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_logits_do_not_depend_on_threads_batch_or_split(kind, exact, native):
+def test_logits_do_not_depend_on_threads_batch_or_split(kind, fast, native):
     """Steps on one side of the border, then larger ones."""
-    few, threads = native.few_rows, torch.get_num_threads()
-    model = model_of(kind, exact)
+    few, threads = native.gemv_tokens, torch.get_num_threads()
+    model = model_of(kind, fast)
     wanted, many = logits(model, [1] * 24), logits(model, [60])
     for parts in ([few, 24 - few], [2, 3, 4, 5, 6, 4], [6, 6, 6, 6]):
         assert max(parts) > few or torch.equal(logits(model, parts), wanted)
@@ -128,7 +97,7 @@ sys.path[:0] = sys.argv[1:]
 import torch
 import llama2
 import test_bits
-models = [test_bits.model_of(kind, exact) for kind in ("Q4_K", "F16") for exact in (True, False)]
+models = [test_bits.model_of(kind, fast) for kind in ("Q4_K", "F16") for fast in (False, True)]
 with torch.no_grad():
     wanted = [test_bits.logits(model, [60]) for model in models]
     def work():
