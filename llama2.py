@@ -607,8 +607,6 @@ class Generation(Iterator[int]):
         cache: Cache | None = None,
         step: Callable[[Tensor, Cache], Tensor] | None = None,
     ) -> None:
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is {sampling!r:.60}; expected a Sampling")
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r:.60}; expected 0 or more")
         config = model.config
@@ -646,7 +644,8 @@ class Generation(Iterator[int]):
         start = time.perf_counter()
         logits = self.step(self.tokens, self.cache)[0, : self.model.vocab_size]  # (V,)
         if not logits.max().isfinite():
-            raise ValueError(f"the logits are not finite: {why_not_finite(self.model)}")
+            reason = f"{self.model.name_or_path}: {why_not_finite(self.model)}"
+            raise ValueError(f"the logits are not finite: {reason}")
 
         # 3. Sample the id of the next token, and put it behind the text.
         token_id = sample(logits, self.sampling, self.ids, self.generator)
@@ -696,8 +695,8 @@ def why_not_finite(model: nn.Module) -> str:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and not weight.isfinite().all():
-            return f"{model.name_or_path}: NaN or infinity in {name}.weight"
-    return f"{model.name_or_path}: sums of finite weights overflow"
+            return f"NaN or infinity in {name}.weight"
+    return "sums of finite weights overflow"
 
 
 @torch.no_grad()
@@ -740,7 +739,8 @@ class TextStream(Iterator[str]):
         has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS alone has none
         self.decoder = StreamDecoder(tokenizer, first=not has_text)
         self.strip = strip
-        self.texts = self.until_stop()
+        self.waiting = ""  # text that may be the beginning of a stop text
+        self.ended = False
 
     @property
     def stop_reason(self) -> str:
@@ -748,30 +748,32 @@ class TextStream(Iterator[str]):
         return self.generation.stop_reason
 
     def __next__(self) -> str:
-        return next(self.texts)
-
-    def until_stop(self) -> Iterator[str]:
-        """The texts that are yielded. What may be the beginning of a stop text waits."""
-        waiting = ""
-        for text in self.decoder.texts(self.generation):
-            waiting += text
+        while not self.ended:
+            # 1. The text of the next token, or what is left of incomplete characters at the end.
+            token_id = next(self.generation, None)
+            self.ended = token_id is None
+            decoder = self.decoder
+            text = self.waiting + (
+                decoder.flush() if token_id is None else decoder.decode(token_id)
+            )
             if self.strip:
-                waiting = waiting.lstrip()
-                self.strip = not waiting
-            places = [(waiting.index(stop), stop) for stop in self.stops if stop in waiting]
+                text = text.lstrip()
+                self.strip = not text
+
+            # 2. The first stop text ends it; what may become one waits.
+            end = len(text)
+            places = [(text.index(stop), stop) for stop in self.stops if stop in text]
             if places:
                 end, stop = min(places)
                 self.generation.stop_reason = f"stop text {stop!r}"
-            else:
+                self.ended = True
+            elif not self.ended:
                 begun = [stop[:n] for stop in self.stops for n in range(len(stop))]
-                end = len(waiting) - max((len(b) for b in begun if waiting.endswith(b)), default=0)
+                end -= max((len(start) for start in begun if text.endswith(start)), default=0)
+            self.waiting = text[end:]
             if end:
-                yield waiting[:end]
-            if places:
-                return
-            waiting = waiting[end:]
-        if waiting:
-            yield waiting
+                return text[:end]
+        raise StopIteration
 
 
 stream_text = TextStream  # for text in stream_text(model, tokenizer, ids): ...
@@ -810,12 +812,14 @@ class Tokenizer:
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.add_bos = vocabulary.add_bos
         self.chat_template = vocabulary.chat_template
-        special = [i for i, t in enumerate(self.types) if t in (CONTROL, USER_DEFINED)]
-        self.special_ids = {self.pieces[i]: i for i in special if self.pieces[i]}
         self.secret = f"\ue000{secrets.randbelow(10**18)}"
-        control = [text for text, i in self.special_ids.items() if self.types[i] == CONTROL]
-        self.marks = {text: f"{self.secret}:{self.special_ids[text]}\ue000" for text in control}
-        longest_first = map(re.escape, sorted(control, reverse=True))  # of one beginning
+        self.special_ids, self.marks = {}, {}  # by their texts
+        for i, (piece, piece_type) in enumerate(zip(self.pieces, self.types)):
+            if piece and piece_type in (CONTROL, USER_DEFINED):
+                self.special_ids[piece] = i
+            if piece and piece_type == CONTROL:
+                self.marks[piece] = f"{self.secret}:{i}\ue000"
+        longest_first = map(re.escape, sorted(self.marks, reverse=True))  # of one beginning
         self.control_texts = re.compile("|".join(longest_first) or "(?!)")
         model = vocabulary.model
         self.is_sentencepiece = isinstance(model, bytes)
@@ -852,13 +856,10 @@ class Tokenizer:
                 ids += engine.encode(part)
         return ids
 
-    def mark(self, text: str) -> str:
-        """The text with marks in place of the texts of control tokens."""
-        return self.control_texts.sub(lambda match: self.marks[match[0]], text)
-
     def decode(self, ids: Iterable[int]) -> str:
         """Ids (a list, tensor or array) -> text. Control tokens are silent. Raises ValueError."""
-        return "".join(StreamDecoder(self).texts(ids))
+        decoder = StreamDecoder(self)
+        return "".join(map(decoder.decode, ids)) + decoder.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, which may be a part of a character. Raises ValueError."""
@@ -963,12 +964,6 @@ class StreamDecoder:
         """The rest at the end: U+FFFD for bytes that did not complete a character."""
         return self.utf8.decode(b"", final=True)
 
-    def texts(self, ids: Iterable[int]) -> Iterator[str]:
-        """The texts that ids complete, one by one, and the rest at the end."""
-        for token_id in ids:
-            yield self.decode(token_id)
-        yield self.flush()
-
 
 # --------------------------------------------------------------------------------------------------
 # 12. Chat
@@ -1069,11 +1064,10 @@ def compile_template(template: str) -> Any:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    if tuple(map(int, jinja2.__version__.split(".")[:3])) < (3, 1, 6):
+    version = jinja2.__version__
+    if [int(number) for number in re.findall(r"\d+", version)] < [3, 1, 6]:
         advice = "its sandbox has known holes: pip install --upgrade jinja2"
-        raise ValueError(
-            f"chat templates need jinja2 3.1.6 or newer, not {jinja2.__version__}: {advice}"
-        )
+        raise ValueError(f"jinja2 is {version}; expected 3.1.6 or newer: {advice}")
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -1094,11 +1088,11 @@ def render(
     tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], **variables: Any
 ) -> str:
     """The text that a template makes of messages. Raises ValueError where it fails."""
-    given: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
+    variables = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-        given[name] = "" if token_id is None else tokenizer.pieces[token_id]
+        variables[name] = "" if token_id is None else tokenizer.pieces[token_id]
     try:
-        return compile_template(template).render(messages=messages, **{**given, **variables})
+        return compile_template(template).render(messages=messages, **variables)
     except Exception as error:  # whatever a template's expressions raise
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
@@ -1158,7 +1152,7 @@ def encode_chat(
         if not rest.startswith(" "):  # it takes off white space at the end of a message
             text = text.rstrip()
     # What the template wrote becomes control tokens, what stands in messages does not.
-    text = tokenizer.mark(text)
+    text = tokenizer.control_texts.sub(lambda m: tokenizer.marks[m[0]], text)
     text = re.sub(f"{tokenizer.secret};(\\d+);", lambda m: tokenizer.pieces[int(m[1])], text)
     return tokenizer.encode_marked(text)
 
@@ -1179,9 +1173,9 @@ def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     except ValueError:  # it refuses these roles
         return ChatStops([], [])
     end = text.rpartition(answer)[2].strip()
-    for special in sorted(tokenizer.special_ids, reverse=True):  # longest first
-        if end.startswith(special):
-            return ChatStops([tokenizer.special_ids[special]], [])
+    special = max((text for text in tokenizer.special_ids if end.startswith(text)), default="")
+    if special:
+        return ChatStops([tokenizer.special_ids[special]], [])
     return ChatStops([], [end] if end else [])
 
 
@@ -3237,7 +3231,6 @@ def make_parser() -> Parser:
     """The options."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
     text: Any = {"metavar": "TEXT"}
-    number: Any = {"metavar": "X", "type": float}
     count: Any = {"metavar": "N", "type": int}
 
     group = parser.add_argument_group("what to do")
@@ -3258,21 +3251,21 @@ def make_parser() -> Parser:
     version = f"llama2.py {__version__}, torch {torch.__version__}"
     add("--version", action="version", version=version)
 
-    defaults = Sampling()
     add = parser.add_argument_group("the text").add_argument
     add("--max-new-tokens", **count, help="default: 256; with --chat as many as fit")
     add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
-    temperature_help = "default: %(default)s; 0 always takes the likeliest token"
-    add("--temperature", **number, default=defaults.temperature, help=temperature_help)
-    top_k_help = "only the K likeliest tokens (default: 0, all)"
-    add("--top-k", metavar="K", type=int, default=defaults.top_k, help=top_k_help)
-    top_p_help = "only the likeliest, up to this probability (%(default)s)"
-    add("--top-p", **number, default=defaults.top_p, help=top_p_help)
-    min_p_help = "only tokens with this share of the highest probability (0)"
-    add("--min-p", **number, default=defaults.min_p, help=min_p_help)
-    penalty_help = "divides the logits of recent tokens (1: off)"
-    add("--repetition-penalty", **number, default=1.0, help=penalty_help)
+    sampling_help = {
+        "temperature": "default: %(default)s; 0 always takes the likeliest token",
+        "top_k": "only the K likeliest tokens (default: 0, all)",
+        "top_p": "only the likeliest, up to this probability (%(default)s)",
+        "min_p": "only tokens with this share of the highest probability (0)",
+        "repetition_penalty": "divides the logits of recent tokens (1: off)",
+    }
+    for name, help_text in sampling_help.items():
+        default = getattr(Sampling, name)
+        option = f"--{name.replace('_', '-')}"
+        add(option, metavar="X", type=type(default), default=default, help=help_text)
     add("--seed", **count, default=0, help="default: 0; -1: a random one")
 
     add = parser.add_argument_group("the machine").add_argument
@@ -3298,13 +3291,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         high = os.cpu_count() or 1 if option == "threads" else 2**31
         value = getattr(args, option)
         if value is not None and not low <= value <= high:
-            name = option.replace("_", "-")
-            raise ValueError(f"--{name} {value}; expected {low} to {high}")
-    if "" in args.stop:
-        raise ValueError("--stop must not be empty")
-    if args.model == str(DEFAULT_MODEL) and not DEFAULT_MODEL.exists():
-        expected = "pass --model with a .gguf file, a directory or a name"
-        raise FileNotFoundError(f"the bundled model {DEFAULT_MODEL} is missing; {expected}")
+            raise ValueError(f"--{option.replace('_', '-')} {value}; expected {low} to {high}")
     return args
 
 
@@ -3493,8 +3480,7 @@ def run(args: argparse.Namespace, ranks: Any) -> int:
     checkpoint = open_checkpoint(args.model, args.context)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
-            progress = not args.quiet
-            save_gguf(checkpoint, args.save, args.type, overwrite=args.force, progress=progress)
+            save_gguf(checkpoint, args.save, args.type, None, args.force, not args.quiet)
             note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", args.quiet)
         return 0
     if ranks:
@@ -3560,7 +3546,7 @@ def shared(function: Callable[[], Any], ranks: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print any text
             stream.reconfigure(errors="backslashreplace")
     ranks = None
