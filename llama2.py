@@ -2904,7 +2904,10 @@ def change_classes(model: nn.Module, classes: dict[type[nn.Module], type[nn.Modu
 
 def readable(tensors: Sequence[Tensor]) -> bool:
     """Whether C++ can read tensors at their addresses: all are contiguous and on a CPU."""
-    return {*map(Tensor.get_device, tensors)} == {-1} and all(map(Tensor.is_contiguous, tensors))
+    for t in tensors:
+        if not t.is_cpu or not t.is_contiguous():
+            return False
+    return True
 
 
 def unhooked(modules: Iterable[Any]) -> bool:
@@ -2985,11 +2988,11 @@ class NativeBlock(Block):
         modules = [*map(tree.get, BLOCK_MODULES)]
         if [*map(type, modules)] != [*BLOCK_MODULES.values()] or not unhooked(modules):
             return b""
+        B, T, C = x.shape
         half = cache.k.dtype == torch.float16
         stored = torch.float16 if half else torch.float32
         dtypes = x.dtype, cache.k.dtype, cache.v.dtype
-        causal = cache.mask(x.shape[1])
-        if dtypes != (torch.float32, stored, stored) or not same_mask(mask, causal):
+        if dtypes != (torch.float32, stored, stored) or not same_mask(mask, cache.mask(T)):
             return b""
         attention, _, *norms = modules[:4]
         matrices = modules[4:]
@@ -3003,9 +3006,8 @@ class NativeBlock(Block):
         numbers += [matrix.out_features for matrix in matrices]
         numbers += [GGML_TYPES[matrix.ggml_type].number for matrix in matrices]
         numbers += [matrix.fast for matrix in matrices]
-        numbers += [*x.shape, attention.head_dim, cache.k.shape[0], cache.max_seq_len]
-        numbers += [cache.pos, attention.layer, half]
-        return struct.pack("59n2d", *numbers, *[norm.eps for norm in norms])
+        numbers += [B, T, C, attention.head_dim, *cache.k.shape, cache.pos, attention.layer, half]
+        return struct.pack("62n2d", *numbers, *[norm.eps for norm in norms])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 // The CPU kernels of llama2.py: products with matrices that stay in the format of the file (ggml's
 // blocks of quantised weights), and whole layers made of them.
 //
-//   linear      y = x W^T: gemv up to GEMV_TOKENS rows of x (streams W once), gemm with packing
-//   above run_block   what Block.forward does
+//   linear      y = x W^T: gemv up to GEMV_TOKENS rows of x (reads W once), gemm above
+//   run_block   what Block.forward does
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
 // numbers, for gemm each 128 (3e-5 relative, gemm of Q6_K 6e-5); for dense weights it stays as is.
@@ -651,13 +651,13 @@ static void attend_many(const float *q, const float *keys, const float *values, 
 
 struct Layer {  // as NativeBlock packs it: everything has 8 bytes
   const float *x, *cos, *sin;
-  void *keys, *values;  // (L, B, G, S, D), of which `pos` tokens are stored
+  void *keys, *values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
   const float *norms[2];
   Bytes weights[7];                    // of q, k, v, o, gate, up, down
   float *y;                            // as large as x
   int64_t bytes[14];                   // that all but y have
   int64_t rows[7], types[7], fast[7];  // of the weights
-  int64_t B, T, C, D, L, S, pos, index, half;
+  int64_t B, T, C, D, L, cache_B, G, S, cache_D, pos, index, half;
   double eps[2];
 };
 
@@ -668,7 +668,7 @@ template <class E> static void run(const Layer &l, E *keys, E *values) {
   auto matrix = [&](int i, int64_t K, const Array<float> &y) {
     return Matrix{find_format(l.types[i], K), l.weights[i], l.rows[i], y.get(), l.fast[i] != 0};
   };
-  auto h = array<float>(tokens * C), gate = array<float>(tokens * inner);
+  auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
   auto k = array<float>(tokens * G * D), v = array<float>(tokens * G * D);
   norm(l.x, l.norms[0], l.eps[0], h.get(), tokens, C);
@@ -718,7 +718,7 @@ template <class E> static void run(const Layer &l, E *keys, E *values) {
   multiply({matrix(3, H * D, h)}, y.get(), tokens, H * D);
   add(l.x, h.get(), l.y, tokens * C);
   norm(l.y, l.norms[1], l.eps[1], h.get(), tokens, C);
-  auto up = array<float>(tokens * inner);
+  auto gate = array<float>(tokens * inner), up = array<float>(tokens * inner);
   multiply({matrix(4, C, gate), matrix(5, C, up)}, h.get(), tokens, C);
   for_all(tokens * inner / VL, tokens > 16, [&](int64_t i) {
     f32 g = load<f32>(&gate[i * VL]);
@@ -746,18 +746,16 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *weights, const float *
 
 int32_t run_block(const Layer *layer) try {
   const Layer &l = *layer;
-  const int64_t Q = l.rows[0], KV = l.rows[1], inner = l.rows[4];
-  const int64_t rows[] = {Q, KV, KV, l.C, inner, inner, l.C};
-  const int64_t columns[] = {l.C, l.C, l.C, Q, l.C, l.C, inner};
-  const int64_t size = l.B * KV * l.S, cached = l.L * size * (l.half ? 2 : 4);
-  int64_t bytes[14] = {
-      4 * l.B * l.T * l.C, 2 * l.T * l.D, 2 * l.T * l.D, cached, cached, 4 * l.C, 4 * l.C};
-  if (l.D < 1 || KV < 1 || l.D % 16 || l.C % 32 || inner % 32) return NOT_SUPPORTED;
-  if (KV % l.D || Q % KV || l.index < 0 || l.index >= l.L) return NOT_SUPPORTED;
-  if (l.pos < 0 || l.pos + l.T > l.S || memcmp(rows, l.rows, sizeof rows)) return NOT_SUPPORTED;
+  const int64_t C = l.C, Q = l.rows[0], KV = l.rows[1], inner = l.rows[4], size = l.B * KV * l.S;
+  const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
+  const int64_t rows[] = {Q, KV, KV, C, inner, inner, C}, columns[] = {C, C, C, Q, C, C, inner};
+  int64_t bytes[14] = {x, angles, angles, all, all, 4 * C, 4 * C};
+  if (l.D < 1 || l.G < 1 || l.D % 16 || C % 32 || inner % 32) return NOT_SUPPORTED;
+  if (l.cache_B != l.B || l.cache_D != l.D || KV != l.G * l.D || Q % KV) return NOT_SUPPORTED;
+  if (l.index < 0 || l.index >= l.L || l.pos < 0 || l.pos + l.T > l.S) return NOT_SUPPORTED;
   for (int i = 0; i < 7; i++) {
     const Format *f = find_format(l.types[i], columns[i]);
-    bytes[7 + i] = f ? rows[i] * f->bytes(columns[i]) : -1;
+    bytes[7 + i] = f && l.rows[i] == rows[i] ? rows[i] * f->bytes(columns[i]) : -1;
   }
   for (int i = 0; i < 14; i++)
     if (l.bytes[i] != bytes[i] || !((void **)layer)[i]) return NOT_SUPPORTED;
