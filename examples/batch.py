@@ -1,0 +1,146 @@
+"""Several prompts of any lengths in one pass each step: more tokens a second than one by one.
+
+    python examples/batch.py "Once upon a time" "The king" [--model FILE]
+
+A step of several sequences reads the weights from memory once. Sequence i is what generate() makes
+of its prompt alone with the seed `--seed` + i, unless two logits are closer than rounding.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import llama2
+
+
+class PaddedCache(llama2.Cache):
+    """A Cache for sequences of different lengths, aligned at their ends.
+
+    `padding` (B,) int64: how many tokens at the left of each sequence are filler.
+    """
+
+    def __init__(self, model: llama2.Llama, padding: Tensor, max_seq_len: int) -> None:
+        weight = model.norm.weight
+        dtype = model.cache_dtype or weight.dtype
+        super().__init__(model.config, len(padding), max_seq_len, dtype, weight.device)
+        self.padding = padding.to(weight.device)
+
+    def rope(self, T: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for the next T tokens: (B, T, D/2)."""
+        where = self.slots(T)
+        slot = torch.arange(where.start, where.stop, device=self.cos.device)
+        position = (slot - self.padding[:, None]).clamp(min=0)  # the first token of each is at 0
+        return self.cos[position], self.sin[position]
+
+    def mask(self, T: int) -> Tensor:
+        """As Cache.mask(), but filler is seen by itself alone: bool (B, 1, T, S)."""
+        visible = super().mask(T)
+        S = self.slots(T).stop
+        slot = torch.arange(S, device=self.k.device)
+        real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
+        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
+        return (real | itself) if visible is None else visible & (real | itself)
+
+
+def generate_batch(
+    model: llama2.Llama,
+    prompts: Sequence[Sequence[int]],
+    sampling: llama2.Sampling,
+    max_new_tokens: int,
+    stop_ids: Collection[int] | None = None,
+) -> Iterator[list[int | None]]:
+    """Continue prompts of any lengths: yields a list of ids per step, None in finished sequences.
+
+    Sequence i is sampled with the seed sampling.seed + i. `stop_ids` end a sequence (default: EOS).
+    Raises ValueError, at the first step, for what generate() refuses.
+    """
+    context = model.config.max_position_embeddings
+    lengths = [len(ids) for ids in prompts]
+    if not prompts or max(lengths) > context or max_new_tokens < 0:
+        expected = f"expected one or more of at most {context} tokens, and 0 new tokens or more"
+        raise ValueError(f"prompts of {lengths} tokens, {max_new_tokens} new ones; {expected}")
+
+    # 1. One cache for all. Shorter prompts get filler at the left, so that all of them end together.
+    limits = [min(max_new_tokens, context - length) for length in lengths]
+    size = max(lengths) + max(limits)
+    padding = max(lengths) - torch.tensor(lengths)
+    if padding.any():
+        cache = PaddedCache(model, padding, size)
+    else:
+        cache = model.new_cache(size, len(prompts))
+
+    # 2. A Generation for each sequence samples its tokens, and knows when it ends. Its step does not
+    # call the model: it takes its row of `logits` (B, V), which come from one pass for all.
+    generations = []
+    for i, ids in enumerate(prompts):
+        seed = None if sampling.seed is None else sampling.seed + i
+        own = replace(sampling, seed=seed)
+        options = {"cache": cache, "step": lambda tokens, cache, i=i: logits[i, None]}
+        generations.append(llama2.generate(model, ids, own, limits[i], stop_ids, **options))
+    prompts = [torch.tensor(generation.ids) for generation in generations]
+    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, n)
+
+    # 3. Each step is one pass of the model. Finished sequences stay in the batch, unheard.
+    for _ in range(max(limits)):
+        logits = llama2.prefill(model, tokens, cache)
+        new_ids = [next(generation, None) for generation in generations]
+        if not any(token_id is not None for token_id in new_ids):
+            break
+        yield new_ids
+        last = [[generation.ids[-1]] for generation in generations]
+        tokens = torch.cat((tokens, torch.tensor(last)), 1)
+
+
+def generate_one_by_one(
+    model: llama2.Llama, prompts: Sequence[list[int]], sampling: llama2.Sampling, limit: int
+) -> list[list[int]]:
+    """The new ids of each prompt alone, with the seeds of generate_batch()."""
+    texts = []
+    for i, ids in enumerate(prompts):
+        own = replace(sampling, seed=sampling.seed + i)
+        texts.append(list(llama2.generate(model, ids, own, limit)))
+    return texts
+
+
+def main() -> int:
+    """Continue prompts together, then one by one; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("prompts", metavar="PROMPT", nargs="+")
+    parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=64)
+    parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        model, tokenizer = llama2.load(args.model, progress=True)
+        prompts = [tokenizer.encode(prompt) for prompt in args.prompts]
+        sampling = llama2.Sampling(args.temperature, seed=args.seed)
+        list(generate_batch(model, prompts, sampling, 1))  # the first pass is slower than others
+        start = time.perf_counter()
+        steps = list(generate_batch(model, prompts, sampling, args.max_new_tokens))
+        middle = time.perf_counter()
+        alone = generate_one_by_one(model, prompts, sampling, args.max_new_tokens)
+        end = time.perf_counter()
+    except (ValueError, OSError, RuntimeError) as error:
+        parser.error(str(error))
+
+    together = []
+    for i, ids in enumerate(prompts):
+        together.append([step[i] for step in steps if step[i] is not None])
+        print(tokenizer.decode(ids + together[i]), end="\n\n")
+    speed = sum(map(len, together)) / (middle - start)
+    print(f"together:   {speed:.1f} tokens/s")
+    speed = sum(map(len, alone)) / (end - middle)
+    print(f"one by one: {speed:.1f} tokens/s, the same texts: {alone == together}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
