@@ -1,13 +1,16 @@
 """JSON of a schema and nothing else, by llguidance: what schema.py and server.py share."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import llama2
+
+# What may stand between two tokens of JSON. With none, small models write {}; with any, no end.
+WHITE_SPACE = {"whitespace_pattern": r" |\n {0,8}"}
 
 
 class Vocabulary:
@@ -26,37 +29,39 @@ class Vocabulary:
         return self.tokenizer.encode(text, bos=False, first=False)
 
 
-def answer_ends(
-    model: llama2.Llama, tokenizer: llama2.Tokenizer, chat_format: str | None
-) -> set[int]:
-    """The ids that end an answer: `stop_ids` for generate() and for open_vocabulary()."""
-    ids = {model.config.eos_token_id, *model.config.stop_token_ids, tokenizer.eos_id}
-    if chat_format is not None:
-        ids |= {*llama2.chat_stops(tokenizer, chat_format).ids}
-    return ids
-
-
 def open_vocabulary(tokenizer: llama2.Tokenizer, stop_ids: Collection[int]) -> LLTokenizer:
     """The vocabulary for Grammar, which takes 20 to 100 ms."""
-    wrapped = TokenizerWrapper(Vocabulary(tokenizer, stop_ids))
-    return LLTokenizer(wrapped, eos_token=[*stop_ids])
+    vocabulary = Vocabulary(tokenizer, stop_ids)
+    return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[*stop_ids])
+
+
+def close(schema: dict[str, Any]) -> dict[str, Any]:
+    """An object has those properties only that its schema names, as in vLLM and llama.cpp."""
+    if schema.get("type") == "object" and "properties" in schema:
+        return {"additionalProperties": False} | schema
+    return schema
 
 
 class Grammar:
-    """A `logits_processor` for one answer, which will be JSON that fits a schema.
+    """A `logits_processor` for one answer: a text of `schemas`, and JSON that fits its schema.
 
-    White space is fixed, as small models would write it for ever. ValueError for a schema that
-    llguidance cannot do.
+    ValueError for a schema that llguidance cannot do.
     """
 
-    def __init__(self, vocabulary: LLTokenizer, schema: dict[str, Any]) -> None:
-        text = json.dumps(schema)
-        if not isinstance(schema, dict):
-            raise ValueError(f"the schema {text:.200} cannot be used: it is no object")
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
-        self.matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    def __init__(self, vocabulary: LLTokenizer, schemas: Mapping[str, dict[str, Any]]) -> None:
+        text = ", ".join(map(json.dumps, schemas.values()))
+        rules = ["start: " + " | ".join(f"answer{i}" for i in range(len(schemas)))]
+        for i, (prefix, schema) in enumerate(schemas.items()):
+            if not isinstance(schema, dict):
+                raise ValueError(f"the schema {text:.200} cannot be used: it is no object")
+            if "allOf" not in text:  # which adds the properties of several schemas
+                schema = json.loads(json.dumps(schema), object_hook=close)
+            value = json.dumps(schema | {"x-guidance": WHITE_SPACE})
+            rules.append(f"answer{i}: {json.dumps(prefix)} value{i}")
+            rules.append(f"value{i}: %json {value}")
+        self.matcher = LLMatcher(vocabulary, "\n".join(rules), log_level=0)
         if problem := self.matcher.get_error():
-            raise ValueError(f"the schema {text:.200} cannot be used: {problem}")
+            raise ValueError(f"the schema {text:.200} cannot be used: {problem.splitlines()[0]}")
         self.seen = 0  # how many ids the matcher knows, the prompt's too
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -42,28 +42,31 @@ def guard(
     refuse: Callable[[Any, Exception], Any],
     refusal: type[Exception],
     say: Callable[[str], None],
-    host: str,
-    key: bytes | None,
-    cors: str | None,
+    args: Any,
 ) -> Any:
-    """An ASGI application around another. `refuse` makes a response of a request's `refusal`."""
+    """An ASGI application around another. `refuse` makes a response of a request's `refusal`.
+
+    `args`: the command line's host, api_key and cors.
+    """
     Connection.say_once = staticmethod(functools.cache(say))
-    names = "|".join(map(re.escape, ("localhost", host, socket.gethostname())))
+    names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
+    names += r"|[\w.-]+\.(internal|local|localhost)"  # which no site can have
     own_name = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
 
     def wrong(request: Request) -> Exception | None:
         """Why a request is refused."""
         head = request.headers
-        if key is not None:
+        if args.api_key is not None:
             given = head.get("authorization", "").encode("latin-1")
-            if secrets.compare_digest(given, b"Bearer " + key) or request.url.path == "/health":
+            is_right = secrets.compare_digest(given, b"Bearer " + args.api_key)
+            if is_right or request.url.path in ("/", "/health"):  # the page asks for the key
                 return None
             return refusal(401, "the API key is wrong", code="invalid_api_key")
         host = head.get("host", "")
         origin = head.get("origin", "")
         if not own_name.fullmatch(host):  # a page may rebind its name to this machine
             return refusal(403, f"the host {host[:60]!r} is refused without --api-key")
-        if origin not in ("", f"http://{host}", cors) and cors != "*":
+        if origin not in ("", f"http://{host}", args.cors) and args.cors != "*":
             return refusal(403, f"the origin {origin[:60]!r} is refused without --cors")
         if head.get("content-type", "").startswith(("text/plain", "multipart/")):  # as forms send
             return refusal(415, "the content type must be application/json")
@@ -86,5 +89,5 @@ def guard(
             words = [scope["path"][:60], str(status), *scope.get("log", ())]
             say(f"{time.strftime('%H:%M:%S')} {ascii(' '.join(words))[1:-1]}")
 
-    options: Any = {"allow_origins": [cors], "allow_methods": ["*"], "allow_headers": ["*"]}
-    return CORSMiddleware(guarded, **options) if cors else guarded
+    options = {"allow_origins": [args.cors], "allow_methods": ["*"], "allow_headers": ["*"]}
+    return CORSMiddleware(guarded, **options) if args.cors else guarded

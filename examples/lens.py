@@ -20,6 +20,8 @@ parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llam
 args = parser.parse_args()
 model, tokenizer = llama2.load(args.model)
 ids = tokenizer.encode(args.prompt)
+if not ids:
+    parser.error("the prompt has no tokens")
 
 states = []  # after each block: (1, T, C)
 hooks = [block.register_forward_hook(lambda _, __, x: states.append(x)) for block in model.layers]

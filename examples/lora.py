@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     import llama2
@@ -28,10 +29,15 @@ except ImportError as error:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LENGTH, BATCH = 256, 4  # tokens of a piece of text, pieces of a step
 PEFT = "base_model.model.model."  # which PEFT's names begin with
-# PEFT's settings that change no sum. All others must be empty or as in USUAL: no DoRA, no biases.
+# PEFT's settings that change no sum. All others must be empty or one of USUAL: no DoRA, no biases.
 SILENT = """r lora_alpha target_modules task_type base_model_name_or_path revision inference_mode
-    lora_dropout layers_to_transform exclude_modules peft_version megatron_core qalora_group_size"""
-USUAL = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True}
+    lora_dropout layers_to_transform layers_pattern exclude_modules auto_mapping peft_version
+    megatron_core qalora_group_size"""
+USUAL = {
+    "peft_type": ["LORA"],
+    "bias": ["none"],
+    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],  # pissa, olora, ... change W, too
+}
 
 
 def add_adapters(model: llama2.Llama, names: list[str], r: int, alpha: float) -> None:
@@ -55,11 +61,11 @@ def merge_adapters(model: llama2.Llama) -> None:
     """Put a dense layer in the place of each projection with its adapter."""
     for name, module in [*model.named_modules()]:
         if hasattr(module, "lora_A"):
-            is_dense = isinstance(module, nn.Linear)
-            w = module.weight if is_dense else llama2.dequantize(module.blocks, module.ggml_type)
             product = module.lora_B.weight @ module.lora_A.weight
             merged = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            merged.weight = nn.Parameter((w.float() + module.lora_scale * product).detach())
+            merged.weight = nn.Parameter(
+                (module.weight.float() + module.lora_scale * product).detach()
+            )
             model.set_submodule(name, merged)
 
 
@@ -76,7 +82,8 @@ def save_adapter(model: llama2.Llama, folder: Path) -> None:
     """Write PEFT's two files."""
     tensors = {name: w.reshape(-1, w.shape[-1]) for name, w in peft_views(model).items()}
     targets = sorted({name.split(".")[-3] for name in tensors})
-    settings = USUAL | model.lora_settings | {"target_modules": targets}
+    settings = {name: values[0] for name, values in USUAL.items()} | model.lora_settings
+    settings["target_modules"] = targets
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
@@ -84,13 +91,25 @@ def save_adapter(model: llama2.Llama, folder: Path) -> None:
 
 def load_adapter(model: llama2.Llama, folder: Path) -> None:
     """Add PEFT's adapter. ValueError for what does not fit."""
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    for key, value in settings.items():
-        if value and key not in SILENT.split() and value != USUAL.get(key):
-            raise ValueError(f"{folder}: {key} is {value!r}, which is not supported")
-    tensors = load_file(folder / "adapter_model.safetensors")
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        unsupported = {
+            key: value
+            for key, value in settings.items()
+            if value and key not in SILENT.split() and value not in USUAL.get(key, [])
+        }
+        r, alpha = settings.get("r"), settings.get("lora_alpha")
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except (ValueError, AttributeError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{folder}: the adapter is damaged: {error}") from error
+    for key, value in unsupported.items():
+        raise ValueError(f"{folder}: {key} is {value!r:.60}, which is not supported")
+    sizes = {len(w) for name, w in tensors.items() if name.endswith("lora_A.weight") and w.ndim}
+    if sizes != {r} or type(alpha) not in (int, float):
+        problem = f"r is {r!r:.60} and lora_alpha {alpha!r:.60}; the matrices have r {sizes}"
+        raise ValueError(f"{folder}: {problem}")
     names = [name.removeprefix(PEFT).partition(".lora_")[0] for name in tensors]
-    add_adapters(model, names, settings["r"], settings["lora_alpha"])
+    add_adapters(model, names, r, alpha)
     views = peft_views(model)
     for name in sorted(views.keys() ^ tensors.keys()):
         raise ValueError(f"{folder}: {name} is missing, or has no place in this model")
@@ -143,6 +162,9 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
         parser.error("expected --adapter, or --data and a new file as --out")
+    for name in ("rank", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}; expected 1 or more")
     try:
         model, tokenizer = llama2.load(args.model)
         if args.adapter and (args.adapter.exists() or not args.data):
@@ -156,5 +178,5 @@ if __name__ == "__main__":
         if args.out:
             merge_adapters(model)
             llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer)
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))

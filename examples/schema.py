@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
 
 try:
-    from grammar import Grammar, answer_ends, open_vocabulary
+    from grammar import Grammar, open_vocabulary
 except ImportError as error:
     sys.exit(f"schema.py: {error.name} is missing: pip install {error.name}")
 
@@ -33,13 +33,14 @@ def main() -> int:
     try:
         schema = json.loads(args.schema.read_text("utf-8"))
         model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
-        chat_format = llama2.recognise_chat_format(tokenizer.chat_template)
-        stop_ids = answer_ends(model, tokenizer, chat_format)
-        grammar = Grammar(open_vocabulary(tokenizer, stop_ids), schema)
-        if chat_format is None:
-            ids = tokenizer.encode(args.prompt)
-        else:
+        config = model.config
+        stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id}
+        if tokenizer.chat_template.strip():
+            stop_ids |= {*llama2.chat_stops(tokenizer).ids}
             ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": args.prompt}])
+        else:
+            ids = tokenizer.encode(args.prompt)
+        grammar = Grammar(open_vocabulary(tokenizer, stop_ids), {"": schema})
         sampling = llama2.Sampling(args.temperature, seed=args.seed, logits_processor=grammar)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
         stream = llama2.stream_text(model, tokenizer, ids, stop_ids=stop_ids, **options)
@@ -48,7 +49,7 @@ def main() -> int:
         print()
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
-    return 0 if stream.report.rows[0].stop_reason.startswith("stop") else 1
+    return 0 if stream.stop_reason.startswith("stop") else 1
 
 
 if __name__ == "__main__":

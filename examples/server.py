@@ -11,16 +11,19 @@ computed: the last caches are kept. What is not supported is refused; guard.py r
 
 import argparse
 import asyncio
+import base64
+import hashlib
 import itertools
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,10 @@ try:
     import torch
     import uvicorn
     from guard import Connection, guard
-    from serving import Score, Session
+    from serving import Adjustment, Score, Session
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     import llama2
@@ -47,25 +50,27 @@ MAX_BODY, MAX_PROMPTS, MAX_WAITING = 10**6, 128, 64  # bytes, prompts in a reque
 TURN = anyio.Lock()  # with the model: first come, first served
 LIMITS = {
     "temperature": (0, 2),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
     "seed": (-(2**63), 2**63 - 1),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
     "logprobs": (0, 20),
     "top_logprobs": (0, 20),
     "max_tokens": (0, 2**31 - 1),
     "max_completion_tokens": (0, 2**31 - 1),
 }
 # Fields that change nothing here, and those that would with any but these values.
-IGNORED = "user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls"
+IGNORED = "user metadata store service_tier safety_identifier prompt_cache_key"
 NEUTRAL = {
-    "n": ["1"],
-    "best_of": ["1"],
-    "suffix": ['""'],
-    "tools": ["[]"],
-    "functions": ["[]"],
-    "tool_choice": ['"none"', '"auto"'],
-    "function_call": ['"none"', '"auto"'],
-    "modalities": ['["text"]'],
-    "echo": ["false"],
-    "top_logprobs": ["0"],
+    "n": "1",
+    "tools": "[]",
+    "tool_choice": '"none" "auto"',
+    "parallel_tool_calls": "false",
+    "echo": "false",
+    "top_logprobs": "0",
 }
 
 
@@ -81,12 +86,19 @@ def refuse(request: Any, error: Any) -> Response:
     """OpenAI's form of an error. The log has its text, too."""
     if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
         error = Refusal(500, f"the server failed: {type(error).__name__}")
+    if error.status_code == 404 and not isinstance(error, Refusal):
+        paths = ", ".join(route.path for route in request.app.routes)
+        error = Refusal(
+            404,
+            f"{request.url.path[:60]} does not exist; there are {paths}; "
+            "in place of /v1/responses use /v1/chat/completions",
+        )
     message = utf8(error.detail)
     if request is not None:
         request.scope["log"] = [message]
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = {"message": message, "type": kind, "param": None, "code": None}
-    body |= getattr(error, "about", {})
+    about = getattr(error, "about", {})
+    body = {"message": message, "type": kind, "param": None, "code": None, **about}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
@@ -99,18 +111,6 @@ def utf8(text: str) -> str:
 # What is asked
 
 
-@dataclass
-class Request:
-    """A completion that a client asks for."""
-
-    chat: bool
-    prompts: list[list[int]]
-    stream: bool
-    include_usage: bool
-    echo: bool
-    options: dict[str, Any]  # of Session.start()
-
-
 def take(body: dict, name: str, kind: type, default: Any = None) -> Any:
     """Remove a field and return its value, or its default if it is absent or null."""
     value = body.pop(name, None)
@@ -118,7 +118,7 @@ def take(body: dict, name: str, kind: type, default: Any = None) -> Any:
         return default
     fits = type(value) is kind or (kind is float and type(value) is int)  # but true is not 1
     needed = kind.__name__
-    if name in LIMITS and kind in (int, float):
+    if name in LIMITS:
         low, high = LIMITS[name]
         fits = fits and low <= value <= high
         needed += f" from {low} to {high}"
@@ -128,78 +128,112 @@ def take(body: dict, name: str, kind: type, default: Any = None) -> Any:
 
 
 def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
-    """The fields of Sampling. A seed may be negative."""
-    sampling = llama2.Sampling()
-    for item in fields(sampling):
-        if item.name in ("logit_bias", "logits_processor"):
-            continue
-        kind = int if item.default is None else type(item.default)
-        value = take(body, item.name, kind, item.default)
-        if item.name == "seed" and value is not None:
-            value %= 2**63
-        try:
-            sampling = replace(sampling, **{item.name: value})
-        except ValueError as error:
-            raise Refusal(400, str(error), param=item.name) from error
-    bias = take(body, "logit_bias", dict, {})
-    try:
-        sampling = replace(sampling, logit_bias={int(key): value for key, value in bias.items()})
-        llama2.sample(torch.zeros(vocab_size), replace(sampling, temperature=0), [0])
-    except ValueError as error:
-        raise Refusal(400, f"logit_bias: {error}", param="logit_bias") from error
-    return sampling
+    """The fields of Sampling and Adjustment. A seed may be negative."""
+    values = {}
+    for item in fields(llama2.Sampling):
+        if item.name in LIMITS:
+            kind = int if item.name == "seed" else type(item.default)
+            values[item.name] = take(body, item.name, kind, item.default)
+    if values["seed"] is not None:
+        values["seed"] %= 2**63
+    bias = torch.zeros(vocab_size)
+    for key, value in take(body, "logit_bias", dict, {}).items():
+        is_id = key.isdecimal() and len(key) < 10 and int(key) < vocab_size
+        if not is_id or type(value) not in (int, float) or not -100 <= value <= 100:
+            raise Refusal(
+                400,
+                f"logit_bias has {key[:20]!r}: {value!r:.20}; expected id: -100 to 100",
+                param="logit_bias",
+            )
+        bias[int(key)] = value
+    processor = Adjustment(
+        bias,
+        take(body, "presence_penalty", float, 0),
+        take(body, "frequency_penalty", float, 0),
+    )
+    return llama2.Sampling(logits_processor=processor, **values)
 
 
 def take_stops(body: dict) -> list[str]:
     """The texts that end an answer."""
-    stop = body.pop("stop", None)
-    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    stop = body.pop("stop", [])
+    stops = stop if isinstance(stop, list) else [stop]
     if len(stops) > 16 or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in stops):
-        found = json.dumps(stop)[:40]
-        problem = f"stop is {found}; expected up to 16 texts of 1 to 256 characters"
-        raise Refusal(400, problem, param="stop")
+        raise Refusal(
+            400,
+            f"stop is {json.dumps(stop)[:40]}; expected up to 16 texts of 1 to 256 characters",
+            param="stop",
+        )
     return stops
 
 
-def take_schema(body: dict, session: Session) -> dict | None:
-    """The JSON schema of `response_format`; None if the answer may be any text."""
-    asked = take(body, "response_format", dict, {"type": "text"})
-    schema = {"type": "object"} if asked == {"type": "json_object"} else None
-    try:
-        if asked.get("type") == "json_schema":
-            inner = asked["json_schema"]
-            known = {"name", "description", "schema", "strict"}  # answers are strict in any case
-            if not inner.keys() <= known or not isinstance(inner["schema"], dict):
-                raise ValueError("json_schema must have a name and a schema")
-            schema = inner["schema"]
-        elif schema is None and asked != {"type": "text"}:
-            raise ValueError("its type must be text, json_object or json_schema")
-        if schema is not None:
-            session.grammar(schema)
-    except (ValueError, KeyError, AttributeError) as error:
-        raise Refusal(400, f"response_format: {error}", param="response_format") from error
-    return schema
+def take_schema(body: dict) -> dict[str, dict]:
+    """The JSON schema of `response_format`, as of a Grammar; {} if the answer may be any text."""
+    form = take(body, "response_format", dict, {"type": "text"})
+    if form == {"type": "text"}:
+        return {}
+    if form == {"type": "json_object"}:
+        return {"": {"type": "object"}}
+    match form:
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"": schema}
+    raise Refusal(
+        400,
+        "response_format: expected type text, json_object, or json_schema with a schema",
+        param="response_format",
+    )
+
+
+def take_calls(body: dict, tools: list) -> dict[str, dict]:
+    """The tools of which one must be called, as of a Grammar; {} if none must."""
+    choice = body.pop("tool_choice", "auto")
+    schemas = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), **function}}:
+                if choice in ("required", {"type": "function", "function": {"name": name}}):
+                    schema = function.get("parameters") or {"type": "object", "properties": {}}
+                    schemas[f'{{"name": {json.dumps(name)}, "arguments": '] = schema
+            case _:
+                raise Refusal(
+                    400,
+                    f"tools has {json.dumps(tool)[:60]}; expected functions with names",
+                    param="tools",
+                )
+    if not schemas and choice != "none":
+        raise Refusal(
+            400,
+            f"tool_choice is {json.dumps(choice)[:60]}; expected required, a tool, or none",
+            param="tool_choice",
+        )
+    return schemas
 
 
 def check_messages(messages: Any) -> None:
     """Refuse what a message must not have; a developer becomes the system. ValueError."""
-    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise ValueError("expected a list of messages with role and content")
-    for message in messages:
-        for key, value in message.items():
-            if value and key not in ("role", "content"):
-                raise ValueError(f"{key[:40]} in a message is not supported")
-        content = message.get("content")
-        if not isinstance(content, (str, list)):
-            raise ValueError("a message has no text")
-        for part in content if isinstance(content, list) else []:
-            if isinstance(part, dict) and part.get("type", "text") != "text":
-                raise ValueError(f"a message has a part of type {part['type']!r:.40}, not text")
-        if message.get("role") == "developer":
-            message["role"] = "system"
+    try:
+        for message in messages:
+            for key, value in message.items():
+                if value and key not in ("role", "content", "name", "tool_calls", "tool_call_id"):
+                    raise ValueError(f"{key[:40]} in a message is not supported")
+            if message["role"] == "developer":
+                message["role"] = "system"
+            content = message.get("content")
+            if isinstance(content, list):
+                message["content"] = "\n".join(part["text"] for part in content)
+            calls = message.get("tool_calls") or []
+            for call in calls:
+                function = call["function"]
+                function["arguments"] = json.loads(function["arguments"])  # as templates take them
+            if content is None and not calls:
+                raise TypeError
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "expected a list of messages with role, text as content, and functions as tool_calls"
+        ) from error
 
 
-def read_request(session: Session, body: dict, field: str, reuse: bool) -> Request:
+def read_request(session: Session, name: str, reuse: bool, body: dict, field: str) -> "Job":
     """Take all that a completion knows out of a body; what is left in it is not supported.
 
     Raises Refusal, or ValueError about the prompt, which is in `field`.
@@ -213,67 +247,92 @@ def read_request(session: Session, body: dict, field: str, reuse: bool) -> Reque
     top = take(body, "logprobs", bool if chat else int)
     if chat:
         top = take(body, "top_logprobs", int, 0) if top else None
-    most = take(body, "max_tokens", int, session.context if chat else 16)
-    most = take(body, "max_completion_tokens", int, most)
+    limit = take(body, "max_tokens", int, session.context if chat else 16)
+    limit = take(body, "max_completion_tokens", int, limit)
     echo = not chat and take(body, "echo", bool, False)
+    continued = chat and take(body, "continue_final_message", bool, False)
+    tools = take(body, "tools", list, []) if chat else []
+    calls = take_calls(body, tools) if tools else {}
+    schemas = calls or take_schema(body)
     options = {
+        "chat": chat,
+        "strip": chat and not continued,
         "stop": take_stops(body),
-        "chat_format": session.chat_format if chat else None,
-        "max_new_tokens": most,
+        "max_new_tokens": limit,
         # A seed promises the same text, and rounding may differ with what is read at a time.
         "reuse": reuse and take(body, "cache_prompt", bool, body.get("seed") is None),
-        "sampling": take_sampling(body, session.tokenizer.vocab_size),
-        "schema": take_schema(body, session),
-        "score_prompt": echo,
+        "sampling": take_sampling(body, session.model.vocab_size),
+        "schemas": schemas,
+        "score_prompt": echo and top is not None,
         "top": top,
     }
     body |= stream_options
+    if schemas:
+        param = "tools" if calls else "response_format"
+        try:
+            session.grammar(schemas, chat)
+        except ValueError as error:
+            raise Refusal(400, f"{param}: {error}", param=param) from error
     if chat:
         check_messages(prompt)
-        prompts = session.encode_chat(prompt)
+        prompts = [session.encode_chat(prompt, continued, tools)]
     else:
         prompts = session.encode(prompt)
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(f"there are {len(prompts)}; expected at most {MAX_PROMPTS}")
-    longest = max(map(len, prompts), default=0)
-    if longest == 0:
-        raise ValueError("there is none; expected one at least")
-    if longest + min(most, 1) > session.context:
-        problem = f"{field}: {longest} tokens; the context holds {session.context} in all"
-        raise Refusal(400, problem, param=field, code="context_length_exceeded")
-    return Request(chat, prompts, stream, include_usage, echo, options)
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
+    longest = max(map(len, prompts))
+    if longest + min(limit, 1) > session.context:
+        raise Refusal(
+            400,
+            f"This model's maximum context length is {session.context} tokens, and {field} has "
+            f"{longest}",  # clients look for OpenAI's words
+            param=field,
+            code="context_length_exceeded",
+        )
+    return Job(session, name, chat, prompts, stream, include_usage, echo, bool(calls), options)
 
 
 def refuse_rest(body: dict) -> None:
     """Refuse the fields that nothing has taken, unless they change nothing."""
     for key, value in body.items():
         text = json.dumps(value)
-        if key not in IGNORED.split() and text not in NEUTRAL.get(key, []):
-            problem = f"{key[:40]} is {text[:40]}, which is not supported"
-            raise Refusal(400, problem, param=utf8(key[:40]))
+        if key not in IGNORED.split() and text not in NEUTRAL.get(key, ""):
+            raise Refusal(
+                400, f"{key[:40]} is {text[:40]}, which is not supported", param=utf8(key[:40])
+            )
 
 
 # --------------------------------------------------------------------------------------------------
 # What is answered
 
 
+@dataclass
 class Job:
     """The response to a request, as an application of ASGI."""
 
-    def __init__(self, session: Session, request: Request, model_name: str) -> None:
-        self.session = session
-        self.request = request
+    session: Session
+    model_name: str
+    chat: bool
+    prompts: list[list[int]]
+    stream: bool
+    include_usage: bool
+    echo: bool
+    is_call: bool  # of a tool
+    options: dict[str, Any]  # of Session.start()
+    replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # and None at their end
+    log: list[str] = field(default_factory=list)
+    call: str | None = ""  # of a tool, while its name is not known
+
+    def __post_init__(self) -> None:
         kind = "text_completion"
-        if request.chat:
-            kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if self.stream else "chat.completion"
         self.about = {
-            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
-            "model": model_name,
+            "model": self.model_name,
         }
-        self.replies: asyncio.Queue = asyncio.Queue()  # and None at their end
-        self.log: list[str] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
@@ -290,7 +349,7 @@ class Job:
 
         async def respond() -> None:
             stream = StreamingResponse(self.events(), media_type="text/event-stream")
-            response = stream if self.request.stream else await self.replies.get()
+            response = stream if self.stream else await self.replies.get()
             await response(scope, receive, send)
 
         async with anyio.create_task_group() as group:
@@ -319,12 +378,11 @@ class Job:
     def complete(self) -> None:
         """Continue the prompts, in the model's thread."""
         start = time.perf_counter()
-        pairs = [self.complete_one(*pair) for pair in enumerate(self.request.prompts)]
-        seconds = time.perf_counter() - start
-        old = sum(map(len, self.request.prompts))
-        new = sum(len(report.rows[0].new_ids) for _, report in pairs)
-        read = sum(report.prompt_tokens for _, report in pairs)
-        rate = new / seconds
+        pairs = [self.complete_one(*pair) for pair in enumerate(self.prompts)]
+        old = sum(map(len, self.prompts))
+        new = sum(len(generation.new_ids) for _, generation in pairs)
+        read = sum(generation.prompt_tokens for _, generation in pairs)
+        rate = new / (time.perf_counter() - start)
         self.log.append(f"read {read} + {old - read} cached, made {new}, {rate:.1f} tokens/s")
         usage = {
             "prompt_tokens": old,
@@ -332,67 +390,80 @@ class Job:
             "total_tokens": old + new,
             "prompt_tokens_details": {"cached_tokens": old - read},
         }
-        choices = [] if self.request.stream else [choice for choice, _ in pairs]
-        if self.request.include_usage:
+        choices = [] if self.stream else [choice for choice, _ in pairs]
+        if self.include_usage:
             self.reply(*choices, usage=usage)
 
-    def complete_one(self, index: int, ids: list[int]) -> tuple[dict, Any]:
-        """Continue a prompt; returns its choice and the generation's report."""
-        request = self.request
-        choice: dict = {"index": index, "logprobs": None, "finish_reason": None}
-        if request.chat and request.stream:
+    def complete_one(self, index: int, ids: list[int]) -> tuple[dict, llama2.Generation]:
+        """Continue a prompt; returns its choice and the generation."""
+        choice = {"index": index, "logprobs": None, "finish_reason": None}
+        if self.chat and self.stream:
             self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
-        stream, scorer = self.session.start(ids, **request.options)
-        before = [self.session.tokenizer.decode(ids)] if request.echo else []
+        stream, scorer = self.session.start(ids, **self.options)
+        before = [self.session.tokenizer.decode(ids)] if self.echo else []
         texts = []
         for text in itertools.chain(before, stream):
-            texts.append(text)
-            if request.stream:
-                self.reply(choice | self.content(text))
-        row = stream.report.rows[0]
-        choice["finish_reason"] = "stop" if row.stop_reason.startswith("stop") else "length"
-        if scorer:
-            choice["logprobs"] = self.table(scorer.finish(row, "".join(texts[len(before) :])))
-        choice |= self.content("" if request.stream else "".join(texts))
-        if request.stream:
+            if self.stream:
+                self.reply(choice | self.content(text, scorer))
+            else:
+                texts.append(text)
+        choice |= self.content("".join(texts), scorer)
+        choice["finish_reason"] = "length"
+        if stream.stop_reason.startswith("stop"):
+            choice["finish_reason"] = "tool_calls" if self.call is None else "stop"
+        if self.stream:
             self.reply(choice)
-        return choice, stream.report
+        return choice, stream.generation
 
-    def content(self, text: str) -> dict:
-        """A text as a part of a choice."""
-        if not self.request.chat:
-            return {"text": text}
-        if self.request.stream:
-            return {"delta": {"content": text}}
-        return {"message": {"role": "assistant", "content": text}}
+    def content(self, text: str, scorer: Any) -> dict:
+        """A text as a part of a choice, and the log-probabilities of its tokens."""
+        choice = {"logprobs": self.table(scorer.take(text))} if scorer else {}
+        if not self.chat:
+            return choice | {"text": text}
+        message = {"content": text}
+        if self.is_call:
+            message = {"tool_calls": self.tool_calls(text)}
+        if self.stream:
+            return choice | {"delta": message}
+        return choice | {"message": {"role": "assistant", "content": None} | message}
+
+    def tool_calls(self, text: str) -> list[dict]:
+        """A text as a part of the call of a tool, once its name is known."""
+        if self.call is None:
+            return [{"index": 0, "function": {"arguments": text}}]
+        self.call += text
+        head, comma, arguments = self.call.partition(', "arguments": ')
+        if not comma:
+            return []
+        self.call = None
+        function = {"name": json.loads(head + "}")["name"], "arguments": arguments}
+        call_id = f"call_{secrets.token_hex(12)}"
+        return [{"index": 0, "id": call_id, "type": "function", "function": function}]
 
     def entries(self, score: Score) -> list[dict]:
         """A token and the likeliest in its place, the token first. Names differ from each other."""
         tokenizer = self.session.tokenizer
-        rows: dict[str, dict] = {}
-        for token_id, logprob in {score.token_id: score.logprob, **(score.top or {})}.items():
+        rows = {}
+        for token_id, logprob in score.top.items():
             data = tokenizer.token_bytes(token_id)  # maybe a part of a character
             name = score.text
             if rows:
                 name = data.decode(errors="backslashreplace")
-                name = tokenizer.pieces[token_id] if name in ("", *rows) else name
+                name = tokenizer.vocabulary.pieces[token_id] if name in ("", *rows) else name
             rows[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
         return [*rows.values()]
 
     def table(self, scores: list[Score]) -> dict:
         """OpenAI's form of log-probabilities."""
-        rows = [self.entries(score) for score in scores]
-        if self.request.chat:
+        if self.chat:
+            rows = [self.entries(score) for score in scores]
             return {"content": [{**row[0], "top_logprobs": row} for row in rows], "refusal": None}
-        tops: list[dict | None] = [{e["token"]: e["logprob"] for e in row} for row in rows]
-        if scores and scores[0].top is None:  # nothing comes before it
-            tops[0] = None
-        lengths = (len(score.text) for score in scores)
+        tops = [{e["token"]: e["logprob"] for e in self.entries(score)} for score in scores]
         return {
             "tokens": [score.text for score in scores],
-            "token_logprobs": [score.logprob for score in scores],
-            "top_logprobs": tops,
-            "text_offset": [*itertools.accumulate(lengths, initial=0)][:-1],
+            "token_logprobs": [score.top.get(score.token_id) for score in scores],
+            "top_logprobs": [top or None for top in tops],  # nothing comes before a first token
+            "text_offset": [score.start for score in scores],
         }
 
 
@@ -400,47 +471,80 @@ class Job:
 # The application
 
 
+def open_page() -> Response:
+    """The page, which may run its own script and ask this server, and nothing else."""
+    text = Path(__file__).with_name("chat.html").read_text("utf-8")
+    policy = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    policy += "connect-src 'self'; img-src data:"
+    for tag, content in re.findall(r"<(script|style)>(.*?)</", text, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        policy += f"; {tag}-src 'sha256-{digest}'"
+    headers = {
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HTMLResponse(text, headers=headers)
+
+
+async def post(handle: Any, field: str, request: Any) -> Any:
+    """Let `handle` answer a body."""
+    try:
+        body = {k: v for k, v in (await request.json()).items() if v is not None}
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise Refusal(400, "the body must be a JSON object") from error
+    try:
+        reply = await anyio.to_thread.run_sync(handle, body, field)
+        refuse_rest(body)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refusal(400, f"{field}: {error}", param=field) from error
+    return reply
+
+
 def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     """The ASGI application."""
+    model = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "llama2.py",
+        "chat": session.has_template,  # else the page continues texts
+    }
 
-    def complete(body: dict, field: str) -> Any:
-        return Job(session, read_request(session, body, field, args.prompt_cache), name)
+    def get_model(request: Any) -> Response:
+        if request.path_params["id"] != name:
+            raise Refusal(
+                404,
+                f"{request.path_params['id'][:60]!r} does not exist; the model is {name!r}",
+                code="model_not_found",
+            )
+        return JSONResponse(model)
 
     def tokenize(body: dict, field: str) -> Response:
-        text = body.pop(field, None)
-        special = take(body, "add_special", bool, False)
-        ids = session.tokenizer.encode(text, special and session.tokenizer.add_bos)
+        bos = take(body, "add_special", bool, False) and session.tokenizer.add_bos
+        ids = session.tokenizer.encode(body.pop(field, None), bos)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     def detokenize(body: dict, field: str) -> Response:
         return JSONResponse({"content": session.tokenizer.decode(body.pop(field, None))})
 
-    async def post(handle: Any, field: str, request: Any) -> Any:
-        body: Any = None
-        with suppress(ValueError, RecursionError, AttributeError):
-            body = {k: v for k, v in (await request.json()).items() if v is not None}
-        if body is None:
-            raise Refusal(400, "the body must be a JSON object")
-        try:
-            reply = await anyio.to_thread.run_sync(handle, body, field)
-            refuse_rest(body)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"{field}: {error}", param=field) from error
-        return reply
-
-    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "llama2.py"}
+    complete = partial(read_request, session, name, args.prompt_cache)
     routes = [
-        Route("/health", JSONResponse({"status": "ok"}), methods=["GET"]),
-        Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
-        Route("/v1/chat/completions", partial(post, complete, "messages"), methods=["POST"]),
-        Route("/v1/completions", partial(post, complete, "prompt"), methods=["POST"]),
-        Route("/tokenize", partial(post, tokenize, "content"), methods=["POST"]),
-        Route("/detokenize", partial(post, detokenize, "tokens"), methods=["POST"]),
+        Route("/", open_page()),
+        Route("/health", JSONResponse({"status": "ok"})),
+        Route("/v1/models", JSONResponse({"object": "list", "data": [model]})),
+        Route("/v1/models/{id:path}", get_model),
     ]
+    for path, handle, prompt in (
+        ("/v1/chat/completions", complete, "messages"),
+        ("/v1/completions", complete, "prompt"),
+        ("/tokenize", tokenize, "content"),
+        ("/detokenize", detokenize, "tokens"),
+    ):
+        routes.append(Route(path, partial(post, handle, prompt), methods=["POST"]))
     errors = {HTTPException: refuse, Exception: refuse}
     app = Starlette(routes=routes, exception_handlers=errors, max_body_size=MAX_BODY)
-    log = say if not args.quiet else lambda text: None
-    return guard(app, refuse, Refusal, log, args.host, args.api_key, args.cors)
+    return guard(app, refuse, Refusal, (lambda text: None) if args.quiet else say, args)
 
 
 def say(text: str) -> None:
@@ -452,27 +556,33 @@ def say(text: str) -> None:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Serve a Llama model.")
-    parser.add_argument("--model", metavar="MODEL", default=llama2.DEFAULT_MODEL)
-    parser.add_argument("--chat-format", metavar="NAME", help="default: what its template says")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="default: %(default)s, for this machine"
+    add = parser.add_argument
+    add("--model", metavar="MODEL", default=llama2.DEFAULT_MODEL)
+    add(
+        "--chat-template",
+        metavar="NAME|FILE",
+        help=f"{', '.join(llama2.CHAT_TEMPLATES)}, or a file in Jinja (default: the model's)",
     )
-    parser.add_argument(
-        "--port", type=int, default=8080, help="default: %(default)s; 0: a free one"
+    add("--host", default="127.0.0.1", help="default: %(default)s, for this machine")
+    add("--port", type=int, default=8080, help="default: %(default)s; 0: a free one")
+    add("--api-key", metavar="KEY", type=os.fsencode, help="required for every path but /health")
+    add("--cors", metavar="ORIGIN", help="a site whose pages may use the server; *: any")
+    add("--context", metavar="N", type=int, help="maximum tokens of a prompt and its answer")
+    add("--threads", metavar="N", type=int, help="CPU threads")
+    add("--device", default="auto", help="auto, cpu, cuda or mps")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the activations",
     )
-    key = "required for every path but /health"
-    parser.add_argument("--api-key", metavar="KEY", type=os.fsencode, help=key)
-    cors = "a site whose pages may use the server; *: any"
-    parser.add_argument("--cors", metavar="ORIGIN", help=cors)
-    context = "maximum tokens of a prompt and its answer"
-    parser.add_argument("--context", metavar="N", type=int, help=context)
-    parser.add_argument("--threads", metavar="N", type=int, help="CPU threads")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help="of the activations")
-    hidden = "read every prompt anew: neither times nor usage tell of others' prompts"
-    parser.add_argument("--no-prompt-cache", dest="prompt_cache", action="store_false", help=hidden)
-    parser.add_argument("--quiet", action="store_true", help="no log of requests")
+    add(
+        "--no-prompt-cache",
+        dest="prompt_cache",
+        action="store_false",
+        help="read every prompt anew: neither times nor usage tell of others' prompts",
+    )
+    add("--quiet", action="store_true", help="no log of requests")
     return parser.parse_args()
 
 
@@ -488,10 +598,19 @@ def main() -> int:
         say(f"server.py: error: {utf8(str(error))}")
         return 2
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
-    name = utf8(Path(getattr(session.model, "name_or_path", "") or args.model).stem)
+    path = Path(args.model).absolute()
+    name = utf8(path.name.removesuffix(".gguf") if path.exists() else args.model)
     app = make_app(session, name, args)
-    options = {"http": Connection, "ws": "none", "lifespan": "off", "log_level": "critical"}
-    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=3, **options))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            timeout_graceful_shutdown=3,
+        )
+    )
 
     def check() -> None:
         anyio.from_thread.check_cancelled()
@@ -501,8 +620,8 @@ def main() -> int:
     session.check = check
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if session.chat_format is None:
-            say("the model's chat template is unknown; chats need --chat-format")
+        if not session.has_template:
+            say("the model has no chat template: llama-2 is assumed")
         say(f"listening on http://{args.host}:{listener.getsockname()[1]}")
         server.run([listener])
     return 0

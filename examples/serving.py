@@ -1,8 +1,9 @@
-"""What server.py does with a model: several caches, prompts of any kind, log-probabilities."""
+"""What server.py does with a model: several caches, grammars, penalties, log-probabilities."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +19,34 @@ MAX_CACHES, CACHE_BYTES = 4, 2**31  # conversations kept, if they fit; at least 
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
 CHUNK = 512  # tokens of a prompt between two looks at whether its client is still there
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
+PENALTY_WINDOW = 64  # penalties count the last 64 tokens, prompt included, as in llama.cpp
 
 
 class Score(NamedTuple):
     """A token, how likely it was in its place, and the text that it completes."""
 
     token_id: int
-    logprob: float | None  # None: nothing comes before it
-    top: dict[int, float] | None  # log-probabilities of the likeliest ids there, and of this one
-    text: str = ""
+    top: dict[int, float]  # log-probabilities of this id and the likeliest; {}: it is the first
+    text: str
+    start: int  # of the text, in what the client is shown
+
+
+@dataclass
+class Adjustment:
+    """A `logits_processor` of all that OpenAI's clients may ask for."""
+
+    bias: torch.Tensor  # (V,)
+    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
+    frequency_penalty: float = 0.0  # the same, once for each time that they occur
+    grammar: Any = None
+
+    def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Logits (V,) after ids."""
+        V = len(logits)
+        counts = torch.tensor(ids[-PENALTY_WINDOW:]).bincount(minlength=V)[:V]
+        penalty = counts * self.frequency_penalty + counts.clamp(max=1) * self.presence_penalty
+        logits = logits + (self.bias - penalty).to(logits.device)
+        return self.grammar(ids, logits) if self.grammar else logits
 
 
 class Session:
@@ -42,18 +62,17 @@ class Session:
             checkpoint, args.device, args.dtype, context=context, progress=not args.quiet
         )
         self.context = context
-        self.chat_format = find_chat_format(self.tokenizer, args.chat_format)
-        self.vocabulary: Any = None  # of grammar(), when it is first asked for
-        self.check: Any = lambda: None  # is called before each pass, and may raise what ends it
-
-        drafts = getattr(llama2, "Drafts", None)  # of part III
-        self.read = drafts(self.model) if drafts else partial(llama2.read_tokens, self.model)
-        cache_dtype = self.model.cache_dtype or self.model.norm.weight.dtype
-        kind = (self.model.config, 1, context, cache_dtype)
-        size = 2 * llama2.Cache(*kind, device="meta").k.nbytes
-        count = max(1, min(MAX_CACHES, CACHE_BYTES // size))
-        device = self.model.norm.weight.device
-        self.caches = [llama2.Cache(*kind, device) for _ in range(count)]  # last used last
+        self.template = args.chat_template
+        if self.template and self.template not in llama2.CHAT_TEMPLATES:
+            self.template = Path(self.template).read_text("utf-8")
+        self.has_template = bool(self.template or self.tokenizer.chat_template.strip())
+        if not self.has_template:
+            self.template = "llama-2"
+        self.vocabularies: dict[bool, Any] = {}  # of grammars, when they are first asked for
+        self.check = lambda: None  # is called before each pass, and may raise what ends it
+        self.caches = [self.model.new_cache(context)]  # last used last
+        count = min(MAX_CACHES, CACHE_BYTES // (2 * self.caches[0].k.nbytes))
+        self.caches += [self.model.new_cache(context) for _ in range(1, count)]
 
     def take_cache(self, ids: list[int], reuse: bool) -> llama2.Cache:
         """The cache that holds most of a prompt.
@@ -62,31 +81,25 @@ class Session:
         one that was not used for longest, with a copy of what they share.
         """
         tokens = torch.tensor([ids])
-        cache = self.caches[0]
-        if reuse:
-            best = max(self.caches, key=lambda cache: cache.common_prefix(tokens))
-            n = best.common_prefix(tokens)
-            if n >= 0.9 * best.pos:
-                cache = best
-            elif cache is not best:
-                cache.reset()
-                cache.k[:, :, :, :n] = best.k[:, :, :, :n]
-                cache.v[:, :, :, :n] = best.v[:, :, :, :n]
-                cache.advance(best.tokens[:, :n])
-        else:
+        best = max(self.caches, key=lambda cache: cache.common_prefix(tokens))
+        n = best.common_prefix(tokens) if reuse else 0
+        cache = best if n >= 0.9 * best.pos else self.caches[0]
+        if cache is not best or not reuse:
             cache.reset()
+            cache.k[:, :, :, :n] = best.k[:, :, :, :n]
+            cache.v[:, :, :, :n] = best.v[:, :, :, :n]
+            cache.advance(best.tokens[:, :n])
         self.caches.remove(cache)
         self.caches.append(cache)
         return cache
 
-    def step(self, texts: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
-        """A `step` for generate(): texts (1, n) -> logits (1, V), with a check() before each pass."""
-        n = texts.shape[1]
-        for end in range(cache.common_prefix(texts) + CHUNK, n, CHUNK):
+    def step(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
+        """A `step` for generate(): tokens (1, n) -> logits (1, V); check() before each pass."""
+        for end in range(cache.common_prefix(tokens) + CHUNK, tokens.shape[1], CHUNK):
             self.check()
-            self.read(texts[:, :end], cache)
+            llama2.prefill(self.model, tokens[:, :end], cache)
         self.check()
-        return self.read(texts, cache)
+        return llama2.prefill(self.model, tokens, cache)
 
     def encode(self, prompt: Any) -> list[list[int]]:
         """Token ids of a text, a list of ids, or a list of either. ValueError for other things."""
@@ -96,135 +109,147 @@ class Session:
     def encode_one(self, prompt: Any) -> list[int]:
         """Token ids of a text or of a list of ids. ValueError."""
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, self.tokenizer.add_bos)
-        if not isinstance(prompt, list) or not all(type(item) is int for item in prompt):
-            raise ValueError("expected text, token ids, or a list of either")
+            prompt = self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list) or not prompt or {*map(type, prompt)} != {int}:
+            raise ValueError("expected text, token ids, or a list of either; one token at least")
         self.tokenizer.decode(prompt)  # ValueError for ids out of range
-        if not prompt:
-            raise ValueError("the prompt is empty; expected one token at least")
         return prompt
 
-    def encode_chat(self, messages: Any) -> list[list[int]]:
+    def encode_chat(self, messages: list, continued: bool, tools: list) -> list[int]:
         """Token ids of a conversation. ValueError."""
-        if self.chat_format is None:
-            raise ValueError("the model's chat template is unknown; pass --chat-format NAME")
-        return [llama2.encode_chat(self.tokenizer, messages, self.chat_format)]
+        template = self.template or self.tokenizer.chat_template
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in template:
+            raise ValueError("the chat template has no place for tool_calls")
+        return llama2.encode_chat(
+            self.tokenizer, messages, self.template, continued, tools=tools or None
+        )
 
-    def grammar(self, schema: dict[str, Any]) -> Any:
-        """A logits_processor for one answer in JSON of a schema. ValueError."""
+    @functools.cached_property
+    def stops(self) -> llama2.ChatStops:
+        """What ends an answer. It runs the template, so that only a chat asks for it."""
+        return llama2.chat_stops(self.tokenizer, self.template)
+
+    def stop_ids(self, chat: bool) -> set[int]:
+        """The ids that end an answer, or another text."""
+        config = self.model.config
+        ids = {config.eos_token_id, *config.stop_token_ids, self.tokenizer.eos_id}
+        return ids | {*self.stops.ids} if chat else ids
+
+    def grammar(self, schemas: dict[str, dict], chat: bool) -> Any:
+        """A logits_processor for one answer of a Grammar. ValueError."""
         if grammar is None:
             raise ValueError("not supported here: it needs the package llguidance")
-        if self.vocabulary is None:
-            self.ends = grammar.answer_ends(self.model, self.tokenizer, self.chat_format)
-            self.vocabulary = grammar.open_vocabulary(self.tokenizer, self.ends)
-        return grammar.Grammar(self.vocabulary, schema)
+        if chat not in self.vocabularies:
+            ends = self.stop_ids(chat)
+            self.vocabularies[chat] = grammar.open_vocabulary(self.tokenizer, ends)
+        return grammar.Grammar(self.vocabularies[chat], schemas)
 
     def start(
         self,
         ids: list[int],
         *,
+        chat: bool,
         reuse: bool,
         score_prompt: bool,
         top: int | None,
-        schema: dict[str, Any] | None,
+        schemas: dict[str, dict],
         **options: Any,
-    ) -> tuple[Any, "Scorer | None"]:
+    ) -> tuple[llama2.TextStream, "Scorer | None"]:
         """llama2.stream_text() of a prompt, and what scores its tokens, unless `top` is None.
 
         `reuse`: what a cache holds is not read again; where rounding differs, the text may depend
-        on it. `schema`: the answer is JSON that fits it, and ends with it.
+        on it. `schemas`: the answer is of their Grammar, and ends with it.
         """
-        if schema is not None:
-            processor = self.grammar(schema)
-            options["sampling"] = replace(options["sampling"], logits_processor=processor)
-            options["stop_ids"] = self.ends
-            options["chat_format"] = None  # its tags are no more than text in a JSON string
-        scorer = None if top is None else Scorer(self, ids, top)
-        options["step"] = scorer or self.step
-        options["cache"] = self.take_cache(ids, reuse and not (scorer and score_prompt))
-        if scorer and score_prompt:
-            scorer.read_prompt(options["cache"])
-        stream = llama2.stream_text(self.model, self.tokenizer, ids, **options)
-        if scorer and score_prompt:
-            stream.report.prompt_tokens = len(ids)
-        return stream, scorer
-
-
-def find_chat_format(tokenizer: llama2.Tokenizer, name: str | None) -> str | None:
-    """The chat format of a model: the given one, or its template's. None if that is unknown."""
-    if name is None:
-        template = tokenizer.chat_template
-        name = llama2.recognise_chat_format(template) if template.strip() else "llama-2"
-    if name is not None:
-        llama2.chat_stops(tokenizer, name)  # ValueError if the vocabulary lacks its tokens
-    return name
+        options["stop_ids"] = self.stop_ids(chat)
+        options["cache"] = self.take_cache(ids, reuse and not score_prompt)
+        if schemas:  # a template's tags are no more than text in a JSON string
+            options["sampling"].logits_processor.grammar = self.grammar(schemas, chat)
+        elif chat:
+            options["stop"] = [*options["stop"], *self.stops.texts]
+        if top is None:
+            options["step"] = self.step
+            return llama2.stream_text(self.model, self.tokenizer, ids, **options), None
+        scorer = Scorer(self, ids, top, score_prompt, options)
+        return scorer.stream, scorer
 
 
 class Scorer:
-    """A `step` for generate() that keeps the scores of what is drawn.
+    """A `step` for generate() that keeps the scores of what is sampled.
 
     They are the model's own: of logits before penalties, biases and grammars.
     """
 
-    def __init__(self, session: Session, prompt: list[int], top: int) -> None:
+    def __init__(
+        self, session: Session, ids: list[int], top: int, score_prompt: bool, options: dict
+    ) -> None:
+        tokenizer = session.tokenizer
         self.session = session
-        self.prompt = prompt
         self.top = top
-        self.scores: list[Score] = []
-        self.next: Any = None  # log-probabilities (1, V) of the id to come
+        self.stream = llama2.stream_text(session.model, tokenizer, ids, step=self, **options)
+        self.strip = self.stream.strip  # until a text is shown
+        has_text = any(map(tokenizer.token_bytes, ids))
+        self.decoder = llama2.StreamDecoder(tokenizer, first=score_prompt or not has_text)
+        self.next = None  # logits (1, V) of the id to come
+        self.scores = []  # of tokens that are not shown yet
+        self.length = 0  # of the text of all tokens, in characters
+        self.shown = 0  # how many of them are shown
+        if score_prompt:
+            self.read_prompt(ids)
 
-    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (T, V) as log-probabilities of the ids that can be drawn."""
-        return logits[:, : self.session.tokenizer.vocab_size].log_softmax(-1)
-
-    def add(self, logprobs: torch.Tensor, ids: Sequence[int]) -> None:
-        """Keep the scores of T ids, given the log-probabilities (T, V) in their places."""
+    def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
+        """Keep the scores of T ids, given the logits (T, V) in their places."""
+        logprobs = logits[:, : self.session.model.vocab_size].log_softmax(-1)
         best = logprobs.topk(self.top)
         for t, token_id in enumerate(ids):
             top = dict(zip(best.indices[t].tolist(), best.values[t].tolist(), strict=True))
-            top[token_id] = logprobs[t, token_id].item()
-            self.scores.append(Score(token_id, top[token_id], top))
+            self.append(token_id, {token_id: logprobs[t, token_id].item()} | top)
+
+    def append(self, token_id: int, top: dict[int, float]) -> None:
+        """Keep the score of an id."""
+        text = self.decoder.decode(token_id)
+        self.scores.append(Score(token_id, top, text, self.length))
+        if self.strip:
+            text = text.lstrip()
+            self.strip = not text
+        self.length += len(text)
 
     @torch.no_grad()
-    def read_prompt(self, cache: llama2.Cache) -> None:
+    def read_prompt(self, ids: list[int]) -> None:
         """Score the prompt; the cache then holds all of it but its last id."""
-        tokens = torch.tensor([self.prompt], device=cache.k.device)
-        self.scores.append(Score(self.prompt[0], None, None))
-        for start in range(0, len(self.prompt) - 1, SCORE_CHUNK):
+        cache = self.stream.generation.cache
+        tokens = torch.tensor([ids], device=cache.k.device)
+        self.append(ids[0], {})
+        for start in range(0, len(ids) - 1, SCORE_CHUNK):
             self.session.check()
             chunk = tokens[:, start : start + SCORE_CHUNK + 1]
             logits = self.session.model(chunk[:, :-1], cache, all_positions=True)[0]  # (T, V)
-            self.add(self.logprobs(logits), chunk[0, 1:].tolist())
+            self.add(logits, chunk[0, 1:].tolist())
 
-    def __call__(self, texts: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
-        """texts (1, n) -> logits (1, V)."""
+    def settle(self) -> None:
+        """Keep the score of the last id, if it is new."""
         if self.next is not None:
-            self.add(self.next, texts[0, -1:].tolist())
-        logits = self.session.step(texts, cache)
-        self.next = self.logprobs(logits)
-        return logits
+            self.add(self.next, self.stream.generation.ids[-1:])
+            self.next = None
 
-    def decoded(self, ids: list[int], first: bool) -> list[str]:
-        """The text that each id completes. `first`: they begin a text."""
-        decoder = llama2.StreamDecoder(self.session.tokenizer, first)
-        texts = [decoder.decode(token_id) for token_id in ids]
-        if texts:
-            texts[-1] += decoder.flush()
-        return texts
+    def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
+        """tokens (1, n) -> logits (1, V)."""
+        self.settle()
+        self.next = self.session.step(tokens, cache)
+        return self.next
 
-    def finish(self, row: Any, shown: str) -> list[Score]:
-        """All scores, when the generation has ended with the text `shown`.
+    def take(self, text: str) -> list[Score]:
+        """The scores of a text that is shown now.
 
-        `row`: of its report. What a stop text hides has none.
+        At the end come all that are left, but for those of what a stop text hides.
         """
-        drawn = row.ids[len(self.prompt) :]
-        if drawn:
-            self.add(self.next, drawn[-1:])
-        texts = self.decoded(drawn, first=not self.session.tokenizer.decode(self.prompt))
-        if row.stop_reason.startswith("stop text"):
-            end = "".join(texts).index(shown) + len(shown)
-            while texts and len("".join(texts[:-1])) >= end:
-                texts.pop()
-        if len(self.scores) > len(drawn):
-            texts = self.decoded(self.prompt, first=True) + texts
-        return [score._replace(text=t) for score, t in zip(self.scores, texts, strict=False)]
+        self.settle()
+        self.shown += len(text)
+        reason = self.stream.stop_reason
+        whole = reason and not reason.startswith("stop text")
+        count = sum(whole or score.start < self.shown for score in self.scores)
+        taken = self.scores[:count]
+        self.scores = self.scores[count:]
+        if whole and taken:  # what is left of a character
+            last = taken[-1]
+            taken[-1] = last._replace(text=last.text + self.decoder.flush())
+        return taken

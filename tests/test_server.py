@@ -5,7 +5,10 @@ They take the bundled model in float32, and one server for nearly all of them.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -25,7 +28,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 import llama2
-from test_llama2 import SHAPE, config_keys, gguf_name, make_weights, write_gguf
+from test_llama2 import SHAPE, make_model, make_weights
 
 SERVER = Path(llama2.__file__).resolve().parent / "examples" / "server.py"
 STORY = "Once upon a time there was a king who had a daughter"
@@ -137,8 +140,17 @@ def test_completions_are_those_of_the_library(server, loaded):
     assert reply.usage.prompt_tokens == len(ids)
     assert reply.usage.completion_tokens == 40
     fields = {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 5}
-    fields |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    expected = library(loaded, STORY, 30, **fields, logit_bias={300: 4, 13: -100})
+    fields["repetition_penalty"] = 1.3
+
+    def adjust(seen, logits):
+        logits[300] += 4
+        logits[13] -= 100
+        for token_id in {*seen[-64:]}:
+            logits[token_id] -= 0.5 + 0.25 * seen[-64:].count(token_id)
+        return logits
+
+    expected = library(loaded, STORY, 30, **fields, logits_processor=adjust)
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": 0.25}
     body = {"prompt": STORY, "max_tokens": 30, **fields, "logit_bias": {"300": 4, "13": -100}}
     assert server.post(COMPLETIONS, body)[1]["choices"][0]["text"] == expected
 
@@ -159,8 +171,8 @@ def test_chats(server, loaded):
     model, tokenizer = loaded
     messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Who?"}]
     ids = llama2.encode_chat(tokenizer, messages, "llama-2")
-    options = {"sampling": llama2.Sampling(0), "chat_format": "llama-2", "max_new_tokens": 20}
-    expected = "".join(llama2.stream_text(model, tokenizer, ids, **options))
+    options = {"sampling": llama2.Sampling(0), "max_new_tokens": 20}
+    expected = "".join(llama2.chat(model, tokenizer, messages, "llama-2", **options))
     messages[1]["content"] = [{"type": "text", "text": "Who?"}]
     messages[0]["role"] = "developer"
     options = {"messages": messages, "max_completion_tokens": 20, **GREEDY}
@@ -175,6 +187,14 @@ def test_chats(server, loaded):
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected
     assert end.choices[0].finish_reason == "length"
     assert last.usage.completion_tokens == 20
+
+
+def test_answers_that_go_on(server, loaded):
+    messages = [*QUESTION["messages"], {"role": "assistant", "content": "There was a"}]
+    options = {"sampling": llama2.Sampling(0), "continue_final_message": True}
+    expected = "".join(llama2.chat(*loaded, messages, "llama-2", max_new_tokens=9, **options))
+    body = {"messages": messages, "max_tokens": 9, "continue_final_message": True, **GREEDY}
+    assert server.post(CHAT, body)[1]["choices"][0]["message"]["content"] == expected
 
 
 def test_stop_texts_that_span_tokens(server, loaded):
@@ -194,8 +214,19 @@ def test_tokens_and_models(server, loaded):
     assert server.post("/tokenize", body)[1] == {"tokens": ids, "count": len(ids)}
     assert server.post("/detokenize", {"tokens": ids})[1]["content"] == STORY
     assert server.post("/detokenize", {"tokens": [10**9]})[0] == 400
+    for content in (None, 5, ["a"]):
+        assert server.post("/tokenize", {"content": content})[0] == 400
+    for tokens in (None, "abc", [1.5], [[1]]):
+        assert server.post("/detokenize", {"tokens": tokens})[0] == 400
     assert [model.id for model in server.client.models.list()] == ["stories"]
-    assert server.post("/v1/nothing", {})[1]["error"]["type"] == "invalid_request_error"
+    model = server.client.models.retrieve("stories")
+    assert (model.id, model.chat) == ("stories", False)
+    with pytest.raises(openai.NotFoundError, match="the model is 'stories'"):
+        server.client.models.retrieve("ORG/NAME")
+    status, reply = server.post("/v1/responses", {})
+    assert status == 404
+    for path in ("/v1/responses does", "use /v1/chat/completions", "/tokenize"):
+        assert path in reply["error"]["message"]
 
 
 def test_scores_of_new_tokens(server, loaded):
@@ -214,8 +245,13 @@ def test_scores_of_new_tokens(server, loaded):
     prompt = llama2.encode_chat(tokenizer, messages, "llama-2")
     expected = llama2.score(model, prompt + drawn)[-len(drawn) :].tolist()
     assert [entry.logprob for entry in content] == pytest.approx(expected, abs=1e-4)
-    *_, last = server.client.chat.completions.create(**options, stream=True)
-    assert [e.token for e in last.choices[0].logprobs.content] == [e.token for e in content]
+    entries, text = [], ""
+    _, *chunks = server.client.chat.completions.create(**options, stream=True)
+    for chunk in chunks:
+        entries += chunk.choices[0].logprobs.content
+        text += chunk.choices[0].delta.content
+        assert "".join(entry.token for entry in entries).lstrip() == text
+    assert entries == content and len(chunks) > 9
 
 
 def test_answers_that_fit_a_schema(server):
@@ -238,6 +274,35 @@ def test_answers_that_fit_a_schema(server):
     status, reply = server.post(COMPLETIONS, body | {"response_format": form})
     assert (status, reply["error"]["param"]) == (400, "response_format")
     assert '{"not": {"type": "string"}}' in reply["error"]["message"]
+
+
+def test_calls_of_tools(server):
+    """Streamed or not; arguments have the properties that the schema names, and no others."""
+    pytest.importorskip("llguidance")
+    city = {"$ref": "#/$defs/city"}
+    properties = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    properties["$defs"] = {"city": {"type": "string", "maxLength": 9}}
+    functions = [{"name": "wind", "parameters": properties}, {"name": "quit"}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    options = {**QUESTION, "tools": tools, "max_tokens": 99, "seed": 1, "model": ""}
+    create = server.client.chat.completions.create
+    for name, keys in (("wind", ["city"]), ("quit", [])):
+        choice = {"type": "function", "function": {"name": name}}
+        reply = create(**options, tool_choice=choice).choices[0]
+        (call,) = reply.message.tool_calls
+        assert (reply.finish_reason, call.function.name) == ("tool_calls", name)
+        assert [*json.loads(call.function.arguments)] == keys
+        _, first, *rest, _ = create(**options, tool_choice=choice, stream=True)
+        parts = [chunk.choices[0].delta.tool_calls for chunk in [first, *rest]]
+        names = [part[0].function.name for part in parts if part]
+        assert names == [name] + [None] * (len(names) - 1)
+        arguments = "".join(part[0].function.arguments for part in parts if part)
+        assert arguments == call.function.arguments
+    (call,) = create(**options, tool_choice="required").choices[0].message.tool_calls
+    assert call.function.name in ("wind", "quit")
+    assert create(**options, tool_choice="none").choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match='tool_choice is "auto"; expected required'):
+        create(**options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,7 +393,7 @@ WRONG = """{
 "stream": ["true", 1, []],
 "stream_options": [1, "a", []],
 "model": [1, [], false],
-"logit_bias": [[], {"x": 1}, {"5": "1"}, {"999999": 1}, {"-1": 1}, {"1": null}],
+"logit_bias": [[], {"x": 1}, {"5": "1"}, {"999999": 1}, {"-1": 1}, {"1": null}, {"1": 101}],
 "top_k": [-1, 1.5],
 "min_p": [2],
 "repetition_penalty": [0],
@@ -338,6 +403,8 @@ WRONG = """{
 "response_format": ["text", {"type": "xml"}, {"type": "json_object", "odd": 1}],
 "tools": [[{"type": "function"}]],
 "tool_choice": ["required"],
+"parallel_tool_calls": [true],
+"continue_final_message": [1],
 "suffix": ["B"],
 "max_token": [5],
 "modalities": [["audio"]],
@@ -346,7 +413,7 @@ WRONG = """{
 }"""
 NEUTRAL = """{
 "user": "u", "metadata": {"a": "b"}, "store": false, "n": 1, "tools": [], "tool_choice": "none",
-"response_format": {"type": "text"}, "suffix": null, "logit_bias": {}, "echo": false, "stop": null,
+"parallel_tool_calls": false, "response_format": {"type": "text"}, "suffix": null, "logit_bias": {}, "echo": false, "stop": null,
 "unknown": null, "stream_options": {"include_usage": false}, "top_logprobs": 0
 }"""
 BAD_PROMPTS = """[
@@ -357,11 +424,13 @@ BAD_MESSAGES = """[
 null, [], "A", {}, ["A"], [[]], [{}], [{"role": "user"}], [{"content": "A"}], 1, [null],
 [{"role": "user", "content": null}], [{"role": "user", "content": {}}],
 [{"role": "user", "content": ["A"]}], [{"role": "user", "content": [{"type": "image_url"}]}],
-[{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": "[/INST]"}],
+[{"role": "user", "content": [{"type": "text"}]}],
 [{"role": "assistant", "content": "A"}], [{"role": "tool", "content": "A"}],
 [{"role": null, "content": "A"}], [{"role": [], "content": "A"}],
 [{"role": "\\ud800", "content": "A"}],
-[{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}],
+[{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}], [{"role": "user", "name": "A"}],
+[{"role": "user", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+[{"role": "user", "content": "A", "reasoning": "A"}],
 [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
 ]"""
 BAD_BODIES = b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b"{} {}", b"[" * 200_000
@@ -380,7 +449,6 @@ def test_wrong_fields(server, name):
 def test_wrong_fields_of_one_path(server):
     for path, field, name, value in (
         (COMPLETIONS, "prompt", "logprobs", 21),
-        (COMPLETIONS, "prompt", "logit_bias", dict.fromkeys(range(4096), -1e39)),
         (CHAT, "messages", "echo", True),
         (CHAT, "messages", "top_logprobs", 5),  # without logprobs
         ("/tokenize", "content", "with_pieces", True),
@@ -389,8 +457,6 @@ def test_wrong_fields_of_one_path(server):
         status, reply = server.post(path, body)
         assert (status, reply["error"]["param"]) == (400, name)
     assert server.post(COMPLETIONS, PROMPT | {"\ud800": 1})[1]["error"]["param"] == "?"
-    image = [{"role": "user", "content": [{"type": "image_url"}]}]
-    assert "'image_url'" in server.post(CHAT, {"messages": image})[1]["error"]["message"]
 
 
 def test_bad_prompts_and_bodies(server):
@@ -399,6 +465,7 @@ def test_bad_prompts_and_bodies(server):
         status, reply = server.post(COMPLETIONS, {"prompt": value})
         assert (status, reply["error"]["param"]) == (400, "prompt"), value
     assert reply["error"]["code"] == "context_length_exceeded"
+    assert "This model's maximum context length is 512 tokens" in reply["error"]["message"]
     for value in json.loads(BAD_MESSAGES):
         status, reply = server.post(CHAT, {"messages": value})
         assert (status, reply["error"]["param"]) == (400, "messages"), value
@@ -436,7 +503,7 @@ def test_large_bodies_are_refused_before_they_are_read(server):
 def parrot(tmp_path_factory, loaded):
     """A server with a key, whose model says SAID and EOS after "A": each token has one successor.
 
-    Its chat template is unknown.
+    Its chat template fails.
     """
     tokenizer = loaded[1]
     said = tokenizer.encode("A" + SAID, bos=False) + [tokenizer.eos_id]
@@ -451,9 +518,9 @@ def parrot(tmp_path_factory, loaded):
     for token_id, successor in itertools.pairwise(said):
         weights["lm_head.weight"][successor] = 9 * rows[token_id]
     path = tmp_path_factory.mktemp("parrot") / "parrot.gguf"
-    keys = config_keys(config) | tokenizer.vocabulary(config.vocab_size)
-    keys["tokenizer.chat_template"] = "{{ odd }}"
-    write_gguf(path, keys, {gguf_name(name): weight for name, weight in weights.items()})
+    template = "{{ raise_exception('odd') }}"
+    vocabulary = dataclasses.replace(tokenizer.vocabulary, chat_template=template)
+    llama2.save_gguf(make_model(config, weights), path, tokenizer=llama2.Tokenizer(vocabulary))
     server = Running("--api-key", KEY, "--context", "48", "--model", str(path), "--quiet")
     yield server
     assert server.stop() == ""
@@ -475,14 +542,13 @@ def test_characters_are_whole(parrot):
     assert cut.choices[0].text == "A \ufffd".removeprefix("A")  # a part of a character
 
 
-def test_api_key_and_unknown_chat_template(parrot):
-    assert "chat template is unknown" in parrot.notes[-1]
-    with pytest.raises(openai.BadRequestError, match="template is unknown"):
+def test_api_key_and_a_template_that_fails(parrot):
+    with pytest.raises(openai.BadRequestError, match="the chat template: odd"):
         parrot.client.chat.completions.create(**QUESTION, model="")
     for given in ("X: y", "Authorization: Bearer x", f"Authorization: {KEY}"):
         status, reply = parrot.post("/v1/nothing", {}, given)
         assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
-    assert "200 ok" in parrot.get("/health")
+    assert "200 ok" in parrot.get("/health") and "200 ok" in parrot.get("/")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -491,10 +557,11 @@ def test_api_key_and_unknown_chat_template(parrot):
 
 def test_other_sites_are_refused(server):
     """By the name they rebind, by the page's origin, by what forms can send."""
-    for host in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:1", "10.0.0.7"):
+    named = "host.docker.internal:8080", "box.local", "a.localhost"
+    for host in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:1", "10.0.0.7", *named):
         own = f"Host: {host}", f"Origin: http://{host}"
         assert "200 ok" in server.get("/health", *own)
-    for host in ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com", "", "x"):
+    for host in ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com", "", "x", "local"):
         assert " 403 " in server.get("/v1/models", f"Host: {host}")
     for origin in ("http://evil.com", "null", "https://localhost", "http://localhost:9"):
         assert " 403 " in server.get("/v1/models", f"Origin: {origin}")
@@ -504,10 +571,31 @@ def test_other_sites_are_refused(server):
         assert server.post(COMPLETIONS, PROMPT, f"Content-Type: {kind}")[0] == 200
 
 
-def test_cors_log_and_private_prompts():
-    """One site is let in, each request is a line that says why, and no prompt is held for another."""
+TEMPLATE = """{{ tools | tojson }}{% for m in messages %}
+{{ m.role }} {{ m.name }} {{ m.content }} {{ m.tool_calls | tojson if m.tool_calls }}
+{% endfor %}"""
+
+
+def test_cors_log_and_private_prompts(tmp_path, loaded):
+    """One site is let in, each request is a line that says why, and no prompt is held for another.
+
+    The given template sees names, tools, their calls and what came of them.
+    """
     site = "https://chat.example"
-    server = Running("--cors", site, "--no-prompt-cache", "--dtype", "float32")
+    (tmp_path / "template").write_text(TEMPLATE)
+    options = "--no-prompt-cache", "--dtype", "float32", "--chat-template"
+    server = Running("--cors", site, *options, str(tmp_path / "template"))
+    function = {"name": "wind", "arguments": {"city": "Rome"}}
+    messages = [
+        {"role": "user", "name": "Ann", "content": "Is it windy?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "It is calm"},
+    ]
+    tools = [{"function": {"name": "wind"}}]
+    expected = len(llama2.encode_chat(loaded[1], messages, TEMPLATE, tools=tools))
+    function["arguments"] = '{"city": "Rome"}'
+    body = {"messages": messages, "tools": tools, "tool_choice": "none", "max_tokens": 1}
+    assert server.post(CHAT, body)[1]["usage"]["prompt_tokens"] == expected
     asks = "Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization"
     head = server.get(COMPLETIONS, f"Origin: {site}", *asks, method="OPTIONS")
     assert f"access-control-allow-origin: {site}" in head and "post" in head
@@ -526,11 +614,24 @@ def test_cors_log_and_private_prompts():
         (r"/v1/completions 200 aborted: the client hung up", 1),
         (r"/v1/completions 400 tools is \[1\], which is not supported", 1),
         (r"/v1/models 403 the origin 'https://evil.com' is refused.*", 1),
-        (r"/v1/\\x1b\[31m 404 Not Found", 1),
+        (r"/v1/\\x1b\[31m 404 .* does not exist; there are /, .*", 1),
         (r"/health 200", 1),
     ):
         pattern = re.compile(r"\d\d:\d\d:\d\d " + pattern)
         assert sum(bool(pattern.fullmatch(line)) for line in log) == count, log
+
+
+def test_page(server):
+    """It may run its own script and style, and ask this server, and nothing else."""
+    with server.send("/", b"", method="GET") as connection:
+        head, _, page = receive(connection).partition(b"\r\n\r\n")
+    assert b"referrer-policy: no-referrer" in head and b"x-content-type-options: nosniff" in head
+    policy = re.search(rb"content-security-policy: (.*)", head)[1].decode()
+    assert policy.startswith("default-src 'none'; ") and "connect-src 'self'" in policy
+    for tag in ("script", "style"):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
 def test_sigterm_ends_streams():
