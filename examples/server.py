@@ -496,7 +496,7 @@ async def post(handle: Any, field: str, request: Any) -> Any:
     try:
         reply = await anyio.to_thread.run_sync(handle, body, field)
         refuse_rest(body)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(400, f"{field}: {error}", param=field) from error
     return reply
 

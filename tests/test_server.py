@@ -191,8 +191,8 @@ def test_chats(server, loaded):
 
 def test_answers_that_go_on(server, loaded):
     messages = [*QUESTION["messages"], {"role": "assistant", "content": "There was a"}]
-    options = {"sampling": llama2.Sampling(0), "continue_final_message": True}
-    expected = "".join(llama2.chat(*loaded, messages, "llama-2", max_new_tokens=9, **options))
+    ids = llama2.encode_chat(loaded[1], messages, "llama-2", continue_final_message=True)
+    expected = library(loaded, ids, 9, temperature=0)
     body = {"messages": messages, "max_tokens": 9, "continue_final_message": True, **GREEDY}
     assert server.post(CHAT, body)[1]["choices"][0]["message"]["content"] == expected
 
@@ -543,7 +543,7 @@ def test_characters_are_whole(parrot):
 
 
 def test_api_key_and_a_template_that_fails(parrot):
-    with pytest.raises(openai.BadRequestError, match="the chat template: odd"):
+    with pytest.raises(openai.BadRequestError, match="the chat template: .*odd"):
         parrot.client.chat.completions.create(**QUESTION, model="")
     for given in ("X: y", "Authorization: Bearer x", f"Authorization: {KEY}"):
         status, reply = parrot.post("/v1/nothing", {}, given)
