@@ -455,11 +455,13 @@ class Job:
 
     def table(self, scores: list[Score]) -> dict:
         """OpenAI's form of log-probabilities."""
+        rows = [self.entries(score) for score in scores]
+        content = [{**row[0], "top_logprobs": row} for row in rows if row]
         if self.chat:
-            rows = [self.entries(score) for score in scores]
-            return {"content": [{**row[0], "top_logprobs": row} for row in rows], "refusal": None}
-        tops = [{e["token"]: e["logprob"] for e in self.entries(score)} for score in scores]
+            return {"content": content, "refusal": None}
+        tops = [{e["token"]: e["logprob"] for e in row} for row in rows]
         return {
+            "content": content,  # names cannot tell a part of a character, or </s>, from text
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.top.get(score.token_id) for score in scores],
             "top_logprobs": [top or None for top in tops],  # nothing comes before a first token
