@@ -1,0 +1,60 @@
+"""How sure a model is of each token that it writes, and what else it could have written.
+
+    python examples/confidence.py "Once upon a time" [--model PATH] [--seed N]
+
+A terminal shows the shades of server.py's page. In a pipe or file (| cat), numbers stand for them.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import llama2
+
+SHADES = {0.9: 230, 0.6: 222, 0.3: 215, 0.1: 208}  # of 256 colours, for what is less probable
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("prompt")
+parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
+parser.add_argument("--max-new-tokens", dest="limit", metavar="N", type=int, default=80)
+parser.add_argument("--seed", metavar="N", type=int, default=0, help="default: %(default)s")
+args = parser.parse_args()
+try:
+    model, tokenizer = llama2.load(args.model, dtype="auto")
+except (ValueError, OSError) as error:
+    parser.exit(2, f"confidence.py: {error}\n")
+has_colours = sys.stdout.isatty()
+distributions = []  # (V,) for each new token
+
+
+def step(tokens, cache):
+    """tokens (1, n) -> logits (1, V), whose probabilities are kept."""
+    logits = llama2.prefill(model, tokens, cache)
+    distributions.append(logits[0, : model.vocab_size].softmax(-1))
+    return logits
+
+
+def shaded(text: str, chance: float) -> str:
+    """A text in the shade of its probability; the white space around it has none."""
+    text = "".join(c if c.isprintable() or c.isspace() else "?" for c in text)
+    word = text.strip()  # without what could steer a terminal
+    shades = [shade for bound, shade in SHADES.items() if chance < bound]
+    if not word or not shades:
+        return text
+    coloured = f"\x1b[30;48;5;{shades[-1]}m{word}\x1b[m"
+    return text.replace(word, coloured if has_colours else f"{word}({chance:.0%})")
+
+
+sampling = llama2.Sampling(seed=args.seed)
+generation = llama2.generate(model, tokenizer.encode(args.prompt), sampling, args.limit, step=step)
+decoder = llama2.StreamDecoder(tokenizer, first=False)
+print(args.prompt, end="")
+for token_id in generation:
+    print(shaded(decoder.decode(token_id), distributions[-1][token_id].item()), end="", flush=True)
+print("\n\nThe least certain | the likeliest in their places")
+pairs = zip(generation.new_ids, distributions, strict=False)  # and one for what stopped it
+for token_id, chances in sorted(pairs, key=lambda pair: pair[1][pair[0]].item())[:5]:
+    top = [token_id, *chances.topk(4).indices.tolist()]
+    names = [repr(tokenizer.token_bytes(i).decode(errors="replace")) for i in top]
+    cells = [f"{name:<12}{chances[i]:6.1%}" for name, i in zip(names, top, strict=True)]
+    print(cells[0], "|", *cells[1:])

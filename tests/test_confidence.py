@@ -1,0 +1,37 @@
+"""A test of examples/confidence.py: it prints the text and the probabilities of the library."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llama2
+
+PROGRAM = Path(llama2.__file__).resolve().parent / "examples" / "confidence.py"
+COMMAND = [sys.executable, str(PROGRAM), "The wolf", "--seed", "5", "--max-new-tokens", "40"]
+
+
+def test_numbers_in_a_pipe_and_shades_in_a_terminal():
+    model, tokenizer = llama2.load(llama2.DEFAULT_MODEL, dtype="auto")
+    ids = tokenizer.encode("The wolf")
+    sampling = llama2.Sampling(seed=5)
+    stream = llama2.stream_text(model, tokenizer, ids, sampling=sampling, max_new_tokens=40)
+    text = "The wolf" + "".join(stream)
+    logprobs = llama2.score(model, stream.generation.ids)[len(ids) - 1 :]
+    least = logprobs.exp().sort().values[:5].tolist()
+
+    out = subprocess.check_output(COMMAND, text=True)
+    numbers, _, table = out.partition("\n\nThe least certain")
+    assert re.sub(r"\(\d+%\)", "", numbers) == text
+    shown = re.findall(r"([\d.]+)% \|", table)
+    assert [float(number) / 100 for number in shown] == pytest.approx(least, abs=0.001)
+
+    pty = pytest.importorskip("pty")
+    outer, inner = pty.openpty()
+    subprocess.check_call(COMMAND, stdout=inner)
+    shades = os.read(outer, 2**16).decode().replace("\r\n", "\n")
+    assert re.sub(r"\x1b\[[\d;]*m", "", shades).startswith(text + "\n\nThe least certain")
+    assert shades.count("\x1b[30;48;5;") == numbers.count("%)")

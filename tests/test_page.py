@@ -1,0 +1,281 @@
+"""Tests of examples/chat.html in a real browser: Debian's package chromium, by playwright.
+
+The server and its model are real. Errors in the console (whatever the page's policy blocks is one)
+and requests to other hosts fail every test.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+playwright = pytest.importorskip("playwright.sync_api")
+
+import llama2
+
+SERVER = Path(llama2.__file__).resolve().parent / "examples" / "server.py"
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+expect = playwright.expect
+expect.set_options(timeout=30_000)
+KEY = "schlüssel"
+MARKUP = "<img src=x onerror=alert(1)> & \U0001f999\n<script>alert(2)</script>"
+DONE = "article[aria-busy=false]"
+TOKEN = ".tokens span"
+BEGUN = """({ place: { turn, index } }, rank) =>
+  textOf({ tokens: [...turn.tokens.slice(0, index), turn.tokens[index].top[rank]] })"""
+# Contrasts of texts to their ground, the lowest first; of each shade to the next one. Controls
+# without a name.
+LOOK = """() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => (v > 10 ? ((v / 255 + 0.055) / 1.055) ** 2.4 : v / 255 / 12.92);
+  const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  const ground = (e) => {
+    const colour = numbers(getComputedStyle(e).backgroundColor);
+    return colour[3] === 0 ? ground(e.parentElement) : luminance(colour);
+  };
+  const holdsText = (e) => [...e.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  const texts = [...document.querySelectorAll("body *")]
+    .filter((e) => e.checkVisibility() && !e.disabled && holdsText(e))
+    .map((e) => [ratio(luminance(numbers(getComputedStyle(e).color)), ground(e)), e.outerHTML]);
+  const shades = [...document.querySelectorAll("li")].map(ground);
+  const steps = shades.slice(1).map((shade, i) => ratio(shade, shades[i]));
+  const nameless = [...document.querySelectorAll("button, input, textarea, summary, [role]")]
+    .filter((e) => !(e.ariaLabel || e.labels?.[0]?.textContent || e.textContent).trim());
+  return [texts.sort((a, b) => a[0] - b[0]), steps, nameless.map((e) => e.outerHTML)];
+}"""
+
+
+class Running:
+    """A server."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, str(SERVER), "--port", "0", "--threads", "1", "--quiet"]
+        self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+
+    @functools.cached_property
+    def url(self) -> str:
+        """Its address, as soon as it listens."""
+        return next(line.split()[-1] for line in self.process.stderr if "listening on" in line)
+
+    def answer(self, path: str, **body) -> dict:
+        """What it says without a page and a stream, greedily."""
+        data = json.dumps({"temperature": 0, "max_tokens": 40, **body}).encode()
+        headers = {"Authorization": f"Bearer {KEY}".encode().decode("latin-1")}
+        request = urllib.request.Request(f"{self.url}/v1/{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)["choices"][0]
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """One whose model has a chat template and which wants a key, and one without either."""
+    running = Running("--chat-template", "llama-2", "--api-key", KEY), Running()
+    yield running
+    for server in running:
+        server.process.terminate()
+    for server in running:
+        server.process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as api:
+        yield api.chromium.launch(executable_path=CHROMIUM)
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens a page whose answers are greedy and have at most 40 tokens."""
+    problems = []
+
+    def check(right: bool, problem: str) -> None:
+        if not right:
+            problems.append(problem)
+
+    def open_page(server, *keys, **options):
+        page = browser.new_page(**options)
+        page.on("console", lambda line: check("a status of 40" in line.text, line.text))
+        page.on("pageerror", lambda error: check(False, str(error)))
+        page.on("request", lambda request: check(request.url.startswith(server.url), request.url))
+        page.goto(server.url)
+        for key in keys:
+            page.get_by_label("API key", exact=True).fill(key)
+            page.keyboard.press("Enter")
+        expect(page.locator("#model")).not_to_be_empty()
+        page.get_by_text("Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Maximum tokens").fill("40")
+        return page
+
+    yield open_page
+    assert problems == []
+
+
+def ask(page, question: str) -> None:
+    """Ask, and wait for the end of the answer."""
+    count = page.locator("article").count()
+    page.fill("#message", question)
+    page.press("#message", "Enter")
+    expect(page.locator(DONE)).to_have_count(count + 1)
+
+
+def press(page, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def answers(page) -> list[str]:
+    return page.get_by_role("log").locator(".plain").all_text_contents()
+
+
+def begun(page, index: int, rank: int) -> str:
+    """The text up to a token, with another one in its place."""
+    return page.locator(TOKEN).nth(index).evaluate(BEGUN, rank)
+
+
+def test_a_chat_of_several_turns(servers, visit):
+    """Answers are the server's own; the last question is edited; Undo and Reset."""
+    chat, _ = servers
+    page = visit(chat, KEY)
+    messages = []
+    for question in ("Who is it?", "Why?"):
+        ask(page, question)
+        messages.append({"role": "user", "content": question})
+        messages.append(chat.answer("chat/completions", messages=messages)["message"])
+    said = [message["content"] for message in messages[1::2]]
+    assert answers(page) == said
+    expect(page.locator("footer").last).to_contain_text("tokens/s")
+    press(page, "Edit")
+    expect(page.get_by_role("textbox", name="Message")).to_have_value("Why?")
+    page.keyboard.press("End")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("Tell!\n")
+    expect(page.locator(".question").last).to_have_text("Why?\nTell!")
+    press(page, "Reset")
+    assert answers(page) == []
+    press(page, "Undo")
+    assert answers(page)[0] == said[0]
+
+
+def test_stop_and_continue(servers, visit):
+    """Tokens are shown while others are to come."""
+    page = visit(servers[0], KEY)
+    page.fill("#max_tokens", "400")
+    page.fill("#message", "Tell me all.")
+    press(page, "Send")
+    page.locator(TOKEN).nth(3).wait_for()
+    press(page, "Stop")
+    expect(page.locator("footer")).to_contain_text("stopped")
+    (part,) = answers(page)
+    assert 3 < page.locator(TOKEN).count() < 350
+    page.fill("#max_tokens", "5")
+    press(page, "Continue")
+    expect(page.locator("footer")).to_contain_text("5 tokens")
+    (whole,) = answers(page)
+    assert whole.startswith(part) and whole > part
+
+
+def test_another_token_by_keyboard(servers, visit):
+    """What is before it is kept, and the server goes on from it."""
+    chat, _ = servers
+    page = visit(chat, KEY)
+    ask(page, "Who?")
+    (old,) = answers(page)
+    page.locator(TOKEN).first.focus()
+    for key in ("ArrowRight",) * 6 + ("ArrowDown", "Home", "ArrowDown"):
+        page.keyboard.press(key)
+    options = page.get_by_role("option")
+    expect(options).to_have_count(10)
+    chances = [float(option.split()[-2]) for option in options.all_inner_texts()]
+    assert chances == sorted(chances, reverse=True)
+    assert page.locator("[aria-selected=true]").count() == 1
+    start = begun(page, 6, 1)
+    page.keyboard.press("Enter")
+    expect(page.locator(TOKEN).nth(6)).to_be_focused()
+    expect(page.locator(DONE)).to_have_count(1)
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": start}]
+    reply = chat.answer("chat/completions", messages=messages, continue_final_message=True)
+    assert answers(page) == [start + reply["message"]["content"]]
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("listbox")).to_be_hidden()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("button", name="Copy")).to_be_focused()
+    press(page, "Undo")
+    assert answers(page) == [old]
+
+
+def test_a_story_by_mouse(servers, visit):
+    """A model without a chat template continues a text."""
+    _, story = servers
+    page = visit(story)
+    expect(page.get_by_role("textbox", name="Text to continue")).to_have_value("Once upon a time")
+    ask(page, "Once upon a time")
+    assert answers(page) == [story.answer("completions", prompt="Once upon a time")["text"]]
+    page.locator(TOKEN).nth(9).hover()
+    start = begun(page, 9, 2)
+    page.get_by_role("option").nth(2).click()
+    expect(page.locator(f"{DONE} .chosen")).to_have_count(1)
+    reply = story.answer("completions", prompt="Once upon a time" + start)
+    assert answers(page) == [start + reply["text"]]
+
+
+def test_markup_stays_text(servers, visit):
+    """Of questions and answers; of one that comes byte by byte, parts of characters, too."""
+    page = visit(servers[1], permissions=["clipboard-read", "clipboard-write"])
+    events = [{"error": {"message": "<i>broken</i>"}}]
+    for byte in reversed(MARKUP.encode()):
+        data = [byte], [0x9F], []
+        top = [{"token": "</s>", "bytes": data[i], "logprob": -i} for i in range(3)]
+        choice = {"text": "", "logprobs": {"content": [{**top[0], "top_logprobs": top}]}}
+        events.insert(0, {"choices": [choice]})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    page.route("**/v1/completions", lambda route: route.fulfill(body=body))
+    ask(page, MARKUP)
+    assert answers(page) == page.locator(".question").all_text_contents() == [MARKUP]
+    expect(page.get_by_role("alert")).to_contain_text("<i>broken</i>")
+    assert page.locator("img, i, article script").count() == 0
+    press(page, "Copy")
+    assert page.evaluate("navigator.clipboard.readText()") == MARKUP
+    page.locator(TOKEN).nth(MARKUP.index("&")).click()
+    options = page.get_by_role("option")
+    assert [text.split()[0] for text in options.all_inner_texts()] == ["&", "\ufffd", "</s>"]
+    expect(options.nth(1)).to_be_disabled()  # no text has a part of a character
+    options.nth(2).click()
+    assert answers(page) == [MARKUP.partition("&")[0]]
+
+
+def test_key_and_errors(servers, visit):
+    """The key is in memory alone. An error has the server's words."""
+    page = visit(servers[0], "wrong", KEY)
+    assert page.locator("#asks").text_content() == "The server says: the API key is wrong."
+    page.fill("#temperature", "3")
+    ask(page, "Who?")
+    expect(page.get_by_role("alert")).to_have_text("temperature is 3; expected float from 0 to 2")
+    assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie") == "0"
+    page.reload()
+    expect(page.get_by_label("API key", exact=True)).to_have_value("")
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_phone_and_colours(servers, visit, mode):
+    page = visit(servers[1], color_scheme=mode, viewport={"width": 390, "height": 844})
+    ask(page, "Once")
+    page.locator(TOKEN).nth(20).focus()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    texts, steps, nameless = page.evaluate(LOOK)
+    assert len(texts) > 60 and texts[0][0] >= 4.5, texts[0]
+    assert min(steps) > 1.1 and nameless == []
+    page.get_by_role("switch", name="Shading").uncheck()
+    expect(page.locator(".tokens")).to_be_hidden()
+    expect(page.locator(".plain")).to_have_css("position", "static")
