@@ -87,16 +87,28 @@ def test_the_readme_shows_the_attention_that_runs():
 
 
 @needs("accelerate")
-def test_details_name_functions_and_tests_that_exist():
-    tests = [ROOT / "test_llama2.py", *(ROOT / "tests").glob("test_*.py")]
-    written = "".join(path.read_text("utf-8") for path in tests)
-    sources = [SCRIPT, ROOT / "examples" / "convert.py"]
-    source = "".join(path.read_text("utf-8") for path in sources)
-    details = PAGES[ROOT / "docs" / "details.md"]
-    for name in re.findall(r"Here `([\w.]+)`", details):
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
+def test_pages_name_what_exists(page):
+    """Functions, options, files and tests: where a page names one, it is there."""
+    sources = [
+        SCRIPT,
+        *ROOT.glob("examples/*.py"),
+        *ROOT.glob("models/*.py"),
+        *ROOT.glob("*_llama2.py"),
+    ]
+    source = "".join(path.read_text("utf-8") for path in (*sources, *ROOT.glob("kernels/*")))
+    text = PAGES[page]
+    for name in re.findall(r"Here `([\w.]+)`", text):
         assert re.search(rf"(?:def|class) {name.rpartition('.')[2]}\b", source), name
-    for name in re.findall(r"Test `(?:[\w/.]+::)?(\w+)`", details):
-        assert f"def {name}(" in written, name
+    for file, name in re.findall(r"`([\w/.]+\.py)::(\w+)`", " ".join(text.split())):
+        path = next(p for p in (ROOT / file, ROOT / "tests" / file) if p.exists())
+        assert f"def {name}(" in path.read_text("utf-8"), name
+    for name in re.findall(r"`(\w+)\(\)`", text):
+        assert re.search(rf"\b{name}\b", source), name
+    for option in re.findall(r"`(--[a-z-]+)", text):
+        assert option in source or option.replace("-", "_")[2:] in source, option
+    for file in re.findall(r"`((?:examples|docs|kernels|models|tests)/[\w./]+\w)", text):
+        assert (ROOT / file).exists() or (ROOT / file.rpartition("/")[0]).is_dir(), file
 
 
 def test_the_changelog_begins_with_this_version():
