@@ -136,11 +136,12 @@ def pick_model(args, path):
     return load(args, path)[0] if path else random_model(args)
 
 
-def new_cache(model, size, dtype=None):
-    """A cache for one row of `size` tokens."""
-    weight = model.norm.weight
-    dtype = dtype or model.cache_dtype or weight.dtype
-    return Cache(model.config, 1, size, dtype, weight.device)
+def model_file(args):
+    """The file of --model, else the bundled one. Raises ValueError if that is not here."""
+    path = args.model or llama2.DEFAULT_MODEL
+    if not path.exists():
+        raise ValueError(f"there is no {path}; pass --model FILE.gguf")
+    return path
 
 
 def random_tokens(model, T):
@@ -150,7 +151,7 @@ def random_tokens(model, T):
 
 def forward(model, T, context=0):
     """One pass of T tokens after `context` others; it can be repeated."""
-    cache = new_cache(model, context + T)
+    cache = model.new_cache(context + T)
     tokens = random_tokens(model, context + T)
     if context:
         model(tokens[:, :context], cache)
@@ -173,7 +174,7 @@ def suite_calls(model, T):
     c = model.config
     layer = model.layers[0]
     projections = [getattr(layer.self_attn, f"{name}_proj") for name in "qkv"]
-    cache = new_cache(model, T)
+    cache = model.new_cache(T)
     cos, sin = cache.rope(T)
     x = torch.randn(1, T, c.hidden_size).to(model.norm.weight)
     q, k, v = torch.randn(3, 1, c.num_attention_heads, T, c.head_dim).to(x)
@@ -317,7 +318,7 @@ def claim_mask(args, model):
     """(a) Making and finding the mask, compared with the pass that needs it."""
     saved = {}
     for T in (128, 512):
-        cache = new_cache(model, T)
+        cache = model.new_cache(T)
         ways = {way: partial(way, cache, T) for way in (Cache.mask, mask_by_loops, mask_by_torch)}
         times = {way: median(samples) for way, samples in interleave(ways).items()}
         whole = measure(forward(model, T)).median
@@ -332,7 +333,7 @@ def attention_steps(model, context):
     """A token's cache update and attention, all layers, after context - 1 others, in three ways."""
     c = model.config
     pair = torch.randn(2, 1, c.num_key_value_heads, 1, c.head_dim).to(model.norm.weight)
-    cache = new_cache(model, context)
+    cache = model.new_cache(context)
     cache.advance(random_tokens(model, context - 1))
     layers = [both.clone() for both in torch.stack((cache.k, cache.v), dim=1)]
 
@@ -385,7 +386,7 @@ def claim_modules(args, model):
 
 def claim_loading(args, model):
     """(d) From a real file to its first token: within a second and 2 s per GB."""
-    path = args.model or llama2.DEFAULT_MODEL
+    path = model_file(args)
 
     def first_token():
         loaded, tokenizer = load(args, path)
@@ -398,7 +399,7 @@ def claim_loading(args, model):
 
 def step_through(model, ids, start, cached=True):
     """The logits of each step of a generation whose outcome is ids[:, start:]."""
-    cache = new_cache(model, ids.shape[1])
+    cache = model.new_cache(ids.shape[1])
     logits = []
     for end in range(start, ids.shape[1] + 1):
         if not cached:
@@ -436,6 +437,7 @@ CLAIMS = {
 
 def run_claims(args):
     """Measure all five; print two lines for each."""
+    model_file(args)  # before minutes have passed
     model = random_model(args)
     print(f"{len(model.layers)} layers and the head")
     result = {}
@@ -541,7 +543,7 @@ def run_model(args, path):
     model = pick_model(args, path)
     size = args.depth + max(*args.prompt_tokens, args.gen_tokens)
     tokens = random_tokens(model, size)
-    cache = new_cache(model, size)
+    cache = model.new_cache(size)
     engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.reset, tokens)}
     for text in args.llama_bench if args.table else ():
         name, _, program = text.rpartition("=")
@@ -574,7 +576,7 @@ def run_models(args):
 
 
 def plot(models, path):
-    """tokens/s over rows for each engine, a panel for each model; reads on light and on dark."""
+    """tokens/s by tokens in a pass for each engine, a panel for each model; reads on light and on dark."""
     import matplotlib.pyplot as plt
 
     coloured = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")
@@ -592,7 +594,7 @@ def plot(models, path):
             rates = {test[2:]: rate for test, rate in row.items() if test != "tg"}
             if engine != "ours / best":
                 ax.plot([*rates], [*rates.values()], marker=".", label=engine)
-        ax.set(title=name, xlabel="rows", ylabel="tokens/s", ylim=(0, None))
+        ax.set(title=name, xlabel="tokens in a pass", ylabel="tokens/s", ylim=(0, None))
     axes[0][0].legend(frameon=False)
     figure.savefig(path, format="svg", transparent=True)
 
@@ -615,8 +617,7 @@ def windows(tokenizer, text, context):
 
 def run_perplexity(args):
     """Perplexity of a text: how well the second half of each window is predicted."""
-    path = args.model or llama2.DEFAULT_MODEL
-    model, tokenizer = load(args, path)
+    model, tokenizer = load(args, model_file(args))
     texts = windows(tokenizer, args.perplexity.read_text(encoding="utf-8"), args.context)
     logprobs = torch.cat([llama2.score(model, text)[args.context // 2 :] for text in texts])
     value = math.exp(-logprobs.double().mean())
@@ -676,9 +677,9 @@ class Reader(NamedTuple):
     logits: Callable | None = None
 
 
-def our_reader(model, tokenizer, dtype=None):
-    """llama2.py with a cache of `dtype` (default: the command line's)."""
-    cache = new_cache(model, model.config.max_position_embeddings, dtype)
+def our_reader(model, tokenizer, cache=None):
+    """llama2.py, by default with the cache that its command line makes."""
+    cache = cache or model.new_cache()
     options = {"sampling": llama2.Sampling(temperature=0), "max_new_tokens": NEW_TOKENS}
 
     def answer(prompt):
@@ -720,7 +721,7 @@ def llama_cpp_reader(program, path, tokenizer):
         text = ""
         for _, group in itertools.groupby(own, lambda i: tokenizer.decode([i]) != ""):
             ids = [*group]
-            text += tokenizer.decode(ids) or "".join(tokenizer.pieces[i] for i in ids)
+            text += tokenizer.decode(ids) or "".join(tokenizer.vocabulary.pieces[i] for i in ids)
         done = call_program(*command, "-p", text)
         ids = [int(i) for i in re.findall(r"(\d+) -> '", done.stderr)]
         if ids != prompt:
@@ -735,8 +736,8 @@ def all_readers(args, exact, tokenizer):
     path = args.fidelity
     fast, _ = load(args, path, "auto", compile=True)
     readers = {
-        "exact": our_reader(exact, tokenizer, torch.float32),
-        "fast, float32 cache": our_reader(fast, tokenizer, torch.float32),
+        "exact": our_reader(exact, tokenizer),
+        "fast, float32 cache": our_reader(fast, tokenizer, Cache(fast.config, device=args.device)),
         "fast": our_reader(fast, tokenizer),
     }
     small = path.stat().st_size < 2**30  # transformers makes all weights float32

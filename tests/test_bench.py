@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +88,23 @@ def test_suite_times_each_name_at_each_size(run):
     found = run("--suite", "--config", "tiny")["suite"]
     assert len(found) == 10 * len(bench.SIZES)
     assert {"rope_forward/8", "causal_mask/512", "decode/128"} <= found.keys()
+
+
+def test_copied_alone_beside_llama2(tmp_path):
+    """The suite runs; what needs a file says so."""
+    for module in (bench, llama2):
+        shutil.copy(module.__file__, tmp_path)
+    short = (
+        "import sys, bench_llama2 as b; b.SIZES = (1,); b.measure = b.partial(b.measure, limit=0); "
+    )
+    command = [sys.executable, "-c", short + "sys.exit(b.main(sys.argv[1:]))", "--config", "tiny"]
+    run = partial(subprocess.run, check=False, cwd=tmp_path, capture_output=True, text=True)
+    suite = run([*command, "--suite"])
+    assert suite.returncode == 0, suite.stderr
+    assert "decode/1 " in suite.stdout
+    claims = run([*command, "--claims"])
+    assert claims.returncode == 2
+    assert "pass --model FILE.gguf" in claims.stderr and claims.stderr.count("\n") == 1
 
 
 def test_claims(run):

@@ -14,7 +14,7 @@ from torch._inductor import metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llama2
-from test_llama2 import CONFIG, TOKENS, assert_close, needs, random_blocks
+from test_llama2 import CONFIG, GREEDY, TOKENS, assert_close, needs, random_blocks
 
 pytestmark = needs("accelerate", "CompiledBlock")
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -56,6 +56,7 @@ def test_by_inductor():
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=8,  # the heads are narrower than the residual stream
         vocab_size=50,
         max_position_embeddings=70000,
     )
@@ -74,7 +75,7 @@ def test_by_inductor():
     finally:
         torch._logging.set_logs()
     # 0: Inductor's own cache has this very code, which was counted when it was compiled.
-    assert metrics.num_bytes_accessed < 40000 * 16 * 4
+    assert metrics.num_bytes_accessed < 40000 * 8 * 4
     for size in (30, 45):
         ours, theirs = (llama2.Cache(config, 1, size) for _ in range(2))
         prompt = torch.tensor([[1, 7, 9]])
@@ -87,18 +88,11 @@ def test_by_inductor():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("padding", [None, [0, 3]])
 @torch.no_grad()
-def test_steps_equal_plain_ones(model, steps, padding):
-    """Prompts between them, truncated caches, rows of different lengths, several caches in turn."""
+def test_steps_equal_plain_ones(model, steps):
+    """Prompts between them, truncated caches, several caches in turn."""
     plain, fast = pair(model)
-
-    def fresh():
-        if padding is None:
-            return llama2.Cache(CONFIG, 2)
-        return llama2.PaddedCache(CONFIG, torch.tensor(padding))
-
-    pairs = [(fresh(), fresh()) for _ in range(2)]
+    pairs = [(model.new_cache(batch_size=2), model.new_cache(batch_size=2)) for _ in range(2)]
     for part in TOKENS[:2].split([20, 1, 1, 3, 1, 14], dim=1):
         for ours, theirs in pairs:
             assert_close(fast(part, ours), plain(part, theirs), 1e-5)
@@ -109,15 +103,18 @@ def test_steps_equal_plain_ones(model, steps, padding):
     assert len(steps) == 2 * 4 * len(fast.layers)
 
 
+class OtherCache(llama2.Cache):
+    """A subclass, whose methods may do anything."""
+
+
 def test_generation(model, steps):
-    results = []
-    for each in pair(model):
-        prompts = [[1, 5, 9], [1, 7]]
-        greedy = llama2.Sampling(temperature=0)
-        alone = [list(llama2.generate(each, ids, greedy, max_new_tokens=8)) for ids in prompts]
-        together = list(llama2.generate_batch(each, prompts, greedy, max_new_tokens=8))
-        results.append((alone, together))
-    assert results[0] == results[1] and len(results[0][0][0]) == 8 and steps
+    """The same ids; a cache of another class is read by plain torch."""
+    plain, fast = pair(model)
+    ids = list(llama2.generate(plain, [1, 5, 9], GREEDY, max_new_tokens=8))
+    for cache, count in ((OtherCache(CONFIG), 0), (None, 7 * len(fast.layers))):
+        found = llama2.generate(fast, [1, 5, 9], GREEDY, max_new_tokens=8, cache=cache)
+        assert [*found] == ids and len(ids) == 8
+        assert len(steps) == count
 
 
 def another_norm(model):
@@ -128,6 +125,7 @@ def another_norm(model):
 CHANGES = (
     lambda m: None,
     lambda m: m.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y),
+    lambda m: setattr(m.layers[0].self_attn, "forward", lambda x, *args: x),
     lambda m: setattr(m.layers[0], "mlp", nn.Identity()),
     lambda m: setattr(m.layers[0].input_layernorm, "eps", 3.0),
     another_norm,

@@ -12,12 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import torch.distributed.run
 
 import llama2
-from test_llama2 import PROMPT, SCRIPT, TOKENS, assert_close, needs
+from test_llama2 import CONFIG, GREEDY, PROMPT, SCRIPT, TOKENS, assert_close, make_weights, needs
 
 pytestmark = [
     needs("rank_part"),
@@ -73,7 +74,7 @@ def test_ranks_equal_one_process(forms, tmp_path):
     found = [torch.load(tmp_path / str(rank)) for rank in range(RANKS)]
     for form in RANK_FORMS:
         model, _ = llama2.load(root / form)
-        ids = list(llama2.generate(model, tokens[0].tolist(), llama2.Sampling(0), 6))
+        ids = list(llama2.generate(model, tokens[0].tolist(), GREEDY, 6))
         held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         if form == "tied.gguf":  # the embedding and the head are cut along different axes
             held += model.embed_tokens.blocks.nbytes
@@ -107,18 +108,31 @@ def test_too_many_ranks(forms):
         llama2.rank_part(checkpoint, 0, 2)
 
 
-@pytest.mark.parametrize("form", ["hf", "gguf.gguf"])
-def test_the_parts_of_all_ranks_are_the_whole(forms, form):
-    whole = llama2.open_checkpoint(forms[0] / form)
-    parts = [llama2.rank_part(whole, rank, 2).weights for rank in range(2)]
-    for name, weight in whole.weights.items():
-        first, second = (part[name].dense(torch.float32) for part in parts)
-        wanted = weight.dense(torch.float32)
-        if first.shape == wanted.shape:  # norms
-            assert torch.equal(first, wanted)
-        else:
-            axis = 1 if len(first) == len(wanted) else 0
-            assert torch.equal(torch.cat((first, second), axis), wanted), name
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@torch.no_grad()
+def test_the_shares_of_all_ranks_are_the_whole(kind):
+    """Of heads that are together wider than the residual stream, and an uneven MLP."""
+    config = dataclasses.replace(CONFIG, head_dim=32)
+    weights = {}
+    for name, w in make_weights(config).items():
+        stored = "F32" if "norm" in name else kind
+        blocks = gguf.quants.quantize(w, gguf.GGMLQuantizationType[stored]).view("uint8")
+        blocks = torch.from_numpy(blocks.reshape(w.shape[0] if w.ndim > 1 else 1, -1))
+        weights[name] = llama2.Weight(stored, w.shape, lambda blocks=blocks: blocks)
+    checkpoint = llama2.Checkpoint("", "", config, weights, None)
+    whole = llama2.build_model(checkpoint)
+    shares = [
+        llama2.build_model(llama2.rank_part(checkpoint, rank, RANKS)) for rank in range(RANKS)
+    ]
+    tokens = TOKENS[:2, :9]
+    x = whole.embed_tokens(tokens)
+    assert_close(torch.cat([m.embed_tokens(tokens) for m in shares], -1), x, 1e-6)
+    assert_close(torch.cat([m.lm_head(x) for m in shares], -1), whole.lm_head(x), 1e-5)
+    inputs = x, *llama2.rope_tables(config, 9), torch.ones(9, 9, dtype=torch.bool).tril(), None
+    for layer, block in enumerate(whole.layers):
+        attention = [m.layers[layer].self_attn(*inputs) for m in shares]
+        assert_close(sum(attention), block.self_attn(*inputs), 1e-5)
+        assert_close(sum(m.layers[layer].mlp(x) for m in shares), block.mlp(x), 1e-5)
 
 
 def test_waiting_for_others_can_be_ended():
