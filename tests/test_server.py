@@ -206,6 +206,9 @@ def test_stop_texts_that_span_tokens(server, loaded):
     assert all(start < len(choice.text) for start in choice.logprobs.text_offset)
     chunks = [*server.client.completions.create(**options, stream=True)]
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    space, once = (loaded[1].vocabulary.pieces.index(piece) for piece in ("\u2581", "\u2581Once"))
+    options |= {"prompt": [1, space], "logit_bias": {once: 100}, "stop": "ce"}
+    assert server.client.completions.create(**options).choices[0].text == " On"
 
 
 def test_tokens_and_models(server, loaded):
@@ -283,26 +286,22 @@ def test_calls_of_tools(server):
     properties = {"type": "object", "properties": {"city": city}, "required": ["city"]}
     properties["$defs"] = {"city": {"type": "string", "maxLength": 9}}
     functions = [{"name": "wind", "parameters": properties}, {"name": "quit"}]
-    tools = [{"type": "function", "function": function} for function in functions]
-    options = {**QUESTION, "tools": tools, "max_tokens": 99, "seed": 1, "model": ""}
-    create = server.client.chat.completions.create
+    options = {**QUESTION, "max_tokens": 99, "seed": 1, "model": ""}
+    options["tools"] = [{"type": "function", "function": function} for function in functions]
+    chats = server.client.chat.completions
     for name, keys in (("wind", ["city"]), ("quit", [])):
         choice = {"type": "function", "function": {"name": name}}
-        reply = create(**options, tool_choice=choice).choices[0]
+        reply = chats.create(**options, tool_choice=choice).choices[0]
         (call,) = reply.message.tool_calls
         assert (reply.finish_reason, call.function.name) == ("tool_calls", name)
         assert [*json.loads(call.function.arguments)] == keys
-        _, first, *rest, _ = create(**options, tool_choice=choice, stream=True)
-        parts = [chunk.choices[0].delta.tool_calls for chunk in [first, *rest]]
-        names = [part[0].function.name for part in parts if part]
-        assert names == [name] + [None] * (len(names) - 1)
-        arguments = "".join(part[0].function.arguments for part in parts if part)
-        assert arguments == call.function.arguments
-    (call,) = create(**options, tool_choice="required").choices[0].message.tool_calls
-    assert call.function.name in ("wind", "quit")
-    assert create(**options, tool_choice="none").choices[0].message.content
+        with chats.stream(**options, tool_choice=choice) as stream:
+            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed.function.arguments == call.function.arguments
+    assert chats.create(**options, tool_choice="required").choices[0].message.tool_calls
+    assert chats.create(**options, tool_choice="none").choices[0].message.content
     with pytest.raises(openai.BadRequestError, match='tool_choice is "auto"; expected required'):
-        create(**options)
+        chats.create(**options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -624,14 +623,12 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
 def test_page(server):
     """It may run its own script and style, and ask this server, and nothing else."""
     with server.send("/", b"", method="GET") as connection:
-        head, _, page = receive(connection).partition(b"\r\n\r\n")
-    assert b"referrer-policy: no-referrer" in head and b"x-content-type-options: nosniff" in head
-    policy = re.search(rb"content-security-policy: (.*)", head)[1].decode()
-    assert policy.startswith("default-src 'none'; ") and "connect-src 'self'" in policy
-    for tag in ("script", "style"):
-        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), page, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
+        head, _, page = receive(connection).decode().partition("\r\n\r\n")
+    assert "referrer-policy: no-referrer" in head and "x-content-type-options: nosniff" in head
+    assert "content-security-policy: default-src 'none'; " in head and "connect-src 'self'" in head
+    for tag, content in re.findall(r"<(script|style)>(.*?)</", page, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in head
 
 
 def test_sigterm_ends_streams():
