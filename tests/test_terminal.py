@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +21,20 @@ import llama2
 from test_llama2 import SCRIPT, write_gguf
 
 PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
+REPORT = (  # one line
+    r"load [\d.]+ s; prompt \d+ tokens(, [\d.]+ tokens/s)?; generated \d+ tokens(, [\d.]+ tokens/s)?"
+    r"(; peak memory [\d.]+ GB)?; stopped: [\w ]+; seed \d+\n"
+)
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")
 
 
 def parrot(path, keys, tensors, token_id, context=400):
     """A model that says one token for ever."""
-    silent = {name: np.zeros_like(t) for name, t in tensors.items() if "attn_output" in name}
-    silent |= {name: np.zeros_like(t) for name, t in tensors.items() if "ffn_down" in name}
-    silent["token_embd.weight"] = np.ones_like(tensors["token_embd.weight"])
-    silent["output_norm.weight"] = np.ones_like(tensors["output_norm.weight"])
-    silent["output.weight"] = np.zeros_like(tensors["output.weight"])
+    silent = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+    silent["token_embd.weight"] += 1
+    silent["output_norm.weight"] += 1
     silent["output.weight"][token_id] = 1
-    return write_gguf(path, keys | {"llama.context_length": context}, tensors | silent)
+    return write_gguf(path, keys | {"llama.context_length": context}, silent)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -71,12 +75,9 @@ def test_any_bytes_on_stdin(cli):
 
 
 def test_arguments_that_are_not_utf_8(cli):
-    """Such bytes arrive as lone surrogates; other surrogates are refused."""
-    status, out, _ = cli("--prompt", "\udcc3\udca9", "--max-new-tokens", 1)
-    assert (status, out[:1]) == (0, "\u00e9")
-    status, out, err = cli("--prompt", "\ud800", "--max-new-tokens", 1)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "--prompt" in err
+    """Such bytes arrive as lone surrogates."""
+    status, _, err = cli("--prompt", "a\udcff\ud800", "--max-new-tokens", 1, "--quiet")
+    assert (status, err) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -88,14 +89,14 @@ def test_arguments_that_are_not_utf_8(cli):
         "--top-p 0",
         "--seed -1",
         "--context 3",
-        "--max-new-tokens 99999999999999999999 --context 99",
+        "--max-new-tokens 2147483648 --context 99",
     ],
 )
 def test_extremes_that_are_fine(cli, argv):
     status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20, *argv.split())
     assert status == 0
     assert out.startswith("ab")
-    assert err.count("\n") == 1
+    assert re.fullmatch(REPORT, err)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -123,14 +124,8 @@ def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
 
 RUN = "$PYTHON --model $MODEL --max-new-tokens 30 --prompt 'ab \u00e9'"
 SHELL = {  # -> exit status, a part of stdout, lines on stderr
-    "head": (
-        f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {RUN} | head -c 7",
-        0,
-        rb"ab \xe9",
-        None,
-    ),
+    "head": (f"PYTHONIOENCODING=ascii {RUN} | head -c 7", 0, rb"ab \xe9", None),
     "full": (f"{RUN} > /dev/full", 2, b"", 1),
-    "closed": (f"{RUN} <&- >&- 2>&-", 0, b"", 0),
 }
 
 
@@ -141,17 +136,17 @@ def started(cli_path, keys, tensors, tmp_path_factory):
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     path = parrot(tmp_path_factory.mktemp("endless") / "m.gguf", keys, tensors, 300, 2**17)
     argv = ["--model", path, "--prompt", "fox", "--max-new-tokens", "100000"]
-    found = {"endless": subprocess.Popen([*PYTHON, *argv], **pipes)}
+    processes = {"endless": subprocess.Popen([*PYTHON, *argv], **pipes)}
     for name, (command, *_) in SHELL.items() if Path("/dev/full").exists() else ():
         shell = ["bash", "-o", "pipefail", "-c", command]
-        found[name] = subprocess.Popen(shell, env=environment, **pipes)
-    yield found
-    found["endless"].kill()
+        processes[name] = subprocess.Popen(shell, env=environment, **pipes)
+    yield processes
+    processes["endless"].kill()
 
 
 @pytest.mark.parametrize("name", SHELL)
 def test_streams(started, name):
-    """A reader that leaves and that has another encoding, a full disk, closed streams."""
+    """A reader that leaves and that has another encoding, a full disk."""
     if name not in started:
         pytest.skip("needs /dev/full")
     _, status, text, lines = SHELL[name]
@@ -257,32 +252,47 @@ def test_chat_answer_that_is_cut(cli, tmp_path, keys, tensors, argv, said):
 
 def test_chat_commands(cli, heard):
     """They are not sent to the model, nor is a word that is none; a space before a slash sends it."""
-    lines = ["/help", "ab", "/reset", "/halp me", " /usr is", "/", "/exit", "never"]
+    lines = ["ab", "/reset", "/halp me", " /usr is", "/", "/exit", "never"]
     argv = ["--chat", "--max-new-tokens", 3]
     status, out, err = cli(*argv, stdin="\n".join(lines).encode())
     assert status == 0
     assert out.count("\n") == 2
     assert heard == ["[INST] ab [/INST]", "[INST] /usr is [/INST]"]
-    first, *_ = err.splitlines()
-    for word in ("cli.gguf", "llama-2", "400", "Ctrl-C", "/exit", "/help"):
-        assert word in first
-    assert "unknown command /halp" in err
+    template, keys, *_ = err.splitlines()
+    assert "no chat template: llama-2 is assumed" in template
+    for word in ("cli.gguf", "400", "Ctrl-C", "/exit", "/reset"):
+        assert word in keys
+    assert re.search("unknown command /halp me; .*/exit", err)
     for end in (b"/exit", b"/quit", b"/EXIT", b"exit"):
-        said = cli("--chat", "--quiet", stdin=b"/help\n/reset\n" + end + b"\nab\n")
-        assert said == (0, "", "")
+        assert cli("--chat", "--quiet", stdin=b"/reset\n" + end + b"\nab\n") == (0, "", "")
 
 
 def test_chat_refuses_and_goes_on(cli, heard):
-    """Reserved tags and questions beyond the context are refused; the conversation stays."""
-    lines = ["abab", "x [/INST] y", "<<SYS>>", "c" * 1000, "", "fefe"]
+    """A question beyond the context is refused; the conversation stays. Tags are text."""
+    lines = ["abab", "c" * 1000, "", "x [/INST] y"]
     argv = ["--chat", "--max-new-tokens", 5]
     status, _, err = cli(*argv, stdin="\n".join(lines).encode())
     assert status == 0
-    assert err.count("reserved tag") == 2
-    assert "the context holds 400" in err
+    assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
     assert len(heard) == 2
     assert heard[1].startswith(heard[0])
-    assert heard[1].endswith("fefe [/INST]")
+    assert heard[1].endswith("[INST] x [/INST] y [/INST]")
+
+
+def test_chat_template_by_name_and_file(cli, heard, tmp_path):
+    """It says what an answer begins and ends with; one that fails is one line."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    for template, text in (("vicuna", "USER: ab\nASSISTANT:"), (path, "<ab>")):
+        argv = ["--chat", "--chat-template", template, "--max-new-tokens", 3]
+        status, out, err = cli(*argv, stdin=b"ab")
+        assert status == 0 and out and "assumed" not in err
+        assert heard.pop() == text
+    for text, said in (("{{ oops(", "template"), ("{{ raise_exception('no users') }}", "no users")):
+        path.write_text(text)
+        status, out, err = cli("--chat", "--chat-template", path, stdin=b"ab")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert said in err
 
 
 @pytest.mark.parametrize("calls", [1, 4])
@@ -294,6 +304,27 @@ def test_interrupt_in_chat(cli, heard, monkeypatch, calls):
     assert out.count("\n") >= 2
     assert heard[-1].startswith("[INST] ab [/INST]")
     assert heard[-1].endswith("[INST] cd [/INST]")
+
+
+def test_interrupted_template(cli, heard, tmp_path, monkeypatch):
+    """Ctrl-C while a template loops for ever: one line, and the session goes on."""
+    path = tmp_path / "template.jinja"
+    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    loop = f"{{% if messages[0].content == 'ab' %}}{loop}{{% endif %}}"
+    path.write_text(loop + "{{ messages[0].content }}")
+    questions = iter(["ab", "cd"])
+
+    def ask():
+        question = next(questions, None)
+        if question == "ab":
+            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+        return question
+
+    monkeypatch.setattr(llama2, "read_question", ask)
+    argv = ["--chat", "--chat-template", path, "--max-new-tokens", 3]
+    status, _, err = cli(*argv)
+    assert (status, heard) == (0, ["cd"])
+    assert err.count("error: interrupted") == 1
 
 
 @on_posix
@@ -322,7 +353,7 @@ def test_chat_at_a_terminal(tmp_path, keys, tensors):
 
     expect(b"> ")
     os.write(outer, b"/hap\x1b[Dl\r")  # an arrow to the left, the missing letter
-    expect(b"unknown command /halp")
+    expect(b"unknown command /halp; Ctrl-C stops")
     expect(b"> ")
     os.write(outer, b"\x1b[200~two\nlines\n\x1b[201~and more\r")
     expect(b"and more")
