@@ -275,7 +275,7 @@ def picture(name, height, *shape, **options):
 
 def table(ax, values, rows, columns, cells=(), limit=1.0):
     """Cells shaded by values from 0 to `limit`, with names of rows and columns, and texts."""
-    ax.imshow(values, cmap=SHADES, vmax=limit, vmin=0, interpolation="none")
+    ax.imshow(values.numpy(), cmap=SHADES, vmax=limit, vmin=0, interpolation="none")
     ax.set_aspect("auto")
     ax.set_yticks(range(len(rows)), rows)
     ax.set_xticks(range(len(columns)), columns)
@@ -293,16 +293,16 @@ def percent(values):
 
 def drawn(figure):
     """What a figure shows: its words, and the numbers of its lines and shades."""
-    words = []
+    words = set()
     arrays = []
     for ax in figure.axes:
         texts = [ax.title, *ax.texts, *ax.get_xticklabels(), *ax.get_yticklabels()]
-        contents = [text.get_text() for text in texts]
-        words += [content for content in contents if re.search("[a-z]", content)]
+        for text in texts:
+            words.update(re.findall("[A-Za-z]+", text.get_text()))
         arrays += [line.get_xydata() for line in ax.lines]
         arrays += [image.get_array() for image in ax.images]
     numbers = [[float(f"{x:.3g}") for x in array.ravel()] for array in arrays]
-    return {"words": words, "numbers": numbers}
+    return {"words": sorted(words), "numbers": numbers}
 
 
 def svg(figure):
@@ -366,11 +366,12 @@ def start(probe):
 def ids(probe):
     """## 1. A text becomes numbers
 
-    The model has a list of tokens, its vocabulary. SentencePiece cuts a text into these tokens, and
-    each is replaced by its place in the list, its *id*:
+    The model has a list of tokens, its vocabulary. SentencePiece cuts a text into them, and each is
+    replaced by its place in the list, its *id*:
 
     ```python
     import llama2
+
     model, tokenizer = llama2.load("models/stories.gguf")
     print(tokenizer.encode("{PROMPT}"))
     # {encoded}
@@ -542,14 +543,14 @@ def cache(probe):
     four, big all.](tour/4-mask.svg)
 
     In the picture BOS and "Tom" have been read before, and three new tokens come at once: the mask
-    is the last three rows of the triangle. This is what the cache saves:
+    is the last three rows of the triangle. And this is what one more token takes:
 
     ![Milliseconds for one more token after up to 511: reading all again rises, with the cache they
     stay near 0.](tour/4-time.svg)
 
     At the end of a text of {context} tokens, the longest for this model, one more took about
     {times:.0f} times as long without the cache as with it. The price is memory: {token} bytes for a
-    token, {whole:.1f} MB for all. Llama 2 7B needs {ratio:.0f} times as much.
+    token, {whole:.1f} MB for all. Llama 2 7B needs {ratio:.0f} times as much, in 16 bits.
     """
     words = probe.words(PROMPT)
     tokens = probe.ids(PROMPT)
@@ -628,9 +629,8 @@ def attention(probe):
     - *The same token*, earlier. No head looks for it: the most is {same:.0%}, and even shares for
       all tokens would give {same_even:.0%}.
     - *What followed it.* If a story has "red ball" twice, the second "red" can look at the first
-      "ball", and so foresee the second. The six strongest of these *induction heads*
-      ([Olsson et al. 2022](https://arxiv.org/abs/2209.11895)) are {six}; even shares would give
-      {even:.0%}.
+      "ball", and so foresee the second. Even shares would give {even:.0%}. The six strongest of
+      these *induction heads* ([Olsson et al. 2022](https://arxiv.org/abs/2209.11895)) are {six}.
 
     Where the strongest of the first and of the last kind look in our sentence, a row for each
     token that looks:
@@ -724,7 +724,8 @@ def groups(probe):
     In the code above, q has H = {H} heads, but k and v have only G = {G}. Heads 1 to {share} all use
     the first keys and values, the others the second. This is grouped-query attention
     ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)), as in Llama 2 70B and in Llama 3. In
-    the lines left out above, the queries of {share} heads become rows of one product with their keys:
+    the lines left out above, the queries of {share} heads become one taller matrix, to be multiplied
+    with the keys that they share:
 
     ```py
     {code[CausalSelfAttention.forward/H, G/mask =]}
@@ -765,8 +766,8 @@ def groups(probe):
 def stream(probe):
     """## 7. Each layer adds to what is there
 
-    A layer adds to a vector, it does not replace it: first what attention has fetched, then what
-    the MLP makes of the sum. Both read it through a norm:
+    A layer adds to a vector: first what attention has fetched, then what the MLP makes of the sum.
+    Both read it through a norm:
 
     ```py
     # Block.forward
@@ -1006,18 +1007,18 @@ def larger(probe):
 
     SmolLM2-135M ([how to install it](../README.md#quick-start)) has {times:.0f} times as many weights
     and was trained on web pages and code. It has {L} layers of {H} heads, and no BOS: the first
-    token of our sentence is "Tom". It, too, goes on with "box", with {box:.0%}. Measured in the same
-    way, on the same stories, its heads look at
+    token of our sentence is "Tom". It, too, goes on with "box", with {box:.0%}. This is what its
+    heads look at, measured in the same way:
 
     ![Three tables of 9 heads by 30 layers. The first token: dark in layers 4 to 10 and from 13 on.
     The token before: four dark cells in layers 2, 3, 12 and 17. What followed it: dark cells from
     layer 18 on only.](tour/11-heads.svg)
 
-    - *The first token*: it gets {sink:.0%} of all attention, and {sinks} of the {number} heads give
-      it more than half. No head of the small model does so. Its vector is special: after layer
-      {layer} it has a length of {length:,.0f}, the others {others:.0f} on average.
-    - *The token before*: most of all the heads {previous}.
-    - *What followed it*: the heads {induction}, all in later layers than those.
+    - *The first token.* It gets {sink:.0%} of all attention; {sinks} of the {number} heads give it
+      more than half, as no head of the small model does. And its vector is special: after layer
+      {layer} its length is {thousands:.0f} thousand, that of the others {others:.0f} on average.
+    - *The token before.* The strongest are {previous}.
+    - *What followed it.* The strongest are {induction}, all in later layers than those.
 
     ![The lens at the last token over the 30 layers, for box and for one. Both are at 0 up to layer
     25. one rises to 91 % in layer 27 and falls as box rises, to 97 % at the end.](tour/11-lens.svg)
@@ -1048,7 +1049,7 @@ def larger(probe):
     states = smol.stream(smol.watch(PROMPT))
     lengths = states.norm(dim=-1)  # (1 + L, T)
     layer = int(lengths[:, 0].argmax())
-    length = lengths[layer, 0].item()
+    thousands = lengths[layer, 0].item() / 1000
     others = lengths[layer, 1:].mean().item()
     chances = 100 * smol.say(states[:, -1])
     ax = picture("11-lens", 2.2)
