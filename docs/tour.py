@@ -498,18 +498,7 @@ def rotary(probe):
     root = D**0.5
     distance = torch.arange(14)
     cos, sin = llama2.rope_tables(probe.config, len(distance))
-    ax = picture("3-hands", 1.9)
-    shown = [0, 4, 8, 16]
-    for row, pair in enumerate(shown):
-        for x in range(12):
-            across = 0.45 * cos[x, pair]
-            up = 0.45 * sin[x, pair]
-            ax.plot([x, x + across], [-row, -row + up], color=BLUE)
-            ax.plot(x, -row, ".", color=FAINT)
-    ax.set_yticks([0, -1, -2, -3], [f"pair {pair + 1}" for pair in shown])
-    ax.set(xlabel="position", xticks=range(12), aspect="equal")
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0)
+    draw_hands(cos, sin)
 
     scores, _ = head_scores(probe)
     (best,) = strongest(scores["the token before"], 1)
@@ -535,6 +524,22 @@ def rotary(probe):
     ax.set(xlabel='distance from "box" back to "green"', ylabel="score", xticks=distance)
     ax.legend(**ABOVE)
     return locals()
+
+
+def draw_hands(cos, sin):
+    """Some pairs at positions 0 to 11, turned by the angles of cos, sin (T, D / 2)."""
+    ax = picture("3-hands", 1.9)
+    shown = [0, 4, 8, 16]
+    for row, pair in enumerate(shown):
+        for x in range(12):
+            across = 0.45 * cos[x, pair]
+            up = 0.45 * sin[x, pair]
+            ax.plot([x, x + across], [-row, -row + up], color=BLUE)
+            ax.plot(x, -row, ".", color=FAINT)
+    ax.set_yticks([0, -1, -2, -3], [f"pair {pair + 1}" for pair in shown])
+    ax.set(xlabel="position", xticks=range(12), aspect="equal")
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
 
 
 def cache(probe):
@@ -636,8 +641,8 @@ def attention(probe):
     {behind:.0%}, in head {second}.](tour/5-heads.svg)
 
     - *The token before.* The four strongest heads are {four} (2.1 is the first of layer 2).
-    - *The first token.* In large models many heads look at it if there is nothing to fetch (station
-      11). Here it gets up to {sink:.0%}.
+    - *The first token.* In large models many heads give it most of their attention (station 11).
+      Here it gets up to {sink:.0%}.
     - *The same token*, earlier. No head looks for it: the most is {same:.0%}, and even shares for
       all tokens would give {same_even:.0%}.
     - *What followed it.* If a story has "red ball" twice, the second "red" can look at the first
@@ -697,7 +702,17 @@ def attention(probe):
     shares = probe.attention(PROMPT, muted=previous)
     blind = shares[induction[0]][-1, box].item()
 
-    heads = strongest(scores["the token before"], number)
+    four = names(previous)
+    six = names(induction)
+    first = name(previous[0])
+    second = name(induction[0])
+    return locals() | mute_heads(probe, previous, induction)
+
+
+def mute_heads(probe, previous, induction):
+    """Draw the probability of "box" with some heads muted; the lowest of each kind."""
+    scores, _ = head_scores(probe)
+    heads = strongest(scores["the token before"], scores["the token before"].numel())
     others = [head for head in heads if head not in previous + induction]
     rest = len(others)
     generator = torch.Generator().manual_seed(0)
@@ -722,10 +737,6 @@ def attention(probe):
     intact, least_one, least_other, without_six, without_four = least
     ax.set_yticks(range(0, -len(muted), -1), muted)
     ax.set(xlabel='probability of "box", %', xlim=(-2, 102), ylim=(-4.5, 0.5))
-    four = names(previous)
-    six = names(induction)
-    first = name(previous[0])
-    second = name(induction[0])
     return locals()
 
 
@@ -836,6 +847,11 @@ def stream(probe):
     ax.legend(**ABOVE)
 
     width = probe.config.intermediate_size
+    return locals() | find_neuron(probe)
+
+
+def find_neuron(probe):
+    """Draw the neuron whose least activation at a word is most above that at all other words."""
     ids = torch.cat([probe.ids(text)[0] for text in STORIES])
     count = len(ids)
     frequent = [token_id for token_id in ids.unique() if (ids == token_id).sum() > 2]
