@@ -5,10 +5,7 @@ They take the bundled model in float32, and one server for nearly all of them.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -20,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,19 +38,19 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Running:
-    """A server, the port that it said, and what it wrote before that."""
+    """A server."""
 
     def __init__(self, *options: str) -> None:
         command = [sys.executable, str(SERVER), "--port", "0", "--threads", "1", *options]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        self.notes = []
-        while not (line := self.process.stderr.readline()).startswith("listening on http://"):
-            assert line, self.notes
-            self.notes.append(line)
-        self.port = int(line.rsplit(":", 1)[1])
-        url = f"http://127.0.0.1:{self.port}/v1"
-        self.client = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=120)
+        while not (line := self.process.stderr.readline()).startswith("listening on "):
+            assert line, command
+        self.url = line.split()[-1]
+        self.port = int(self.url.rpartition(":")[2])
+        self.http = openai.DefaultHttpxClient(base_url=self.url, timeout=120)
+        options = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 120}
+        self.client = openai.OpenAI(api_key=KEY, **options)
 
     def stop(self) -> str:
         """SIGTERM; returns what it wrote."""
@@ -64,25 +62,22 @@ class Running:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=100)
 
-    def send(self, path: str, body: bytes | dict, *headers: str, method="POST") -> socket.socket:
-        """A connection on which a request was sent."""
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = [f"{method} {path} HTTP/1.1", f"Content-Length: {len(body)}", "Connection: close"]
-        if not any(header.startswith("Host:") for header in headers):
-            head.append("Host: localhost")
+    def send(self, **body) -> socket.socket:
+        """A connection on which a long completion was asked for."""
+        data = json.dumps(LONG | body).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         connection = self.connect()
-        connection.sendall("\r\n".join([*head, *headers, "", ""]).encode() + body)
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return connection
 
-    def get(self, path: str, *headers: str, method="GET") -> str:
-        """The head of an answer, in lower case."""
-        with self.send(path, b"", *headers, method=method) as connection:
-            return receive(connection).partition(b"\r\n\r\n")[0].decode().lower()
+    def get(self, path: str, **headers: str) -> Any:
+        return self.http.get(path, headers=headers)
 
-    def post(self, path: str, body: bytes | dict, *headers: str) -> tuple[int, dict]:
+    def post(self, path: str, body: bytes | dict, **headers: str | bytes) -> tuple[int, dict]:
         """Status and answer of a POST."""
-        with self.send(path, body, *headers) as connection:
-            return answer(connection)
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        reply = self.http.post(path, content=data, headers=headers)
+        return reply.status_code, reply.json()
 
     def cached(self, **body) -> int:
         """How many tokens of a prompt are not read again."""
@@ -100,11 +95,6 @@ def receive(connection: socket.socket) -> bytes:
     return data
 
 
-def answer(connection: socket.socket) -> tuple[int, dict]:
-    head, _, body = receive(connection).partition(b"\r\n\r\n")
-    return int(head.split()[1]), json.loads(body)
-
-
 @pytest.fixture(scope="module")
 def server():
     server = Running("--quiet")
@@ -117,14 +107,12 @@ def loaded():
     return llama2.load(llama2.DEFAULT_MODEL, dtype="auto")
 
 
-def library(loaded, prompt, most, **sampling) -> str:
+def library(loaded, prompt: str | list[int], max_new_tokens: int, **sampling) -> str:
     """What llama2 says without a server."""
     model, tokenizer = loaded
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    sampling = llama2.Sampling(**sampling)
-    return "".join(
-        llama2.stream_text(model, tokenizer, ids, sampling=sampling, max_new_tokens=most)
-    )
+    options = {"sampling": llama2.Sampling(**sampling), "max_new_tokens": max_new_tokens}
+    return "".join(llama2.stream_text(model, tokenizer, ids, **options))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,13 +120,24 @@ def library(loaded, prompt, most, **sampling) -> str:
 
 
 def test_completions_are_those_of_the_library(server, loaded):
-    expected = library(loaded, STORY, 40, temperature=0)
-    ids = loaded[1].encode(STORY)
-    reply = server.client.completions.create(prompt=ids, max_tokens=40, echo=True, **GREEDY)
-    assert reply.choices[0].text == STORY + expected
+    """Of texts and of ids, streamed or not."""
+    prompts = [STORY, "The wolf", "In the forest"]
+    expected = [library(loaded, prompt, 9, temperature=0) for prompt in prompts]
+    options = {"max_tokens": 9, **GREEDY}
+    ids = [loaded[1].encode(prompt) for prompt in prompts]
+    reply = server.client.completions.create(prompt=ids, echo=True, **options)
+    texts = [choice.text for choice in reply.choices]
+    assert texts == [*map("".join, zip(prompts, expected, strict=True))]
     assert reply.choices[0].finish_reason == "length"
-    assert reply.usage.prompt_tokens == len(ids)
-    assert reply.usage.completion_tokens == 40
+    assert reply.usage.prompt_tokens == sum(map(len, ids))
+    assert reply.usage.completion_tokens == 27
+    texts = ["", "", ""]
+    for chunk in server.client.completions.create(prompt=prompts, **options, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+
+
+def test_sampling_is_that_of_the_library(server, loaded):
     fields = {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 5}
     fields["repetition_penalty"] = 1.3
 
@@ -155,46 +154,27 @@ def test_completions_are_those_of_the_library(server, loaded):
     assert server.post(COMPLETIONS, body)[1]["choices"][0]["text"] == expected
 
 
-def test_several_prompts_and_streams(server, loaded):
-    prompts = [STORY, "The wolf", "In the forest"]
-    expected = [library(loaded, prompt, 9, temperature=0) for prompt in prompts]
-    options = {"prompt": prompts, "max_tokens": 9, **GREEDY}
-    many = server.client.completions.create(**options)
-    assert [choice.text for choice in many.choices] == expected
-    texts = ["", "", ""]
-    for chunk in server.client.completions.create(**options, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == expected
-
-
 def test_chats(server, loaded):
-    model, tokenizer = loaded
+    """Streamed or not, and an answer that goes on from its beginning."""
+    tokenizer = loaded[1]
     messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Who?"}]
     ids = llama2.encode_chat(tokenizer, messages, "llama-2")
-    options = {"sampling": llama2.Sampling(0), "max_new_tokens": 20}
-    expected = "".join(llama2.chat(model, tokenizer, messages, "llama-2", **options))
-    messages[1]["content"] = [{"type": "text", "text": "Who?"}]
-    messages[0]["role"] = "developer"
+    expected = library(loaded, ids, 20, temperature=0).lstrip()
+    messages.append({"role": "assistant", "content": "There was a"})
+    ids = llama2.encode_chat(tokenizer, messages, "llama-2", continue_final_message=True)
     options = {"messages": messages, "max_completion_tokens": 20, **GREEDY}
-    reply = server.client.chat.completions.create(**options)
-    assert reply.choices[0].message.content == expected
-    assert reply.usage.prompt_tokens == len(ids)
-    usage = {"include_usage": True}
-    first, *chunks, end, last = server.client.chat.completions.create(
-        **options, stream=True, stream_options=usage
-    )
+    _, reply = server.post(CHAT, options | {"continue_final_message": True})
+    assert reply["choices"][0]["message"]["content"] == library(loaded, ids, 20, temperature=0)
+    messages[0]["role"] = "developer"
+    messages[1]["content"] = [{"type": "text", "text": "Who?"}]
+    del messages[2]
+    chats = server.client.chat.completions
+    assert chats.create(**options).choices[0].message.content == expected
+    options |= {"stream": True, "stream_options": {"include_usage": True}}
+    first, *chunks, end, last = chats.create(**options)
     assert first.choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected
-    assert end.choices[0].finish_reason == "length"
-    assert last.usage.completion_tokens == 20
-
-
-def test_answers_that_go_on(server, loaded):
-    messages = [*QUESTION["messages"], {"role": "assistant", "content": "There was a"}]
-    ids = llama2.encode_chat(loaded[1], messages, "llama-2", continue_final_message=True)
-    expected = library(loaded, ids, 9, temperature=0)
-    body = {"messages": messages, "max_tokens": 9, "continue_final_message": True, **GREEDY}
-    assert server.post(CHAT, body)[1]["choices"][0]["message"]["content"] == expected
+    assert (end.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 20)
 
 
 def test_stop_texts_that_span_tokens(server, loaded):
@@ -216,14 +196,8 @@ def test_tokens_and_models(server, loaded):
     body = {"content": STORY, "add_special": True}
     assert server.post("/tokenize", body)[1] == {"tokens": ids, "count": len(ids)}
     assert server.post("/detokenize", {"tokens": ids})[1]["content"] == STORY
-    assert server.post("/detokenize", {"tokens": [10**9]})[0] == 400
-    for content in (None, 5, ["a"]):
-        assert server.post("/tokenize", {"content": content})[0] == 400
-    for tokens in (None, "abc", [1.5], [[1]]):
-        assert server.post("/detokenize", {"tokens": tokens})[0] == 400
-    assert [model.id for model in server.client.models.list()] == ["stories"]
-    model = server.client.models.retrieve("stories")
-    assert (model.id, model.chat) == ("stories", False)
+    (model,) = server.client.models.list()
+    assert server.client.models.retrieve("stories") == model and not model.chat
     with pytest.raises(openai.NotFoundError, match="the model is 'stories'"):
         server.client.models.retrieve("ORG/NAME")
     status, reply = server.post("/v1/responses", {})
@@ -243,10 +217,11 @@ def test_scores_of_new_tokens(server, loaded):
     for entry in content:
         assert entry.logprob == {e.token: e.logprob for e in entry.top_logprobs}[entry.token]
     assert b"".join(bytes(e.bytes) for e in content).decode().lstrip() == choice.message.content
-    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
-    drawn = [ids[bytes(entry.bytes)] for entry in content]
     prompt = llama2.encode_chat(tokenizer, messages, "llama-2")
-    expected = llama2.score(model, prompt + drawn)[-len(drawn) :].tolist()
+    sampling = llama2.Sampling(1.5, seed=3)
+    generation = llama2.generate(model, prompt, sampling, 30)
+    assert [bytes(entry.bytes) for entry in content] == [*map(tokenizer.token_bytes, generation)]
+    expected = llama2.score(model, generation.ids)[len(prompt) - 1 :].tolist()
     assert [entry.logprob for entry in content] == pytest.approx(expected, abs=1e-4)
     entries, text = [], ""
     _, *chunks = server.client.chat.completions.create(**options, stream=True)
@@ -260,20 +235,17 @@ def test_scores_of_new_tokens(server, loaded):
 def test_answers_that_fit_a_schema(server):
     """Whole JSON; cut answers say "length"; what is impossible is refused. See test_schema.py."""
     pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}}
-    schema |= {"required": ["name"], "additionalProperties": False}
-    inner = {"name": "n", "schema": schema, "strict": True}
-    form = {"type": "json_schema", "json_schema": inner}
+    schema = {"type": "string", "maxLength": 9}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     options = {**QUESTION, "max_tokens": 60, "seed": 1, "model": "", "logprobs": True}
-    reply = server.client.chat.completions.create(**options, response_format=form)
-    (choice,) = reply.choices
+    (choice,) = server.client.chat.completions.create(**options, response_format=form).choices
     assert choice.finish_reason == "stop"
-    assert [*json.loads(choice.message.content)] == ["name"]
-    assert choice.logprobs.content[0].logprob < -1  # the model's own: it would not say {
+    assert len(json.loads(choice.message.content)) < 10
+    assert choice.logprobs.content[0].logprob < -1  # the model's own: it would not say "
     body = {"prompt": STORY, "max_tokens": 2, "response_format": {"type": "json_object"}}
     (choice,) = server.post(COMPLETIONS, body)[1]["choices"]
     assert choice["finish_reason"] == "length" and choice["text"].startswith("{")
-    inner["schema"] = {"not": {"type": "string"}}
+    form["json_schema"]["schema"] = {"not": {"type": "string"}}
     status, reply = server.post(COMPLETIONS, body | {"response_format": form})
     assert (status, reply["error"]["param"]) == (400, "response_format")
     assert '{"not": {"type": "string"}}' in reply["error"]["message"]
@@ -282,9 +254,8 @@ def test_answers_that_fit_a_schema(server):
 def test_calls_of_tools(server):
     """Streamed or not; arguments have the properties that the schema names, and no others."""
     pytest.importorskip("llguidance")
-    city = {"$ref": "#/$defs/city"}
-    properties = {"type": "object", "properties": {"city": city}, "required": ["city"]}
-    properties["$defs"] = {"city": {"type": "string", "maxLength": 9}}
+    properties = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}}
+    properties |= {"required": ["city"], "$defs": {"city": {"type": "string", "maxLength": 9}}}
     functions = [{"name": "wind", "parameters": properties}, {"name": "quit"}]
     options = {**QUESTION, "max_tokens": 99, "seed": 1, "model": ""}
     options["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -298,7 +269,6 @@ def test_calls_of_tools(server):
         with chats.stream(**options, tool_choice=choice) as stream:
             (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
         assert streamed.function.arguments == call.function.arguments
-    assert chats.create(**options, tool_choice="required").choices[0].message.tool_calls
     assert chats.create(**options, tool_choice="none").choices[0].message.content
     with pytest.raises(openai.BadRequestError, match='tool_choice is "auto"; expected required'):
         chats.create(**options)
@@ -342,33 +312,25 @@ def test_seeds_take_nothing_from_others(server):
         assert server.cached(prompt=STORY, **options) == 0
 
 
-def test_who_hangs_up_is_not_served_on(server):
+def test_a_full_queue_and_who_hangs_up(server):
+    """One request runs, 64 wait; others are refused at once. Who hangs up is not served on."""
     start = time.perf_counter()
     server.post(COMPLETIONS, LONG)
     one = time.perf_counter() - start
-    held = [server.send(COMPLETIONS, {**LONG, "stream": i % 2 == 0}) for i in range(21)]
-    time.sleep(0.2)
-    for connection in held:
-        connection.close()
-    start = time.perf_counter()
-    server.cached(prompt="A")
-    assert time.perf_counter() - start < 7 * one  # 21 answers would take 21 times as long
-
-
-def test_full_queue(server):
-    """One request runs, 64 wait; all others are refused at once."""
-    held = [server.send(COMPLETIONS, LONG) for _ in range(70)]
-    refused, *_ = select.select(held, [], [], 100)
+    held = [server.send(stream=i < 20) for i in range(70)]
+    refused, *_ = select.select(held[20:], [], [], 100)  # of the others the heads have come
     head = refused[0].recv(4096).lower()
     assert head.startswith(b"http/1.1 503 ") and b"retry-after: 2" in head
     for connection in held:
         connection.close()
+    start = time.perf_counter()
     server.cached(prompt="A")
+    assert time.perf_counter() - start < 7 * one  # all answers would take ten times as long
 
 
 def test_slow_clients_hold_up_nobody(server):
     """Neither one that reads nothing, nor one that has sent half a body."""
-    slow = server.send(COMPLETIONS, {**LONG, "max_tokens": 50, "stream": True})
+    slow = server.send(max_tokens=50, stream=True)
     half = server.connect()
     half.sendall(b'POST /tokenize HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 99\r\n\r\n{"con')
     assert server.cached(prompt="A") < 2
@@ -381,7 +343,14 @@ def test_slow_clients_hold_up_nobody(server):
 
 PROMPT = {"prompt": "A", "max_tokens": 1}
 QUESTION = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1}
+BODIES = {
+    COMPLETIONS: PROMPT,
+    CHAT: QUESTION,
+    "/tokenize": {"content": "A"},
+    "/detokenize": {"tokens": [5]},
+}
 WRONG = """{
+"completions": {
 "max_tokens": [-1, 1.5, "5", true, [], 2147483648, 1e400],
 "max_completion_tokens": [-1, "5", false],
 "temperature": [-0.1, 2.1, "0", true, 1e400],
@@ -409,69 +378,60 @@ WRONG = """{
 "modalities": [["audio"]],
 "reasoning_effort": ["low"],
 "grammar": ["root ::= x"]
+},
+"/v1/completions": {
+"logprobs": [21],
+"prompt": [
+null, 1, true, {}, [], [[]], [[], "a"], [1.5], [true], [-1], [1000000],
+[[1], [1000000]], ["a", 1], [null], [["a"]]
+]},
+"/v1/chat/completions": {
+"echo": [true],
+"top_logprobs": [5],
+"messages": [
+null, [], "A", ["A"], [{"role": "user"}], [{"content": "A"}],
+[{"role": "user", "content": {}}], [{"role": "user", "content": [{"type": "image_url"}]}],
+[{"role": "assistant", "content": "A"}], [{"role": [], "content": "A"}],
+[{"role": "\\ud800", "content": "A"}],
+[{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}], [{"role": "user", "name": "A"}],
+[{"role": "user", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+[{"role": "user", "content": "A", "reasoning": "A"}],
+[{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
+]},
+"/tokenize": {"content": [null, 5, ["a"]], "with_pieces": [true]},
+"/detokenize": {"tokens": [null, "abc", [1.5], [[1]], [1000000]]}
 }"""
 NEUTRAL = """{
 "user": "u", "metadata": {"a": "b"}, "store": false, "n": 1, "tools": [], "tool_choice": "none",
 "parallel_tool_calls": false, "response_format": {"type": "text"}, "suffix": null, "logit_bias": {}, "echo": false, "stop": null,
 "unknown": null, "stream_options": {"include_usage": false}, "top_logprobs": 0
 }"""
-BAD_PROMPTS = """[
-null, 1, 1.5, true, {}, [], [[]], [[], "a"], [1.5], [true], [-1], [1000000], [1e30],
-[[1], [1000000]], ["a", 1], [null], [["a"]], [{"a": 1}]
-]"""
-BAD_MESSAGES = """[
-null, [], "A", {}, ["A"], [[]], [{}], [{"role": "user"}], [{"content": "A"}], 1, [null],
-[{"role": "user", "content": null}], [{"role": "user", "content": {}}],
-[{"role": "user", "content": ["A"]}], [{"role": "user", "content": [{"type": "image_url"}]}],
-[{"role": "user", "content": [{"type": "text"}]}],
-[{"role": "assistant", "content": "A"}], [{"role": "tool", "content": "A"}],
-[{"role": null, "content": "A"}], [{"role": [], "content": "A"}],
-[{"role": "\\ud800", "content": "A"}],
-[{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}], [{"role": "user", "name": "A"}],
-[{"role": "user", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-[{"role": "user", "content": "A", "reasoning": "A"}],
-[{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
-]"""
 BAD_BODIES = b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b"{} {}", b"[" * 200_000
 BAD_VALUES = b'{"prompt": "A", "temperature": NaN}', b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900)
 
 
-@pytest.mark.parametrize("name", json.loads(WRONG))
-def test_wrong_fields(server, name):
-    for value in json.loads(WRONG)[name]:
-        for path, body in ((COMPLETIONS, PROMPT), (CHAT, QUESTION)):
-            status, reply = server.post(path, {**body, name: value})
+@pytest.mark.parametrize("path", BODIES)
+def test_wrong_fields(server, path):
+    wrong = json.loads(WRONG)
+    fields = wrong[path] | (wrong["completions"] if path.startswith("/v1") else {})
+    for name, values in fields.items():
+        for value in values:
+            status, reply = server.post(path, {**BODIES[path], name: value})
             assert (status, reply["error"]["param"]) == (400, name), value
             assert name in reply["error"]["message"]
 
 
-def test_wrong_fields_of_one_path(server):
-    for path, field, name, value in (
-        (COMPLETIONS, "prompt", "logprobs", 21),
-        (CHAT, "messages", "echo", True),
-        (CHAT, "messages", "top_logprobs", 5),  # without logprobs
-        ("/tokenize", "content", "with_pieces", True),
-    ):
-        body = {field: QUESTION.get(field, "A"), name: value}
-        status, reply = server.post(path, body)
-        assert (status, reply["error"]["param"]) == (400, name)
-    assert server.post(COMPLETIONS, PROMPT | {"\ud800": 1})[1]["error"]["param"] == "?"
-
-
-def test_bad_prompts_and_bodies(server):
-    many = ["a"] * 129, "a " * 600, [5] * 512
-    for value in [*json.loads(BAD_PROMPTS), *many]:
+def test_long_prompts_and_bad_bodies(server):
+    for value in (["a"] * 129, "a " * 600, [5] * 512):
         status, reply = server.post(COMPLETIONS, {"prompt": value})
         assert (status, reply["error"]["param"]) == (400, "prompt"), value
     assert reply["error"]["code"] == "context_length_exceeded"
     assert "This model's maximum context length is 512 tokens" in reply["error"]["message"]
-    for value in json.loads(BAD_MESSAGES):
-        status, reply = server.post(CHAT, {"messages": value})
-        assert (status, reply["error"]["param"]) == (400, "messages"), value
     for body in BAD_BODIES + BAD_VALUES:
         status, reply = server.post(COMPLETIONS, body)
         assert status == 400 and {*reply["error"]} == {"message", "type", "param", "code"}
         assert (reply["error"]["param"] is None) == (body in BAD_BODIES), body[:60]
+    assert server.post(COMPLETIONS, PROMPT | {"\ud800": 1})[1]["error"]["param"] == "?"
 
 
 def test_what_is_odd_but_right(server):
@@ -500,10 +460,7 @@ def test_large_bodies_are_refused_before_they_are_read(server):
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory, loaded):
-    """A server with a key, whose model says SAID and EOS after "A": each token has one successor.
-
-    Its chat template fails.
-    """
+    """A server with a key, whose model says SAID and EOS after "A": each token has one successor."""
     tokenizer = loaded[1]
     said = tokenizer.encode("A" + SAID, bos=False) + [tokenizer.eos_id]
     config = llama2.Config(**SHAPE | {"vocab_size": tokenizer.vocab_size})
@@ -517,10 +474,8 @@ def parrot(tmp_path_factory, loaded):
     for token_id, successor in itertools.pairwise(said):
         weights["lm_head.weight"][successor] = 9 * rows[token_id]
     path = tmp_path_factory.mktemp("parrot") / "parrot.gguf"
-    template = "{{ raise_exception('odd') }}"
-    vocabulary = dataclasses.replace(tokenizer.vocabulary, chat_template=template)
-    llama2.save_gguf(make_model(config, weights), path, tokenizer=llama2.Tokenizer(vocabulary))
-    server = Running("--api-key", KEY, "--context", "48", "--model", str(path), "--quiet")
+    llama2.save_gguf(make_model(config, weights), path, tokenizer=tokenizer)
+    server = Running("--api-key", KEY, "--model", str(path), "--quiet")
     yield server
     assert server.stop() == ""
 
@@ -531,23 +486,19 @@ def test_characters_are_whole(parrot):
     chunks = parrot.client.completions.create(**options, stream=True)
     texts = [chunk.choices[0].text for chunk in chunks]
     assert "".join(texts) == SAID and {"€", "𝄞"} <= {*texts}
-    stopped = parrot.client.completions.create(**options, stop=["𝄞"])
-    assert stopped.choices[0].text == SAID.partition("𝄞")[0]
     reply = parrot.client.completions.create(**options, logprobs=1, echo=True)
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("A" + SAID, "stop")
     new = reply.usage.completion_tokens
     assert len(reply.choices[0].logprobs.tokens) == 2 + new + 1  # BOS, A and EOS
     cut = parrot.client.completions.create(**options | {"max_tokens": 2})
-    assert cut.choices[0].text == "A \ufffd".removeprefix("A")  # a part of a character
+    assert cut.choices[0].text == " \ufffd"  # a part of a character
 
 
-def test_api_key_and_a_template_that_fails(parrot):
-    with pytest.raises(openai.BadRequestError, match="the chat template: .*odd"):
-        parrot.client.chat.completions.create(**QUESTION, model="")
-    for given in ("X: y", "Authorization: Bearer x", f"Authorization: {KEY}"):
-        status, reply = parrot.post("/v1/nothing", {}, given)
+def test_api_key(parrot):
+    for given in ("Bearer x", KEY, ""):
+        status, reply = parrot.post("/v1/nothing", {}, Authorization=given)
         assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
-    assert "200 ok" in parrot.get("/health") and "200 ok" in parrot.get("/")
+    assert parrot.get("/health").status_code == parrot.get("/").status_code == 200
 
 
 # --------------------------------------------------------------------------------------------------
@@ -556,18 +507,19 @@ def test_api_key_and_a_template_that_fails(parrot):
 
 def test_other_sites_are_refused(server):
     """By the name they rebind, by the page's origin, by what forms can send."""
-    named = "host.docker.internal:8080", "box.local", "a.localhost"
-    for host in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]:1", "10.0.0.7", *named):
-        own = f"Host: {host}", f"Origin: http://{host}"
-        assert "200 ok" in server.get("/health", *own)
-    for host in ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com", "", "x", "local"):
-        assert " 403 " in server.get("/v1/models", f"Host: {host}")
-    for origin in ("http://evil.com", "null", "https://localhost", "http://localhost:9"):
-        assert " 403 " in server.get("/v1/models", f"Origin: {origin}")
-    for kind in ("text/plain", "multipart/form-data; boundary=x"):
-        assert server.post(COMPLETIONS, PROMPT, f"Content-Type: {kind}")[0] == 415
-    for kind in ("application/json", "application/x-www-form-urlencoded"):  # the latter is curl's
-        assert server.post(COMPLETIONS, PROMPT, f"Content-Type: {kind}")[0] == 200
+    for host in ("localhost:8080", "[::1]:1", "10.0.0.7", "host.docker.internal:8080", "box.local"):
+        assert server.get("/health", Host=host, Origin=f"http://{host}").status_code == 200
+    for host in ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com", ""):
+        assert server.get("/v1/models", Host=host).status_code == 403
+    for origin in ("http://evil.com", "null", "http://localhost:9"):
+        assert server.get("/v1/models", Host="localhost", Origin=origin).status_code == 403
+    for content_type, status in (
+        ("text/plain", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/json", 200),
+        ("application/x-www-form-urlencoded", 200),  # curl's
+    ):
+        assert server.post(COMPLETIONS, PROMPT, **{"Content-Type": content_type})[0] == status
 
 
 TEMPLATE = """{{ tools | tojson }}{% for m in messages %}
@@ -595,54 +547,49 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     function["arguments"] = '{"city": "Rome"}'
     body = {"messages": messages, "tools": tools, "tool_choice": "none", "max_tokens": 1}
     assert server.post(CHAT, body)[1]["usage"]["prompt_tokens"] == expected
-    asks = "Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization"
-    head = server.get(COMPLETIONS, f"Origin: {site}", *asks, method="OPTIONS")
-    assert f"access-control-allow-origin: {site}" in head and "post" in head
-    assert f"access-control-allow-origin: {site}" in server.get("/health", f"Origin: {site}")
-    assert " 403 " in server.get("/v1/models", "Origin: https://evil.com")
+    headers = {"Origin": site, "Access-Control-Request-Method": "POST"}
+    headers["Access-Control-Request-Headers"] = "authorization"
+    for reply in (server.http.options(CHAT, headers=headers), server.get("/health", Origin=site)):
+        assert reply.headers["access-control-allow-origin"] == site
+    assert server.get("/v1/models", Origin="https://evil.com").status_code == 403
     server.post(COMPLETIONS, {**PROMPT, "tools": [1]})
     server.get("/v1/%1b[31m")
-    with server.send(COMPLETIONS, {**LONG, "stream": True}) as stream:
+    with server.send(stream=True) as stream:
         stream.recv(4096)
     # These wait for their turn, until the abandoned stream has ended.
     assert [server.cached(prompt=STORY), server.cached(prompt=STORY)] == [0, 0]
-    log = server.stop().splitlines()  # a line is written when all is done: in any order
-    read = r"/v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s"
-    for pattern, count in (
-        (read, 2),
-        (r"/v1/completions 200 aborted: the client hung up", 1),
-        (r"/v1/completions 400 tools is \[1\], which is not supported", 1),
-        (r"/v1/models 403 the origin 'https://evil.com' is refused.*", 1),
-        (r"/v1/\\x1b\[31m 404 .* does not exist; there are /, .*", 1),
-        (r"/health 200", 1),
+    log = server.stop()  # a line is written when all is done: in any order
+    for line in (
+        r"/v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s",
+        "/v1/completions 200 aborted: the client hung up",
+        r"/v1/completions 400 tools is \[1\], which is not supported",
+        "/v1/models 403 the origin 'https://evil.com' is refused.*",
+        r"/v1/\\x1b\[31m 404 .* does not exist; there are /, .*",
     ):
-        pattern = re.compile(r"\d\d:\d\d:\d\d " + pattern)
-        assert sum(bool(pattern.fullmatch(line)) for line in log) == count, log
+        assert re.search(rf"(?m)^\d\d:\d\d:\d\d {line}$", log), log
 
 
 def test_page(server):
-    """It may run its own script and style, and ask this server, and nothing else."""
-    with server.send("/", b"", method="GET") as connection:
-        head, _, page = receive(connection).decode().partition("\r\n\r\n")
-    assert "referrer-policy: no-referrer" in head and "x-content-type-options: nosniff" in head
-    assert "content-security-policy: default-src 'none'; " in head and "connect-src 'self'" in head
-    for tag, content in re.findall(r"<(script|style)>(.*?)</", page, re.DOTALL):
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in head
+    """It may ask this server, and no other. That its script and style may run, test_page.py says."""
+    headers = server.get("/").headers
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["x-content-type-options"] == "nosniff"
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; ") and "connect-src 'self'" in policy
 
 
 def test_sigterm_ends_streams():
     server = Running("--quiet")
     idle = [server.connect() for _ in range(220)]  # more than it keeps open
-    assert "200 ok" in server.get("/health")
-    stream = server.send(COMPLETIONS, {**LONG, "stream": True})
+    assert server.get("/health").status_code == 200
+    stream = server.send(stream=True)
     while b"data: " not in stream.recv(65536):
         pass
-    waiting = server.send(COMPLETIONS, LONG)
+    waiting = server.send()
     time.sleep(0.3)
     log = server.stop()
     assert receive(stream).rstrip(b"\r\n0").endswith(b"data: [DONE]")
-    assert answer(waiting)[0] == 503
+    assert receive(waiting).startswith(b"HTTP/1.1 503 ")
     for connection in idle:
         connection.close()
     assert log == ""
@@ -652,7 +599,6 @@ def test_what_cannot_be_is_one_line(server, tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ImportError(name='uvicorn')")
     for options, said in (
         (["--host", "localhost", "--port", str(server.port)], "in use"),
-        (["--model", "none.gguf"], "none.gguf"),
         ([], 'uvicorn is missing: pip install "starlette>=1.6"'),
     ):
         path = "" if options else str(tmp_path)
