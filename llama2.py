@@ -1655,17 +1655,6 @@ def read_config(settings: Mapping, keys: Mapping[str, str], known: dict[str, Any
     return Config(**values)
 
 
-def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The names of all weights and their shapes. All layers are like the first."""
-    with torch.device("meta"):
-        model = Llama(replace(config, num_hidden_layers=1))
-    shapes = {}
-    for name, p in model.named_parameters():
-        for i in range(config.num_hidden_layers if name.startswith("layers.") else 1):
-            shapes[name.replace(".0.", f".{i}.")] = tuple(p.shape)
-    return shapes
-
-
 def match_tensors(
     weights: dict[str, Weight], config: Config, file_name: Callable[[str], str] = str
 ) -> dict[str, Weight]:
@@ -1675,17 +1664,23 @@ def match_tensors(
     """
     if config.num_hidden_layers > len(weights):  # before anything of that size is built
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
-    shapes = tensor_shapes(config)
-    names = {file_name(name): name for name in shapes}
+    with torch.device("meta"):  # all layers are like the first
+        model = Llama(replace(config, num_hidden_layers=1))
+    names, shapes = {}, {}
+    for first, p in model.named_parameters():
+        for i in range(config.num_hidden_layers if first.startswith("layers.") else 1):
+            name = first.replace(".0.", f".{i}.")
+            names[file_name(name)] = name
+            shapes[file_name(name)] = tuple(p.shape)
     unknown, missing = weights.keys() - names, names.keys() - weights
     for problem, tensors in (("unknown", unknown), ("missing", missing)):
         if tensors:
             listed = ", ".join(sorted(tensors))[:150]
             raise ValueError(f"{len(tensors)} tensors are {problem}: {listed}")
     for name, weight in weights.items():
-        expected = shapes[names[name]]
-        if weight.shape != expected:
-            raise ValueError(f"{name} is {list(weight.shape)}; expected {list(expected)}")
+        if weight.shape != shapes[name]:
+            found = f"{name} is {list(weight.shape)}"
+            raise ValueError(f"{found}; expected {list(shapes[name])}")
     return {names[name]: weight for name, weight in weights.items()}
 
 
@@ -1990,9 +1985,12 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
 def read_folder_tokenizer(folder: Path, config: Config) -> Tokenizer:
     """tokenizer.model of a directory, or tokenizer.json."""
-    for name in ("tokenizer.model", "tokenizer.json"):
-        if (folder / name).is_file():
-            return Tokenizer(read_vocabulary(folder / name, config))
+    names = ("tokenizer.model", "tokenizer.json")
+    paths = [folder / name for name in names if (folder / name).is_file()]
+    if len(paths) == 2 and not paths[0].read_bytes().startswith(b"\n"):
+        del paths[0]  # tiktoken's, of Meta's own files: no SentencePiece model
+    for path in paths:
+        return Tokenizer(read_vocabulary(path, config))
     raise FileNotFoundError(f"{folder}: no tokenizer.model or tokenizer.json")
 
 
@@ -2586,16 +2584,6 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> tuple[flo
     return total, f"{parts} = {show_bytes(total)}"
 
 
-def check_memory(checkpoint: Checkpoint, plan: Plan, context: int) -> None:
-    """Raises ValueError, before anything is loaded, if a model cannot fit."""
-    total, parts = memory_needed(checkpoint, plan, context)
-    free = free_memory(plan.device)
-    if total > free:
-        found = f"the model needs {parts}, but {plan.device} has {show_bytes(free)} free"
-        advice = "a smaller --context, fewer bits (--save OUT.gguf --type Q4_0)"
-        raise ValueError(f"{found}; try {advice} or more devices (torchrun)")
-
-
 def plan_loading(
     checkpoint: Checkpoint,
     device: torch.device | str = "cpu",
@@ -2709,7 +2697,12 @@ def load(
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, context)
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
-    check_memory(checkpoint, plan, context or 1)
+    needed, parts = memory_needed(checkpoint, plan, context or 1)
+    free = free_memory(plan.device)
+    if needed > free:  # said before anything is loaded
+        found = f"the model needs {parts}, but {plan.device} has {show_bytes(free)} free"
+        advice = "a smaller --context, fewer bits (--save OUT.gguf --type Q4_0)"
+        raise ValueError(f"{found}; try {advice} or more devices (torchrun)")
     tokenizer = checkpoint.tokenizer
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
