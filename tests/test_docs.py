@@ -106,7 +106,8 @@ def test_pages_name_what_exists(page):
     for name in re.findall(r"`(\w+)\(\)`", text):
         assert re.search(rf"\b{name}\b", source), name
     for option in re.findall(r"`(--[a-z-]+)", text):
-        assert option in source or option.replace("-", "_")[2:] in source, option
+        name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+        assert option in source or name in source, option
     for file in re.findall(r"`((?:examples|docs|kernels|models|tests)/[\w./]+\w)", text):
         assert (ROOT / file).exists() or (ROOT / file.rpartition("/")[0]).is_dir(), file
 
