@@ -24,10 +24,8 @@ CONFIG = llama2.Config(**SHAPE | {"hidden_size": 256, "intermediate_size": 512})
 
 
 @pytest.fixture(scope="module", params=[("Q4_K", True), ("Q4_K", False), ("F16", False)], ids=str)
-def model(request, vocabulary, tmp_path_factory):
+def model(request, vocabulary, tmp_path_factory, native):
     """A model with the kernels."""
-    if not llama2.load_kernels():
-        pytest.skip("no compiled kernels here")
     ggml_type, fast = request.param
     path = tmp_path_factory.mktemp("drafts") / "q.gguf"
     path, _ = quantised(vocabulary, path, [ggml_type], CONFIG)
@@ -51,7 +49,7 @@ def generated(model, sampling, cache, step=None):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_whatever_is_drafted(model, monkeypatch, sampling, dtype):
-    """What comes, something else, what comes for a while, nothing; up to the end of the cache."""
+    """What comes, something else, what comes for a while; up to the end of the cache."""
 
     def new_cache():
         return llama2.Cache(CONFIG, 1, 28, dtype)
@@ -72,7 +70,6 @@ def test_whatever_is_drafted(model, monkeypatch, sampling, dtype):
         "right": right,
         "wrong": lambda ids, limit: torch.full((limit,), 3),
         "mixed": mixed,
-        "none": lambda ids, limit: ids[:0],
     }
     for name, lookup in lookups.items():
         monkeypatch.setattr(drafts, "prompt_lookup", lookup)
@@ -83,23 +80,19 @@ def test_whatever_is_drafted(model, monkeypatch, sampling, dtype):
             if name == "right":
                 tokens = min(limit + 1, llama2.load_kernels().gemv_tokens)
                 assert step.accepted == 18 - math.ceil(18 / tokens)
-            if name in ("wrong", "none"):
+            if name == "wrong":
                 assert step.accepted == 0
 
 
 def test_generations_that_take_turns(model):
-    """One cache, one Drafts, two texts: each as it is alone; a turn goes on from what is stored."""
+    """One cache, one Drafts, two texts: each as it is alone."""
     prompts = (PROMPT, [1, 70, 71, 70, 71, 70])
     options = {"cache": llama2.Cache(CONFIG), "step": Drafts(model)}
-
-    def start(ids, **options):
-        return llama2.generate(model, ids, SAMPLED, 12, (), **options)
-
-    alone = [[*start(ids, cache=llama2.Cache(CONFIG))] for ids in prompts]
-    streams = [start(ids, **options) for ids in prompts]
-    assert [[*ids] for ids in zip(*zip(*streams))] == alone
-    ids = [*PROMPT, *alone[0], 5, 9]
-    assert [*start(ids, **options)] == [*start(ids, cache=llama2.Cache(CONFIG))]
+    streams = [llama2.generate(model, ids, SAMPLED, 12, (), **options) for ids in prompts]
+    together = [*zip(*streams, strict=True)]
+    for i, ids in enumerate(prompts):
+        alone = llama2.generate(model, ids, SAMPLED, 12, ())
+        assert [*alone] == [step[i] for step in together]
 
 
 def test_a_cache_that_was_reset_gives_nothing_from_before(model):

@@ -21,10 +21,6 @@ import llama2
 from test_llama2 import SCRIPT, write_gguf
 
 PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
-REPORT = (  # one line
-    r"load [\d.]+ s; prompt \d+ tokens(, [\d.]+ tokens/s)?; generated \d+ tokens(, [\d.]+ tokens/s)?"
-    r"(; peak memory [\d.]+ GB)?; stopped: [\w ]+; seed \d+\n"
-)
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")
 
 
@@ -96,7 +92,7 @@ def test_extremes_that_are_fine(cli, argv):
     status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20, *argv.split())
     assert status == 0
     assert out.startswith("ab")
-    assert re.fullmatch(REPORT, err)
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -122,52 +118,36 @@ def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
 # --------------------------------------------------------------------------------------------------
 # Streams and signals
 
-RUN = "$PYTHON --model $MODEL --max-new-tokens 30 --prompt 'ab \u00e9'"
-SHELL = {  # -> exit status, a part of stdout, lines on stderr
-    "head": (f"PYTHONIOENCODING=ascii {RUN} | head -c 7", 0, rb"ab \xe9", None),
-    "full": (f"{RUN} > /dev/full", 2, b"", 1),
-}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def started(cli_path, keys, tensors, tmp_path_factory):
-    """The commands of SHELL and an endless text, which run beside the tests before theirs."""
-    environment = os.environ | {"MODEL": str(cli_path), "PYTHON": " ".join(PYTHON)}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    path = parrot(tmp_path_factory.mktemp("endless") / "m.gguf", keys, tensors, 300, 2**17)
-    argv = ["--model", path, "--prompt", "fox", "--max-new-tokens", "100000"]
-    processes = {"endless": subprocess.Popen([*PYTHON, *argv], **pipes)}
-    for name, (command, *_) in SHELL.items() if Path("/dev/full").exists() else ():
-        shell = ["bash", "-o", "pipefail", "-c", command]
-        processes[name] = subprocess.Popen(shell, env=environment, **pipes)
-    yield processes
-    processes["endless"].kill()
-
-
-@pytest.mark.parametrize("name", SHELL)
-def test_streams(started, name):
-    """A reader that leaves and that has another encoding, a full disk."""
-    if name not in started:
+@pytest.mark.parametrize(
+    ("command", "status", "shown", "said"),
+    [
+        ("PYTHONIOENCODING=ascii $RUN | head -c 7", 0, rb"ab \xe9", b""),
+        ("$RUN > /dev/full", 2, b"", b"error: [^\n]*No space left on device\n"),
+    ],
+)
+def test_streams(cli_path, command, status, shown, said):
+    """A reader that leaves and that has another encoding; a full disk is one line."""
+    if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    _, status, text, lines = SHELL[name]
-    out, err = started[name].communicate(timeout=120)
-    assert b"Traceback" not in err
-    assert b"Exception" not in err
-    assert started[name].returncode == status
-    assert text in out
-    assert lines in (None, err.count(b"\n"))
+    run = f"{' '.join(PYTHON)} --model {cli_path} --quiet --prompt 'ab \u00e9'"
+    shell = ["bash", "-o", "pipefail", "-c", command.replace("$RUN", run)]
+    process = subprocess.run(shell, check=False, capture_output=True)
+    assert (process.returncode, process.stdout) == (status, shown)
+    assert re.fullmatch(b"(llama2.py: )?" + said, process.stderr)
 
 
 @on_posix
-def test_interrupted_process(started):
+def test_interrupted_process(tmp_path, keys, tensors):
     """Ctrl-C in the middle of a text of a hundred thousand tokens."""
-    process = started["endless"]
+    path = parrot(tmp_path / "m.gguf", keys, tensors, 300, 2**17)
+    argv = [*PYTHON, "--model", path, "--prompt", "fox", "--max-new-tokens", "100000"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(4)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert b"Traceback" not in err
-    assert b"interrupted" in err
+    assert re.search(b"stopped: interrupted; seed 0\n$", err)
 
 
 def interrupt_call(monkeypatch, calls):
