@@ -135,7 +135,7 @@ def press(page, name: str) -> None:
 
 
 def answers(page) -> list[str]:
-    return page.get_by_role("log").locator(".plain").all_text_contents()
+    return page.get_by_role("log", name="Conversation").locator(".plain").all_text_contents()
 
 
 def begun(page, index: int, rank: int) -> str:
