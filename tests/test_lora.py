@@ -50,21 +50,21 @@ def write_adapter(folder, **changes):
 @pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
 def test_adapters_of_peft(folder, init):
     where = {"layers_to_transform": [0, 2], "layers_pattern": "layers"}
-    wanted = write_adapter(folder, r=6, init_lora_weights=init, **where)(IDS).logits
+    expected = write_adapter(folder, r=6, init_lora_weights=init, **where)(IDS).logits
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
-    assert (model(IDS) - wanted).abs().max() > 0.1
+    assert (model(IDS) - expected).abs().max() > 0.1
     lora.load_adapter(model, folder / "theirs")
-    assert (model(IDS) - wanted).abs().max() < 1e-4
+    assert (model(IDS) - expected).abs().max() < 1e-4
 
 
 @torch.no_grad()
 def test_command_line(folder):
     """Train, go on, merge: PEFT and the saved file say what the adapted model says."""
     (folder / "tales.txt").write_text(TALE * 16, "utf-8")
-    command = [sys.executable, str(EXAMPLES / "lora.py"), "--adapter", str(folder / "ours")]
-    command += ["--data", str(folder / "tales.txt"), "--steps", "2", "--rate", "0.01"]
+    command = [sys.executable, EXAMPLES / "lora.py", "--adapter", folder / "ours"]
+    command += ["--data", folder / "tales.txt", "--steps", "2", "--rate", "0.01"]
     chosen = ["--targets", "q_proj", "k_proj", "down_proj", "--rank", "3"]
-    out = ["--out", str(folder / "tuned.gguf"), "--type", "F32"]
+    out = ["--out", folder / "tuned.gguf", "--type", "F32"]
     losses = []
     for options in (chosen, out):
         run = subprocess.run([*command, *options], check=False, capture_output=True, text=True)
@@ -73,11 +73,11 @@ def test_command_line(folder):
     assert losses[-1] < losses[0] and losses[3] == pytest.approx(losses[2], abs=2e-3)
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
     lora.load_adapter(model, folder / "ours")
-    found = model(IDS)
+    ours = model(IDS)
     theirs = peft.PeftModel.from_pretrained(reference(), folder / "ours")
-    assert (theirs(IDS).logits - found).abs().max() < 1e-4
+    assert (theirs(IDS).logits - ours).abs().max() < 1e-4
     merged, _ = llama2.load(folder / "tuned.gguf")
-    assert (merged(IDS) - found).abs().max() < 1e-3
+    assert (merged(IDS) - ours).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,7 @@ def test_command_line(folder):
     [
         ({"use_dora": True}, "use_dora is True"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
-        ({"use_rslora": True}, "use_rslora is True"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.* has no place"),
     ],
 )
@@ -101,12 +99,10 @@ def test_what_does_not_fit(folder, changes, said):
 def test_other_models(folder):
     """An adapter of another shape, and one of another kind of model."""
     write_adapter(folder)
-    config = llama2.Config(64, 128, 1, 4, 4, 512)
-    with pytest.raises(ValueError, match=r"layers\.1\..* has no place"):
-        lora.load_adapter(llama2.Llama(config), folder / "theirs")
-    config = llama2.Config(64, 128, 9, 4, 4, 512)
-    with pytest.raises(ValueError, match=r"which does not fit"):
-        lora.load_adapter(llama2.Llama(config), folder / "theirs")
+    for layers, said in ((1, r"layers\.1\..* has no place"), (9, "which does not fit")):
+        model = llama2.Llama(llama2.Config(64, 128, layers, 4, 4, 512))
+        with pytest.raises(ValueError, match=said):
+            lora.load_adapter(model, folder / "theirs")
     settings = folder / "theirs" / "adapter_config.json"
     weights = folder / "theirs" / "adapter_model.safetensors"
     for text, said in (
@@ -115,18 +111,16 @@ def test_other_models(folder):
         ('{"r": 5}', "lora_alpha None"),
         ("[]", "damaged"),
         ("[" * 9999, "damaged"),
-        ("\udcff", "damaged"),
     ):
-        settings.write_text(text, errors="surrogateescape")
+        settings.write_text(text)
         with pytest.raises(ValueError, match=said):
-            lora.load_adapter(llama2.Llama(config), folder / "theirs")
+            lora.load_adapter(model, folder / "theirs")
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match="damaged"):
-        lora.load_adapter(llama2.Llama(config), folder / "theirs")
+        lora.load_adapter(model, folder / "theirs")
 
 
-@pytest.mark.parametrize("option", ["--rank", "--steps"])
-def test_nothing_to_train(option):
-    command = [sys.executable, str(EXAMPLES / "lora.py"), "--adapter", "none", option, "0"]
+def test_nothing_to_train():
+    command = [sys.executable, str(EXAMPLES / "lora.py"), "--adapter", "none", "--steps", "0"]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert run.returncode == 2 and f"{option} 0; expected 1 or more" in run.stderr
+    assert run.returncode == 2 and "--steps 0; expected 1 or more" in run.stderr
