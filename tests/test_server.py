@@ -41,7 +41,7 @@ class Running:
     """A server."""
 
     def __init__(self, *options: str) -> None:
-        command = [sys.executable, str(SERVER), "--port", "0", "--threads", "1", *options]
+        command = [sys.executable, SERVER, "--port", "0", "--threads", "1", *options]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         while not (line := self.process.stderr.readline()).startswith("listening on "):
@@ -186,9 +186,6 @@ def test_stop_texts_that_span_tokens(server, loaded):
     assert all(start < len(choice.text) for start in choice.logprobs.text_offset)
     chunks = [*server.client.completions.create(**options, stream=True)]
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
-    space, once = (loaded[1].vocabulary.pieces.index(piece) for piece in ("\u2581", "\u2581Once"))
-    options |= {"prompt": [1, space], "logit_bias": {once: 100}, "stop": "ce"}
-    assert server.client.completions.create(**options).choices[0].text == " On"
 
 
 def test_tokens_and_models(server, loaded):
@@ -200,10 +197,6 @@ def test_tokens_and_models(server, loaded):
     assert server.client.models.retrieve("stories") == model and not model.chat
     with pytest.raises(openai.NotFoundError, match="the model is 'stories'"):
         server.client.models.retrieve("ORG/NAME")
-    status, reply = server.post("/v1/responses", {})
-    assert status == 404
-    for path in ("/v1/responses does", "use /v1/chat/completions", "/tokenize"):
-        assert path in reply["error"]["message"]
 
 
 def test_scores_of_new_tokens(server, loaded):
@@ -235,12 +228,10 @@ def test_scores_of_new_tokens(server, loaded):
 def test_answers_that_fit_a_schema(server):
     """Whole JSON; cut answers say "length"; what is impossible is refused. See test_schema.py."""
     pytest.importorskip("llguidance")
-    schema = {"type": "string", "maxLength": 9}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    options = {**QUESTION, "max_tokens": 60, "seed": 1, "model": "", "logprobs": True}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a king"]}}}
+    options = {**QUESTION, "max_tokens": 60, "model": "", "logprobs": True}
     (choice,) = server.client.chat.completions.create(**options, response_format=form).choices
-    assert choice.finish_reason == "stop"
-    assert len(json.loads(choice.message.content)) < 10
+    assert (choice.finish_reason, choice.message.content) == ("stop", '"a king"')
     assert choice.logprobs.content[0].logprob < -1  # the model's own: it would not say "
     body = {"prompt": STORY, "max_tokens": 2, "response_format": {"type": "json_object"}}
     (choice,) = server.post(COMPLETIONS, body)[1]["choices"]
@@ -251,14 +242,18 @@ def test_answers_that_fit_a_schema(server):
     assert '{"not": {"type": "string"}}' in reply["error"]["message"]
 
 
+TOOLS = """[
+{"type": "function", "function": {"name": "wind", "parameters": {"type": "object",
+  "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
+  "$defs": {"city": {"type": "string", "maxLength": 9}}}}},
+{"type": "function", "function": {"name": "quit"}}
+]"""
+
+
 def test_calls_of_tools(server):
     """Streamed or not; arguments have the properties that the schema names, and no others."""
     pytest.importorskip("llguidance")
-    properties = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}}
-    properties |= {"required": ["city"], "$defs": {"city": {"type": "string", "maxLength": 9}}}
-    functions = [{"name": "wind", "parameters": properties}, {"name": "quit"}]
-    options = {**QUESTION, "max_tokens": 99, "seed": 1, "model": ""}
-    options["tools"] = [{"type": "function", "function": function} for function in functions]
+    options = {**QUESTION, "max_tokens": 99, "seed": 1, "model": "", "tools": json.loads(TOOLS)}
     chats = server.client.chat.completions
     for name, keys in (("wind", ["city"]), ("quit", [])):
         choice = {"type": "function", "function": {"name": name}}
@@ -406,8 +401,12 @@ NEUTRAL = """{
 "parallel_tool_calls": false, "response_format": {"type": "text"}, "suffix": null, "logit_bias": {}, "echo": false, "stop": null,
 "unknown": null, "stream_options": {"include_usage": false}, "top_logprobs": 0
 }"""
-BAD_BODIES = b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b"{} {}", b"[" * 200_000
-BAD_VALUES = b'{"prompt": "A", "temperature": NaN}', b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900)
+BAD_BODIES = {
+    **dict.fromkeys((b"{", b"[]", b"\xff\xfe", b"{} {}", b"[" * 200_000)),
+    b'{"prompt": "A", "temperature": NaN}': "temperature",
+    b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900): "prompt",
+    b'{"prompt": "A", "\\ud800": 1}': "?",
+}
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -422,24 +421,23 @@ def test_wrong_fields(server, path):
 
 
 def test_long_prompts_and_bad_bodies(server):
-    for value in (["a"] * 129, "a " * 600, [5] * 512):
+    for value in (["a"] * 129, [5] * 512):
         status, reply = server.post(COMPLETIONS, {"prompt": value})
         assert (status, reply["error"]["param"]) == (400, "prompt"), value
     assert reply["error"]["code"] == "context_length_exceeded"
     assert "This model's maximum context length is 512 tokens" in reply["error"]["message"]
-    for body in BAD_BODIES + BAD_VALUES:
+    for body, param in BAD_BODIES.items():
         status, reply = server.post(COMPLETIONS, body)
         assert status == 400 and {*reply["error"]} == {"message", "type", "param", "code"}
-        assert (reply["error"]["param"] is None) == (body in BAD_BODIES), body[:60]
-    assert server.post(COMPLETIONS, PROMPT | {"\ud800": 1})[1]["error"]["param"] == "?"
+        assert reply["error"]["param"] == param, body[:60]
 
 
 def test_what_is_odd_but_right(server):
     """Fields that change nothing here, as clients send them; texts of any kind; a full context."""
     for path, body in ((COMPLETIONS, PROMPT), (CHAT, QUESTION)):
         assert server.post(path, {**body, **json.loads(NEUTRAL)})[0] == 200
-    for text in ("", "\ud800", "\0", "é" * 9, "</s><s>", "𝄞"):
-        body = {"prompt": text, "echo": True, "max_tokens": 1, "logprobs": 5}
+    for text in ("", "\ud800\0é", "</s><s>"):
+        body = {**PROMPT, "prompt": text, "echo": True, "logprobs": 5}
         assert server.post(COMPLETIONS, body)[0] == 200, text
     _, reply = server.post(COMPLETIONS, {"prompt": [5] * 511, "max_tokens": 9})
     assert reply["usage"]["completion_tokens"] == 1
@@ -538,9 +536,8 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     server = Running("--cors", site, *options, str(tmp_path / "template"))
     function = {"name": "wind", "arguments": {"city": "Rome"}}
     messages = [
-        {"role": "user", "name": "Ann", "content": "Is it windy?"},
         {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
-        {"role": "tool", "tool_call_id": "1", "content": "It is calm"},
+        {"role": "tool", "tool_call_id": "1", "name": "wind", "content": "It is calm"},
     ]
     tools = [{"function": {"name": "wind"}}]
     expected = len(llama2.encode_chat(loaded[1], messages, TEMPLATE, tools=tools))
@@ -564,7 +561,7 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
         "/v1/completions 200 aborted: the client hung up",
         r"/v1/completions 400 tools is \[1\], which is not supported",
         "/v1/models 403 the origin 'https://evil.com' is refused.*",
-        r"/v1/\\x1b\[31m 404 .* does not exist; there are /, .*",
+        r"/v1/\\x1b\[31m 404 .* does not exist; there are /, .*/tokenize, .*; in place of /v1/responses use .*",
     ):
         assert re.search(rf"(?m)^\d\d:\d\d:\d\d {line}$", log), log
 
@@ -597,12 +594,9 @@ def test_sigterm_ends_streams():
 
 def test_what_cannot_be_is_one_line(server, tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ImportError(name='uvicorn')")
-    for options, said in (
-        (["--host", "localhost", "--port", str(server.port)], "in use"),
-        ([], 'uvicorn is missing: pip install "starlette>=1.6"'),
-    ):
-        path = "" if options else str(tmp_path)
-        command = [sys.executable, str(SERVER), *options]
+    missing = 'uvicorn is missing: pip install "starlette>=1.6"'
+    for port, path, said in ((server.port, "", "in use"), (0, str(tmp_path), missing)):
+        command = [sys.executable, SERVER, "--port", str(port)]
         environment = {**os.environ, "PYTHONPATH": path}
         run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
         assert (run.returncode, run.stderr.count("\n")) == (2, 1) and said in run.stderr
