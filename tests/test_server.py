@@ -6,7 +6,6 @@ They take the bundled model in float32, and one server for nearly all of them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -26,11 +25,9 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 import llama2
-from test_llama2 import SHAPE, make_model, make_weights
 
 SERVER = Path(llama2.__file__).resolve().parent / "examples" / "server.py"
 STORY = "Once upon a time there was a king who had a daughter"
-SAID = " €𝄞 was"
 KEY = "sesame"
 GREEDY = {"model": "any", "temperature": 0}
 LONG = {"prompt": STORY, "max_tokens": 480, "temperature": 1.5, "seed": 1}
@@ -49,8 +46,9 @@ class Running:
         self.url = line.split()[-1]
         self.port = int(self.url.rpartition(":")[2])
         self.http = openai.DefaultHttpxClient(base_url=self.url, timeout=120)
-        options = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 120}
-        self.client = openai.OpenAI(api_key=KEY, **options)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+        self.complete = self.client.completions.create
+        self.chat = self.client.chat.completions.create
 
     def stop(self) -> str:
         """SIGTERM; returns what it wrote."""
@@ -125,14 +123,14 @@ def test_completions_are_those_of_the_library(server, loaded):
     expected = [library(loaded, prompt, 9, temperature=0) for prompt in prompts]
     options = {"max_tokens": 9, **GREEDY}
     ids = [loaded[1].encode(prompt) for prompt in prompts]
-    reply = server.client.completions.create(prompt=ids, echo=True, **options)
+    reply = server.complete(prompt=ids, echo=True, **options)
     texts = [choice.text for choice in reply.choices]
     assert texts == [*map("".join, zip(prompts, expected, strict=True))]
     assert reply.choices[0].finish_reason == "length"
     assert reply.usage.prompt_tokens == sum(map(len, ids))
     assert reply.usage.completion_tokens == 27
     texts = ["", "", ""]
-    for chunk in server.client.completions.create(prompt=prompts, **options, stream=True):
+    for chunk in server.complete(prompt=prompts, **options, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == expected
 
@@ -168,10 +166,9 @@ def test_chats(server, loaded):
     messages[0]["role"] = "developer"
     messages[1]["content"] = [{"type": "text", "text": "Who?"}]
     del messages[2]
-    chats = server.client.chat.completions
-    assert chats.create(**options).choices[0].message.content == expected
+    assert server.chat(**options).choices[0].message.content == expected
     options |= {"stream": True, "stream_options": {"include_usage": True}}
-    first, *chunks, end, last = chats.create(**options)
+    first, *chunks, end, last = server.chat(**options)
     assert first.choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected
     assert (end.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 20)
@@ -181,10 +178,10 @@ def test_stop_texts_that_span_tokens(server, loaded):
     text = library(loaded, STORY, 40, temperature=0)
     stop = text[20:31]
     options = {"prompt": STORY, "max_tokens": 40, "stop": ["never", stop], "logprobs": 0, **GREEDY}
-    (choice,) = server.client.completions.create(**options).choices
+    (choice,) = server.complete(**options).choices
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
     assert all(start < len(choice.text) for start in choice.logprobs.text_offset)
-    chunks = [*server.client.completions.create(**options, stream=True)]
+    chunks = [*server.complete(**options, stream=True)]
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
@@ -205,7 +202,7 @@ def test_scores_of_new_tokens(server, loaded):
     messages = QUESTION["messages"]
     options = {"messages": messages, "max_tokens": 30, "seed": 3, "model": "", "temperature": 1.5}
     options |= {"logprobs": True, "top_logprobs": 20}
-    (choice,) = server.client.chat.completions.create(**options).choices
+    (choice,) = server.chat(**options).choices
     content = choice.logprobs.content
     for entry in content:
         assert entry.logprob == {e.token: e.logprob for e in entry.top_logprobs}[entry.token]
@@ -217,7 +214,7 @@ def test_scores_of_new_tokens(server, loaded):
     expected = llama2.score(model, generation.ids)[len(prompt) - 1 :].tolist()
     assert [entry.logprob for entry in content] == pytest.approx(expected, abs=1e-4)
     entries, text = [], ""
-    _, *chunks = server.client.chat.completions.create(**options, stream=True)
+    _, *chunks = server.chat(**options, stream=True)
     for chunk in chunks:
         entries += chunk.choices[0].logprobs.content
         text += chunk.choices[0].delta.content
@@ -230,7 +227,7 @@ def test_answers_that_fit_a_schema(server):
     pytest.importorskip("llguidance")
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a king"]}}}
     options = {**QUESTION, "max_tokens": 60, "model": "", "logprobs": True}
-    (choice,) = server.client.chat.completions.create(**options, response_format=form).choices
+    (choice,) = server.chat(**options, response_format=form).choices
     assert (choice.finish_reason, choice.message.content) == ("stop", '"a king"')
     assert choice.logprobs.content[0].logprob < -1  # the model's own: it would not say "
     body = {"prompt": STORY, "max_tokens": 2, "response_format": {"type": "json_object"}}
@@ -240,6 +237,22 @@ def test_answers_that_fit_a_schema(server):
     status, reply = server.post(COMPLETIONS, body | {"response_format": form})
     assert (status, reply["error"]["param"]) == (400, "response_format")
     assert '{"not": {"type": "string"}}' in reply["error"]["message"]
+
+
+def test_characters_are_whole(server):
+    """Bytes of a character come in one chunk; the end of the text has a score."""
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["€𝄞"]}}}
+    options = {"prompt": "A", **GREEDY, "extra_body": {"response_format": form}}
+    chunks = server.complete(**options, stream=True)
+    assert [chunk.choices[0].text for chunk in chunks] == ['"', "€", "𝄞", '"', ""]
+    reply = server.complete(**options, logprobs=1, echo=True)
+    (choice,) = reply.choices
+    assert (choice.text, choice.finish_reason) == ('A"€𝄞"', "stop")
+    new = reply.usage.completion_tokens
+    assert len(choice.logprobs.tokens) == 2 + new + 1  # BOS, A and EOS
+    (cut,) = server.complete(**options, max_tokens=2).choices
+    assert cut.text == '"\ufffd'  # a part of a character
 
 
 TOOLS = """[
@@ -254,19 +267,18 @@ def test_calls_of_tools(server):
     """Streamed or not; arguments have the properties that the schema names, and no others."""
     pytest.importorskip("llguidance")
     options = {**QUESTION, "max_tokens": 99, "seed": 1, "model": "", "tools": json.loads(TOOLS)}
-    chats = server.client.chat.completions
     for name, keys in (("wind", ["city"]), ("quit", [])):
         choice = {"type": "function", "function": {"name": name}}
-        reply = chats.create(**options, tool_choice=choice).choices[0]
+        reply = server.chat(**options, tool_choice=choice).choices[0]
         (call,) = reply.message.tool_calls
         assert (reply.finish_reason, call.function.name) == ("tool_calls", name)
         assert [*json.loads(call.function.arguments)] == keys
-        with chats.stream(**options, tool_choice=choice) as stream:
+        with server.client.chat.completions.stream(**options, tool_choice=choice) as stream:
             (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
         assert streamed.function.arguments == call.function.arguments
-    assert chats.create(**options, tool_choice="none").choices[0].message.content
+    assert server.chat(**options, tool_choice="none").choices[0].message.content
     with pytest.raises(openai.BadRequestError, match='tool_choice is "auto"; expected required'):
-        chats.create(**options)
+        server.chat(**options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -456,47 +468,14 @@ def test_large_bodies_are_refused_before_they_are_read(server):
     assert server.post("/tokenize", b'{"content": "' + b"a" * (10**6 - 15) + b'"}')[0] == 200
 
 
-@pytest.fixture(scope="module")
-def parrot(tmp_path_factory, loaded):
-    """A server with a key, whose model says SAID and EOS after "A": each token has one successor."""
-    tokenizer = loaded[1]
-    said = tokenizer.encode("A" + SAID, bos=False) + [tokenizer.eos_id]
-    config = llama2.Config(**SHAPE | {"vocab_size": tokenizer.vocab_size})
-    weights = make_weights(config)
-    for name, weight in weights.items():
-        if "_proj" in name:
-            weight[:] = 0
-    rows = weights["embed_tokens.weight"]
-    rows /= (rows**2).sum(1, keepdims=True) ** 0.5
-    weights["lm_head.weight"][:] = 0
-    for token_id, successor in itertools.pairwise(said):
-        weights["lm_head.weight"][successor] = 9 * rows[token_id]
-    path = tmp_path_factory.mktemp("parrot") / "parrot.gguf"
-    llama2.save_gguf(make_model(config, weights), path, tokenizer=tokenizer)
-    server = Running("--api-key", KEY, "--model", str(path), "--quiet")
-    yield server
-    assert server.stop() == ""
-
-
-def test_characters_are_whole(parrot):
-    """Bytes of a character come in one chunk; the end of the text has a score."""
-    options = {"prompt": "A", "max_tokens": 30, **GREEDY}
-    chunks = parrot.client.completions.create(**options, stream=True)
-    texts = [chunk.choices[0].text for chunk in chunks]
-    assert "".join(texts) == SAID and {"€", "𝄞"} <= {*texts}
-    reply = parrot.client.completions.create(**options, logprobs=1, echo=True)
-    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("A" + SAID, "stop")
-    new = reply.usage.completion_tokens
-    assert len(reply.choices[0].logprobs.tokens) == 2 + new + 1  # BOS, A and EOS
-    cut = parrot.client.completions.create(**options | {"max_tokens": 2})
-    assert cut.choices[0].text == " \ufffd"  # a part of a character
-
-
-def test_api_key(parrot):
+def test_api_key():
+    server = Running("--api-key", KEY, "--quiet")
+    assert server.client.models.list().data
     for given in ("Bearer x", KEY, ""):
-        status, reply = parrot.post("/v1/nothing", {}, Authorization=given)
+        status, reply = server.post("/v1/nothing", {}, Authorization=given)
         assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
-    assert parrot.get("/health").status_code == parrot.get("/").status_code == 200
+    assert server.get("/health").status_code == server.get("/").status_code == 200
+    assert server.stop() == ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -546,8 +525,9 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     assert server.post(CHAT, body)[1]["usage"]["prompt_tokens"] == expected
     headers = {"Origin": site, "Access-Control-Request-Method": "POST"}
     headers["Access-Control-Request-Headers"] = "authorization"
-    for reply in (server.http.options(CHAT, headers=headers), server.get("/health", Origin=site)):
-        assert reply.headers["access-control-allow-origin"] == site
+    reply = server.http.options(CHAT, headers=headers)
+    assert reply.headers["access-control-allow-origin"] == site
+    assert server.get("/health", Origin=site).status_code == 200
     assert server.get("/v1/models", Origin="https://evil.com").status_code == 403
     server.post(COMPLETIONS, {**PROMPT, "tools": [1]})
     server.get("/v1/%1b[31m")
