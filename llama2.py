@@ -795,8 +795,10 @@ class Vocabulary:
     bos_id: int | None = 1  # None: it has none
     eos_id: int | None = 2
     add_bos: bool = True  # a text begins with BOS
-    add_space_prefix: bool = True  # and with a space, if its spaces are U+2581
+    prepend_scheme: str = "first"  # where a space is added: "never", at the start of a text, or
+    # "always": behind each special token, too ("legacy" in transformers)
     chat_template: str = ""  # in Jinja; "": it was not trained to converse, or does not say how
+    keys: Any = None  # what part III needs to save it
 
 
 class Tokenizer:
@@ -813,14 +815,15 @@ class Tokenizer:
         self.add_bos = vocabulary.add_bos
         self.chat_template = vocabulary.chat_template
         self.secret = f"\ue000{secrets.randbelow(10**18)}"
-        self.special_ids, self.marks = {}, {}  # by their texts
+        self.special_ids, self.marks, self.written = {}, {}, {}  # by their texts
         for i, (piece, piece_type) in enumerate(zip(self.pieces, self.types)):
             if piece and piece_type in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
-            if piece and piece_type == CONTROL:
-                self.marks[piece] = f"{self.secret}:{i}\ue000"
-        longest_first = map(re.escape, sorted(self.marks, reverse=True))  # of one beginning
-        self.control_texts = re.compile("|".join(longest_first) or "(?!)")
+                if piece_type == CONTROL:
+                    self.marks[piece] = f"{self.secret}:{i}\ue000"
+                self.written[self.marks.get(piece, piece)] = i
+        self.control_texts = any_of(self.marks)
+        self.written_texts = any_of(self.written)
         model = vocabulary.model
         self.is_sentencepiece = isinstance(model, bytes)
         if self.is_sentencepiece:
@@ -830,7 +833,7 @@ class Tokenizer:
         else:
             self.engine = open_tokenizers(model, self.marks)
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
-        self.strips_space = vocabulary.add_space_prefix and not self.byte_level
+        self.strips_space = vocabulary.prepend_scheme != "never" and not self.byte_level
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
         """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says).
@@ -847,13 +850,15 @@ class Tokenizer:
         text = well_formed(text)
         if not self.is_sentencepiece:
             return self.engine.encode(text, add_special_tokens=False).ids
+        always = self.vocabulary.prepend_scheme == "always"
         ids: list[int] = []
-        for i, part in enumerate(re.split(f"{self.secret}:(\\d+)\ue000", text)):
-            if i % 2:
-                ids.append(int(part))
+        for part in self.written_texts.split(text):
+            if part in self.written:
+                ids.append(self.written[part])
             elif part:
-                engine = self.engine if first and not ids else self.engine_no_prefix
-                ids += engine.encode(part)
+                # As tokenizers does it, not behind a token where there is a space already.
+                adds_space = always and part[0] != " " if ids else first
+                ids += (self.engine if adds_space else self.engine_no_prefix).encode(part)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -876,7 +881,7 @@ class Tokenizer:
         if not self.byte_level:
             return text.replace("\u2581", " ").encode()
         if piece_type == NORMAL and BYTES.keys() >= {*text}:
-            return bytes(BYTES[character] for character in text)
+            return bytes(map(BYTES.__getitem__, text))
         return text.encode()
 
 
@@ -891,23 +896,26 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
+def any_of(texts: Iterable[str]) -> re.Pattern:
+    """What matches any of these texts, the longest of one beginning first."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(texts, reverse=True))) or '(?!)'})")
+
+
 def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any:
     """tokenizers' engine for a tokenizer.json, with marks for control tokens. Raises ValueError."""
     import tokenizers
 
-    def marked(text: str) -> str:
-        return marks.get(text, text)
-
     model = dict(content["model"])
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram
-        model["vocab"] = [[marked(piece), score] for piece, score in vocab]
+        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
     else:
-        model["vocab"] = {marked(piece): i for piece, i in vocab.items()}
-        if marks.keys() & vocab.keys():  # no merge may make one
-            pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-            model["merges"] = [pair for pair in pairs if "".join(pair) not in marks]
-    added = [{**token, "content": marked(token["content"])} for token in content["added_tokens"]]
+        model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [pair for pair in pairs if "".join(pair) not in marks]
+    added = [
+        {**t, "content": marks.get(t["content"], t["content"])} for t in content["added_tokens"]
+    ]
     try:
         text = json.dumps({**content, "model": model, "added_tokens": added})
         return tokenizers.Tokenizer.from_str(text)
@@ -920,12 +928,10 @@ def open_sentencepiece(model: bytes) -> Any:
     import sentencepiece
 
     sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
-    processor = sentencepiece.SentencePieceProcessor()
     try:
-        processor.LoadFromSerializedProto(model)
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise ValueError(f"not a SentencePiece model: {error}") from error
-    return processor
 
 
 # SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
@@ -1053,8 +1059,9 @@ def find_template(tokenizer: Tokenizer, template: str | None) -> str:
             template = "llama-2"
     template = CHAT_TEMPLATES.get(template, template)
     if "{" not in template:
-        expected = f"{', '.join(CHAT_TEMPLATES)} or a text in Jinja"
-        raise ValueError(f"the chat template is {template!r:.60}; expected {expected}")
+        raise ValueError(
+            f"the chat template is {template!r:.60}; expected {', '.join(CHAT_TEMPLATES)} or Jinja"
+        )
     return template
 
 
@@ -1065,7 +1072,7 @@ def compile_template(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     version = jinja2.__version__
-    if [int(number) for number in re.findall(r"\d+", version)] < [3, 1, 6]:
+    if [*map(int, re.findall(r"\d+", version))] < [3, 1, 6]:
         advice = "its sandbox has known holes: pip install --upgrade jinja2"
         raise ValueError(f"jinja2 is {version}; expected 3.1.6 or newer: {advice}")
 
@@ -1076,8 +1083,10 @@ def compile_template(template: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals.update(
+        raise_exception=raise_exception,
+        strftime_now=lambda form: datetime.datetime.now().strftime(form),
+    )
     # transformers' tag around what an assistant says; it prints what is inside.
     template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
     template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
@@ -1097,29 +1106,27 @@ def render(
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
-def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages. Raises ValueError for what is none; it may be private: not quoted."""
-    copies = []
+def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages. Raises ValueError for what is none; it may be private: not quoted."""
+    messages = [*messages]
     for message in messages:
         is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         # An assistant's call of a tool may have no content.
         if not is_message or not isinstance(message.get("content") or "", str):
             raise ValueError("expected messages with a role, and text as content")
-        copies.append(dict(message))
-    if not copies:
+    if not messages:
         raise ValueError("there are no messages; expected one at least")
-    return copies
+    return messages
 
 
 def hide_control_texts(value: Any, tokenizer: Tokenizer) -> Any:
     """Texts, and lists and dicts of them, in which a sign stands for each control token's text."""
     if isinstance(value, str):
-        sign = f"{tokenizer.secret};{{}};"
         return tokenizer.control_texts.sub(
-            lambda m: sign.format(tokenizer.special_ids[m[0]]), value
+            lambda m: f"{tokenizer.secret};{tokenizer.special_ids[m[0]]};", value
         )
     if isinstance(value, Mapping):
-        return {key: hide_control_texts(item, tokenizer) for key, item in value.items()}
+        return dict(hide_control_texts([*value.items()], tokenizer))
     if isinstance(value, (list, tuple)):
         return [hide_control_texts(item, tokenizer) for item in value]
     return value
@@ -1141,7 +1148,7 @@ def encode_chat(
     end = f"{tokenizer.secret}!"
     turns = hide_control_texts(check_messages(messages), tokenizer)
     if continue_final_message:
-        turns[-1]["content"] = f"{turns[-1]['content'] or ''}{end} "
+        turns[-1]["content"] = f"{turns[-1].get('content') or ''}{end} "
     variables = hide_control_texts(variables, tokenizer)
     variables["add_generation_prompt"] = not continue_final_message
     text = render(tokenizer, find_template(tokenizer, template), turns, **variables)
@@ -1979,19 +1986,8 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         format="Hugging Face directory",
         config=config,
         weights=match_tensors(learned, config),
-        read_tokenizer=partial(read_folder_tokenizer, folder, config),
+        read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
     )
-
-
-def read_folder_tokenizer(folder: Path, config: Config) -> Tokenizer:
-    """tokenizer.model of a directory, or tokenizer.json."""
-    names = ("tokenizer.model", "tokenizer.json")
-    paths = [folder / name for name in names if (folder / name).is_file()]
-    if len(paths) == 2 and not paths[0].read_bytes().startswith(b"\n"):
-        del paths[0]  # tiktoken's, of Meta's own files: no SentencePiece model
-    for path in paths:
-        return Tokenizer(read_vocabulary(path, config))
-    raise FileNotFoundError(f"{folder}: no tokenizer.model or tokenizer.json")
 
 
 def read_chat_template(folder: Path) -> str:
@@ -2009,181 +2005,178 @@ def read_chat_template(folder: Path) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
-
-
-def added_token(text: str, token_id: int, special: bool) -> dict[str, Any]:
-    """A token beside those of a model, as tokenizer.json has it."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": text, "special": special, **flags}
-
-
-def make_vocabulary(
-    pieces: list[str],
-    types: Sequence[int],
-    bos_id: int | None,
-    eos_id: int | None,
-    stop_ids: Iterable[int] = (),
-    unknown_id: int = 0,
-    scores: Sequence[float] | None = None,
-    remove_extra_whitespaces: bool = False,
-    model: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Vocabulary:
-    """A Vocabulary of SentencePiece's scores, or of a tokenizer.json as `model`.
-
-    Raises ValueError where its columns and ids do not fit together.
-    """
-    types = [*types]
-    for name, column in (("token_type", types), ("scores", scores)):
-        if column is not None and len(column) != len(pieces):
-            raise ValueError(f"{name} has {len(column)} values for {len(pieces)} tokens")
-    if not {*types} <= {*range(NORMAL, BYTE + 1)}:
-        raise ValueError(f"token_type is not {NORMAL} to {BYTE}")
-    for token_id in (bos_id, eos_id, unknown_id, *stop_ids):
-        if token_id is not None and not 0 <= token_id < len(pieces):
-            raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
-    # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
-    stops = [i for i in stop_ids if types[i] == USER_DEFINED]
-    for token_id in (bos_id, eos_id, *stops):
-        if token_id is not None:
-            types[token_id] = CONTROL
-    if model is not None:
-        added = [*(model.get("added_tokens") or [])]
-        known = {token["content"] for token in added}
-        for i, piece in enumerate(pieces):
-            if types[i] == CONTROL and piece not in known:
-                added.append(added_token(piece, i, special=True))
-        model = {**model, "added_tokens": added}
-        return Vocabulary(pieces, types, model, bos_id, eos_id, **options)
-    types[unknown_id] = UNKNOWN
-    trainer: dict[int, Any] = {3: 2, 35: types.count(BYTE) == 256}  # model_type BPE, byte_fallback
-    for number, token_id in ((46, bos_id), (47, eos_id)):  # bos_piece, eos_piece
-        if token_id is not None:
-            trainer[number] = pieces[token_id].encode()
-    prefix = options.get("add_space_prefix", True)
-    normalizer = {3: prefix, 4: remove_extra_whitespaces}  # add_dummy_prefix
-    messages = [protobuf({2: protobuf(trainer), 3: protobuf(normalizer)})]
-    for piece, score, piece_type in zip(pieces, scores or [], types):
-        text = piece.replace(" ", "\u2581") if piece_type == USER_DEFINED else piece
-        messages.append(protobuf({1: protobuf({1: text.encode(), 2: float(score), 3: piece_type})}))
-    return Vocabulary(pieces, types, b"".join(messages), bos_id, eos_id, **options)
+#
+# SentencePiece runs a tokenizer.model and tokenizers a tokenizer.json, as they are. The columns of a
+# vocabulary in GGUF are put back into one of these; what other files say gets GGUF's keys.
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary in a GGUF file's metadata. Raises ValueError."""
+    """The vocabulary in a GGUF file's metadata. Raises ValueError.
+
+    What read_vocabulary_file() makes of a tokenizer.json has it in place of the model's name.
+    """
 
     def get(key: str, type_: type, default: Any = None) -> Any:
         return get_typed(metadata, f"tokenizer.ggml.{key}", type_, default)
 
-    options: dict[str, Any] = {
-        "pieces": get("tokens", list),
-        "stop_ids": gguf_stop_ids(metadata),
-        "chat_template": get_typed(metadata, "tokenizer.chat_template", str, ""),
-    }
-    options["types"] = get("token_type", list, [NORMAL] * len(options["pieces"]))
-    is_bpe = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "gpt2"
-    for role, default in (("bos", 1), ("eos", 2)):
-        given = metadata.get(f"tokenizer.ggml.{role}_token_id") is not None
-        options[f"{role}_id"] = (
-            get(f"{role}_token_id", int, default) if given or not is_bpe else None
-        )
-    if is_bpe:
-        pre = PRE_TOKENIZERS[require(metadata, "tokenizer.ggml.pre", tuple(PRE_TOKENIZERS))]
-        options["model"] = bpe_json(options["pieces"], options["types"], get("merges", list), pre)
-        options["add_bos"] = get("add_bos_token", bool, pre.add_bos)
-    else:
-        options["scores"] = get("scores", list)
-        options["unknown_id"] = get("unknown_token_id", int, 0)
-        options["add_bos"] = get("add_bos_token", bool, True)
-        options["add_space_prefix"] = get("add_space_prefix", bool, True)
-        options["remove_extra_whitespaces"] = get("remove_extra_whitespaces", bool, False)
-    return make_vocabulary(**options)
+    model = metadata.get("tokenizer.ggml.model")
+    pre = metadata.get("tokenizer.ggml.pre")
+    is_llama, is_json, scheme = model == "llama", isinstance(model, dict), "never"
+    pieces = get("tokens", list)
+    types = [*get("token_type", list, [NORMAL] * len(pieces))]
+    bos = metadata.get("tokenizer.ggml.bos_token_id", 1 if is_llama else None)
+    eos = metadata.get("tokenizer.ggml.eos_token_id", 2 if is_llama else None)
+    # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
+    for token_id in {bos, eos, *gguf_stop_ids(metadata)} - {None}:
+        if not 0 <= token_id < len(pieces):
+            raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
+        if token_id in (bos, eos) or types[token_id] == USER_DEFINED:
+            types[token_id] = CONTROL
+    if is_llama:
+        types[get("unknown_token_id", int, 0)] = UNKNOWN
+        prefix = get("add_space_prefix", bool, True)
+        scheme = "always" if prefix else "never"  # as llama.cpp does it
+        normalizer = [0x18, prefix, 0x20, get("remove_extra_whitespaces", bool, False)]
+        model = sentencepiece_model(pieces, get("scores", list), types, bytes(normalizer))
+    elif not is_json:
+        require(metadata, "tokenizer.ggml.model", ("llama", "gpt2"))
+        if pre is None:
+            raise ValueError(NO_PRE_TOKENIZER)
+        require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
+        model = bpe_json(pieces, types, pre, get("merges", list))
+    add_bos = get("add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3)
+    scheme = get("prepend_scheme", str, scheme)  # a key of ours
+    template = get_typed(metadata, "tokenizer.chat_template", str, "")
+    keys = None if is_json else metadata
+    return Vocabulary(pieces, types, model, bos, eos, add_bos, scheme, template, keys)
 
 
 def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids besides EOS that end a text: end of turn, end of message."""
-    eos = get_typed(metadata, "tokenizer.ggml.eos_token_id", int, 2)
-    keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eot", "eom")]
-    ids = dict.fromkeys(get_typed(metadata, key, int, eos) for key in keys)
-    return tuple(token_id for token_id in ids if token_id != eos)
+    eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(i for i in ends if i not in (None, eos)))
 
 
-class PreTokenizer(NamedTuple):
-    """How byte-level BPE cuts text into words before it merges the bytes of each."""
+NO_PRE_TOKENIZER = (
+    "tokenizer.ggml.pre is missing, which says how text is cut into words: the file is older than"
+    " May 2024. Of Llama 3, gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf adds it;"
+    " llama.cpp takes 'default', and warns of worse answers"
+)
 
-    steps: list[dict[str, Any]]  # as tokenizer.json says it
-    ignore_merges: bool = False  # a word that is a piece is taken as it is
-    add_bos: bool = False  # where the file does not say
-
-
-# Llama 3 takes contractions, letters, up to three digits, punctuation, white space.
-LLAMA_3_WORDS = (
+# Steps of a tokenizer.json's pre_tokenizer, their keys sorted.
+SPLIT = '{"behavior": "Isolated", "invert": false, "pattern": {"Regex": %s}, "type": "Split"}'
+DIGITS = '{"individual_digits": true, "type": "Digits"}'
+GPT_2 = '{"add_prefix_space": false, "trim_offsets": true, "type": "ByteLevel"}'
+PLAIN = '{"add_prefix_space": false, "trim_offsets": true, "type": "ByteLevel", "use_regex": false}'
+LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-DIGITS = {"type": "Digits", "individual_digits": True}
-AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-GPT_2_WORDS = {**AS_BYTES, "use_regex": True}
-LLAMA_3_STEPS = [
-    {**SPLIT, "pattern": {"Regex": LLAMA_3_WORDS}},
-    {**AS_BYTES, "use_regex": False},
-]
-PRE_TOKENIZERS = {  # by their names in GGUF
-    "llama-bpe": PreTokenizer(LLAMA_3_STEPS, ignore_merges=True, add_bos=True),
-    "llama-v3": PreTokenizer(LLAMA_3_STEPS, ignore_merges=True, add_bos=True),
-    "smaug-bpe": PreTokenizer(LLAMA_3_STEPS),
-    "smollm": PreTokenizer([DIGITS, GPT_2_WORDS]),
+QWEN_2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (  # words begin with capitals
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LETTERS = (  # DeepSeek's
+    "\\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-"
+    "\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"
+    "\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd"
+    "\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d"
+    "\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-"
+    "\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
+    "\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e"
+    "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943]+"
+)
+SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# How byte-level BPE cuts a text into words before it merges the bytes of each: llama.cpp's names,
+# and the steps in those models' own tokenizer.json, which llama.cpp's expressions say less exactly.
+# What an expression matches becomes a word, and so does what lies between.
+PRE_TOKENIZERS = {
+    name: [step if step in (DIGITS, GPT_2, PLAIN) else SPLIT % json.dumps(step) for step in steps]
+    for names, steps in {
+        "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe": [LLAMA_3, PLAIN],
+        "tekken": [TEKKEN, PLAIN],
+        "smollm starcoder refact command-r minerva-7b": [DIGITS, GPT_2],
+        "gpt-2 olmo mellum trillion granite-docling": [GPT_2],
+        "qwen2 megrez": [QWEN_2, PLAIN],
+        "seed-coder": [SEED_CODER, PLAIN],
+        "viking": [" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+", DIGITS, PLAIN],
+        "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGITS, PLAIN],
+        "deepseek-llm": ["[\r\n]", LETTERS, SIGNS, r"\s+$", CJK, DIGITS, PLAIN],
+        "default": [
+            r"[\p{P}$+<=>^~|]+",
+            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+            r"\p{N}+",
+            "[0-9]{3}",
+            PLAIN,
+        ],
+    }.items()
+    for name in names.split()
 }
+# Of these, a word that is a piece is taken as it is, and a text begins with BOS.
+LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
 
 
 def bpe_json(
-    pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: PreTokenizer
+    pieces: Sequence[str], types: Sequence[int], pre: str, merges: Sequence[str]
 ) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE. Raises ValueError for a merge that makes no piece."""
-    vocab = {p: i for i, (p, t) in enumerate(zip(pieces, types)) if t != UNUSED}
-    for merge in merges:
-        if merge.replace(" ", "", 1) not in vocab:
-            raise ValueError(f"tokenizer.ggml.merges has {merge!r:.60}, which makes no piece")
-    added = []
-    for piece, piece_type in zip(pieces, types):
-        if piece_type in (CONTROL, USER_DEFINED):
-            added.append(added_token(piece, vocab[piece], piece_type == CONTROL))
+    """A tokenizer.json of byte-level BPE."""
+    vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
+    steps = f"[{', '.join(PRE_TOKENIZERS[pre])}]"
     return {
-        "added_tokens": added,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre.steps},
-        "decoder": GPT_2_WORDS,
+        "added_tokens": [
+            {**FLAGS, "id": i, "content": piece, "special": types[i] == CONTROL}
+            for piece, i in vocab.items()
+            if types[i] in (CONTROL, USER_DEFINED)
+        ],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": json.loads(steps)},
+        "decoder": json.loads(PLAIN),
         "model": {
             "type": "BPE",
             "vocab": vocab,
             "merges": merges,
-            "ignore_merges": pre.ignore_merges,
+            "ignore_merges": pre in LIKE_LLAMA_3,
         },
     }
 
 
-def varint(number: int) -> bytes:
-    """An integer in protobuf: seven bits a byte; the eighth says that more follow."""
-    if number < 128:
-        return bytes([number])
-    return bytes([number & 127 | 128]) + varint(number >> 7)
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
-def protobuf(fields: Mapping[int, Any]) -> bytes:
-    """A message of fields by their numbers: integers, floats or bytes.
+def protobuf(number: int, value: bytes) -> bytes:
+    """A field of bytes or of a message; its length in three times seven bits.
 
     It is written and read by hand, because sentencepiece does not install the package protobuf,
     which its own class needs. The numbers are those of sentencepiece_model.proto.
     """
-    message = b""
-    for number, value in fields.items():
-        if isinstance(value, float):
-            message += varint(number << 3 | 5) + struct.pack("<f", value)
-        elif isinstance(value, int):
-            message += varint(number << 3) + varint(value)
-        else:
-            message += varint(number << 3 | 2) + varint(len(value)) + value
-    return message
+    size = len(value)
+    head = [number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]
+    return bytes(head) + value
+
+
+def sentencepiece_model(
+    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], normalizer: bytes
+) -> bytes:
+    """A tokenizer.model of BPE."""
+    trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])  # model_type, byte_fallback
+    rows = [protobuf(2, trainer), protobuf(3, normalizer)]
+    for piece, score, piece_type in zip(pieces, scores, types, strict=True):
+        numbers = struct.pack("<Bf2B", 0x15, score, 0x18, piece_type)
+        rows.append(protobuf(1, protobuf(1, piece.encode()) + numbers))
+    return b"".join(rows)
 
 
 def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -2199,195 +2192,201 @@ def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
         if wire_type == 0:
             yield number, read_varint()
         else:
-            size = {1: 8, 5: 4}.get(wire_type) or read_varint()
-            yield number, file.read(size)
+            yield number, file.read(4 if wire_type == 5 else read_varint())
 
 
-MAX_VOCABULARY = 2**22  # bytes of a tokenizer.model, of which SentencePiece makes 40 times as many
-
-
-def read_tokenizer_model(path: Path, size: int) -> dict[str, Any]:
-    """A tokenizer.model, as arguments of make_vocabulary(). Raises ValueError."""
-    sp = open_sentencepiece(read_file(path, MAX_VOCABULARY))
+def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A tokenizer.model: pieces with their types by id, added tokens, other keys. ValueError."""
+    data = read_file(path, 2**22)  # SentencePiece makes 40 times as many bytes of them
+    if re.match(rb"[\w+/]+=* \d+\n", data):
+        raise ValueError(
+            "tiktoken's, as Meta's Llama 3 has it: python examples/convert.py FOLDER OUT.gguf reads it"
+        )
+    sp = open_sentencepiece(data)
     fields = [*read_protobuf(sp.serialized_model_proto())]
     trainer, normalizer = (dict(read_protobuf(dict(fields)[number])) for number in (2, 3))
-    if trainer.get(3) != 2 or trainer.get(24):  # model_type, treat_whitespace_as_suffix
-        raise ValueError("its model_type is not BPE, or it puts spaces behind words")
-    if normalizer.get(2) or not normalizer.get(5, True):  # precompiled_charsmap, escape_whitespaces
-        raise ValueError("its normalizer changes characters, which Llama's does not")
-    messages = [dict(read_protobuf(value)) for number, value in fields if number == 1]
-    types = {i: message.get(3, NORMAL) for i, message in enumerate(messages)}
-    pieces = {i: sp.id_to_piece(i) for i in types}
-    scores = [sp.get_score(i) for i in types]
-    settings = read_json(path.with_name("tokenizer_config.json"))
-    added = []
-    for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
-        added.append({**token, "id": int(token_id)})
-    if not added:  # transformers before 4.34
-        for text, token_id in read_json(path.with_name("added_tokens.json")).items():
-            added.append(added_token(text, token_id, special=True))
-    options = with_added_tokens(pieces, types, added, size)
-    options["scores"] = scores + [0.0] * (len(options["pieces"]) - len(scores))
-    for role, token_id in (("bos", sp.bos_id()), ("eos", sp.eos_id())):
-        options[f"{role}_id"] = None if token_id < 0 else token_id
-    options["unknown_id"] = sp.unk_id()
-    options["add_space_prefix"] = bool(normalizer.get(3, True))  # add_dummy_prefix
-    options["remove_extra_whitespaces"] = bool(normalizer.get(4, True))
-    return options
-
-
-def with_added_tokens(
-    pieces: dict[int, str], types: dict[int, int], added: Iterable[Mapping], size: int
-) -> dict[str, Any]:
-    """Pieces and their types by ids, and added tokens with ids below `size`, as two lists."""
-    for token in added:
-        i = token["id"]
-        if i < size:  # Llama 2's own directory names a padding token that its model has no row for
-            pieces[i] = well_formed(token["content"])
-            types[i] = CONTROL if token.get("special") else USER_DEFINED
-    ids = range(max(pieces) + 1)
-    if len(ids) > size:
-        raise ValueError(f"{len(ids)} pieces; the model has {size}")
-    return {
-        "pieces": [pieces.get(i, f"[PAD{i}]") for i in ids],
-        "types": [types.get(i, UNUSED) for i in ids],
+    # model_type, treat_whitespace_as_suffix, precompiled_charsmap
+    if trainer.get(3) != 2 or trainer.get(24) or normalizer.get(2):
+        raise ValueError("it is not BPE, or it changes characters; its tokenizer.json may be read")
+    types = [dict(read_protobuf(row)).get(3, NORMAL) for number, row in fields if number == 1]
+    ids = [*range(len(types))]
+    prefix = settings.get("add_prefix_space")
+    prefix = bool(normalizer.get(3, True) if prefix is None else prefix)
+    older = read_json(path.with_name("added_tokens.json"))  # than transformers 4.34
+    older = {i: {"content": text, "special": True} for text, i in older.items()}
+    added = settings.get("added_tokens_decoder") or older
+    added = [{**token, "id": int(i)} for i, token in added.items()]
+    keys = {
+        "model": "llama",
+        "scores": sp.get_score(ids),
+        "bos_token_id": sp.bos_id(),
+        "eos_token_id": sp.eos_id(),
+        "unknown_token_id": sp.unk_id(),
+        "add_space_prefix": prefix,
+        "remove_extra_whitespaces": bool(normalizer.get(4, True)),
+        "prepend_scheme": ("always" if settings.get("legacy") else "first") if prefix else "never",
     }
+    return dict(zip(ids, zip(sp.id_to_piece(ids), types))), added, keys
 
 
-def read_tokenizer_json(path: Path, size: int) -> dict[str, Any]:
-    """A tokenizer.json, as arguments of make_vocabulary(). Raises ValueError."""
-    content = read_json(path)
-    model = content["model"]
-    vocab = model["vocab"]
-    pairs = vocab.items() if isinstance(vocab, dict) else ((p, i) for i, (p, _) in enumerate(vocab))
-    pieces = {i: piece for piece, i in pairs}
-    types = dict.fromkeys(pieces, NORMAL)
-    if model.get("byte_fallback"):
-        types |= {i: BYTE for i, p in pieces.items() if re.fullmatch("<0x[0-9A-F]{2}>", p)}
+def read_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A tokenizer.json: pieces with their types by id, added tokens, other keys. ValueError."""
+    content = {"added_tokens": [], **read_json(path)}
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # of Unigram, with scores
+        vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+    of_bytes = "<0x[0-9A-F]{2}>" if content["model"].get("byte_fallback") else "(?!)"
+    columns = {i: (p, BYTE if re.fullmatch(of_bytes, p) else NORMAL) for p, i in vocab.items()}
     decoder = json.dumps(content.get("decoder"))
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
-    options = with_added_tokens(pieces, types, content.get("added_tokens") or [], size)
-    steps = json_steps(content, "post_processor", "processors")
-    options["add_bos"] = any("SpecialToken" in step.get("single", [{}])[0] for step in steps)
-    steps = json_steps(content, "normalizer", "normalizers")
-    steps += json_steps(content, "pre_tokenizer", "pretokenizers")
-    options["add_space_prefix"] = any(map(adds_space, steps))
-    return options | {"model": content}
+    steps = json_steps(content)
+    scheme = "first" if '"first"' in steps else "always"
+    if not re.search('"prepend": |"first"|"always"|"add_prefix_space": true', steps):
+        scheme = "never"
+    keys = {
+        "model": content,
+        "add_bos_token": '"single": [{"SpecialToken"' in json.dumps(content.get("post_processor")),
+        "prepend_scheme": scheme,
+    }
+    return columns, content["added_tokens"], keys
 
 
-def json_steps(content: Mapping[str, Any], name: str, parts: str) -> list[dict[str, Any]]:
-    """The steps of a component of tokenizer.json, which may be a sequence."""
-    whole = content.get(name) or {}
-    return [*whole.get(parts, [whole])]
+def json_steps(content: Mapping[str, Any]) -> str:
+    """What tokenizer.json does to a text before its model, as JSON without idle settings."""
+    steps = []
+    for name, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        whole = content.get(name) or {parts: []}
+        steps += whole.get(parts, [whole])
+    return (
+        json.dumps(steps, sort_keys=True)
+        .replace(', "use_regex": true', "")
+        .replace('"trim_offsets": false', '"trim_offsets": true')
+    )
 
 
-def adds_space(step: Mapping[str, Any]) -> bool:
-    """Whether a step puts U+2581 in front of a text."""
-    if step.get("type") == "Metaspace":
-        return step.get("prepend_scheme", "always") != "never"
-    return step.get("type") == "Prepend"
+def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
+    """The vocabulary of a Hugging Face directory. Raises ValueError."""
+    if not (folder / "tokenizer.json").exists():
+        return read_vocabulary_file(folder / "tokenizer.model", config)
+    vocabulary = read_vocabulary_file(folder / "tokenizer.json", config)
+    with suppress(ValueError, OSError):  # there may be none, or tiktoken's
+        # Of two that say the same, the one that was trained: SentencePiece runs it in less time,
+        # and it has GGUF's scores. transformers reads the other: that counts where they differ.
+        trained = read_vocabulary_file(folder / "tokenizer.model", config)
+        if trained.pieces == vocabulary.pieces:
+            return trained
+    return vocabulary
 
 
-def read_vocabulary(path: Path, config: Config) -> Vocabulary:
+def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
     """A tokenizer.model or tokenizer.json, and what the files beside it say. Raises ValueError."""
     with naming(path):
+        settings = read_json(path.with_name("tokenizer_config.json"))
+        if "added_tokens_decoder" not in settings:  # else it is out of date, as in transformers
+            settings |= read_json(path.with_name("special_tokens_map.json"))
         read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
-        options = read(path, config.vocab_size)
-        pieces, types = options["pieces"], options["types"]
-        settings = read_json(path.with_name("special_tokens_map.json"))
-        settings |= read_json(path.with_name("tokenizer_config.json"))
+        columns, added, keys = read(path, settings)
+        for token in added:
+            if token["id"] < config.vocab_size:  # Llama 2's own folder names one that has no row
+                token_type = CONTROL if token.get("special") else USER_DEFINED
+                columns[token["id"]] = well_formed(token["content"]), token_type
+        ids = range(max(columns) + 1)
+        if len(ids) > config.vocab_size:
+            raise ValueError(f"{len(ids)} pieces; the model has {config.vocab_size}")
+        rows = (columns.get(i, (f"[PAD{i}]", UNUSED)) for i in ids)
+        pieces, types = map(list, zip(*rows))
+        for i in (config.eos_token_id, *config.stop_token_ids):
+            if i in ids and types[i] == USER_DEFINED:
+                types[i] = CONTROL
+        keys |= {"tokens": pieces, "token_type": types}
+        if "scores" in keys:
+            keys["scores"] += [0.0] * (len(ids) - len(keys["scores"]))
         for role in ("bos", "eos"):
             token = settings.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
+            token_id = keys.get(f"{role}_token_id", getattr(config, f"{role}_token_id"))
             if text in pieces:
-                options[f"{role}_id"] = pieces.index(text)
-            # Where no file of the tokenizer names it, it is config.json's, if it is special.
-            token_id = getattr(config, f"{role}_token_id")
-            is_special = 0 <= token_id < len(types) and types[token_id] == CONTROL
-            options.setdefault(f"{role}_id", token_id if is_special else None)
+                token_id = pieces.index(text)
+                if types[token_id] != CONTROL:
+                    added.append({**FLAGS, "id": token_id, "content": text, "special": True})
+            elif token_id not in ids or types[token_id] != CONTROL:
+                token_id = None
+            keys[f"{role}_token_id"] = token_id
         if settings.get("add_bos_token") is not None:
-            options["add_bos"] = bool(settings["add_bos_token"])
-        stop_ids = (config.eos_token_id, *config.stop_token_ids)
-        options["stop_ids"] = [i for i in stop_ids if i < len(pieces)]
-        return make_vocabulary(chat_template=read_chat_template(path.parent), **options)
+            keys["add_bos_token"] = settings["add_bos_token"]
+        metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        metadata["tokenizer.chat_template"] = read_chat_template(path.parent)
+        return vocabulary_from_gguf(metadata)
 
 
 def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
     """GGUF's keys for a vocabulary, with unused pieces up to `count`. Raises ValueError."""
-    pieces, model = vocabulary.pieces, vocabulary.model
+    pieces = vocabulary.pieces
     more = range(len(pieces), count)
-    keys: dict[str, Any] = {"model": "llama", "token_type": vocabulary.types}
-    if isinstance(model, bytes):
-        sp = open_sentencepiece(model)
-        normalizer = dict(read_protobuf(dict(read_protobuf(model))[3]))
-        keys["scores"] = [sp.get_score(i) for i in range(len(pieces))]
-        keys["unknown_token_id"] = sp.unk_id()
-        keys["add_space_prefix"] = vocabulary.add_space_prefix
-        keys["remove_extra_whitespaces"] = bool(normalizer.get(4, True))
-    elif "ByteLevel" in json.dumps(model["decoder"]):
-        keys |= byte_level_keys(model)
-    else:
-        keys |= sentencepiece_keys(vocabulary)
-    keys["tokens"] = pieces + [f"[PAD{i}]" for i in more]
-    keys["token_type"] = keys["token_type"] + [UNUSED] * len(more)
-    if "scores" in keys:
-        keys["scores"] = keys["scores"] + [0.0] * len(more)
-    keys["bos_token_id"] = vocabulary.bos_id
-    keys["eos_token_id"] = vocabulary.eos_id
-    keys["add_bos_token"] = vocabulary.add_bos
-    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
-    return keys | {"tokenizer.chat_template": vocabulary.chat_template}
+    keys = {**(vocabulary.keys or json_keys(vocabulary))}
+    if scores := keys.get("tokenizer.ggml.scores"):
+        keys["tokenizer.ggml.scores"] = scores + [0.0] * len(more)
+    keys |= {
+        "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in more],
+        "tokenizer.ggml.token_type": vocabulary.types + [UNUSED] * len(more),
+        "tokenizer.ggml.bos_token_id": vocabulary.bos_id,
+        "tokenizer.ggml.eos_token_id": vocabulary.eos_id,
+        "tokenizer.ggml.add_bos_token": vocabulary.add_bos,
+        "tokenizer.ggml.add_space_prefix": vocabulary.prepend_scheme != "never",
+        "tokenizer.ggml.prepend_scheme": vocabulary.prepend_scheme,
+        "tokenizer.chat_template": vocabulary.chat_template,
+    }
+    return {k: v for k, v in keys.items() if k.startswith("tokenizer.") and v is not None}
 
 
-def byte_level_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """GGUF's keys for byte-level BPE. Raises ValueError for what they cannot say."""
-    model = content["model"]
-    for token in content.get("added_tokens") or []:
-        if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
-            raise ValueError(f"GGUF cannot say how {token['content']!r} treats what is beside it")
-    steps = json_steps(content, "pre_tokenizer", "pretokenizers")
-    for name, pre in PRE_TOKENIZERS.items():
-        if steps == pre.steps and bool(model.get("ignore_merges")) == pre.ignore_merges:
-            return {"model": "gpt2", "pre": name, "merges": merges_of(model)}
-    raise ValueError(f"GGUF has no name for the pre_tokenizer {json.dumps(steps):.150}")
+SPACES = (  # steps that write spaces as SentencePiece does
+    r'\[({("prepend": "\\u2581", "type": "Prepend"'
+    r'|"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"'
+    r'|("prepend_scheme": "\w+", )?"replacement": "\\u2581", "split": false, "type": "Metaspace")'
+    r"}(, )?)*\]"
+)
 
 
-def merges_of(model: Mapping[str, Any]) -> list[str]:
-    """The merges of tokenizer.json's model, which are pairs or texts, as texts."""
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-
-
-def sentencepiece_keys(vocabulary: Vocabulary) -> dict[str, Any]:
-    """GGUF's keys with scores by which SentencePiece does the merges of a tokenizer.json.
-
-    Raises ValueError if it would do others.
-    """
-    pieces, model = vocabulary.pieces, vocabulary.model["model"]
-    require(model, "type", ("BPE",))
-    merges = merges_of(model)
+def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
+    """GGUF's keys for a tokenizer.json. Raises ValueError for what they cannot say."""
+    content, pieces = vocabulary.model, vocabulary.pieces
+    model, steps = content["model"], json_steps(content)
+    if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(content.get("added_tokens"))):
+        raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
+    for pre, known in PRE_TOKENIZERS.items():
+        if steps == f"[{', '.join(known)}]" and bool(model.get("ignore_merges")) == (
+            pre in LIKE_LLAMA_3
+        ):
+            return {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": pre,
+                "tokenizer.ggml.merges": merges,
+            }
+    if not re.fullmatch(SPACES, steps):
+        raise ValueError(f"GGUF has no name for {steps:.150}")
     words = {piece for piece, t in zip(pieces, vocabulary.types) if t == NORMAL}
-    if max(map(len, words)) > 512:
-        raise ValueError("a piece of more than 512 characters")
-    pairs = set()  # any two pieces that make another: SentencePiece merges them
-    for word in words:
-        for i in range(1, len(word)):
-            if word[:i] in words and word[i:] in words:
-                pairs.add(f"{word[:i]} {word[i:]}")
-    if lost := pairs - {*merges}:
-        raise ValueError(f"the merge {min(lost)!r} is missing")
-    ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
-    # Pieces of spaces alone come last, as in tokenizer.model: transformers 5 writes them first.
-    scores = [ranks.get(piece, 0.0) if piece.strip("\u2581") else -1e9 for piece in pieces]
-    unknown = pieces.index(model.get("unk_token") or "<unk>")
-    types = [UNKNOWN if i == unknown else t for i, t in enumerate(vocabulary.types)]
-    keys = {"scores": scores, "token_type": types, "unknown_token_id": unknown}
-    return keys | {"add_space_prefix": vocabulary.add_space_prefix}
+    # SentencePiece merges any two that make another.
+    pairs = {
+        f"{word[:i]} {word[i:]}"
+        for word in words
+        for i in range(1, len(word))
+        if words >= {word[:i], word[i:]}
+    }
+    if others := pairs.difference(merges):
+        raise ValueError(f"GGUF cannot say that {min(others)!r} are not merged")
+    scores = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": [scores.get(piece, 0.0) for piece in pieces],
+        "tokenizer.ggml.unknown_token_id": pieces.index(model.get("unk_token") or "<unk>"),
+    }
 
 
-def tokenizer_from_file(path: str | Path, config: Config | None = None) -> Tokenizer:
+def tokenizer_from_file(path: str | Path, config: Config = Config(vocab_size=2**18)) -> Tokenizer:
     """The tokenizer of a tokenizer.model or tokenizer.json. Raises ValueError."""
-    return Tokenizer(read_vocabulary(Path(path), config or Config(vocab_size=2**18)))
+    return Tokenizer(read_vocabulary_file(Path(path), config))
 
 
 def tokenizer_from_gguf(path: str | Path) -> Tokenizer:

@@ -275,7 +275,8 @@ def byte_level_tokenizer(
         "model": model,
     }
     types = [1] * first + [3] * len(special)  # NORMAL and CONTROL, as in GGUF
-    vocabulary = llama2.Vocabulary(texts + special, types, content, first, first + 1)
+    ends = first, first + 1
+    vocabulary = llama2.Vocabulary(texts + special, types, content, *ends, prepend_scheme="never")
     return llama2.Tokenizer(vocabulary)
 
 
@@ -321,7 +322,7 @@ def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
         "add_bos_token": vocabulary.add_bos,
         "chat_template": vocabulary.chat_template or None,
         "clean_up_tokenization_spaces": False,
-        "legacy": False,
+        "legacy": vocabulary.prepend_scheme == "always",
     }
     for role, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)):
         if token_id is not None:
