@@ -141,21 +141,6 @@ def test_it_comes_back_from_every_form(exact, tmp_path):
         assert ask((again, same), "Hi!", 6) == answer
 
 
-def test_five_turns_on_one_cache(exact):
-    """Each is that of the whole conversation, of which only what is new is read."""
-    model, tokenizer = exact
-    cache = llama2.Cache(model.config, 1, 512)
-    messages = []
-    for question in QUESTIONS[:5]:
-        messages.append({"role": "user", "content": question})
-        ids = llama2.encode_chat(tokenizer, messages)
-        stream = llama2.generate(model, ids, GREEDY, 12, cache=cache)
-        answer = list(stream)
-        assert answer == list(llama2.generate(model, ids, GREEDY, 12))
-        assert stream.prompt_tokens < 60
-        messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
-
-
 MEMORY = """
 import llama2, re, torch
 from pathlib import Path
