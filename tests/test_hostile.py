@@ -384,7 +384,6 @@ VALUES_OF_KEYS = [
     ("llama.context_length", U32, 2**31, "max_position_embeddings"),
     ("llama.embedding_length", U32, 2**27, "embd"),
     ("split.count", U32, 65535, "65535"),
-    ("general.alignment", U32, 2**31, "alignment"),
     # SentencePiece is C++, and what it would choke on is refused before, or by it
     ("tokenizer.ggml.tokens", ARRAY, (STRING, TEXTS), "319"),
     ("tokenizer.ggml.tokens", ARRAY, (STRING, []), "vocab_size"),
@@ -394,7 +393,6 @@ VALUES_OF_KEYS = [
     ("tokenizer.ggml.token_type", ARRAY, (I32, [9] * N), "token_type"),
     ("tokenizer.ggml.token_type", ARRAY, (I32, [6] * N), "byte"),
     ("tokenizer.ggml.bos_token_id", U32, 2**32 - 1, "token id"),
-    ("tokenizer.ggml.eos_token_id", U32, N, "token id"),
     ("tokenizer.ggml.unknown_token_id", U32, N, "token id"),
     ("tokenizer.ggml.unknown_token_id", STRING, "1", "unknown"),
 ]
