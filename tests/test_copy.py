@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import gguf
 import pytest
@@ -34,11 +35,8 @@ BUNDLED = llama2.DEFAULT_MODEL
 
 @pytest.fixture
 def small(vocabulary, tmp_path):
-    """A GGUF file of quantised matrices, with tied embeddings and a chat template."""
-    config = replace(WIDE, tie_word_embeddings=True)
-    keys = {"tokenizer.chat_template": "{{ messages }} [INST] <<SYS>>"}
-    path, _ = quantised(vocabulary, tmp_path / "small.gguf", ["Q4_K", "Q8_0"], config, keys)
-    return path
+    """A GGUF file of quantised matrices."""
+    return quantised(vocabulary, tmp_path / "small.gguf", ["Q4_K", "Q8_0"])[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,11 +109,14 @@ def test_few_files_may_be_open(forms):
 # Training
 
 
-def test_a_trained_model_is_saved_as_it_is(small, tmp_path):
-    """Every weight is trained, and none without trainable=True."""
-    frozen, _ = llama2.load(small)
+def test_a_trained_model_is_saved_as_it_is(vocabulary, tmp_path):
+    """Every weight is trained, and none without trainable=True; tied embeddings stay tied."""
+    config = replace(WIDE, tie_word_embeddings=True)
+    keys = {"tokenizer.chat_template": "{{ messages }} [INST] <<SYS>>"}
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0"], config, keys)
+    frozen, _ = llama2.load(path)
     assert not any(p.requires_grad for p in frozen.parameters())
-    model, tokenizer = llama2.load(small, trainable=True)
+    model, tokenizer = llama2.load(path, trainable=True)
     tokens = TOKENS[:2, :9]
     assert_close(model(tokens), frozen(tokens))
     model(tokens).square().mean().backward()
@@ -212,14 +213,15 @@ def test_a_model_becomes_a_gguf_file(small, tmp_path, kind, compile):
 
 def test_what_cannot_be_saved(small, tmp_path):
     model, tokenizer = llama2.load(small)
+    save = partial(llama2.save_gguf, model, tmp_path / "out.gguf")
     with pytest.raises(ValueError, match="tokenizer"):
-        llama2.save_gguf(model, tmp_path / "out.gguf")
+        save()
     model.norm.bias = torch.nn.Parameter(torch.ones(256))
     with pytest.raises(ValueError, match="cannot hold norm.bias"):
-        llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)
+        save(tokenizer=tokenizer)
     model.layers[0].mlp.up_proj = torch.nn.Identity()
-    with pytest.raises(ValueError, match="up_proj|Identity"):
-        llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="up_proj.*Identity"):
+        save(tokenizer=tokenizer)
     assert not (tmp_path / "out.gguf").exists()
 
 
