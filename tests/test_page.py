@@ -127,8 +127,7 @@ def test_a_chat_of_several_turns(servers, visit):
         ask(page, question)
         messages.append({"role": "user", "content": question})
         messages.append(answer(chat, "chat/completions", messages=messages)["message"])
-    said = answers(page)
-    assert said == [message["content"] for message in messages[1::2]]
+    assert answers(page) == [message["content"] for message in messages[1::2]]
     expect(page.locator("footer").last).to_contain_text("tokens/s")
     press(page, "Edit")
     expect(page.locator("#message")).to_have_value("Why?")
@@ -139,7 +138,7 @@ def test_a_chat_of_several_turns(servers, visit):
     press(page, "Reset")
     assert answers(page) == []
     press(page, "Undo")
-    assert answers(page)[0] == said[0]
+    assert answers(page)[0] == messages[1]["content"]
 
 
 def test_stop_and_continue(servers, visit):
@@ -168,10 +167,7 @@ def test_another_token_by_keyboard(servers, visit):
     page.locator(TOKEN).first.focus()
     for key in ("ArrowRight",) * 6 + ("ArrowDown", "Home", "ArrowDown"):
         page.keyboard.press(key)
-    options = page.get_by_role("option")
-    expect(options).to_have_count(10)
-    chances = [float(option.split()[-2]) for option in options.all_inner_texts()]
-    assert chances == sorted(chances, reverse=True)
+    expect(page.get_by_role("option")).to_have_count(10)
     assert page.locator("[aria-selected=true]").count() == 1
     start = begun(page, 6, 1)
     page.keyboard.press("Enter")

@@ -223,24 +223,7 @@ def test_scores_of_new_tokens(server, loaded):
 
 
 def test_answers_that_fit_a_schema(server):
-    """Whole JSON; cut answers say "length"; what is impossible is refused. See test_schema.py."""
-    pytest.importorskip("llguidance")
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a king"]}}}
-    options = {**QUESTION, "max_tokens": 60, "model": "", "logprobs": True}
-    (choice,) = server.chat(**options, response_format=form).choices
-    assert (choice.finish_reason, choice.message.content) == ("stop", '"a king"')
-    assert choice.logprobs.content[0].logprob < -1  # the model's own: it would not say "
-    body = {"prompt": STORY, "max_tokens": 2, "response_format": {"type": "json_object"}}
-    (choice,) = server.post(COMPLETIONS, body)[1]["choices"]
-    assert choice["finish_reason"] == "length" and choice["text"].startswith("{")
-    form["json_schema"]["schema"] = {"not": {"type": "string"}}
-    status, reply = server.post(COMPLETIONS, body | {"response_format": form})
-    assert (status, reply["error"]["param"]) == (400, "response_format")
-    assert '{"not": {"type": "string"}}' in reply["error"]["message"]
-
-
-def test_characters_are_whole(server):
-    """Bytes of a character come in one chunk; the end of the text has a score."""
+    """Whole characters; the end has a score; cut answers say "length". See test_schema.py, too."""
     pytest.importorskip("llguidance")
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["€𝄞"]}}}
     options = {"prompt": "A", **GREEDY, "extra_body": {"response_format": form}}
@@ -249,10 +232,19 @@ def test_characters_are_whole(server):
     reply = server.complete(**options, logprobs=1, echo=True)
     (choice,) = reply.choices
     assert (choice.text, choice.finish_reason) == ('A"€𝄞"', "stop")
-    new = reply.usage.completion_tokens
-    assert len(choice.logprobs.tokens) == 2 + new + 1  # BOS, A and EOS
+    logprobs = choice.logprobs.token_logprobs  # of BOS, A, what is new and EOS
+    assert len(logprobs) == 2 + reply.usage.completion_tokens + 1
+    assert logprobs[2] < -1  # the model's own: it would not say "
     (cut,) = server.complete(**options, max_tokens=2).choices
-    assert cut.text == '"\ufffd'  # a part of a character
+    assert (cut.text, cut.finish_reason) == ('"\ufffd', "length")  # a part of a character
+    chat = {"messages": QUESTION["messages"], "model": ""}
+    assert server.chat(**chat, response_format=form).choices[0].message.content == '"€𝄞"'
+    reply = server.chat(**chat, max_tokens=2, response_format={"type": "json_object"})
+    assert reply.choices[0].message.content.startswith("{")
+    form["json_schema"]["schema"] = {"not": {"type": "string"}}
+    with pytest.raises(openai.BadRequestError, match='{"not": {"type": "string"}}') as error:
+        server.complete(**options)
+    assert error.value.param == "response_format"
 
 
 TOOLS = """[
@@ -541,7 +533,7 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
         "/v1/completions 200 aborted: the client hung up",
         r"/v1/completions 400 tools is \[1\], which is not supported",
         "/v1/models 403 the origin 'https://evil.com' is refused.*",
-        r"/v1/\\x1b\[31m 404 .* does not exist; there are /, .*/tokenize, .*; in place of /v1/responses use .*",
+        r"/v1/\\x1b\[31m 404 .*; there are /, .*/tokenize, .* use /v1/chat/completions",
     ):
         assert re.search(rf"(?m)^\d\d:\d\d:\d\d {line}$", log), log
 
