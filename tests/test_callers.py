@@ -199,7 +199,7 @@ def test_hooks_are_called_on_every_path(models):
         for register in (part.register_forward_hook, part.register_forward_pre_hook):
             assert heard_by(register) == 3 * [part]
     heard = heard_by(nn.modules.module.register_module_forward_hook)
-    assert {*model.modules()} - {*heard} == {model.layers}
+    assert all(heard.count(module) == 3 for module in {*model.modules()} - {model.layers})
 
 
 def test_the_tree_of_modules_stays(models, blocks):
