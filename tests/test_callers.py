@@ -81,6 +81,7 @@ INPUTS = {
     "no rows": torch.ones(0, 128),
     "integers": torch.ones(2, 128, dtype=torch.int64),
     "float64": torch.linspace(-1, 1, 256, dtype=torch.float64).view(2, 128),
+    "bfloat16": torch.zeros(2, 128, dtype=torch.bfloat16),
     "transposed": torch.linspace(-1, 1, 384).view(128, 3).t(),
     "on meta": torch.ones(2, 128, device="meta"),
     "one dimension": torch.linspace(-1, 1, 128),
