@@ -2,8 +2,8 @@
 
     python examples/batch.py "Once upon a time" "The king" [--model FILE]
 
-A step of several sequences reads the weights from memory once. Sequence i is what generate() makes
-of its prompt alone with the seed `--seed` + i, unless two logits are closer than rounding.
+A pass for several sequences reads the weights from memory once. Sequence i is what generate() makes
+of its prompt alone with the seed `--seed` + i, but for rounding.
 """
 
 import argparse

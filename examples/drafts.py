@@ -22,7 +22,7 @@ NGRAM = 3  # tokens that must have come before
 
 
 def prompt_lookup(ids: Tensor, limit: int) -> Tensor:
-    """ids (n,) -> a draft of up to `limit` ids: what followed the last NGRAM where they last stood."""
+    """ids (n,) -> a draft: up to `limit` ids that followed the last NGRAM where they stood before."""
     if len(ids) <= NGRAM:
         return ids[:0]
     ngrams = ids[:-1].unfold(0, NGRAM, 1)  # all but the last one
@@ -36,7 +36,8 @@ def prompt_lookup(ids: Tensor, limit: int) -> Tensor:
 def tokens_of_equal_bits(model: llama2.Llama, cache: llama2.Cache) -> int:
     """How many tokens of one pass have, each, the logits of a pass of its own, to the last bit.
 
-    Several where the CPU kernels run all layers and the output matrix; else 1.
+    Several where the CPU kernels run all layers and the output matrix; else 1. Hooks inside a layer
+    are not looked for: with them rounding may differ.
     """
     classes = {type(module).__name__ for module in (*model.layers, model.lm_head)}
     if type(cache) is not llama2.Cache or not classes <= {"NativeBlock", "NativeLinear"}:
@@ -48,8 +49,8 @@ def tokens_of_equal_bits(model: llama2.Llama, cache: llama2.Cache) -> int:
 class Drafts:
     """A `step` for generate(). No bit of any logits changes, whatever is drafted.
 
-    Drafts stay in the cache, too, until what is read next replaces them. For one sequence;
-    a batch, and models that the CPU kernels do not run, are read without drafts.
+    The cache holds a draft, too, until what is read next replaces it. A batch, and a model that the
+    CPU kernels do not run, are read without drafts.
     """
 
     def __init__(self, model: llama2.Llama, limit: int = 3) -> None:
