@@ -959,7 +959,7 @@ class StreamDecoder:
         piece_type = self.tokenizer.types[token_id]
         text = ""
         if piece_type != BYTE and not self.tokenizer.byte_level:
-            text = self.flush()  # bytes before it stay incomplete
+            text = self.utf8.decode(b"", final=True)  # bytes before it stay incomplete
         if self.strip and piece_type not in (BYTE, UNKNOWN):
             data = data.removeprefix(b" ")
         if piece_type != CONTROL:
@@ -3148,6 +3148,10 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
+    def share(self, function: Callable[[], Any]) -> Any:
+        """What function() returns on rank 0, on all ranks."""
+        return self.gather(None if self.rank else function())[0]
+
     def close(self) -> None:
         """Leave the group: its threads could otherwise abort the process at exit."""
         time.sleep(0.1)  # torch 2.6 waits for them holding the GIL, which they may still need
@@ -3535,7 +3539,8 @@ def write_text(
 ) -> int:
     """Continue the prompt, or converse; returns the exit status."""
     # 1. The prompt's tokens and the answer's say how much memory the cache needs.
-    prompt = shared(functools.partial(read_prompt, args), ranks)
+    share = ranks.share if ranks else lambda function: function()
+    prompt = share(functools.partial(read_prompt, args))
     max_new_tokens = args.max_new_tokens
     ids: list[int] = []
     if args.chat:
@@ -3554,13 +3559,13 @@ def write_text(
     load_seconds = time.perf_counter() - start
 
     # 3. Write the answers.
-    seed = shared(torch.seed, ranks) % 2**31 if args.seed == -1 else args.seed
+    seed = share(torch.seed) % 2**31 if args.seed == -1 else args.seed
     sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING_LIMITS} | {"seed": seed})
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
     options["cache"] = model.new_cache(size)
     if args.chat:
         first = [] if prompt is None else [prompt]
-        ask = functools.partial(shared, lambda: first.pop() if first else read_question(), ranks)
+        ask = functools.partial(share, lambda: first.pop() if first else read_question())
         generations = converse(model, tokenizer, args, ask, options)
     else:
         stream = stream_text(model, tokenizer, ids, **options)
@@ -3572,13 +3577,6 @@ def write_text(
         report = describe_run(generations, model.norm.weight.device)
         note(f"load {load_seconds:.2f} s; {report}; seed {seed}", args.quiet)
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
-
-
-def shared(function: Callable[[], Any], ranks: Any) -> Any:
-    """What function() returns on rank 0, on all ranks; without ranks, function()."""
-    if ranks is None:
-        return function()
-    return ranks.gather(function() if ranks.rank == 0 else None)[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
