@@ -2940,10 +2940,7 @@ def change_classes(model: nn.Module, classes: dict[type[nn.Module], type[nn.Modu
 
 def readable(tensors: Sequence[Tensor]) -> bool:
     """Whether C++ can read tensors at their addresses: all are contiguous and on a CPU."""
-    for t in tensors:
-        if not t.is_cpu or not t.is_contiguous():
-            return False
-    return True
+    return {*map(Tensor.get_device, tensors)} == {-1} and all(map(Tensor.is_contiguous, tensors))
 
 
 def unhooked(modules: Iterable[Any]) -> bool:
@@ -2952,7 +2949,8 @@ def unhooked(modules: Iterable[Any]) -> bool:
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return False
-    return not nn.modules.module._has_any_global_hook()
+    of_all = nn.modules.module  # which keeps the hooks that every module has
+    return not of_all._global_forward_hooks and not of_all._global_forward_pre_hooks
 
 
 def same_mask(a: Tensor | None, b: Tensor | None) -> bool:
@@ -3035,9 +3033,9 @@ class NativeBlock(Block):
         weights = [norm._parameters["weight"] for norm in norms]
         weights += [matrix._buffers[matrix.ggml_type] for matrix in matrices]
         tensors = [x, cos, sin, cache.k, cache.v, *weights]
+        numbers = [*map(Tensor.data_ptr, tensors), y.data_ptr()]
         if not readable(tensors):
             return b""
-        numbers = [t.data_ptr() for t in (*tensors, y)]
         numbers += [t.nbytes for t in tensors]
         numbers += [matrix.out_features for matrix in matrices]
         numbers += [GGML_TYPES[matrix.ggml_type].number for matrix in matrices]

@@ -739,7 +739,7 @@ int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
 int32_t linear(int32_t type, int32_t fast, const uint8_t *weights, const float *x, float *y,
                int64_t bytes, int64_t rows, int64_t N, int64_t K) try {
   const Matrix m = {find_format(type, K), weights, N, y, fast != 0};
-  if (rows < 1 || !m.format || bytes != N * m.format->bytes(K)) return NOT_SUPPORTED;
+  if (!weights || !x || !m.format || bytes != N * m.format->bytes(K)) return NOT_SUPPORTED;
   multiply({m}, x, rows, K);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
