@@ -219,12 +219,12 @@ def test_the_tree_of_modules_stays(models, blocks):
 
 def test_gradients_pass_frozen_layers(models):
     gradients = []
-    for model in copy.deepcopy(models):
-        weight = model.layers[0].input_layernorm.weight.requires_grad_()
-        model(TOKENS).square().sum().backward()
-        gradients.append(weight.grad)
+    for model in models:
+        x = X.clone().requires_grad_()
+        y = model.layers[1](x, ANGLES, ANGLES, SEEN.tril(), llama2.Cache(CONFIG))
+        y.square().sum().backward()
+        gradients.append(x.grad)
     assert_close(*gradients)
-    assert gradients[0].abs().max() > 0
 
 
 @torch.no_grad()
