@@ -2021,34 +2021,44 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
 
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre")
-    is_llama, is_json, scheme = model == "llama", isinstance(model, dict), "never"
+    is_llama, is_json = model == "llama", isinstance(model, dict)
     pieces = get("tokens", list)
     types = [*get("token_type", list, [NORMAL] * len(pieces))]
     bos = metadata.get("tokenizer.ggml.bos_token_id", 1 if is_llama else None)
     eos = metadata.get("tokenizer.ggml.eos_token_id", 2 if is_llama else None)
+    unknown = get("unknown_token_id", int, 0)
     # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
-    for token_id in {bos, eos, *gguf_stop_ids(metadata)} - {None}:
+    for token_id in {bos, eos, unknown, *gguf_stop_ids(metadata)} - {None}:
         if not 0 <= token_id < len(pieces):
             raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
         if token_id in (bos, eos) or types[token_id] == USER_DEFINED:
             types[token_id] = CONTROL
+    prefix = get("add_space_prefix", bool, is_llama)
     if is_llama:
-        types[get("unknown_token_id", int, 0)] = UNKNOWN
-        prefix = get("add_space_prefix", bool, True)
-        scheme = "always" if prefix else "never"  # as llama.cpp does it
+        types[unknown] = UNKNOWN
+        scores = get("scores", list)
+        if not len(scores) == len(types) == len(pieces):
+            raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
         normalizer = [0x18, prefix, 0x20, get("remove_extra_whitespaces", bool, False)]
-        model = sentencepiece_model(pieces, get("scores", list), types, bytes(normalizer))
+        model = sentencepiece_model(pieces, scores, types, bytes(normalizer))
     elif not is_json:
         require(metadata, "tokenizer.ggml.model", ("llama", "gpt2"))
         if pre is None:
             raise ValueError(NO_PRE_TOKENIZER)
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
         model = bpe_json(pieces, types, pre, get("merges", list))
-    add_bos = get("add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3)
-    scheme = get("prepend_scheme", str, scheme)  # a key of ours
-    template = get_typed(metadata, "tokenizer.chat_template", str, "")
-    keys = None if is_json else metadata
-    return Vocabulary(pieces, types, model, bos, eos, add_bos, scheme, template, keys)
+    return Vocabulary(
+        pieces,
+        types,
+        model,
+        bos,
+        eos,
+        get("add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
+        # A key of ours. Where there is none, it is as in llama.cpp.
+        get("prepend_scheme", str, "always" if prefix else "never"),
+        get_typed(metadata, "tokenizer.chat_template", str, ""),
+        None if is_json else metadata,
+    )
 
 
 def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -2163,8 +2173,7 @@ def protobuf(number: int, value: bytes) -> bytes:
     which its own class needs. The numbers are those of sentencepiece_model.proto.
     """
     size = len(value)
-    head = [number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]
-    return bytes(head) + value
+    return bytes([number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + value
 
 
 def sentencepiece_model(
@@ -2173,7 +2182,7 @@ def sentencepiece_model(
     """A tokenizer.model of BPE."""
     trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])  # model_type, byte_fallback
     rows = [protobuf(2, trainer), protobuf(3, normalizer)]
-    for piece, score, piece_type in zip(pieces, scores, types, strict=True):
+    for piece, score, piece_type in zip(pieces, scores, types):
         numbers = struct.pack("<Bf2B", 0x15, score, 0x18, piece_type)
         rows.append(protobuf(1, protobuf(1, piece.encode()) + numbers))
     return b"".join(rows)

@@ -390,7 +390,6 @@ VALUES_OF_KEYS = [
     ("tokenizer.ggml.tokens", ARRAY, (STRING, ["same"] * N), "same"),
     ("tokenizer.ggml.tokens", ARRAY, (STRING, [*TEXTS, "\0x"]), ""),
     ("tokenizer.ggml.tokens", ARRAY, (U32, list(range(N))), ""),
-    ("tokenizer.ggml.token_type", ARRAY, (I32, [9] * N), "token_type"),
     ("tokenizer.ggml.token_type", ARRAY, (I32, [6] * N), "byte"),
     ("tokenizer.ggml.bos_token_id", U32, 2**32 - 1, "token id"),
     ("tokenizer.ggml.unknown_token_id", U32, N, "token id"),

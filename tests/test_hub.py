@@ -134,8 +134,11 @@ def test_folders(hub, forms, published):
     for name in names:
         file = folder / name
         hub.files[name] = file.read_bytes() if file.exists() else b"{}"
-    if "tokenizer.model" not in names:
-        hub.files["tokenizer.json"] = b"{}"
+    pieces = llama2.Tokenizer.from_file(folder / "tokenizer.model").pieces
+    model = {"vocab": {piece: i for i, piece in enumerate(pieces)}}
+    if "tokenizer.json" in names:
+        content = {"model": model, "decoder": {"type": "ByteLevel"}}
+        hub.files["tokenizer.json"] = json.dumps(content).encode()
     checkpoint = llama2.open_checkpoint("org/name")
     assert checkpoint.config.hidden_size == 128
     shards = {name for name in names if name.startswith("model-")}
