@@ -338,7 +338,7 @@ def start_of_tensor(size, kind, offset):
 
 
 HEADERS = {
-    "another magic": (b"GGML" + u32(3), "GGUF"),
+    "another magic": (b"GGML" + u32(3), "starts with b'GGML'"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3), "endian"),
     "many tensors": (start_of_gguf(2**60, 0), ""),
     "a long key": (start_of_gguf(0, 1, u64(2**62)), "key"),
@@ -347,8 +347,9 @@ HEADERS = {
         start_of_gguf(0, 1, string("k"), u32(ARRAY), u32(STRING), u64(2**60)),
         "bad.gguf: k:",
     ),
-    "not UTF-8": (start_of_gguf(0, 1, string(b"\xff")), "UTF-8"),
-    "dimensions": (start_of_gguf(1, 0, string("t"), u32(9)), "dimension"),
+    "not UTF-8": (start_of_gguf(0, 1, string(b"\xff")), "'utf-8' codec"),
+    "a key twice": (start_of_gguf(0, 2, *2 * [string("k"), u32(U8), b"1"]), "k: a duplicate key"),
+    "dimensions": (start_of_gguf(1, 0, string("t"), u32(9)), "t: has 9 dimensions"),
     "a tensor's type": (start_of_tensor(32, 99, 0), "99"),
     "an offset": (start_of_tensor(32, 0, 2**63), "t: is at byte"),
     "a size": (start_of_tensor(2**63, 0, 0), "t: the sizes"),
@@ -455,7 +456,7 @@ def test_hostile_safetensors(directory, tmp_path, field, value):
 
 def test_overlaps_and_bytes_behind(directory, tmp_path):
     def overlap(header):
-        header["model.norm.weight"] = header["model.layers.1.input_layernorm.weight"]
+        header["model.norm.weight"]["data_offsets"][0] -= 4
         return json.dumps(header)
 
     refused_header(directory, tmp_path / "overlap", overlap)
