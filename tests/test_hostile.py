@@ -350,6 +350,10 @@ HEADERS = {
     "not UTF-8": (start_of_gguf(0, 1, string(b"\xff")), "'utf-8' codec"),
     "a key twice": (start_of_gguf(0, 2, *2 * [string("k"), u32(U8), b"1"]), "k: a duplicate key"),
     "dimensions": (start_of_gguf(1, 0, string("t"), u32(9)), "t: has 9 dimensions"),
+    "a tensor twice": (
+        start_of_gguf(2, 0, *2 * [string("t"), u32(1), u64(32), u32(0), u64(0)]),
+        "t: a duplicate tensor",
+    ),
     "a tensor's type": (start_of_tensor(32, 99, 0), "99"),
     "an offset": (start_of_tensor(32, 0, 2**63), "t: is at byte"),
     "a size": (start_of_tensor(2**63, 0, 0), "t: the sizes"),
