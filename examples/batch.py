@@ -23,7 +23,8 @@ import llama2
 class PaddedCache(llama2.Cache):
     """A Cache for sequences of different lengths, aligned at their ends.
 
-    `padding` (B,) int64: how many tokens at the left of each sequence are filler.
+    `padding` (B,) int64: how many tokens at the left of each sequence are filler. They shift its
+    positions, which changes nothing: attention with RoPE depends on distances alone.
     """
 
     def __init__(self, model: llama2.Llama, padding: Tensor, max_seq_len: int) -> None:
@@ -31,13 +32,6 @@ class PaddedCache(llama2.Cache):
         dtype = model.cache_dtype or weight.dtype
         super().__init__(model.config, len(padding), max_seq_len, dtype, weight.device)
         self.padding = padding.to(weight.device)
-
-    def rope(self, T: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for the next T tokens: (B, T, D/2)."""
-        where = self.slots(T)
-        slot = torch.arange(where.start, where.stop, device=self.cos.device)
-        position = (slot - self.padding[:, None]).clamp(min=0)  # the first token of each is at 0
-        return self.cos[position], self.sin[position]
 
     def mask(self, T: int) -> Tensor:
         """As Cache.mask(), but filler is seen by itself alone: bool (B, 1, T, S)."""

@@ -68,8 +68,8 @@ class Drafts:
         stored = cache.common_prefix(tokens)
         # 1. Where the draft has become the text, the last pass has the logits.
         same = torch.equal(self.tokens[:, :n], tokens)
-        if same and stored == n and last >= self.start:
-            self.accepted += last > self.start
+        if same and stored == n and last > self.start:
+            self.accepted += 1
             return self.logits[last - self.start, None]
 
         # 2. A prompt is read as without drafts, and so is a batch.

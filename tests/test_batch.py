@@ -36,6 +36,13 @@ def test_logits_are_those_of_each_sequence_alone(model, monkeypatch, chunk):
         assert_close(logits, model(torch.tensor([ids]))[0, -1])
 
 
+@pytest.mark.parametrize("T", [1, 5])
+def test_filler_sees_itself(model, T):
+    """A softmax over nothing would be NaN."""
+    mask = batch.PaddedCache(model, torch.tensor([0, 3]), 8).mask(T)
+    assert mask.shape == (2, 1, T, T) and mask.any(-1).all()
+
+
 @pytest.mark.parametrize("temperature", [0, 0.9])
 @pytest.mark.parametrize("prompts", [PROMPTS, [[1, 5, 9]] * 3, [TOKENS[0].tolist(), [1]]])
 def test_ids_are_those_of_each_sequence_alone(model, temperature, prompts):

@@ -95,6 +95,21 @@ def test_generations_that_take_turns(model):
         assert [*alone] == [step[i] for step in together]
 
 
+def test_another_text_in_another_cache(model):
+    """All of it is stored, but the logits of the last pass are not its own."""
+    step = Drafts(model)
+    cache = llama2.Cache(CONFIG)
+    tokens = torch.tensor([PROMPT])
+    for n in (8, 9):
+        expected = llama2.prefill(model, tokens[:, :n], cache)
+    repeated = torch.tensor([[1, 5, 70, 71, 70, 71, 70]])
+    other = llama2.Cache(CONFIG)
+    for n in (6, 7):
+        step(repeated[:, :n], other)
+    assert other.pos == 9  # with a draft
+    assert torch.equal(step(tokens, cache), expected)
+
+
 def test_a_cache_that_was_reset_gives_nothing_from_before(model):
     """Else changed weights would not be heard."""
     model = copy.deepcopy(model)

@@ -24,8 +24,8 @@ FROZEN = [
     ({"top_p": 0.9}, [0.0719, 0.3223, 0, 0.1955, 0.1186, 0, 0.2917, 0]),
     ({"min_p": 0.3}, [0, 0.3473, 0, 0.2107, 0.1278, 0, 0.3143, 0]),
     (
-        {"top_k": 6, "top_p": 0.95, "min_p": 0.2, "temperature": 1.5},
-        [0.0969, 0.2634, 0, 0.1887, 0.1352, 0.0694, 0.2464, 0],
+        {"top_k": 6, "top_p": 0.95, "min_p": 0.3, "temperature": 1.5},
+        [0.1041, 0.283, 0, 0.2028, 0.1453, 0, 0.2648, 0],
     ),
 ]
 
@@ -77,7 +77,7 @@ def test_the_same_ids_as_in_transformers_can_be_sampled(options):
 
 
 def test_temperature_zero_is_greedy_and_tiny_ones_nearly():
-    for temperature in (0.0, 1e-3, 1e-30):
+    for temperature in (0.0, 1e-3, 1e-50):
         assert llama2.sample(1e4 * LOGITS, llama2.Sampling(temperature)) == 1
     tie = torch.tensor([1.0, 3.0, 3.0])
     assert llama2.sample(tie, GREEDY) == llama2.sample(tie, llama2.Sampling(0, top_k=1)) == 1
