@@ -567,7 +567,12 @@ def parse_args() -> argparse.Namespace:
     )
     add("--host", default="127.0.0.1", help="default: %(default)s, for this machine")
     add("--port", type=int, default=8080, help="default: %(default)s; 0: a free one")
-    add("--api-key", metavar="KEY", type=os.fsencode, help="required for every path but / and /health")
+    add(
+        "--api-key",
+        metavar="KEY",
+        type=os.fsencode,
+        help="required for every path but / and /health",
+    )
     add("--cors", metavar="ORIGIN", help="a site whose pages may use the server; *: any")
     add("--context", metavar="N", type=int, help="maximum tokens of a prompt and its answer")
     add("--threads", metavar="N", type=int, help="CPU threads")

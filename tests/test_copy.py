@@ -8,9 +8,11 @@ import io
 import math
 import os
 import pickle
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
-from functools import partial
 
 import gguf
 import pytest
@@ -20,11 +22,13 @@ import llama2
 from test_llama2 import (
     CONFIG,
     GREEDY,
+    SCRIPT,
     SHAPE,
     TOKENS,
     WIDE,
     assert_close,
     make_hf,
+    make_model,
     make_weights,
     quantised,
     write_hf,
@@ -48,7 +52,7 @@ def small(vocabulary, tmp_path):
     [
         ({"dtype": "float33"}, "float33"),
         ({"device": "gpu"}, "gpu"),
-        ({"trainable": True, "dtype": torch.bfloat16}, "dtype is bfloat16; expected float32$"),
+        ({"trainable": True, "dtype": torch.bfloat16}, "dtype is 'bfloat16'; expected float32$"),
         ({"context": 10**6}, "1000000"),
     ],
 )
@@ -211,20 +215,6 @@ def test_a_model_becomes_a_gguf_file(small, tmp_path, kind, compile):
             assert torch.equal(value, blocks[name]), name
 
 
-def test_what_cannot_be_saved(small, tmp_path):
-    model, tokenizer = llama2.load(small)
-    save = partial(llama2.save_gguf, model, tmp_path / "out.gguf")
-    with pytest.raises(ValueError, match="tokenizer"):
-        save()
-    model.norm.bias = torch.nn.Parameter(torch.ones(256))
-    with pytest.raises(ValueError, match="cannot hold norm.bias"):
-        save(tokenizer=tokenizer)
-    model.layers[0].mlp.up_proj = torch.nn.Identity()
-    with pytest.raises(ValueError, match="up_proj.*Identity"):
-        save(tokenizer=tokenizer)
-    assert not (tmp_path / "out.gguf").exists()
-
-
 @pytest.mark.parametrize(
     ("error", "said"), [(OSError(errno.ENOSPC, "No space left"), "out.gguf"), (MemoryError(), None)]
 )
@@ -244,16 +234,200 @@ def test_what_ends_early_leaves_nothing(small, tmp_path, monkeypatch, error, sai
     assert target.read_bytes() == b"old"
 
 
+def with_bias(model):
+    old = model.layers[0].mlp.up_proj
+    model.layers[0].mlp.up_proj = torch.nn.Linear(old.in_features, old.out_features)
+
+
+def with_adapter(model):
+    """As examples/lora.py hangs one on a projection."""
+    model.layers[1].self_attn.q_proj.lora_A = torch.nn.Linear(64, 2, bias=False)
+
+
+def with_pefts_adapter(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    peft.inject_adapter_in_model(config, model)
+
+
+def with_other_norm(model):
+    model.norm = torch.nn.LayerNorm(64, bias=False)
+
+
+def with_identity(model):
+    model.layers[0].mlp.up_proj = torch.nn.Identity()
+
+
+def with_other_size(model):
+    model.lm_head = torch.nn.Linear(64, 300, bias=False)
+
+
+def with_fewer_layers(model):
+    del model.layers[1]
+
+
+def with_more_layers(model):
+    model.layers.append(copy.deepcopy(model.layers[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_bias, r"unknown: layers\.0\.mlp\.up_proj\.bias"),
+        (with_adapter, r"unknown: layers\.1\.self_attn\.q_proj\.lora_A"),
+        (with_pefts_adapter, r"q_proj.*a Linear|lora_A"),
+        (with_other_norm, "norm, a LayerNorm"),
+        (with_identity, "up_proj, a Identity"),
+        (with_other_size, r"lm_head\.weight is \[300, 64\]; expected \[320, 64\]"),
+        (with_fewer_layers, r"missing: layers\.1\."),
+        (with_more_layers, r"unknown: layers\.2\."),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, change, said):
+    """Silently dropped, each of them would give a file of another model."""
+    model, tokenizer = llama2.load(model_path, trainable=True)
+    change(model)
+    with pytest.raises(ValueError, match=f"a file cannot hold.*{said}"):
+        llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_more_pieces_than_rows_are_refused(tmp_path, model_path):
+    """load() would refuse such a file, in place of the one that was there."""
+    _, tokenizer = llama2.load(model_path)
+    model = make_model(llama2.Config(**SHAPE | {"vocab_size": 300}))
+    (tmp_path / "out.gguf").write_bytes(b"old")
+    with pytest.raises(ValueError, match="320 pieces, the model 300 rows"):
+        llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer, overwrite=True)
+    with pytest.raises(ValueError, match="tokenizer"):
+        llama2.save_gguf(model, tmp_path / "out.gguf", overwrite=True)
+    assert (tmp_path / "out.gguf").read_bytes() == b"old"
+
+
+NUMBERS = {"UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768, "UINT32": 2**32 - 1}
+NUMBERS |= {"INT32": -1, "UINT64": 8_030_261_312, "INT64": -5, "FLOAT32": 0.5, "FLOAT64": 0.1}
+NUMBERS |= {"BOOL": True, "STRING": "Fox \U0001f98a"}
+
+
+def test_every_key_keeps_its_type(tmp_path, keys, tensors):
+    """All of GGUF's, arrays too; such as ollama's general.parameter_count, a UINT64."""
+    types = gguf.GGUFValueType
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for name, value in NUMBERS.items():
+        writer.add_key_value(f"general.{name}", value, types[name])
+        writer.add_key_value(f"own.{name}", [value, value], types.ARRAY, types[name])
+    writer.add_custom_alignment(64)
+    writer.add_key_value("general.quantization_version", 2, types.UINT8)
+    for key, value in keys.items():
+        writer.add_key_value(key, value, types.get_type(value))
+    writer.add_key_value("tokenizer.ggml.padding_token_id", 3, types.UINT64)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    llama2.save_gguf(llama2.open_checkpoint(tmp_path / "a.gguf"), tmp_path / "b.gguf")
+    before, after = gguf.GGUFReader(tmp_path / "a.gguf"), gguf.GGUFReader(tmp_path / "b.gguf")
+    assert {*before.fields} == {*after.fields}
+    for key, field in before.fields.items():
+        assert (after.fields[key].types, after.fields[key].contents()) == (
+            field.types,
+            field.contents(),
+        ), key
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        assert (old.name, old.data_offset % 64) == (new.name, new.data_offset % 64)
+        assert (old.data == new.data).all()
+
+
+def test_a_changed_checkpoint_is_saved_as_it_is(tmp_path, vocabulary):
+    """Keys of its file that are no longer true are replaced; its name stays."""
+    more = {"general.name": "Fox", "llama.rope.freq_base": 1e4}
+    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["Q8_0"], keys=more)
+    checkpoint = llama2.open_checkpoint(path)
+    checkpoint.config = replace(checkpoint.config, rope_theta=5e5)
+    llama2.save_gguf(checkpoint, tmp_path / "b.gguf")
+    again = llama2.open_checkpoint(tmp_path / "b.gguf")
+    assert again.config == checkpoint.config
+    assert again.metadata["general.name"] == "Fox"
+    assert again.tokenizer.encode("a fox") == checkpoint.tokenizer.encode("a fox")
+
+
+SAVE_TO_A_FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # write() then fails, as on a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+import llama2
+sys.exit(llama2.main(["--model", sys.argv[1], "--save", sys.argv[2]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_a_full_disk_leaves_nothing(small, tmp_path):
+    """One line says what is wrong and where."""
+    out = tmp_path / "out.gguf"
+    out.write_bytes(b"old")
+    command = [sys.executable, "-c", SAVE_TO_A_FULL_DISK, str(small), str(out)]
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--force" in done.stderr
+    out.unlink()
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert str(out) in done.stderr and "None" not in done.stderr
+    assert re.search("requested and|No space|File too large", done.stderr)
+    assert not [*tmp_path.glob("out*")]
+
+
+def test_a_file_that_is_replaced_hands_on_what_it_is(small, tmp_path):
+    """Its permissions; a link stays a link to the file that it names. New ones obey the umask."""
+    (tmp_path / "target").mkdir()
+    target, link = tmp_path / "target" / "real.gguf", tmp_path / "out.gguf"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    checkpoint = llama2.open_checkpoint(small)
+    llama2.save_gguf(checkpoint, link, overwrite=True)
+    assert link.is_symlink() and link.resolve() == target
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert llama2.open_checkpoint(link).config == checkpoint.config
+    before = os.umask(0o027)
+    try:
+        llama2.save_gguf(checkpoint, tmp_path / "new.gguf")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new.gguf").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["real.gguf"]
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "absent folder"])
+def test_only_regular_files_are_replaced(small, tmp_path, kind):
+    out = tmp_path / "out.gguf"
+    if kind == "FIFO":
+        getattr(os, "mkfifo", lambda path: pytest.skip("Windows has no FIFOs"))(out)
+    elif kind == "directory":
+        out.mkdir()
+    else:
+        out = tmp_path / "absent" / "out.gguf"
+    names = sorted(tmp_path.iterdir())
+    with pytest.raises((ValueError, OSError), match=re.escape(str(out))) as error:
+        llama2.save_gguf(llama2.open_checkpoint(small), out, overwrite=True)
+    assert "\n" not in str(error.value)
+    assert sorted(tmp_path.iterdir()) == names
+
+
 def test_what_a_file_says_of_the_model_is_kept(tmp_path, vocabulary):
     """Name, author, licence; not what is no longer true."""
     more = {"general.name": "Fox", "general.tags": ["a", "b"], "general.file_type": 2}
     path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["Q8_0"], keys=more)
-    llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf", "F16")
-    fields = gguf.GGUFReader(tmp_path / "b.gguf").fields
-    assert fields["general.name"].contents() == "Fox"
-    assert fields["general.tags"].contents() == ["a", "b"]
-    assert "general.file_type" not in fields
-    assert fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
+    for ggml_type in ("F16", None):
+        out = tmp_path / f"{ggml_type}.gguf"
+        llama2.save_gguf(llama2.open_checkpoint(path), out, ggml_type)
+        fields = gguf.GGUFReader(out).fields
+        assert fields["general.name"].contents() == "Fox"
+        assert fields["general.tags"].contents() == ["a", "b"]
+        assert ("general.file_type" in fields) == (ggml_type is None)
+        assert fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
 
 
 def test_the_command_line_says_what_it_wrote(small, tmp_path, cli):
