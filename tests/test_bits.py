@@ -28,6 +28,14 @@ def fast(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def threads():
+    """Numbers of threads that are set end with the test."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 def model_of(kind, fast):
     """A model all of whose matrices are of one type, with the kernels."""
     return llama2.accelerate(test_kernels.model_of([kind]), fast)
@@ -45,7 +53,7 @@ def logits(model, parts, batch=1, half=True):
 @torch.no_grad()
 def test_products_do_not_depend_on_how_many_rows_there_are(kind, fast, native):
     """On one side of the border; of any width, by one thread or several."""
-    few, threads = native.gemv_tokens, torch.get_num_threads()
+    few = native.gemv_tokens
     assert 4 <= few <= 16
     for K in (512, 288) if llama2.GGML_TYPES[kind].weights <= 32 else (512,):
         layer = layer_of(wide_blocks(kind, 331, K)[0], kind, fast)
@@ -58,20 +66,16 @@ def test_products_do_not_depend_on_how_many_rows_there_are(kind, fast, native):
             for x_part, y_part in zip(x.split(rows), wanted.split(rows), strict=True):
                 if (len(x_part) <= few) == (rows <= few):
                     assert torch.equal(layer(x_part), y_part), (K, rows)
-        try:
-            torch.set_num_threads(1)
+        for count in (1, 3):
+            torch.set_num_threads(count)
             assert torch.equal(layer(x), many) and torch.equal(layer(x[:2]), alone[:2])
-            torch.set_num_threads(3)
-            assert torch.equal(layer(x), many) and torch.equal(layer(x[:2]), alone[:2])
-        finally:
-            torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_logits_do_not_depend_on_threads_batch_or_split(kind, fast, native):
     """Steps on one side of the border, then larger ones."""
-    few, threads = native.gemv_tokens, torch.get_num_threads()
+    few = native.gemv_tokens
     model = model_of(kind, fast)
     wanted, many = logits(model, [1] * 24), logits(model, [60])
     for parts in ([few, 24 - few], [2, 3, 4, 5, 6, 4], [6, 6, 6, 6]):
@@ -81,14 +85,11 @@ def test_logits_do_not_depend_on_threads_batch_or_split(kind, fast, native):
     for parts in ([30, 30], [17, 30, 13], [few + 1, 59 - few], [few + 1, few + 1, 58 - 2 * few]):
         assert torch.equal(logits(model, parts), many), parts
     assert torch.equal(logits(model, [30, 30], batch=3)[2], many[0])
-    try:
-        torch.set_num_threads(1)
-        assert torch.equal(logits(model, [60]), many)
-        assert torch.equal(logits(model, [1] * 24), wanted)
-    finally:
-        torch.set_num_threads(threads)
     largest = wanted.abs().max()
     assert (wanted - many[:, :24]).abs().max() <= (2e-2 if kind != "F32" else 1e-3) * largest
+    torch.set_num_threads(1)
+    assert torch.equal(logits(model, [60]), many)
+    assert torch.equal(logits(model, [1] * 24), wanted)
 
 
 SMALL_STACKS = """
@@ -119,22 +120,12 @@ with torch.no_grad():
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_stacks(native):
-    """SMALL_STACKS, which runs beside the other tests."""
-    folders = os.path.dirname(__file__), os.path.dirname(llama2.__file__)
-    return subprocess.Popen(
-        [sys.executable, "-c", SMALL_STACKS, *folders],
-        env={**os.environ, "OMP_STACKSIZE": "128k", "OMP_NUM_THREADS": "2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.skipif(os.name == "nt", reason="stacks are set by the linker")
 @pytest.mark.skipif("san" in os.environ.get("CXX", ""), reason="sanitizers make frames larger")
-def test_stacks_of_128_kilobytes_are_large_enough(small_stacks):
+def test_stacks_of_128_kilobytes_are_large_enough(native):
     """Of Python's threads, and of OpenMP's."""
-    out, err = small_stacks.communicate(timeout=300)
-    assert small_stacks.returncode == 0 and out.split() == ["done"] * 2, err + out
+    folders = os.path.dirname(__file__), os.path.dirname(llama2.__file__)
+    command = [sys.executable, "-c", SMALL_STACKS, *folders]
+    environment = {**os.environ, "OMP_STACKSIZE": "128k", "OMP_NUM_THREADS": "2"}
+    process = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert (process.returncode, process.stdout.split()) == (0, [b"done"] * 2), process.stderr
