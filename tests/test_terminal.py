@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import select
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import llama2
 from test_llama2 import SCRIPT, write_gguf
@@ -36,38 +33,23 @@ def parrot(path, keys, tensors, token_id, context=400):
 # --------------------------------------------------------------------------------------------------
 # Prompts
 
-TEXTS = [
-    "",
-    "   ",
-    "\n\t\r\n",
-    "a\0b",
-    "".join(map(chr, range(1, 32))) + "\x7f\x80\x9f",
-    "\u202e\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467\ufe0f",
-    "\ufffe\uffff\U0010ffff\u2581\ufeff",
-    "e\u0301\u0300" * 4,
-    "<s></s><unk><0x0A>",
+BYTES = [
+    b"\n\t\r\n",
+    bytes(range(128)),
+    "\ufffe\uffff\U0010ffff\u2581\ufeff\u202e\u05e9e\u0301".encode(),
+    b"<s></s><unk><0x0A>",
+    b"a\xc3",
+    b"\xed\xa0\x80\xff",
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=ascii)
-def test_any_text_is_continued_and_comes_out_as_it_went_in(cli, text):
-    piped = cli("--max-new-tokens", 2, "--quiet", stdin=text.encode())
-    assert piped == cli("--prompt", text, "--max-new-tokens", 2, "--quiet")
-    status, out, err = piped
+@pytest.mark.parametrize("data", BYTES, ids=ascii)
+def test_any_bytes_on_stdin_come_out_as_they_went_in(cli, data):
+    """What is not UTF-8 becomes U+FFFD; nothing raises."""
+    status, out, err = cli("--max-new-tokens", 1, "--quiet", stdin=data)
     assert (status, err) == (0, "")
-    assert out.replace("\r\n", "\n").startswith(text.replace("\r\n", "\n"))
-
-
-def test_any_bytes_on_stdin(cli):
-    """Bytes that are not UTF-8 become U+FFFD; nothing raises."""
-    chance = random.Random(0)
-    samples = [b"\xff", b"a\xc3", b"\xe2\x82", b"\xed\xa0\x80", chance.randbytes(50)]
-    for data in samples:
-        status, out, _ = cli("--max-new-tokens", 1, "--quiet", stdin=data)
-        shown = data.decode("utf-8", "replace").replace("\r\n", "\n")
-        assert status == 0
-        assert out.replace("\r\n", "\n").startswith(shown)
+    shown = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    assert out.replace("\r\n", "\n").startswith(shown)
 
 
 def test_arguments_that_are_not_utf_8(cli):
@@ -80,10 +62,7 @@ def test_arguments_that_are_not_utf_8(cli):
     "argv",
     [
         "--max-new-tokens 0",
-        "--temperature 1e5",
-        "--top-k 999999999",
-        "--top-p 0",
-        "--seed -1",
+        "--temperature 1e5 --top-k 999999999 --top-p 0 --seed -1",
         "--context 3",
         "--max-new-tokens 2147483648 --context 99",
     ],
@@ -95,13 +74,10 @@ def test_extremes_that_are_fine(cli, argv):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_slow_dtypes_are_named(cli, dtype):
-    status, _, err = cli(
-        "--prompt", "ab", "--max-new-tokens", 2, "--device", "cpu", "--dtype", dtype
-    )
+def test_slow_dtypes_are_named(cli):
+    status, _, err = cli("--prompt", "ab", "--max-new-tokens", 2, "--dtype", "float16")
     assert status == 0
-    assert f"{dtype} is several times slower" in err
+    assert "float16 is several times slower" in err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()])
@@ -150,26 +126,17 @@ def test_interrupted_process(tmp_path, keys, tensors):
     assert re.search(b"stopped: interrupted; seed 0\n$", err)
 
 
-def interrupt_call(monkeypatch, calls):
-    """Press Ctrl-C in the given pass of the model."""
-    original = llama2.Llama.forward
+def interrupt_call(monkeypatch, calls, owner=llama2.Llama, name="forward"):
+    """Press Ctrl-C in the given call of a function."""
+    original = getattr(owner, name)
     count = itertools.count(1)
 
-    def forward(*args, **options):
+    def interrupted(*args, **options):
         if next(count) == calls:
             signal.raise_signal(signal.SIGINT)
         return original(*args, **options)
 
-    monkeypatch.setattr(llama2.Llama, "forward", forward)
-
-
-@pytest.mark.parametrize("calls", [1, 5])
-def test_interrupt(cli, monkeypatch, calls):
-    """Ctrl-C while the prompt is read or a text is written: status 130, what was written stays."""
-    interrupt_call(monkeypatch, calls)
-    status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20)
-    assert (status, out[:2]) == (130, "ab")
-    assert "interrupted" in err
+    monkeypatch.setattr(owner, name, interrupted)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,23 +145,17 @@ def test_interrupt(cli, monkeypatch, calls):
 
 @pytest.fixture
 def heard(monkeypatch, cli_model):
-    """The texts that stand before each answer, as the model read them."""
+    """The prompts of a chat."""
     texts = []
-    forward = llama2.Llama.forward
+    check_ids = llama2.check_ids
 
-    def spy(model, tokens, cache, *args):
-        if tokens.shape[1] > 1:
-            ids = torch.cat([cache.tokens[0, : cache.pos], tokens[0]])
-            texts.append(cli_model[1].decode(ids.tolist()))
-        return forward(model, tokens, cache, *args)
+    def spy(*args):
+        ids = check_ids(*args)
+        texts.append(cli_model[1].decode(ids))
+        return ids
 
-    monkeypatch.setattr(llama2.Llama, "forward", spy)
+    monkeypatch.setattr(llama2, "check_ids", spy)
     return texts
-
-
-def test_lines_may_end_as_on_windows(cli, heard):
-    assert cli("--chat", "--max-new-tokens", 2, stdin=b"fox\r\n")[0] == 0
-    assert heard == ["[INST] fox [/INST]"]
 
 
 def test_chat_that_fills_its_context(cli, heard):
@@ -204,12 +165,10 @@ def test_chat_that_fills_its_context(cli, heard):
     status, _, err = cli(*argv, stdin="\n".join(questions).encode())
     assert status == 0
     assert 1 <= err.count("context full") <= 2
-    asked = {question: [text for text in heard if question in text] for question in questions}
-    for question, texts in asked.items():
-        assert texts[0].endswith(f"{question} [/INST]")
-        assert texts[0].count("<<SYS>>\nhfhf") == 1
-    assert heard[-1] not in asked[questions[0]]
-    assert heard[-1] in asked[questions[-2]]
+    for question, text in zip(questions, heard, strict=True):
+        assert text.endswith(f"{question} [/INST]")
+        assert text.count("<<SYS>>\nhfhf") == 1
+    assert questions[-2] in heard[-1] and questions[0] not in heard[-1]
 
 
 @pytest.mark.parametrize(
@@ -217,22 +176,20 @@ def test_chat_that_fills_its_context(cli, heard):
     [
         (["--max-new-tokens", 10**6], "context full: the answer"),
         (["--max-new-tokens", 3], "max new tokens: the answer"),
-        (["--quiet"], ""),
     ],
 )
 def test_chat_answer_that_is_cut(cli, tmp_path, keys, tensors, argv, said):
-    """It is not passed over in silence, unless told."""
+    """It is not passed over in silence."""
     path = parrot(tmp_path / "m.gguf", keys, tensors, 300, 100)
     status, out, err = cli("--chat", *argv, stdin=b"ab\n", model=path)
     assert status == 0
     assert len(out) > 2
     assert said in err
-    assert err or argv == ["--quiet"]
 
 
 def test_chat_commands(cli, heard):
     """They are not sent to the model, nor is a word that is none; a space before a slash sends it."""
-    lines = ["ab", "/reset", "/halp me", " /usr is", "/", "/exit", "never"]
+    lines = ["ab\r", "/reset", "/halp me", " /usr is", "/", "/exit", "never"]
     argv = ["--chat", "--max-new-tokens", 3]
     status, out, err = cli(*argv, stdin="\n".join(lines).encode())
     assert status == 0
@@ -268,11 +225,10 @@ def test_chat_template_by_name_and_file(cli, heard, tmp_path):
         status, out, err = cli(*argv, stdin=b"ab")
         assert status == 0 and out and "assumed" not in err
         assert heard.pop() == text
-    for text, said in (("{{ oops(", "template"), ("{{ raise_exception('no users') }}", "no users")):
-        path.write_text(text)
-        status, out, err = cli("--chat", "--chat-template", path, stdin=b"ab")
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert said in err
+    path.write_text("{{ raise_exception('no users') }}")
+    status, out, err = cli("--chat", "--chat-template", path, stdin=b"ab")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "no users" in err
 
 
 @pytest.mark.parametrize("calls", [1, 4])
@@ -286,24 +242,11 @@ def test_interrupt_in_chat(cli, heard, monkeypatch, calls):
     assert heard[-1].endswith("[INST] cd [/INST]")
 
 
-def test_interrupted_template(cli, heard, tmp_path, monkeypatch):
-    """Ctrl-C while a template loops for ever: one line, and the session goes on."""
-    path = tmp_path / "template.jinja"
-    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-    loop = f"{{% if messages[0].content == 'ab' %}}{loop}{{% endif %}}"
-    path.write_text(loop + "{{ messages[0].content }}")
-    questions = iter(["ab", "cd"])
-
-    def ask():
-        question = next(questions, None)
-        if question == "ab":
-            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
-        return question
-
-    monkeypatch.setattr(llama2, "read_question", ask)
-    argv = ["--chat", "--chat-template", path, "--max-new-tokens", 3]
-    status, _, err = cli(*argv)
-    assert (status, heard) == (0, ["cd"])
+def test_interrupted_template(cli, heard, monkeypatch):
+    """Ctrl-C while a template is rendered: one line, and the session goes on."""
+    interrupt_call(monkeypatch, 2, llama2, "encode_chat")
+    status, _, err = cli("--chat", "--max-new-tokens", 3, stdin=b"ab\ncd\n")
+    assert (status, heard) == (0, ["[INST] cd [/INST]"])
     assert err.count("error: interrupted") == 1
 
 
