@@ -195,7 +195,7 @@ def test_precision_is_each_layers_own():
         (True, {"dtype": "auto"}, True, torch.float16),
         (True, {"dtype": "auto", "compile": False}, None, torch.bfloat16),
         (False, {"dtype": "auto"}, None, torch.float32),
-        (False, {"compile": True}, False, torch.float32),
+        (False, {"dtype": "auto", "compile": True}, False, torch.float32),
         (False, {"dtype": "bfloat16", "compile": True}, False, torch.bfloat16),
     ],
 )
