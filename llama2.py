@@ -2949,7 +2949,8 @@ def change_classes(model: nn.Module, classes: dict[type[nn.Module], type[nn.Modu
 
 def readable(tensors: Sequence[Tensor]) -> bool:
     """Whether C++ can read tensors at their addresses: all are contiguous and on a CPU."""
-    return {*map(Tensor.get_device, tensors)} == {-1} and all(map(Tensor.is_contiguous, tensors))
+    on_cpu = {*map(Tensor.get_device, tensors)} == {-1}
+    return on_cpu and all(map(Tensor.is_contiguous, tensors))
 
 
 def unhooked(modules: Iterable[Any]) -> bool:
@@ -2964,7 +2965,9 @@ def unhooked(modules: Iterable[Any]) -> bool:
 
 def same_mask(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two masks show the same tokens; None: all."""
-    return a is b if a is None or b is None else torch.equal(a, b)
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
 
 
 class NativeLinear(QuantizedLinear):
@@ -2975,8 +2978,10 @@ class NativeLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
         N, K = self.out_features, self.in_features
-        plain = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
-        if plain or x.dtype not in DENSE_NAMES or x.shape[-1:] != (K,) or not load_kernels():
+        learns = torch.is_grad_enabled() and x.requires_grad
+        if learns or torch.compiler.is_compiling() or not load_kernels():
+            return super().forward(x)
+        if x.dtype not in DENSE_NAMES or x.shape[-1:] != (K,):
             return super().forward(x)
         w = self.blocks
         x32 = x.float().contiguous()
@@ -2991,19 +2996,9 @@ class NativeLinear(QuantizedLinear):
         return y.to(x.dtype)
 
 
-BLOCK_MODULES = {  # by their names, in the order of kernels/cpu.cpp
-    "self_attn": CausalSelfAttention,
-    "mlp": MLP,
-    "input_layernorm": RMSNorm,
-    "post_attention_layernorm": RMSNorm,
-    "q_proj": NativeLinear,
-    "k_proj": NativeLinear,
-    "v_proj": NativeLinear,
-    "o_proj": NativeLinear,
-    "gate_proj": NativeLinear,
-    "up_proj": NativeLinear,
-    "down_proj": NativeLinear,
-}
+ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
 
 
 class NativeBlock(Block):
@@ -3026,30 +3021,33 @@ class NativeBlock(Block):
     ) -> bytes:
         """struct Layer of kernels/cpu.cpp; empty if that is not all that forward() would do."""
         # As attributes, modules and parameters would take 0.5 us each: 5 % of a small model's time.
-        tree: Any = self._modules
-        tree = tree | tree["self_attn"]._modules | tree["mlp"]._modules
-        modules = [*map(tree.get, BLOCK_MODULES)]
-        if [*map(type, modules)] != [*BLOCK_MODULES.values()] or not unhooked(modules):
+        children: Any = self._modules
+        attention, mlp = children["self_attn"], children["mlp"]
+        norms = [children["input_layernorm"], children["post_attention_layernorm"]]
+        matrices = [*map(attention._modules.get, ATTENTION_MATRICES)]
+        matrices += map(mlp._modules.get, MLP_MATRICES)
+        modules = [attention, mlp, *norms, *matrices]
+        if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
         B, T, C = x.shape
         half = cache.k.dtype == torch.float16
         stored = torch.float16 if half else torch.float32
-        dtypes = x.dtype, cache.k.dtype, cache.v.dtype
-        if dtypes != (torch.float32, stored, stored) or not same_mask(mask, cache.mask(T)):
+        if (x.dtype, cache.k.dtype, cache.v.dtype) != (torch.float32, stored, stored):
             return b""
-        attention, _, *norms = modules[:4]
-        matrices = modules[4:]
-        weights = [norm._parameters["weight"] for norm in norms]
-        weights += [matrix._buffers[matrix.ggml_type] for matrix in matrices]
-        tensors = [x, cos, sin, cache.k, cache.v, *weights]
+        if not same_mask(mask, cache.mask(T)):
+            return b""
+        weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
+        scales = [norm._parameters["weight"] for norm in norms]
+        tensors = [x, cos, sin, cache.k, cache.v, *scales, *weights]
         numbers = [*map(Tensor.data_ptr, tensors), y.data_ptr()]
         if not readable(tensors):
             return b""
         numbers += [t.nbytes for t in tensors]
-        numbers += [matrix.out_features for matrix in matrices]
+        numbers += [w.stride(0) for w in weights]
         numbers += [GGML_TYPES[matrix.ggml_type].number for matrix in matrices]
         numbers += [matrix.fast for matrix in matrices]
-        numbers += [B, T, C, attention.head_dim, *cache.k.shape, cache.pos, attention.layer, half]
+        numbers += [B, T, C, attention.head_dim, *cache.k.shape]
+        numbers += [cache.pos, attention.layer, half]
         return struct.pack("62n2d", *numbers, *[norm.eps for norm in norms])
 
 
@@ -3071,9 +3069,11 @@ def compiled(function: Callable) -> Callable:
 def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
     """One row x (..., in) times W^T, summed as W is dequantised: compiled, W is never in memory."""
     # Views of another size keep x from being computed anew for each row of W.
-    x32 = x.float().flatten().view(torch.int16).view(torch.float32)
-    y = (dequantize(blocks, ggml_type) * x32).sum(-1)
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
+    x32 = x.float().flatten()
+    x32 = x32.view(torch.int16).view(torch.float32)
+    w = dequantize(blocks, ggml_type)
+    y = (w * x32).sum(-1).to(x.dtype)
+    return y.view(*x.shape[:-1], -1)
 
 
 class CompiledLinear(QuantizedLinear):
@@ -3093,8 +3093,8 @@ class LayerCache:
 
     def __init__(self, cache: Cache, layer: int) -> None:
         S = cache.slots(1).stop
-        self.k = cache.k[layer, :, :, :S]  # (B, G, S, D)
-        self.v = cache.v[layer, :, :, :S]
+        self.k = cache.k[layer][:, :, :S]  # (B, G, S, D)
+        self.v = cache.v[layer][:, :, :S]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As Cache.update(), for one token."""
@@ -3178,9 +3178,11 @@ def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, co
         unit = size // kv_heads
     if ".mlp." in name:  # the columns of a block of down_proj
         unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-    start = size // unit * rank // count * unit
-    stop = size // unit * (rank + 1) // count * unit
-    if start == stop or (axis == 1 and (start % block or stop % block)):
+    units = size // unit
+    start = units * rank // count * unit
+    stop = units * (rank + 1) // count * unit
+    cuts_block = axis == 1 and (start % block or stop % block)
+    if start == stop or cuts_block:
         actual = f"{size} cannot be divided by {count} ranks into units of {unit}"
         raise ValueError(f"{name} ({weight.ggml_type}): {actual}")
     shape = [*weight.shape]

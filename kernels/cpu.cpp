@@ -653,20 +653,21 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
   const float *x, *cos, *sin;
   void *keys, *values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
   const float *norms[2];
-  Bytes weights[7];                    // of q, k, v, o, gate, up, down
-  float *y;                            // as large as x
-  int64_t bytes[14];                   // that all but y have
-  int64_t rows[7], types[7], fast[7];  // of the weights
+  Bytes weights[7];                     // of q, k, v, o, gate, up, down
+  float *y;                             // as large as x
+  int64_t bytes[14];                    // that all but y have
+  int64_t width[7], types[7], fast[7];  // of the weights: bytes of a row
   int64_t B, T, C, D, L, cache_B, G, S, cache_D, pos, index, half;
   double eps[2];
+  int64_t rows(int i) const { return bytes[7 + i] / width[i]; }
 };
 
 // y = x + attention, += MLP; keys and values (B, G, S, D) are this layer's
 template <class E> static void run(const Layer &l, E *keys, E *values) {
   const int64_t B = l.B, T = l.T, C = l.C, D = l.D, pos = l.pos, S = l.S, tokens = B * T;
-  const int64_t H = l.rows[0] / D, G = l.rows[1] / D, inner = l.rows[4];
+  const int64_t H = l.rows(0) / D, G = l.rows(1) / D, inner = l.rows(4);
   auto matrix = [&](int i, int64_t K, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), l.weights[i], l.rows[i], y.get(), l.fast[i] != 0};
+    return Matrix{find_format(l.types[i], K), l.weights[i], l.rows(i), y.get(), l.fast[i] != 0};
   };
   auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
@@ -746,19 +747,21 @@ int32_t linear(int32_t type, int32_t fast, const uint8_t *weights, const float *
 
 int32_t run_block(const Layer *layer) try {
   const Layer &l = *layer;
-  const int64_t C = l.C, Q = l.rows[0], KV = l.rows[1], inner = l.rows[4], size = l.B * KV * l.S;
-  const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
+  for (int i = 0; i < 14; i++)
+    if (!l.bytes[i] || !((void **)layer)[i] || l.width[i / 2] < 1) return NOT_SUPPORTED;
+  const int64_t C = l.C, Q = l.rows(0), KV = l.rows(1), inner = l.rows(4), size = l.B * KV * l.S;
   const int64_t rows[] = {Q, KV, KV, C, inner, inner, C}, columns[] = {C, C, C, Q, C, C, inner};
-  int64_t bytes[14] = {x, angles, angles, all, all, 4 * C, 4 * C};
+  const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
+  const int64_t bytes[] = {x, angles, angles, all, all, 4 * C, 4 * C};
+  if (memcmp(bytes, l.bytes, sizeof bytes)) return NOT_SUPPORTED;
+  for (int i = 0; i < 7; i++) {
+    const Format *f = find_format(l.types[i], columns[i]);
+    if (!f || l.width[i] != f->bytes(columns[i]) || l.bytes[7 + i] != rows[i] * l.width[i])
+      return NOT_SUPPORTED;
+  }
   if (l.D < 1 || l.G < 1 || l.D % 16 || C % 32 || inner % 32) return NOT_SUPPORTED;
   if (l.cache_B != l.B || l.cache_D != l.D || KV != l.G * l.D || Q % KV) return NOT_SUPPORTED;
   if (l.index < 0 || l.index >= l.L || l.pos < 0 || l.pos + l.T > l.S) return NOT_SUPPORTED;
-  for (int i = 0; i < 7; i++) {
-    const Format *f = find_format(l.types[i], columns[i]);
-    bytes[7 + i] = f && l.rows[i] == rows[i] ? rows[i] * f->bytes(columns[i]) : -1;
-  }
-  for (int i = 0; i < 14; i++)
-    if (l.bytes[i] != bytes[i] || !((void **)layer)[i]) return NOT_SUPPORTED;
   const int64_t from = l.index * size;
   if (l.half) run(l, (float16 *)l.keys + from, (float16 *)l.values + from);
   else run(l, (float *)l.keys + from, (float *)l.values + from);
