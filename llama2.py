@@ -1535,8 +1535,10 @@ def from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[s
     """What has Hugging Face's names -> by the names here; q_proj and k_proj are reordered."""
     renamed = {}
     for name, tensor in tensors.items():
-        is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
-        renamed[name.removeprefix("model.")] = reorder(tensor) if is_rotated else tensor
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = reorder(tensor)
+        if not name.endswith(".rotary_emb.inv_freq"):  # computed, not learned
+            renamed[name.removeprefix("model.")] = tensor
     return renamed
 
 
@@ -1673,22 +1675,23 @@ def match_tensors(
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
     with torch.device("meta"):  # all layers are like the first
         model = Llama(replace(config, num_hidden_layers=1))
-    names, shapes = {}, {}
+    expected = {}  # by the file's names
     for first, p in model.named_parameters():
         for i in range(config.num_hidden_layers if first.startswith("layers.") else 1):
             name = first.replace(".0.", f".{i}.")
-            names[file_name(name)] = name
-            shapes[file_name(name)] = tuple(p.shape)
-    unknown, missing = weights.keys() - names, names.keys() - weights
-    for problem, tensors in (("unknown", unknown), ("missing", missing)):
-        if tensors:
-            listed = ", ".join(sorted(tensors))[:150]
-            raise ValueError(f"{len(tensors)} tensors are {problem}: {listed}")
-    for name, weight in weights.items():
-        if weight.shape != shapes[name]:
-            found = f"{name} is {list(weight.shape)}"
-            raise ValueError(f"{found}; expected {list(shapes[name])}")
-    return {names[name]: weight for name, weight in weights.items()}
+            expected[file_name(name)] = name, tuple(p.shape)
+    unknown, missing = weights.keys() - expected, expected.keys() - weights
+    for problem, names in (("unknown", unknown), ("missing", missing)):
+        if names:
+            listed = ", ".join(sorted(names))[:150]
+            raise ValueError(f"{len(names)} tensors are {problem}: {listed}")
+    matched = {}
+    for theirs, weight in weights.items():
+        name, shape = expected[theirs]
+        if weight.shape != shape:
+            raise ValueError(f"{theirs} is {list(weight.shape)}; expected {list(shape)}")
+        matched[name] = weight
+    return matched
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1757,9 +1760,9 @@ class GGUF:
         end = 0
         for name, (offset, ggml_type, shape) in infos.items():  # which follow without gaps
             self.item = name
-            weight = stored_weight(self.path, start + offset, self.size, ggml_type, shape)
             if offset != end:
                 raise ValueError(f"is at byte {offset} behind the header; expected {end}")
+            weight = stored_weight(self.path, start + offset, self.size, ggml_type, shape)
             end += -(-weight.nbytes // align) * align
             self.weights[name] = weight
 
@@ -1978,14 +1981,13 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
             with naming(path):
                 weights |= safetensors_weights(path)
     weights = from_hf(weights, reorder)
-    learned = {n: w for n, w in weights.items() if not n.endswith(".rotary_emb.inv_freq")}
-    tied = may_tie and "lm_head.weight" not in learned
+    tied = may_tie and "lm_head.weight" not in weights
     config = replace(config, tie_word_embeddings=tied)
     return Checkpoint(
         path=str(folder),
         format="Hugging Face directory",
         config=config,
-        weights=match_tensors(learned, config),
+        weights=match_tensors(weights, config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
     )
 
@@ -2741,13 +2743,14 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
         path, _, last = name.rpartition(".")
         name = f"{path}.weight" if last in GGML_TYPES else name
         weights[name] = memory_weight(w.detach().cpu().contiguous(), last)
-    tied = model.config.tie_word_embeddings  # which training or a replaced module may have ended
-    embedding, head = (weights.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
-    if tied and embedding and head and torch.equal(embedding.read(), head.read()):
-        del weights["lm_head.weight"]
-    config = replace(model.config, tie_word_embeddings="lm_head.weight" not in weights)
+    config = replace(model.config, tie_word_embeddings=False)
     with naming("the model, which a file cannot hold as it is"):
         weights = match_tensors(weights, config)
+    embedding, head = weights["embed_tokens.weight"], weights["lm_head.weight"]
+    # Training or a replaced module may have ended that they are one.
+    if model.config.tie_word_embeddings and torch.equal(embedding.read(), head.read()):
+        del weights["lm_head.weight"]
+        config = model.config
     return Checkpoint("the model", "a model", config, weights, lambda: tokenizer)
 
 
@@ -2764,22 +2767,20 @@ def memory_weight(w: Tensor, ggml_type: str) -> Weight:
 
 def converted(weight: Weight, ggml_type: str | None) -> Weight:
     """A weight as it is saved: a matrix as `ggml_type` (None: as it is), if it has whole blocks."""
-    target = replace(weight, ggml_type=ggml_type or weight.ggml_type)
-    if weight.shape[-1] % target.block[0]:
-        target = replace(weight, ggml_type="F16")
-    if len(weight.shape) == 1:
-        target = replace(weight, ggml_type="F32")
+    target = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
+    if weight.shape[-1] % replace(weight, ggml_type=target).block[0]:
+        target = "F16"
 
     def read() -> Tensor:
         import gguf
 
         w = weight.dense(torch.float32)
-        if target.ggml_type not in ("F32", "BF16") and w.abs().max() > 65504:
+        if target not in ("F32", "BF16") and w.abs().max() > 65504:
             raise ValueError("a number beyond the range of F16; BF16 can hold it")
-        data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[target.ggml_type])
+        data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[target])
         return torch.from_numpy(data).view(torch.uint8)
 
-    return weight if target.ggml_type == weight.ggml_type else replace(target, read=read)
+    return weight if target == weight.ggml_type else Weight(target, weight.shape, read)
 
 
 @contextmanager
