@@ -2397,7 +2397,8 @@ def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
 
 def tokenizer_from_file(path: str | Path, config: Config = Config(vocab_size=2**18)) -> Tokenizer:
     """The tokenizer of a tokenizer.model or tokenizer.json. Raises ValueError."""
-    return Tokenizer(read_vocabulary_file(Path(path), config))
+    with naming(path):
+        return Tokenizer(read_vocabulary_file(Path(path), config))
 
 
 def tokenizer_from_gguf(path: str | Path) -> Tokenizer:

@@ -1,41 +1,44 @@
-"""Llama 3 and its kind: byte-level BPE, RoPE scaling.
+"""Byte-level BPE: Llama 3 and its kind, from GGUF files and from tokenizer.json.
 
-The ids were made by tokenizers 0.23 and, for texts and pieces alike, llama.cpp; where tokenizers and
-transformers are installed, random texts are compared with them, too.
+The words and ids were checked with llama.cpp, Meta's and Mistral's own tokenizers; where tokenizers
+is installed, random texts are compared with what it makes of the published form of each file.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import random
 import sys
 
 import pytest
-import torch
 
 import llama2
-from test_llama2 import make_weights, write_files, write_hf
+from test_llama2 import CONFIG as TINY
+from test_llama2 import make_weights, write_files, write_gguf, write_hf
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 # --------------------------------------------------------------------------------------------------
-# A small vocabulary: the bytes, what merges make of them, a word that no merge makes
+# A small vocabulary: the bytes, what merges make of them, words that no merge makes
 
-PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
-SPELLED = [chr(byte) for byte in sorted(PRINTABLE)] + [chr(256 + i) for i in range(68)]
 MERGES = """\u0120 \u0120|\u0120\u0120 \u0120\u0120|\u0120 t|h e|\u0120t he|i n|\u0120 a|r e|o n|1 2|12 3|\u010a \u010a
 ' s|' t|l l|' ll|\u0120 w|o r|\u0120w or|l d|\u0120wor ld|H e|He ll|Hell o|\u00c3 \u00a9|\u00f0 \u0141|\u00f0\u0141 \u013a
-s on|\u0120 \u010a|! !|\u00e6 \u0139|\u00e6\u0139 \u00a5|\u0120 1|d o|do n|a n"""
+s on|\u0120 \u010a|! !|!! \u010a|\u00e6 \u0139|\u00e6\u0139 \u00a5|\u0120 1|d o|do n|a n|o W"""
 MERGES = MERGES.replace("\n", "|").split("|")
 WHOLE = ["\u0120whole", "stone", "\u0120123"]  # Llama 3 takes them; merges alone never make them
-TEXT_PIECES = SPELLED + [merge.replace(" ", "") for merge in MERGES] + WHOLE
+TEXT_PIECES = [*llama2.BYTES, *(merge.replace(" ", "") for merge in MERGES), *WHOLE]
 CONTROL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
-CONTROL += ["<|eot_id|>", "<|eom_id|>", "<|im_start|>", "<|im_end|>"]
+CONTROL += ["<|eot_id|>", "<|eom_id|>"]
 ADDED = [*CONTROL, "<tool>"]  # the last one is user-defined
 N = len(TEXT_PIECES)
 SIZE = N + len(ADDED)
 ID = {piece: i for i, piece in enumerate(TEXT_PIECES + ADDED)}
-BOS, EOS, EOT = (ID[f"<|{name}|>"] for name in ("begin_of_text", "end_of_text", "eot_id"))
+BOS, EOS, EOT, EOM = (ID[CONTROL[i]] for i in (0, 1, 4, 5))
+CONFIG = dataclasses.replace(
+    TINY, vocab_size=SIZE, bos_token_id=BOS, eos_token_id=EOS, stop_token_ids=(EOT,)
+)
 
 
 def bpe_keys(pre="llama-bpe", **changes):
@@ -52,61 +55,65 @@ def bpe_keys(pre="llama-bpe", **changes):
     return {f"tokenizer.ggml.{key}": value for key, value in (keys | changes).items()}
 
 
-LLAMA_3 = (
+def from_keys(pre="llama-bpe", **changes):
+    return llama2.Tokenizer(llama2.vocabulary_from_gguf(bpe_keys(pre, **changes)))
+
+
+def split(words):
+    return {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+PLAIN = BYTES | {"use_regex": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
+CJK = split("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+LLAMA_3 = split(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN = split(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PUBLISHED = {  # pre_tokenizers
+    "llama-bpe": [LLAMA_3, PLAIN],
+    "smaug-bpe": [LLAMA_3, PLAIN],
+    "tekken": [TEKKEN, PLAIN],
+    "smollm": [DIGITS, BYTES | {"use_regex": True}],
+    "gpt-2": [BYTES],
+    "deepseek-coder": [
+        *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")), CJK, DIGITS, PLAIN
+    ],
+}  # fmt: skip
 
 
-def published_json(pre="llama-bpe", as_pairs=False):
-    """tokenizer.json as Llama 3 and SmolLM2 have it."""
-    is_llama = pre == "llama-bpe"
-    split = {"type": "Split", "pattern": {"Regex": LLAMA_3}, "behavior": "Isolated"}
-    digits = {"type": "Digits", "individual_digits": True}
-    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps = [split | {"invert": False} if is_llama else digits]
-    steps.append(as_bytes | {"use_regex": not is_llama})
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": ID[text], "content": text, "special": text in CONTROL, **flags} for text in ADDED
-    ]
-    bos = "<|begin_of_text|>"
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    single = [{"SpecialToken": {"id": bos, "type_id": 0}}, text] if is_llama else [text]
-    template = {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": single,
-        "special_tokens": {bos: {"id": bos, "ids": [BOS], "tokens": [bos]}},
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+NAME = CONTROL[0]
+POST = {"type": "TemplateProcessing", "pair": []}
+POST |= {"special_tokens": {NAME: {"id": NAME, "ids": [BOS], "tokens": [NAME]}}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def published_json(pre="llama-bpe", as_pairs=False, added=ADDED):
+    """tokenizer.json as these models have it."""
+    is_llama = pre in ("llama-bpe", "tekken")
+    begin = [{"SpecialToken": {"id": NAME, "type_id": 0}}] if is_llama else []
+    added = [FLAGS | {"id": ID[t], "content": t, "special": t in CONTROL} for t in added]
+    model = {
+        "type": "BPE",
+        "vocab": {piece: ID[piece] for piece in TEXT_PIECES},
+        "merges": [m.split(" ") for m in MERGES] if as_pairs else MERGES,
+        "ignore_merges": is_llama,
     }
     return {
-        "version": "1.0",
         "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": {
-            "type": "Sequence",
-            "processors": [as_bytes | {"use_regex": True}, template],
-        },
-        "decoder": as_bytes | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {piece: ID[piece] for piece in TEXT_PIECES},
-            "merges": [m.split(" ") for m in MERGES] if as_pairs else MERGES,
-            "byte_fallback": False,
-            "ignore_merges": is_llama,
-        },
+        "normalizer": {"type": "Sequence", "normalizers": []},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PUBLISHED[pre]},
+        "post_processor": POST | {"single": [*begin, TEXT]},
+        "decoder": BYTES,
+        "model": model,
     }
-
-
-CONFIG = llama2.Config(
-    *(48, 64, 2, 4, 2),
-    vocab_size=SIZE,
-    max_position_embeddings=64,
-    bos_token_id=BOS,
-    eos_token_id=EOS,
-    stop_token_ids=(EOT,),
-)
 
 
 def read(path, content, config=CONFIG, **files):
@@ -118,41 +125,22 @@ def read(path, content, config=CONFIG, **files):
 
 @pytest.fixture(scope="module")
 def llama3():
-    return llama2.Tokenizer(bpe_keys())
+    return from_keys()
 
 
-@pytest.fixture(scope="module")
-def smollm():
-    return llama2.Tokenizer(bpe_keys("smollm"))
+WORDS = """the| the|Hello|HelloWorld| whole|stone|on|'s|'LL|don't|12|1234567| 123|١٢٣٤|½|日本語|你好|русский
+Ελληνικά|עברית|العربية|हिन्दी|ไทย|한국어|աբ| |  |   |!!|...|/|🙂|👩‍🚀|<tool>| <tool>|<tool> |a<tool>b|<|eot_id||ǅ|'ſ|ä|_x"""
+WORDS = [*WORDS.replace("<|eot_id||", "<|eot_id|").replace("\n", "|").split("|"), *CONTROL]
+WORDS += ["\t", "\n", "\r\n", " \n", "\n\n", "!\n", "\u3000", "\u00a0", "\0", "\u0301", "\u0120"]
 
 
-WORDS = [
-    "the",
-    " the",
-    "Hello",
-    " world",
-    " whole",
-    "stone",
-    "on",
-    "in",
-    "'s",
-    "'LL",
-    "don't",
-    "12",
-]
-WORDS += ["123", "1234567", " 123", "\u0661\u0662\u0663\u0664", "\u2167", "\u00bd", "\u65e5\u672c"]
-WORDS += [" ", "  ", "   ", "\t", "\n", "\r\n", " \n", "\n\n", "\u3000", "\u00a0", "\u200b"]
-WORDS += ["!!", "!\n", "...", "\U0001f642", "\U0001f469\u200d\U0001f680", "\0", "\u0301", "<tool>"]
-WORDS += [*CONTROL, "<|eot_id", "\u0120", "\u010a", "\u01c5", "\u0130", "'\u017f", "a\u0308", "_x"]
-
-
-def random_texts(count, seed=0):
-    chance = random.Random(seed)
+def random_texts(count, without=()):
+    """Words of ten scripts, spaces, added tokens, and any characters."""
+    chance = random.Random(0)
+    known = [word for word in WORDS if not any(text in word for text in without)]
     for _ in range(count):
-        words = chance.choices(WORDS, k=chance.randrange(12))
-        words += [chr(chance.choice((chance.randrange(0xD800), 0xE000 + chance.randrange(10**6))))]
-        chance.shuffle(words)
-        yield "".join(words)
+        words = chance.choices(known, k=chance.randrange(12))
+        yield chr(chance.randrange(0xD800)).join(words) + chr(0xE000 + chance.randrange(10**6))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -166,114 +154,190 @@ GOLDENS = [  # a text, its pieces in Llama 3's way and in SmolLM's
         "\u0120w h o l e \u0120 1 2 3 4 5 6 7 \u0120 1 2 3",
     ),
     (
-        "don't it's I'LL THE'S",
-        "don 't \u0120 i t 's \u0120 I ' L L \u0120 T H E ' S",
-        "d on 't \u0120 i t 's \u0120 I ' L L \u0120 T H E ' S",
+        "don't I'LL THE'S",
+        "don 't \u0120 I ' L L \u0120 T H E ' S",
+        "d on 't \u0120 I ' L L \u0120 T H E ' S",
     ),
     (
-        "\xe9\u65e5 \U0001f642",
-        "\xc3\xa9 \xe6\u0139\xa5 \u0120 \xf0\u0141 \u013b \u0124",
-        "\xc3\xa9 \xe6\u0139\xa5 \u0120 \xf0\u0141 \u013b \u0124",
+        "\xe9\u65e5  \n\n  the on!!\n",
+        "\xc3\xa9 \xe6\u0139\xa5 \u0120\u0120 \u010a\u010a \u0120 \u0120the \u0120 on !!\u010a",
+        "\xc3\xa9 \xe6\u0139\xa5 \u0120\u0120 \u010a\u010a \u0120 \u0120the \u0120 on !! \u010a",
     ),
-    (
-        "  \n\n  the   on!!\n",
-        "\u0120\u0120 \u010a\u010a \u0120 \u0120the \u0120\u0120 \u0120 on !! \u010a",
-        "\u0120\u0120 \u010a\u010a \u0120 \u0120the \u0120\u0120 \u0120 on !! \u010a",
-    ),
-    (
-        "<|eot_id|> the<|end_of_text|>",
-        "< | e o t _ i d | > \u0120the < | e n d _ o f _ t e x t | >",
-        "< | e o t _ i d | > \u0120the < | e n d _ o f _ t e x t | >",
-    ),
+    ("<|eot_id|> the", *["< | e o t _ i d | > \u0120the"] * 2),
     ("", "", ""),
 ]
 
 
-def pieces(text):
-    return [ID[piece] for piece in text.split()]
-
-
 @pytest.mark.parametrize(("text", "llama", "smol"), GOLDENS)
-def test_ids(llama3, smollm, text, llama, smol):
+def test_ids(llama3, text, llama, smol):
     """Frozen: digits in threes or alone, words before merges, contractions, line ends, spaces."""
-    assert llama3.encode(text, bos=False) == pieces(llama)
-    assert smollm.encode(text, bos=False) == pieces(smol)
-    assert llama3.decode(pieces(llama)) == smollm.decode(pieces(smol)) == text
+    for tokenizer, pieces in ((llama3, llama), (from_keys("smollm"), smol)):
+        ids = [ID[piece] for piece in pieces.split()]
+        assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == text
+
+
+SAMPLE = "It's aHelloWORLD I'LL 1234 你好か，가 աb!!\n\n  -\u3000x \n "
+LIKE_LLAMA_3 = "It|'s| aHelloWORLD| I|'LL| |123|4| 你好か|，가| աb|!!\n\n| | -|\u3000x| \n| "
+SAMPLE_WORDS = {  # by llama.cpp's names, which took them so, too
+    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe": LIKE_LLAMA_3,
+    "tekken": LIKE_LLAMA_3.replace("aHelloWORLD", "a|Hello|WORLD").replace("123|", "1|2|3|"),
+    "qwen2 megrez": LIKE_LLAMA_3.replace("123|", "1|2|3|"),
+    "seed-coder": LIKE_LLAMA_3.replace("123|", "1|2|3|").replace("!!", "!!|"),
+    "smollm starcoder refact command-r minerva-7b": "It|'s| aHelloWORLD| I|'|LL| |1|2|3|4| 你好か|，|"
+    "가| աb|!!|\n\n | -|\u3000|x| \n ",
+    "gpt-2 olmo mellum trillion granite-docling": "It|'s| aHelloWORLD| I|'|LL| 1234| 你好か|，|가| աb|"
+    "!!|\n\n | -|\u3000|x| \n ",
+    "viking": "It's| aHelloWORLD| I'LL| |1|2|3|4| 你好か|，|가| աb|!!\n\n | -|\u3000|x| \n ",
+    "deepseek-coder": "It|'|s| aHelloWORLD| I|'|LL| |1|2|3|4| |你好か|，|가| աb|!!|\n|\n| | -|\u3000|x| |\n| ",
+    "deepseek-llm": "It|'|s| aHelloWORLD| I|'|LL| |1|2|3|4| |你好か|，|가| ա|b|!!|\n|\n| | -|\u3000|x| |\n| ",
+    "default": "It|'|s| aHelloWORLD| I|'|LL| |123|4| 你好か|，|가| աb|!!|\n\n  |-|\u3000|x| \n ",
+}
+
+
+@pytest.mark.parametrize("names", SAMPLE_WORDS)
+def test_words(names):
+    """Frozen: how each vocabulary cuts a text."""
+    for name in names.split():
+        engine = from_keys(name).engine
+        words = [SAMPLE[a:b] for _, (a, b) in engine.pre_tokenizer.pre_tokenize_str(SAMPLE)]
+        assert "|".join(words) == SAMPLE_WORDS[names], name
 
 
 def test_unlike_text(llama3):
     """A control token never comes from text, a user-defined one does; neither is lost."""
-    for text in (*CONTROL, "a<|eot_id|>b", "<|begin_of_text|>" * 3):
+    for text in (*CONTROL, "a<|eot_id|>b", "the <tool>the"):
         ids = llama3.encode(text, bos=False)
-        assert max(ids) < N and llama3.decode(ids) == text
-    ids = llama3.encode("the<tool>the", bos=False)
-    assert ids == pieces("t he <tool> t he") and llama3.decode(ids) == "the<tool>the"
-    assert llama3.special_ids["<|eot_id|>"] == EOT and "the" not in llama3.special_ids
+        assert (max(ids) >= N) is ("<tool>" in text) and llama3.decode(ids) == text
+    assert llama3.special_ids == {text: ID[text] for text in ADDED}
     assert llama3.decode([BOS, ID["he"], EOT]) == "he"
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "llama-v3", "smollm"])
-def test_ids_equal_tokenizers(pre):
-    """Of random texts; what tokenizers does with control tokens in a text is another thing."""
-    import tokenizers
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_ids_equal_tokenizers(tmp_path, pre):
+    """From keys and from the published form, merges as texts or as pairs, of random texts."""
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(published_json(pre)))
+    ours = [from_keys(pre), read(tmp_path, published_json(pre, as_pairs=pre == "gpt-2"))]
+    for text in random_texts(500, without=CONTROL):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        for tokenizer in ours:
+            assert tokenizer.encode(text, bos=False) == ids, text
+            assert tokenizer.decode(ids) == text
+    plain = tokenizers.Tokenizer.from_str(json.dumps(published_json(pre, added=())))
+    for text in random_texts(300, without=["<tool>"]):  # with what control tokens look like
+        ids = plain.encode(text, add_special_tokens=False).ids
+        assert [tokenizer.encode(text, bos=False) for tokenizer in ours] == [ids, ids]
 
-    ours = llama2.Tokenizer(bpe_keys(pre))
-    content = published_json(pre.replace("v3", "bpe"))
-    everything = tokenizers.Tokenizer.from_str(json.dumps(content))
-    content["added_tokens"] = []
-    plain = tokenizers.Tokenizer.from_str(json.dumps(content))
-    for text in random_texts(1500):
-        has_control = any(tag in text for tag in CONTROL)
-        if has_control and "<tool>" in text:
-            continue
-        theirs = plain if has_control else everything
-        ids = ours.encode(text, bos=False)
-        assert ids == theirs.encode(text, add_special_tokens=False).ids, text
-        assert ours.decode(ids) == text
+
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+UNIGRAM = {  # in place of what it has there
+    "model": {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["<unk>", 0.0], *([p, -1.0 - len(p) % 3] for p in ("\u2581the", *TEXT_PIECES))],
+    },
+    "added_tokens": [],
+    "post_processor": None,
+    "pre_tokenizer": METASPACE,
+    "decoder": METASPACE,
+}
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_flags_of_added_tokens(tmp_path, flag):
+    content = published_json()
+    content["added_tokens"] = [token | {flag: True} for token in content["added_tokens"]]
+    assert_as_tokenizers(tmp_path, content, "GGUF cannot say that an added token")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFKC"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}},
+        {"pre_tokenizer": BYTES | {"add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, split("a"), PLAIN]}},
+        UNIGRAM,
+    ],
+    ids=lambda change: str(change)[:60],
+)
+def test_tokenizer_json_is_run_as_it_says(tmp_path, change):
+    assert_as_tokenizers(tmp_path, published_json() | change, "GGUF has no name for")
+
+
+def assert_as_tokenizers(path, content, said):
+    """The ids are tokenizers' own; what GGUF cannot say is refused when it is saved."""
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
+    ours = read(path, content)
+    for text in random_texts(300, without=CONTROL):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, bos=False) == ids, text
+    text = "the <|eot_id|>\n  the <|eom_id|> "  # which a chat template wrote
+    marked = ours.control_texts.sub(lambda match: ours.marks[match[0]], text)
+    assert ours.encode_marked(marked) == theirs.encode(text, add_special_tokens=False).ids
+    with pytest.raises(ValueError, match=said):
+        llama2.vocabulary_keys(ours.vocabulary, SIZE)
 
 
 def test_stream_and_decode_agree(llama3):
     """Of any ids at all: characters cut in the middle, control tokens within them."""
-    import tokenizers
-
     theirs = tokenizers.Tokenizer.from_str(json.dumps(published_json()))
     chance = random.Random(0)
-    rows = [llama3.encode(text) for text in random_texts(300)]
-    rows += [[chance.randrange(SIZE) for _ in range(30)] for _ in range(300)]
-    for ids in rows:
+    for _ in range(300):
+        ids = chance.choices(range(SIZE), k=30)
         decoder = llama2.StreamDecoder(llama3)
-        streamed = [decoder.decode(token_id) for token_id in ids] + [decoder.flush()]
-        assert "".join(streamed) == llama3.decode(ids) == theirs.decode(ids)
-    decoder = llama2.StreamDecoder(llama3)
+        streamed = "".join(map(decoder.decode, ids)) + decoder.flush()
+        assert streamed == llama3.decode(ids) == theirs.decode(ids)
     whole = llama3.encode("\U0001f642\u65e5", bos=False)
-    assert [decoder.decode(token_id) for token_id in whole] == ["", "", "\U0001f642", "\u65e5"]
     assert b"".join(map(llama3.token_bytes, whole)) == "\U0001f642\u65e5".encode()
+    decoder = llama2.StreamDecoder(llama3)
+    assert [*map(decoder.decode, whole)] == ["", "", "\U0001f642", "\u65e5"]
 
 
-def test_bos_is_the_vocabularys(tmp_path, llama3, smollm):
-    """None: once if it says so, by a key, a post-processor or the kind; never if it says no."""
-    assert llama3.encode("the").count(BOS) == 1 and BOS not in smollm.encode("the")
-    assert smollm.encode("the", bos=True)[0] == BOS
-    for says, pre in ((True, "smollm"), (False, "llama-bpe")):
+# --------------------------------------------------------------------------------------------------
+# What the files say of special tokens
+
+
+def test_bos_is_the_vocabularys(tmp_path):
+    """Once if a key, a post-processor, tokenizer_config.json or the kind says so; else never."""
+    for pre in ("llama-bpe", "smollm"):
         content = published_json(pre)
-        assert read(tmp_path, content).add_bos is not says
-        by_key = llama2.Tokenizer(bpe_keys(pre, add_bos_token=says))
-        by_file = read(tmp_path / pre, content, tokenizer_config={"add_bos_token": says})
-        for tokenizer in (by_key, by_file):
-            assert (tokenizer.encode("the")[:1] == [BOS]) is says
+        as_published = [from_keys(pre), read(tmp_path, content)]
+        settings = {"add_bos_token": pre == "smollm"}
+        others = [from_keys(pre, **settings), read(tmp_path, content, tokenizer_config=settings)]
+        for says, found in ((pre == "llama-bpe", as_published), (pre == "smollm", others)):
+            assert [t.encode("the").count(BOS) for t in found] == [says, says]
+            assert found[0].encode("the", bos=not says).count(BOS) != says
+    assert from_keys(bos_token_id=None).encode("the", bos=True)[0] != BOS
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "smollm"])
-@pytest.mark.parametrize("as_pairs", [False, True])
-def test_tokenizer_json(tmp_path, llama3, smollm, pre, as_pairs):
-    """Merges as texts or as pairs: the vocabulary of the GGUF file."""
-    ours = read(tmp_path, published_json(pre, as_pairs))
-    wanted = {"llama-bpe": llama3, "smollm": smollm}[pre]
-    assert (ours.pieces, ours.types) == (wanted.pieces, wanted.types)
-    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (BOS, EOS, SIZE)
-    assert ours.vocabulary(SIZE)["tokenizer.ggml.merges"] == MERGES
-    for text in random_texts(100, seed=1):
-        assert ours.encode(text) == wanted.encode(text)
+OLD = {"eos_token": "<|eot_id|>"}  # in special_tokens_map.json
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ends"),
+    [
+        ({}, {}, (BOS, EOS)),  # config.json's, which are special
+        ({}, OLD | {"bos_token": {"content": "<|eom_id|>"}}, (EOM, EOT)),
+        (OLD, {"eos_token": "<|eom_id|>", "bos_token": None}, (BOS, EOT)),
+        (OLD, {"eos_token": "<|eom_id|>", "added_tokens_decoder": {}}, (BOS, EOM)),
+        ({}, {"eos_token": "stone", "bos_token": "not there"}, (BOS, ID["stone"])),
+    ],
+)
+def test_ends_by_the_tokenizers_own_files(tmp_path, old, new, ends):
+    """By transformers' precedence; what a file names so is a control token."""
+    ours = read(tmp_path, published_json(), special_tokens_map=old, tokenizer_config=new)
+    assert (ours.bos_id, ours.eos_id) == ends
+    assert not {*ends} & {*ours.encode("the stone <|eot_id|>", bos=False)}
+    assert ours.decode([ID["t"], *ends]) == "t"
+    assert ours.encode_marked(ours.marks[ours.pieces[ends[1]]]) == [ends[1]]
+
+
+def test_ids_of_config_json_that_are_words(tmp_path):
+    """An ordinary piece does not become a control token, and no text loses it."""
+    config = dataclasses.replace(CONFIG, bos_token_id=ID["the"[0]], eos_token_id=ID["!!"])
+    ours = read(tmp_path, published_json(), config)
+    assert ours.bos_id is None and ours.eos_id is None
+    assert ours.decode(ours.encode("the!!")) == "the!!" and ours.types[ID["!!"]] == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -283,68 +347,51 @@ def test_tokenizer_json(tmp_path, llama3, smollm, pre, as_pairs):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"pre": "gpt-2"}, "tokenizer.ggml.pre is 'gpt-2'; .*llama-bpe or llama-v3 or smollm"),
-        ({"model": "bert"}, "model is 'bert'"),
+        ({"pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'; .*llama-bpe or .*deepseek-llm or"),
+        ({"pre": None}, "pre is missing, .*gguf-new-metadata --pre-tokenizer llama-bpe"),
+        ({"model": "bert"}, "model is 'bert'; expected llama or gpt2"),
         ({"merges": None}, "merges is missing"),
-        ({"merges": ["h e", "xx y"]}, "'xx y', which makes no piece"),
-        ({"merges": ["h z"]}, "'h z', which makes no piece"),
-        ({"merges": ["he"]}, "tuple of length 2"),
-        ({"merges": [1, 2]}, "'int' object"),
-        ({"merges": [*MERGES, "<|eot _id|>"]}, "<|eot _id|>', which makes no piece"),
-        ({"token_type": [1] * (SIZE - 1)}, "token_type"),
-        ({"token_type": [9] * SIZE}, "token_type"),
-        ({"bos_token_id": SIZE}, f"bos_token_id {SIZE}; expected 0 to {SIZE - 1}"),
-        ({"eos_token_id": -1}, "eos_token_id -1; expected 0 to"),
+        ({"merges": ["h e", "xx y"]}, "`xx` out of vocabulary"),
+        ({"merges": ["he"]}, "cannot run"),
+        ({"token_type": [1] * (SIZE - 1)}, "damaged: IndexError"),
+        ({"bos_token_id": SIZE}, f"token id {SIZE}; expected 0 to {SIZE - 1}"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_hostile_keys(changes, said):
-    with pytest.raises(Exception, match=said):
-        llama2.Tokenizer(bpe_keys(**changes))
+def test_hostile_keys(tmp_path, changes, said):
+    path = write_gguf(tmp_path / "x.gguf", bpe_keys(**changes))
+    with pytest.raises(ValueError, match=f"x.gguf: .*{said}"):
+        llama2.Tokenizer.from_gguf(path)
 
 
 def test_control_tokens_that_are_words():
-    """Not by a merge, nor as a whole word: text does not become them, or they are refused."""
+    """Not by a merge, nor as a whole word: text does not become them."""
     types = [1] * N + [3] * len(CONTROL) + [4]
-    types[ID["\u0120whole"]] = 3
-    tokenizer = llama2.Tokenizer(bpe_keys(token_type=types))
-    assert ID["\u0120whole"] not in tokenizer.encode(" whole")
-    types[ID["he"]] = 3
-    with pytest.raises(Exception, match="'h e', which makes no piece"):
-        llama2.Tokenizer(bpe_keys(token_type=types))
+    types[ID["\u0120whole"]] = types[ID["Hello"]] = 3
+    tokenizer = from_keys(token_type=types)
+    ids = tokenizer.encode("a whole Hello", bos=False)
+    assert all(types[i] == 1 for i in ids) and tokenizer.decode(ids) == "a whole Hello"
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["model"], None),
-        (["model", "type"], "Unigram"),
-        (["model", "vocab"], []),
-        (["model", "vocab", "a"], SIZE),
-        (["model", "vocab", "a"], "1"),
-        (["model", "vocab", "a"], 2**70),
-        (["model", "vocab", "a"], ID["b"]),
-        (["model", "merges"], [["h"]]),
-        (["model", "merges"], [["h", 1]]),
-        (["model", "merges"], ["zz top"]),
-        (["model", "merges"], [["h", "e f"]]),
-        (["pre_tokenizer"], None),
-        (["pre_tokenizer", "pretokenizers"], []),
-        (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": "(a+)+$"}),
-        (["normalizer"], {"type": "NFC"}),
-        (["post_processor"], 7),
-        (["added_tokens", 0, "id"], "0"),
-        (["added_tokens", 0, "content"], 7),
+        ("model", None),
+        ("model vocab", []),
+        ("model vocab a", SIZE),
+        ("model vocab a", 2**70),
+        ("model merges", [["h", 1]]),
+        ("pre_tokenizer pretokenizers", [split("(a")]),
+        ("normalizer", {"type": "Unheard"}),
+        ("decoder", {"type": "WordPiece", "prefix": "##", "cleanup": True}),
+        ("added_tokens", [{"id": "0", "content": "x"}]),
+        ("added_tokens", [{"id": 0, "content": 7}]),
     ],
-    ids=str,
 )
 def test_hostile_tokenizer_json(tmp_path, path, value):
     content = published_json()
-    *parents, last = path
-    part = content
-    for key in parents:
-        part = part[key]
-    part[last] = value
+    *parents, last = path.split()
+    functools.reduce(dict.__getitem__, parents, content)[last] = value
     with pytest.raises(ValueError, match="tokenizer.json: ") as caught:
         read(tmp_path, content)
     message = str(caught.value)
@@ -355,108 +402,41 @@ def test_hostile_tokenizer_json(tmp_path, path, value):
 # Models
 
 
-def hf_model(path, content, config=CONFIG, change=None):
+def hf_model(path, content, config=CONFIG):
     """A folder as transformers 5 writes it: without tokenizer.model."""
     write_hf(path, config, make_weights(config))
     settings = json.loads((path / "config.json").read_text())
-    settings |= {"bos_token_id": BOS, "eos_token_id": [EOS, EOT, ID["<|eom_id|>"]]} | (change or {})
+    settings |= {"bos_token_id": BOS, "eos_token_id": [EOS, EOT, EOM]}
     return write_files(path, {"config.json": settings, "tokenizer.json": content})
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "smollm"])
+@pytest.mark.parametrize("pre", PUBLISHED)
 def test_saved_and_read_back(tmp_path, pre):
     """Tokens, merges, types and the kind of words stay, from a folder and from a GGUF file."""
-    config = llama2.Config(**vars(CONFIG) | {"vocab_size": SIZE + 3})
-    path = hf_model(tmp_path / "hf", published_json(pre), config)
-    first = llama2.open_checkpoint(path)
-    assert first.config.stop_token_ids == (EOT, ID["<|eom_id|>"])
+    config = dataclasses.replace(CONFIG, vocab_size=SIZE + 1)
+    path = hf_model(tmp_path / "hf", published_json(pre, as_pairs=True), config)
+    first = llama2.open_checkpoint(path).tokenizer
     wanted = bpe_keys(pre)
-    wanted["tokenizer.ggml.tokens"] = [
-        *TEXT_PIECES,
-        *ADDED,
-        *(f"[PAD{SIZE + i}]" for i in range(3)),
-    ]
-    wanted["tokenizer.ggml.token_type"] = [*wanted["tokenizer.ggml.token_type"], 5, 5, 5]
+    wanted["tokenizer.ggml.tokens"] += [f"[PAD{SIZE}]"]
+    wanted["tokenizer.ggml.token_type"] += [5]
     for name in ("a.gguf", "b.gguf"):
         llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / name)
         path = tmp_path / name
         saved = llama2.GGUF(path).metadata
         assert {key: saved[key] for key in wanted} == wanted
         again = llama2.open_checkpoint(path)
-        assert again.config.stop_token_ids == first.config.stop_token_ids
-        assert again.tokenizer.add_bos == first.tokenizer.add_bos
-        assert again.tokenizer.decode([SIZE + 1]) == ""
-        assert max(again.tokenizer.encode(f"[PAD{SIZE}]")) < SIZE
-        for text in random_texts(100):
-            assert again.tokenizer.encode(text) == first.tokenizer.encode(text)
+        assert again.config.stop_token_ids == (EOT, EOM)
+        assert again.tokenizer.add_bos == first.add_bos
+        assert again.tokenizer.decode([SIZE]) == ""
+        for text in [f"[PAD{SIZE}]", *random_texts(60)]:
+            assert again.tokenizer.encode(text) == first.encode(text)
 
 
-def test_a_model_runs(tmp_path, cli):
-    """From a folder with tokenizer.json alone, on the command line."""
+def test_a_model_runs(tmp_path, cli, monkeypatch):
+    """From a folder with tokenizer.json alone; without the package, one line says what to install."""
     path = hf_model(tmp_path / "hf", published_json())
-    status, out, err = cli("--model", str(path), "--prompt", "Hello the", "--temperature", "0")
-    assert status == 0 and out.startswith("Hello the") and "prompt 3 tokens" in err
-
-
-def test_without_the_package(tmp_path, cli, monkeypatch):
-    """One line says what to install."""
-    path = hf_model(tmp_path / "hf", published_json())
+    _, out, err = cli("--prompt", "Hello the", model=path)
+    assert out.startswith("Hello the") and "prompt 3 tokens" in err
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    status, out, err = cli("--model", str(path), "--prompt", "x")
+    status, out, err = cli("--prompt", "x", model=path)
     assert (status, out, err.count("\n")) == (2, "", 1) and "pip install tokenizers" in err
-
-
-# --------------------------------------------------------------------------------------------------
-# Rotary embeddings
-
-SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 100,
-}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_scaling": SCALING, "rope_theta": 5e5, "rope_parameters": None},
-        {"rope_parameters": SCALING | {"rope_theta": 5e5}},
-        {"rope_parameters": SCALING | {"rope_theta": 5e5, "factor": 32.0}},
-    ],
-)
-def test_rope_scaling_of_llama_3(tmp_path, change):
-    """Logits far beyond the original context, from both places of the key."""
-    transformers = pytest.importorskip("transformers")
-    config = llama2.Config(**vars(CONFIG) | {"max_position_embeddings": 600})
-    path = hf_model(tmp_path / "hf", published_json(), config, change)
-    checkpoint = llama2.open_checkpoint(path)
-    factors = checkpoint.config.rope_freq_factors
-    assert checkpoint.config.rope_theta == 5e5 and len({*factors}) > 2  # some between these:
-    assert 1 in factors and max(factors) in (8, 32)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = torch.randint(0, SIZE, (1, 500), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        wanted = theirs(tokens).logits
-        assert (llama2.build_model(checkpoint)(tokens) - wanted).abs().max() < 2e-4
-
-
-@pytest.mark.parametrize(
-    ("rope", "said"),
-    [
-        ({"rope_type": "llama3"}, "factor is missing"),
-        (SCALING | {"factor": 0}, "rope_freq_factors"),
-        (SCALING | {"factor": "8"}, "factor is '8'"),
-        (SCALING | {"factor": -1, "high_freq_factor": 1.0}, "rope_freq_factors"),
-        (SCALING | {"original_max_position_embeddings": 2**1000}, "too big"),
-        ({"rope_type": "yarn"}, "rope_type is 'yarn'"),
-        ({"rope_type": ["llama3"]}, "rope_type is"),
-    ],
-    ids=str,
-)
-def test_hostile_rope_scaling(tmp_path, rope, said):
-    change = {"rope_scaling": rope, "rope_parameters": None}
-    path = hf_model(tmp_path / "hf", published_json(), change=change)
-    with pytest.raises(ValueError, match=said):
-        llama2.open_checkpoint(path)
