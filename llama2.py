@@ -1447,9 +1447,11 @@ class Weight:
         rows = self.read()
         if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape)
-        chunks = rows.split(max(1, CHUNK // self.shape[-1]))
-        w = [dequantize(chunk, self.ggml_type).to(dtype) for chunk in chunks]
-        return torch.cat(w).view(self.shape)
+        w = torch.empty(self.shape, dtype=dtype)
+        step = max(1, CHUNK // self.shape[-1])
+        for chunk, part in zip(rows.split(step), w.view(len(rows), -1).split(step)):
+            part.copy_(dequantize(chunk, self.ggml_type))
+        return w
 
 
 def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tuple) -> Weight:
