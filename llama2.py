@@ -814,13 +814,13 @@ class Tokenizer:
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.add_bos = vocabulary.add_bos
         self.chat_template = vocabulary.chat_template
-        self.secret = f"\ue000{secrets.randbelow(10**18)}"
+        self.secret = f"\u00a7{secrets.randbelow(10**18)}"
         self.special_ids, self.marks, self.written = {}, {}, {}  # by their texts
         for i, (piece, piece_type) in enumerate(zip(self.pieces, self.types)):
             if piece and piece_type in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
                 if piece_type == CONTROL:
-                    self.marks[piece] = f"{self.secret}:{i}\ue000"
+                    self.marks[piece] = f"{self.secret}:{i}\u00a7"
                 self.written[self.marks.get(piece, piece)] = i
         self.control_texts = any_of(self.marks)
         self.written_texts = any_of(self.written)

@@ -1,496 +1,439 @@
-"""Chat formats, and the settings of models that bring them: what llama2.py says to them and where they stop.
+"""Chats by the model's own template: transformers' ids, what ends an answer, what no message can do.
 
-The ids were made by transformers 5.23 with the templates below, `"legacy": false` and Llama 2's own
-tokenizer.model; where transformers is installed, random dialogues are compared with it, too.
+The templates are short ones of our own with the traits of published ones; their texts are frozen,
+and compared with transformers where it is installed. LLAMA_CPP_TEMPLATES names a folder of
+llama.cpp's sources, models/templates, whose templates are then compared, too.
 """
 
 from __future__ import annotations
 
-import json
+import datetime
+import os
 import random
 import re
+import signal
+from pathlib import Path
 
+import jinja2
 import pytest
-import torch
 
 import llama2
-from test_llama2 import (
-    added_tokens_decoder,
-    dialogue,
-    hf_state,
-    make_weights,
-    some_pieces,
-    tokenizer_model,
-    write_files,
-    write_hf,
-)
+from test_llama2 import added_tokens_decoder, dialogue, write_files
 
-# Templates that do what the published ones do, and are told by the same texts.
-BODY = "{% for m in messages %}"
-SYSTEM = "{% if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}"
-SYSTEM += "{% set loop_messages = messages[1:] %}{% else %}{% set loop_messages = messages %}"
-SYSTEM += "{% endif %}"
-MISTRAL = SYSTEM + "{{ bos_token }}{% for m in loop_messages %}{% if m['role'] == 'user' %}"
-TEMPLATES = {
-    "zephyr": BODY + "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-    "chatml": BODY + "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "mistral": MISTRAL + "{% if loop.first and system_message is defined %}"
-    "{{ ' [INST] ' + system_message + '\n\n' + m['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' [INST] ' + m['content'] + ' [/INST]' }}{% endif %}"
-    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}",
-    "mistral v3": MISTRAL + "{% if loop.last and system_message is defined %}"
-    "{{ '[INST] ' + system_message + '\n\n' + m['content'] + '[/INST]' }}"
-    "{% else %}{{ '[INST] ' + m['content'] + '[/INST]' }}{% endif %}"
-    "{% else %}{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}",
-    "vicuna": SYSTEM + "{{ bos_token }}{% if system_message is defined %}"
-    "{{ system_message | trim + '\n\n' }}{% endif %}{% for m in loop_messages %}"
-    "{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] | trim + '\n' }}"
-    "{% else %}{{ 'ASSISTANT: ' + m['content'] | trim + eos_token + '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
-    "llama-2": SYSTEM
-    + "{% for m in loop_messages %}{% if loop.first and system_message is defined %}"
-    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + m['content'] %}"
-    "{% else %}{% set content = m['content'] %}{% endif %}{% if m['role'] == 'user' %}"
-    "{{ bos_token + ' [INST] ' + content.strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
-}
-HEADER = "'<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim"
-TURN = "{{ " + HEADER + " + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
-TURN += "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-KNOWLEDGE = """{%- if messages[0].role == 'system' %}{% set s = messages[0].content | trim %}
-{%- set messages = messages[1:] %}{% else %}{% set s = '' %}{% endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\n' + 'Cutting Knowledge Date: December 2023\n' }}
-{{- 'Today Date: ' + date_string + '\n\n' + s + '<|eot_id|>' }}"""
-DATE = '{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}'
-SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-TEMPLATES |= {
-    "llama-3": "{{ bos_token }}{% for m in messages %}" + TURN,
-    "llama-3.1": "{{ bos_token }}" + DATE + KNOWLEDGE + "{% for m in messages %}" + TURN,
-    "smollm2": "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\n" + SMOLLM + "<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+pytest.importorskip("tokenizers")
+
+# --------------------------------------------------------------------------------------------------
+# Templates
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+TURNS += "{% endfor %}"
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+HEADERS = """{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
+{{- m.content | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+ALTERNATE = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}"""
+SYSTEM = """{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{%- set messages = messages[1:] %}{% endif %}"""
+FAMILIES = {  # a template, its text of "u:hi~ a:yes u:so", and what ends an answer besides EOS
+    "zephyr": (
+        (
+            "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+        ),
+        "<|user|>\nhi </s>\n<|assistant|>\nyes</s>\n<|user|>\nso</s>\n<|assistant|>\n",
+        "</s>",
+    ),
+    "hermes 2 pro": (  # BOS first
+        "{{ bos_token }}" + TURNS + ASK,
+        (
+            "<s><|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+            "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+        ),
+        "<|im_end|>",
+    ),
+    "smollm2": (  # a default system message
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}"
+        "{% endif %}" + TURNS + ASK,
+        (
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi <|im_end|>\n"
+            "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nso<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        ),
+        "<|im_end|>",
+    ),
+    "llama 3": (
+        "{{ bos_token }}" + HEADERS,
+        (
+            "<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant"
+            "<|end_header_id|>\n\nyes<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nso<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        ),
+        "<|eot_id|>",
+    ),
+    "llama 3.1": (  # a date of its own
+        "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+        "{{ bos_token + date_string + tools | default('', true) | string + '\n' }}" + TURNS,
+        (
+            "<s>26 Jul 2024\n<|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+            "<|im_start|>user\nso<|im_end|>\n"
+        ),
+        "<|im_end|>",
+    ),
+    "llama 3.2": (  # today's
+        "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content ~ '|' }}{% endfor %}",
+        "YEARhi |yes|so|",
+        "|",
+    ),
+    "mistral 0.1": (
+        "{{ bos_token }}" + ALTERNATE + "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}"
+        "{{ m.content + eos_token + ' ' }}{% endif %}{% endfor %}",
+        "<s>[INST] hi  [/INST]yes</s> [INST] so [/INST]",
+        "</s>",
+    ),
+    "mistral nemo": (  # the system message in the last question
+        SYSTEM + "{{ bos_token }}" + ALTERNATE + "{% if loop.last and system is defined %}"
+        "{{ '[INST]' + system + '\n\n' + m.content + '[/INST]' }}{% else %}"
+        "{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% else %}"
+        "{{ m.content | trim + eos_token }}{% endif %}{% endfor %}",
+        "<s>[INST]hi [/INST]yes</s>[INST]so[/INST]",
+        "</s>",
+    ),
+    "llama 2": (
+        SYSTEM + ALTERNATE + "{{ bos_token + '[INST] ' + ('<<SYS>>\n' + system + '\n<</SYS>>\n\n' "
+        "if loop.first and system else '') + m.content.strip() + ' [/INST]' }}{% else %}"
+        "{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+        "<s>[INST] hi [/INST] yes </s><s>[INST] so [/INST]",
+        "</s>",
+    ),
+    "tulu": (  # EOS behind answers alone
+        (
+            "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}"
+            "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+        ),
+        "<|user|>\nhi \n<|assistant|>\nyes</s>\n<|user|>\nso\n<|assistant|>\n",
+        "</s>",
+    ),
+    "vicuna": (
+        SYSTEM + "{{ bos_token + (system or 'A chat.') + ' ' }}{% for m in messages %}"
+        "{{ (m.role | upper) ~ ': ' ~ m.content ~ (' ' if m.role == 'user' else eos_token) }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+        "<s>A chat. USER: hi  ASSISTANT: yes</s>USER: so ASSISTANT:",
+        "</s>",
+    ),
+    "deepseek r1": (  # a namespace; thoughts are left out
+        (
+            "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+            "{% set ns.system = ns.system ~ m.content %}{% endif %}{% endfor %}{{ bos_token ~ ns.system }}"
+            "{% for m in messages %}{% if m.role == 'user' %}{{ '<\uff5cUser\uff5c>' + m.content }}"
+            "{% elif m.role == 'assistant' %}"
+            "{{ '<\uff5cAssistant\uff5c>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\n' }}{% endif %}"
+        ),
+        "<s><\uff5cUser\uff5c>hi <\uff5cAssistant\uff5c>yes</s><\uff5cUser\uff5c>so<\uff5cAssistant\uff5c><think>\n",
+        "</s>",
+    ),
+    "deepseek coder": (  # ends that are no special tokens
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '\n<|EOT|>\n' }}"
+            "{% else %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '### Response:' }}{% endif %}"
+        ),
+        "### user:\nhi \nyes\n<|EOT|>\n### user:\nso\n### Response:",
+        "<|EOT|>",
+    ),
+    "functionary": (  # loopcontrols
+        (
+            "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+            "{% if loop.index > 9 %}{% break %}{% endif %}{{ m.content + '<|eot_id|>' }}{% endfor %}"
+        ),
+        "hi <|eot_id|>yes<|eot_id|>so<|eot_id|>",
+        "<|eot_id|>",
+    ),
+    "smollm3": (  # transformers' tag
+        (
+            "{%- for m in messages %}\n    {%- if m.role == 'assistant' %}\n"
+            "    {%- generation -%}\n    {{ m.content + '<|im_end|>' }}\n    {%- endgeneration %}\n"
+            "    {%- else %}\n    {{- m.role + m.content }}\n    {%- endif %}\n{%- endfor %}"
+        ),
+        "userhi yes<|im_end|>userso",
+        "<|im_end|>",
+    ),
+    "hermes 3": (  # tools
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' + (m.name or '') + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function | tojson }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}" + ASK,
+        (
+            "<|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+            "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+        ),
+        "<|im_end|>",
+    ),
 }
 
-# Llama 2's vocabulary as far as these dialogues reach it.
-PIECES = """
-261:er 263:▁a 264:en 273:an 274:▁c 275:is 279:ar 289:▁b 294:as 298:▁h 299:nd 303:st 317:▁S 326:im
-331:em 344:se 355:end 371:te 375:us 391:ist 424:ant 442:art 465:ass 518:▁[ 529:▁< 593:nt 643:ser
-829:</ 858:yst 893:ss 941:ta 952:ys 973:ystem 1001:ER 1039:si 1177:IN 1254:ST 1356:tem 1509:use
-1533:▁</ 1655:ste 1660:SE 1792:user 1799:SS 2079:ista 2190:AN 2273:rt 2565:></ 2918:hi 2962:start
-3059:NS 3235:IS 3289:AS 3308:US 3532:▁<< 3816:][ 5173:sta 5205:system 5299:>< 5425:SI 6040:TA
-6304:SER 6778:>> 7251:▁hi 8508:star 9047:IST 9314:<< 9675:sys 9777:istan 11889:USER 12637:tar
-13161:tan 13566:ANT 14411:stan 14816:SY 17171:USE 20321:NT 21554:YS 22137:istant 22933:ASS 24566:>[
-25580:INST 29871:▁ 29872:e 29873:t 29874:a 29875:i 29876:n 29878:r 29879:s 29881:d 29882:h 29883:c
-29884:u 29885:m 29890:b 29891:y 29901:: 29902:I 29903:S 29909:A 29911:T 29914:/ 29918:_ 29923:E
-29934:R 29940:N 29958:> 29961:[ 29962:] 29965:U 29966:< 29979:Y 29989:|
-"""
-MISTRAL_TAGS = {"[INST]": True, "[/INST]": True}  # added tokens: whether they are special
-CHATML_TAGS = {"<|im_end|>": True, "<|im_start|>": False}
-FORMATS = {  # of each template: the format that it is, what stands behind Llama 2's tokens
-    "llama-2": ("llama-2", {}),
-    "zephyr": ("zephyr", {}),
-    "chatml": ("chatml", {}),
-    "chatml tokens": ("chatml", CHATML_TAGS),
-    "mistral": ("mistral", {}),
-    "mistral v3": ("mistral", MISTRAL_TAGS),
-    "vicuna": ("vicuna", {}),
-    "llama-3": ("llama-3", None),  # these have byte-level BPE
-    "llama-3.1": ("llama-3", None),
-    "smollm2": ("chatml", None),
-}
-TEMPLATES["chatml tokens"] = TEMPLATES["chatml"]
-INST = "518 25580 29962"
-END_INST = "518 29914 25580 29962"
-USER = "29966 29989 1792 29989 29958 13"
-ANSWER = "29966 29989 465 22137 29989 29958 13"
-START = "29966 29989 326 29918 2962 29989 29958"
-END = "29966 29989 326 29918 355 29989 29958 13"
-ASSISTANT = "13 22933 9047 13566 29901"
-IDS = {  # of a template's name and a dialogue
-    ("zephyr", "u:hi"): f"529 {USER[6:]} 2918 2 13 {ANSWER}",
-    ("zephyr", "s:S u:a a:b u:c"): "529 29989 5205 29989 29958 13 29903 2 13 "
-    f"{USER} 29874 2 13 {ANSWER} 29890 2 13 {USER} 29883 2 13 {ANSWER}",
-    ("chatml", "s:S u:a a:b u:c"): f"529 {START[6:]} 5205 13 29903 {END} "
-    f"{START} 1792 13 29874 {END} {START} 465 22137 13 29890 {END} "
-    f"{START} 1792 13 29883 {END} {START} 465 22137 13",
-    ("chatml tokens", "s:S u:a a:b u:c"): "32001 5205 13 29903 32000 13 32001 1792 13 29874 32000 "
-    "13 32001 465 22137 13 29890 32000 13 32001 1792 13 29883 32000 13 32001 465 22137 13",
-    (
-        "mistral",
-        "s:S u:a a:b u:c",
-    ): f"1 {INST} 317 13 13 29874 {END_INST} 289 2 {INST} 274 {END_INST}",
-    ("mistral v3", "s:S u:a a:b u:c"): "1 32000 263 32001 289 2 32000 317 13 13 29883 32001",
-    (
-        "vicuna",
-        "u:a a:b u:c",
-    ): f"1 11889 29901 263 {ASSISTANT} 289 2 13 11889 29901 274 {ASSISTANT}",
-    ("vicuna", "s:S u:hi"): f"1 29903 13 13 11889 29901 7251 {ASSISTANT}",
-    ("llama-2", "u:a a:b u:c"): f"1 {INST} 263 {END_INST} 289 29871 2 1 {INST} 274 {END_INST}",
-    ("llama-3", "s:re~ u:on"): "295 297 82 88 82 83 68 76 298 267 263 299 297 84 82 68 81 298 267 "
-    "264 299 297 64 82 82 72 82 83 291 83 298 267",
-    ("llama-3.1", "u:the"): "295 297 82 88 82 83 68 76 298 267 34 84 83 83 261 70 220 42 77 78 86 "
-    "75 68 67 70 68 220 35 64 83 68 25 220 35 68 66 68 76 65 68 81 220 17 15 17 18 198 51 78 67 64 "
-    "88 220 35 64 83 68 25 220 17 21 220 41 84 75 220 17 15 17 19 267 299 297 84 82 68 81 298 267 "
-    "83 259 299 297 64 82 82 72 82 83 291 83 298 267",
-    ("smollm2", "u:the"): "301 82 88 82 83 68 76 198 56 78 84 262 263 262 220 259 75 79 69 84 75 "
-    "220 32 40 262 82 82 72 82 83 291 83 220 77 64 76 68 67 220 50 76 78 75 43 44 11 258 81 64 261 "
-    "68 67 220 65 88 220 39 84 70 70 261 70 220 37 64 66 68 302 198 301 84 82 68 81 198 83 259 302 "
-    "198 301 64 82 82 72 82 83 291 83 198",
-}
+TAGS = {"<s>": True, "</s>": True, "<|im_start|>": True, "<|im_end|>": True, "<|eot_id|>": True}
+TAGS |= {"<|start_header_id|>": True, "<|end_header_id|>": True, "[INST]": True, "[/INST]": True}
+TAGS |= {"<\uff5cUser\uff5c>": True, "<\uff5cAssistant\uff5c>": True, "<tool_call>": False}
+CONTROL = [text for text, special in TAGS.items() if special]
+
+
+def folder(path, template, tags=TAGS, **files):
+    """A folder with a vocabulary of bytes and tags, and a chat template."""
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    decoder = added_tokens_decoder(tags, 256)
+    content = {
+        "added_tokens": [{"id": int(i), **token} for i, token in decoder.items()],
+        "pre_tokenizer": plain | {"use_regex": False},
+        "decoder": plain,
+        "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(llama2.BYTES)}, "merges": []},
+    }
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": decoder}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    files = {"tokenizer.json": content, "tokenizer_config.json": settings, **files}
+    return write_files(path, files)
+
+
+def load(path):
+    """The tokenizer of a folder."""
+    return llama2.Tokenizer.from_file(path / "tokenizer.json")
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    """Tokenizers by their added tags and templates, each from a folder that transformers reads."""
-    root = tmp_path_factory.mktemp("tokenizers")
-    llama2_model = tokenizer_model(some_pieces(PIECES))
-    found = {}
+def bare(tmp_path_factory):
+    """A tokenizer of a model that brings no template."""
+    return load(folder(tmp_path_factory.mktemp("bare"), None))
 
-    def get(tags, template=""):
-        key = (str(tags), template)
-        if key not in found:
-            path = root / str(len(found))
-            settings = {"chat_template": TEMPLATES.get(template), "legacy": False}
-            if tags is None:
-                bpe = pytest.importorskip("test_llama3")
-                settings |= {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-                settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-                content = bpe.published_json("smollm" if template == "smollm2" else "llama-bpe")
-                config, name = bpe.CONFIG, "tokenizer.json"
-            else:
-                settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-                settings["tokenizer_class"] = "LlamaTokenizer"
-                settings["added_tokens_decoder"] = added_tokens_decoder(tags, 32000)
-                content, name = llama2_model, "tokenizer.model"
-                config = llama2.Config(vocab_size=32000 + len(tags))
-            write_files(path, {"tokenizer_config.json": settings, name: content})
-            found[key] = llama2.Tokenizer.from_file(path / name, config)
-            found[key].path = path
-        return found[key]
 
-    return get
+def written(tokenizer, messages, template=None, **options):
+    """What the ids of a chat say, control tokens as their texts."""
+    ids = llama2.encode_chat(tokenizer, messages, template, **options)
+    names = {i: text for text, i in tokenizer.special_ids.items()}
+    raw = b"".join(names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids)
+    return raw.decode()
 
 
 def random_dialogue(chance):
-    """Roles in turn, contents of words, spaces and line breaks; no two spaces in a row.
-
-    Of several spaces transformers 5 makes other pieces than SentencePiece does.
-    """
-    words = ["hi", "a", "b ", "\n", " c", "U", "{}", "\u65e5", "'", "SS", "user", "\U0001f999", ""]
-    roles = ["system"] * chance.randrange(2)
-    roles += ["user", "assistant", "user", "assistant", "user"][: chance.choice((1, 3, 5))]
-    messages = []
-    for role in roles:
-        text = f"x{''.join(chance.choices(words, k=chance.randrange(8)))}y"
-        messages.append({"role": role, "content": re.sub(" +", " ", text)})
-    return messages
-
-
-# --------------------------------------------------------------------------------------------------
-# Formats
-
-
-@pytest.mark.parametrize(("template", "text"), IDS)
-def test_ids_are_those_of_the_published_templates(tokenizers, template, text):
-    """Frozen. Catches spaces behind control tokens, a second BOS, a system message elsewhere."""
-    _, tags = FORMATS[template]
-    found = llama2.encode_chat(tokenizers(tags, template), dialogue(text))
-    assert " ".join(map(str, found)) == IDS[template, text]
-
-
-@pytest.mark.parametrize("template", FORMATS)
-def test_ids_equal_transformers(tokenizers, template):
-    transformers = pytest.importorskip("transformers")
-    name, tags = FORMATS[template]
-    ours = tokenizers(tags, template)
-    theirs = transformers.AutoTokenizer.from_pretrained(str(ours.path))
-    options = {"add_generation_prompt": True, "return_dict": False}
-    chance = random.Random(0)
-    for text in ("u:hi", "u:a a:b u:c", "s:S u:hi", "s:S u:a a:b u:c", *range(60)):
-        messages = dialogue(text) if isinstance(text, str) else random_dialogue(chance)
-        wanted = theirs.apply_chat_template(messages, **options)
-        assert llama2.encode_chat(ours, messages) == wanted, messages
-        assert llama2.encode_chat(ours, messages, name) == wanted
-    assert llama2.recognise_chat_format(TEMPLATES[template]) == name
-    wanted = theirs.apply_chat_template(messages, date_string="3 Mar 2033", **options)
-    assert llama2.encode_chat(ours, messages, date_string="3 Mar 2033") == wanted
-
-
-def test_contents_in_parts(tokenizers):
-    """OpenAI's form: a list of texts."""
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    whole, listed = [{"role": "user", "content": content} for content in ("a\nb", parts)]
-    tokenizer = tokenizers({}, "llama-2")
-    assert llama2.encode_chat(tokenizer, [listed]) == llama2.encode_chat(tokenizer, [whole])
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
+    words = [
+        "hi",
+        "b ",
+        "\n",
+        " c",
+        "{{ x }}",
+        "\u65e5",
+        "'",
+        '"',
+        "\U0001f999",
         "",
-        "{{ '### Instruction:\n' + message }}\n### Response: {# and much more of it, far beyond #}",
-        "{{ '<|user|>\n' + m + '<|end|>\n<|assistant|>\n' }}{{ eos_token }}",  # Phi 3
-        "{{ '[SYSTEM_PROMPT] ' + m + '[/SYSTEM_PROMPT][INST] ' }}",  # Mistral, version 7
-        "{{ 'SYSTEM: ' + s + '\nUSER: ' + m + '\nASSISTANT: ' }}",  # Orca's Vicuna
-        "{{ '<|header_start|>user<|header_end|>\n\n' }}",  # Llama 4
-        "\x1b[2J\u0000 {{ cycler.__init__.__globals__.os.system('touch /tmp/executed') }}",
-        "{{ <|user|> [INST USER: " * 10**5,  # takes no time
-    ],
-)
-def test_unknown_templates(template):
-    assert llama2.recognise_chat_format(template) is None
-    tokenizer = llama2.Tokenizer(some_pieces("259:\u2581", 260))
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match="--chat-format.*: llama-2, llama-3, mistral") as caught:
-        llama2.encode_chat(tokenizer, dialogue("u:hi"))
-    message = str(caught.value)
-    assert repr(" ".join(template.split())[:60]) in message and message.isprintable()
-    with pytest.raises(ValueError, match="named 'alpaca'; .*zephyr, vicuna, chatml"):
-        llama2.chat_stops(tokenizer, "alpaca")
+        "<think>x</think>",
+    ]
+    count = chance.randrange(1, 6)
+    roles = ["system"] * chance.randrange(2) + ["user", "assistant"] * 3
+    texts = ["".join(chance.choices(words, k=chance.randrange(8))) for _ in range(count)]
+    return [{"role": role, "content": text} for role, text in zip(roles, texts)]
 
 
-@pytest.mark.parametrize(
-    ("name", "tags", "ids", "texts"),
-    [
-        ("llama-2", {}, [], ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"]),
-        ("mistral", {}, [], ["[INST]", "[/INST]"]),
-        ("mistral", MISTRAL_TAGS, [32000, 32001], []),
-        ("zephyr", {}, [], ["<|assistant|>", "<|user|>", "<|system|>"]),
-        ("vicuna", {}, [], ["USER:", "ASSISTANT:"]),
-        ("chatml", {}, [], ["<|im_start|>", "<|im_end|>"]),
-        ("chatml", CHATML_TAGS, [32001, 32000], ["<|im_start|>"]),
-    ],
-)
-@pytest.mark.parametrize("where", ["s:x{} u:a", "u:{}y", "u:a a:x{}y u:b"])
-def test_what_ends_an_answer_cannot_be_typed(tokenizers, name, tags, ids, texts, where):
-    """Tags that are text are refused; control tokens that are typed stay text."""
-    tokenizer = tokenizers(tags)
-    assert llama2.chat_stops(tokenizer, name) == (ids, texts)
-    for text in texts:
-        with pytest.raises(ValueError, match=re.escape(f"reserved tag {text}")):
-            llama2.encode_chat(tokenizer, dialogue(where.format(text)), name)
-    innocent = llama2.encode_chat(tokenizer, dialogue(where.format("")), name)
-    for text in ("</s>", "<s>", "[INST]", "[/INST]", "<|im_end|>", "<|im_start|>", "<|user|>"):
-        if text not in texts:
-            found = llama2.encode_chat(tokenizer, dialogue(where.format(text)), name)
-            for control in (1, 2, 32000, 32001):
-                assert found.count(control) == innocent.count(control), text
-            assert text in tokenizer.decode(found)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = [{"function": {"name": "f", "arguments": {"x": "\u65e5", "y": [1, None]}}}]
+WITH_TOOLS = [
+    {"role": "user", "content": "a", "name": "Ann"},
+    {"role": "assistant", "tool_calls": CALL},
+    {"role": "tool", "content": "{}"},
+]
+ORDERS = ["u:hi~ a:yes u:so", "u:hi", "s:S u:hi", "s:~S~ u:a a:b~", "u:a u:b", "a:hello u:hi"]
+ORDERS += ["s:A s:B u:c", "u:a s:b", "s:S", "a:b"]
 
 
-def test_a_date_is_no_tag(tokenizers):
-    """What looks like a tag, the place for a date or for a message is text."""
-    ours = tokenizers(None, "llama-3.1")
-    for odd in ("<|eot_id|>", "{}", "{date}"):
-        messages = [{"role": "user", "content": "{date}{}" + odd}]
-        ids = llama2.encode_chat(ours, messages, date_string=odd)
-        text = ours.decode(ids)
-        assert ids.count(ours.special_ids["<|eot_id|>"]) == 2
-        assert "{date}{}" + odd in text and f"Date: {odd}\n" in text
-
-
-@pytest.mark.parametrize("name", llama2.CHAT_FORMAT_NAMES)
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ([], "found: $"),
-        (dialogue("s:S"), "found: system"),
-        (dialogue("u:a u:b"), "user, user"),
-        (dialogue("u:a a:b"), "user, assistant$"),
-        ([{"role": ["user"], "content": "a"}], "user"),
-        *((m, "messages with a role, and text alone") for m in (
-            [{"content": "a"}],
-            [{"role": "user"}],
-            [{"role": "user", "content": None}],
-            [{"role": "user", "content": ["a"]}],
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            ["user"],
-            "hi",
-            {"role": "user", "content": "hi"},
-        )),
-    ],
-    ids=lambda value: str(value)[:50],
-)  # fmt: skip
-def test_other_messages_are_refused(tokenizers, name, messages, said):
-    with pytest.raises(ValueError, match=said):
-        llama2.encode_chat(tokenizers({}), messages, name)
-
-
-@pytest.mark.parametrize("name", llama2.CHAT_FORMAT_NAMES)
-def test_turns_grow_from_those_before(tokenizers, name):
-    """A cache keeps what it holds: the next prompt begins with this one and its answer."""
-    tokenizer = tokenizers({})
-    first = llama2.encode_chat(tokenizer, dialogue("s:S u:a"), name)
-    second = llama2.encode_chat(tokenizer, dialogue("s:S u:a a:hi u:b"), name)
-    assert second[: len(first)] == first and len(second) > len(first)
-
-
-# --------------------------------------------------------------------------------------------------
-# Directories
-
-LETTERS = " ".join(f"{259 + i}:{piece}" for i, piece in enumerate(["\u2581", *"abcdefhiu", "hi"]))
-SIZE = 272  # the small vocabulary: bytes, LETTERS, two tokens to be added
-TINY = llama2.Config(32, 64, 2, 4, 2, SIZE, 64)
-WEIGHTS = make_weights(TINY)
-CHATML = {"added_tokens_decoder": added_tokens_decoder(CHATML_TAGS, SIZE - 2)}
-CHATML["chat_template"] = TEMPLATES["chatml"]
-SMALL = tokenizer_model(some_pieces(LETTERS, SIZE - 2))
-
-
-def hf_directory(path, change=None, **files):
-    """A Hugging Face directory of a small model, its config.json changed, with JSON files."""
-    write_hf(path, TINY, WEIGHTS)
-    settings = json.loads((path / "config.json").read_text()) | (change or {})
-    named = {f"{name}.json": content for name, content in files.items()}
-    return write_files(path, {"tokenizer.model": SMALL, "config.json": settings, **named})
-
-
-@pytest.mark.parametrize(
-    ("eos", "generation", "ids"),
-    [
-        (5, {}, [5]),
-        ([5, 6], {}, [5, 6]),
-        (5, {"eos_token_id": [7, 5]}, [5, 7]),
-        (None, {"eos_token_id": None}, [2]),
-        ([], {}, [2]),
-    ],
-)
-def test_several_eos_ids(tmp_path, eos, generation, ids):
-    path = hf_directory(tmp_path / "hf", {"eos_token_id": eos}, generation_config=generation)
-    config = llama2.open_checkpoint(path).config
-    assert [config.eos_token_id, *config.stop_token_ids] == ids
-
-
-@pytest.mark.parametrize("eos", ["2", -1, SIZE, 2.0, [2, None, "x"]])
-def test_eos_ids_are_checked(tmp_path, eos):
-    path = hf_directory(tmp_path / "hf", generation_config={"eos_token_id": eos})
-    with pytest.raises(ValueError, match="eos_token_id is|stop id"):
-        _ = llama2.open_checkpoint(path).tokenizer
-
-
-@pytest.mark.parametrize(
-    ("template", "wanted"),
-    [
-        ("text", "text"),
-        (None, ""),
-        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
-        ([{"name": "tool_use", "template": "t"}], ""),
-        ("\ud800", "\ufffd" * 3),
-        (5, None),
-        ([{"name": "default", "template": 5}], None),
-    ],
-)
-def test_chat_template_of_a_directory(tmp_path, template, wanted):
-    path = hf_directory(tmp_path / "hf", tokenizer_config={"chat_template": template})
-    if wanted is None:
-        with pytest.raises(ValueError, match=re.escape(str(path))):
-            assert llama2.open_checkpoint(path).tokenizer
+def assert_as_transformers(ours, theirs, messages, final, **variables):
+    """The ids of a chat, or of one whose final message is to be continued; or both refuse."""
+    options = {"continue_final_message": final, **variables}
+    try:
+        wanted = theirs.apply_chat_template(
+            messages, add_generation_prompt=not final, return_dict=False, **options
+        )
+    except Exception:  # noqa: BLE001
+        with pytest.raises(ValueError):
+            llama2.encode_chat(ours, messages, **options)
     else:
-        assert llama2.open_checkpoint(path).tokenizer.chat_template == wanted
-        (path / "chat_template.jinja").write_text("of its own")
-        assert llama2.open_checkpoint(path).tokenizer.chat_template == "of its own"
+        assert llama2.encode_chat(ours, messages, **options) == wanted, (messages, final)
 
 
-def test_saved_models_keep_tokens_ends_and_template(tmp_path):
-    """A ChatML model from a directory, saved once, and what was saved, saved again."""
-    change = {"eos_token_id": [SIZE - 2, 2, 7]}
-    path = hf_directory(tmp_path / "hf", change, tokenizer_config=CHATML)
-    old = llama2.open_checkpoint(path).tokenizer
-    wanted = llama2.encode_chat(old, dialogue("s:abc u:hi a:fed u:a"))
-    assert SIZE - 1 in wanted and SIZE - 2 in wanted
-    for i in range(2):
-        llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / f"{i}.gguf")
-        path = tmp_path / f"{i}.gguf"
-        saved = llama2.open_checkpoint(path)
-        assert saved.config.eos_token_id == SIZE - 2 and saved.config.stop_token_ids == (2, 7)
-        new = saved.tokenizer
-        assert (new.pieces, new.types, new.scores) == (old.pieces, old.types, old.scores)
-        assert llama2.encode_chat(new, dialogue("s:abc u:hi a:fed u:a")) == wanted
-
-
-@pytest.mark.parametrize(
-    ("window", "context"), [(None, 64), ("absent", 64), (64, 64), (4096, 64), (40, 40)]
-)
-def test_mistral(tmp_path, window, context):
-    """Within the window it is Llama, as transformers' MistralForCausalLM says."""
-    change = {"model_type": "mistral", "sliding_window": window}
-    if window == "absent":
-        del change["sliding_window"]
-    path = hf_directory(tmp_path / "hf", change)
-    assert llama2.open_checkpoint(path, context).config.max_position_embeddings == context
-    with pytest.raises(ValueError, match=rf"--context {context + 1}; expected 1 to {context}"):
-        llama2.open_checkpoint(path, context + 1)
-    model, _ = llama2.load(path)
-    tokens = torch.randint(SIZE, (1, context), generator=torch.manual_seed(0))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tmp_path, family):
+    """Texts and ends are frozen; ids of any order of roles, and refusals, are transformers'."""
+    template, text, end = FAMILIES[family]
+    ours = load(folder(tmp_path, template))
+    year = f"{datetime.datetime.now():%Y}"
+    assert written(ours, dialogue(ORDERS[0])) == text.replace("YEAR", year)
+    stops = llama2.chat_stops(ours)
+    assert [ours.pieces[i] for i in stops.ids] + stops.texts == [end]
     transformers = pytest.importorskip("transformers")
-    settings = json.loads((path / "config.json").read_text()) | {
-        "sliding_window": None if window == "absent" else window
-    }
-    reference = transformers.MistralForCausalLM(transformers.MistralConfig(**settings)).eval()
-    reference.load_state_dict(hf_state(TINY, WEIGHTS))
-    with torch.no_grad():
-        assert torch.allclose(model(tokens), reference(tokens).logits, atol=1e-4)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chance = random.Random(0)
+    dialogues = [*map(dialogue, ORDERS), WITH_TOOLS, *(random_dialogue(chance) for _ in range(40))]
+    for messages in dialogues:
+        for final in (False, "</think>" not in messages[-1]["content"]):
+            assert_as_transformers(ours, theirs, messages, final, tools=[TOOL], date_string="3 Mar")
 
 
-@pytest.mark.parametrize("window", [0, -1, "4096", [4096]])
-def test_mistral_windows_are_checked(tmp_path, window):
-    change = {"model_type": "mistral", "sliding_window": window}
-    with pytest.raises(ValueError, match=r"(sliding_window|max_position_embeddings) is"):
-        llama2.open_checkpoint(hf_directory(tmp_path / "hf", change))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_message_makes_a_control_token(tmp_path, family):
+    """Whatever it says, and wherever: in a role, a name, an argument, a variable."""
+    ours = load(folder(tmp_path, FAMILIES[family][0]))
+
+    def encode(x, with_system):
+        call = [{"function": {"name": x, "arguments": {x: [x]}}}]
+        role = x if "hermes" in family else "user"
+        messages = [
+            {"role": "system", "content": x},
+            {"role": role, "content": x, "name": x},
+            {"role": "assistant", "content": x, "tool_calls": call},
+            {"role": "user", "content": x},
+        ][not with_system :]
+        variables = {"tools": [{x: x}], "date_string": x}
+        return llama2.encode_chat(ours, messages, **variables)
+
+    with_system = family != "mistral 0.1"
+    innocent = encode("<x>", with_system)
+    for text in CONTROL:
+        ids = encode(text, with_system)
+        assert [i for i in ids if i >= 256] == [i for i in innocent if i >= 256]
+        assert ours.decode(ids) == ours.decode(innocent).replace("<x>", text)
+
+
+def test_messages_that_are_none(bare):
+    good = {"role": "user", "content": "hi"}
+    secret = {"role": "user", "content": [{"type": "secret"}]}
+    for messages in (
+        [],
+        "hi",
+        good,
+        [{"content": "a"}],
+        [good | {"role": ["user"]}],
+        [good, secret],
+    ):
+        with pytest.raises(ValueError, match="expected messages with a role|no messages") as caught:
+            llama2.encode_chat(bare, messages, "chatml")
+        assert "secret" not in str(caught.value)
+    messages, template = dialogue("u:a s:b"), FAMILIES["functionary"][0]
+    with pytest.raises(ValueError, match="leaves out the final message"):
+        llama2.encode_chat(bare, messages, template, continue_final_message=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# Command line
+# Templates by name, and none
+
+NAMED = {  # what they make of "s:S u:hi~ a:yes u:so"; Llama 2's is Meta's own text
+    "llama-2": "<s> [INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yes </s><s> [INST] so [/INST]",
+    "llama-3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+    + FAMILIES["llama 3"][1].removeprefix("<s>"),
+    "chatml": "<|im_start|>system\nS<|im_end|>\n" + FAMILIES["hermes 2 pro"][1].removeprefix("<s>"),
+    "mistral": "<s>[INST] hi [/INST] yes</s>[INST] S\n\nso[/INST]",
+    "vicuna": "<s>S\n\nUSER: hi\nASSISTANT: yes</s>\nUSER: so\nASSISTANT:",
+    "zephyr": "<|system|>\nS</s>\n" + FAMILIES["zephyr"][1],
+}
 
 
-@pytest.mark.parametrize(
-    ("template", "arguments", "used"),
-    [
-        (TEMPLATES["zephyr"], (), "zephyr"),
-        (TEMPLATES["chatml"], (), "chatml"),
-        (TEMPLATES["zephyr"], ("--chat-format", "vicuna"), "vicuna"),
-        ("unheard of", ("--chat-format", "mistral"), "mistral"),
-        ("", (), "llama-2"),
-        ("", ("--chat-format", "zephyr"), "zephyr"),
-        ("unheard of", (), None),
-    ],
-)
-def test_chat_in_the_models_format(cli, tmp_path, monkeypatch, template, arguments, used):
-    """As its template says, or the option; one that is unknown is refused before weights are read."""
-    settings = CHATML | {"chat_template": template}
-    change = {"max_position_embeddings": 512}
-    path = hf_directory(tmp_path / "hf", change, tokenizer_config=settings)
-    _, info, _ = cli("--info", model=path)
-    if used is None:
-        monkeypatch.setattr(llama2, "build_model", lambda *args: pytest.fail("read the weights"))
-    options = ("--chat", "--max-new-tokens", 3, *arguments)
-    status, out, err = cli(*options, model=path, stdin=b"hi\nabc\n")
-    if used is None:
-        assert status == 2 and err.count("\n") == 1
-        assert "'unheard of'" in err and "--chat-format" in err and "chatml" in err
-        assert re.search("chat format +unknown", info)
+NAMES = llama2.CHAT_TEMPLATES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_templates(bare, tmp_path, name):
+    messages = dialogue("s:S u:hi~ a:yes u:so")
+    assert written(bare, messages, name) == NAMED[name]
+    first = written(bare, messages[:2], name)  # a cache keeps what it holds
+    assert name == "mistral" or written(bare, messages, name).startswith(first)
+    if name == "llama-2":
+        with pytest.warns(match="no chat template: llama-2 is assumed"):
+            assert written(bare, messages) == NAMED[name]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder(tmp_path, None))
+    theirs.chat_template = NAMES[name]
+    bare.chat_template = NAMES[name]
+    assert_as_transformers(bare, theirs, messages, final=False)
+    bare.chat_template = ""
+
+
+SEVERAL = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+FOUND = [("x", "x"), (None, ""), (SEVERAL, "d"), (SEVERAL[:1], ""), ("\ud800", "\ufffd" * 3)]
+
+
+@pytest.mark.parametrize(("template", "text"), [*FOUND, (5, None)])
+def test_templates_of_a_folder(tmp_path, template, text):
+    """One, several by name, or a file of its own; what is none is refused."""
+    path = folder(tmp_path, template)
+    if text is None:
+        with pytest.raises(ValueError, match="chat_template is 5; expected str"):
+            load(path)
     else:
-        assert status == 0 and out.count("\n") >= 2 and f"format {used}" in err
-        known = llama2.recognise_chat_format(template)
-        assert known is None or re.search(f"chat format +{known}", info)
-        assert ("no chat template" in info) == (not template)
+        assert load(path).chat_template == text
+        write_files(path, {"chat_template.jinja": "of its own"})
+        assert load(path).chat_template == "of its own"
 
 
-def test_chat_ends_where_the_format_says(cli, tmp_path, monkeypatch):
-    """Not only at EOS: an answer ends at <|im_end|>, and where the model speaks for the user."""
-    change = {"max_position_embeddings": 512}
-    path = hf_directory(tmp_path / "hf", change, tokenizer_config=CHATML)
-    forward, script = llama2.Llama.forward, [269, SIZE - 2, 269, SIZE - 1, 269]
+# --------------------------------------------------------------------------------------------------
+# Templates that fail
 
-    def scripted(model, tokens, *args, **options):
-        logits = forward(model, tokens, *args, **options)
-        logits.zero_()[..., script.pop(0) if script else 2] = 1.0
-        return logits
+FAILING = {
+    "{% if %}": "TemplateSyntaxError",
+    "{{ raise_exception('no tools') }}": "TemplateError: no tools",
+    "{{ messages[9].role.x }}": "UndefinedError",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ ''.__class__.__mro__ }}": "SecurityError",
+    "{{ cycler.__init__.__globals__ }}": "SecurityError",
+    "{{ messages.append(1) }}": "SecurityError",
+    "{% include '/etc/passwd' %}": "TypeError",
+    "{% for i in range(10**9) %}x{% endfor %}": "OverflowError",
+    "alpaca": " is 'alpaca'; expected llama-2, .*, zephyr or Jinja",
+}
 
-    monkeypatch.setattr(llama2.Llama, "forward", scripted)
-    status, out, err = cli("--chat", model=path, stdin=b"a\nb\n")
-    assert (status, out, script) == (0, "hi\nhi\n", [269])
-    assert f"stop token {SIZE - 1}" in err
+
+@pytest.mark.parametrize("template", FAILING)
+def test_templates_that_fail(bare, template):
+    with pytest.raises(ValueError, match=f"^the chat template.*{FAILING[template]}") as caught:
+        llama2.encode_chat(bare, dialogue("u:hi"), template)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no such timer")
+def test_endless_templates_end_at_ctrl_c(bare):
+    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llama2.encode_chat(bare, dialogue("u:hi"), loop)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_old_jinja_is_refused(bare, monkeypatch):
+    for version in ("3.1.5", "3.1.6", "3.10"):
+        monkeypatch.setattr(jinja2, "__version__", version)
+        template = "{{ '" + version + "' }}"  # which is not compiled yet
+        if version == "3.1.5":
+            with pytest.raises(
+                ValueError, match=r"3\.1\.6 or newer: .*pip install --upgrade jinja2"
+            ):
+                written(bare, dialogue("u:hi"), template)
+        else:
+            assert written(bare, dialogue("u:hi"), template) == version
+
+
+# --------------------------------------------------------------------------------------------------
+# llama.cpp's collection
+
+PUBLISHED = sorted(Path(os.environ.get("LLAMA_CPP_TEMPLATES", "nowhere")).glob("*.jinja"))
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="LLAMA_CPP_TEMPLATES names no folder of templates")
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_templates(tmp_path, path):
+    transformers = pytest.importorskip("transformers")
+    template = path.read_text("utf-8")
+    tags = re.findall(r"<\|?[\w/| ]+\|?>|\[/?[A-Z_]+\]|<[\uff5c\w\u2581]+>", template)
+    ours = load(folder(tmp_path, template, TAGS | dict.fromkeys(sorted(tags), True)))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for messages in map(dialogue, ["u:hi", "s:S u:~hi~", "u:a a:b u:c", "s:S u:a a:b~"]):
+        assert_as_transformers(ours, theirs, messages, messages[-1]["role"] == "assistant")

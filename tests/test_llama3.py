@@ -134,13 +134,17 @@ WORDS = [*WORDS.replace("<|eot_id||", "<|eot_id|").replace("\n", "|").split("|")
 WORDS += ["\t", "\n", "\r\n", " \n", "\n\n", "!\n", "\u3000", "\u00a0", "\0", "\u0301", "\u0120"]
 
 
-def random_texts(count, without=()):
+def random_texts(count):
     """Words of ten scripts, spaces, added tokens, and any characters."""
     chance = random.Random(0)
-    known = [word for word in WORDS if not any(text in word for text in without)]
     for _ in range(count):
-        words = chance.choices(known, k=chance.randrange(12))
-        yield chr(chance.randrange(0xD800)).join(words) + chr(0xE000 + chance.randrange(10**6))
+        words = chance.choices(WORDS, k=chance.randrange(12))
+        words.insert(len(words) // 2, chr(chance.randrange(0xD800)))
+        yield "".join([*words, chr(0xE000 + chance.randrange(10**6))])
+
+
+def looks_special(text):
+    return any(tag in text for tag in CONTROL)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -164,7 +168,6 @@ GOLDENS = [  # a text, its pieces in Llama 3's way and in SmolLM's
         "\xc3\xa9 \xe6\u0139\xa5 \u0120\u0120 \u010a\u010a \u0120 \u0120the \u0120 on !! \u010a",
     ),
     ("<|eot_id|> the", *["< | e o t _ i d | > \u0120the"] * 2),
-    ("", "", ""),
 ]
 
 
@@ -216,16 +219,14 @@ def test_unlike_text(llama3):
 def test_ids_equal_tokenizers(tmp_path, pre):
     """From keys and from the published form, merges as texts or as pairs, of random texts."""
     theirs = tokenizers.Tokenizer.from_str(json.dumps(published_json(pre)))
-    ours = [from_keys(pre), read(tmp_path, published_json(pre, as_pairs=pre == "gpt-2"))]
-    for text in random_texts(500, without=CONTROL):
-        ids = theirs.encode(text, add_special_tokens=False).ids
-        for tokenizer in ours:
-            assert tokenizer.encode(text, bos=False) == ids, text
-            assert tokenizer.decode(ids) == text
     plain = tokenizers.Tokenizer.from_str(json.dumps(published_json(pre, added=())))
-    for text in random_texts(300, without=["<tool>"]):  # with what control tokens look like
-        ids = plain.encode(text, add_special_tokens=False).ids
-        assert [tokenizer.encode(text, bos=False) for tokenizer in ours] == [ids, ids]
+    ours = [from_keys(pre), read(tmp_path, published_json(pre, as_pairs=pre == "gpt-2"))]
+    for text in random_texts(800):
+        if not (looks_special(text) and "<tool>" in text):
+            engine = plain if looks_special(text) else theirs
+            ids = engine.encode(text, add_special_tokens=False).ids
+            assert [tokenizer.encode(text, bos=False) for tokenizer in ours] == [ids, ids], text
+            assert [tokenizer.decode(ids) for tokenizer in ours] == [text, text]
 
 
 METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
@@ -268,9 +269,10 @@ def assert_as_tokenizers(path, content, said):
     """The ids are tokenizers' own; what GGUF cannot say is refused when it is saved."""
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
     ours = read(path, content)
-    for text in random_texts(300, without=CONTROL):
-        ids = theirs.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text, bos=False) == ids, text
+    for text in random_texts(500):
+        if not looks_special(text):
+            ids = theirs.encode(text, add_special_tokens=False).ids
+            assert ours.encode(text, bos=False) == ids, text
     text = "the <|eot_id|>\n  the <|eom_id|> "  # which a chat template wrote
     marked = ours.control_texts.sub(lambda match: ours.marks[match[0]], text)
     assert ours.encode_marked(marked) == theirs.encode(text, add_special_tokens=False).ids
@@ -288,7 +290,6 @@ def test_stream_and_decode_agree(llama3):
         streamed = "".join(map(decoder.decode, ids)) + decoder.flush()
         assert streamed == llama3.decode(ids) == theirs.decode(ids)
     whole = llama3.encode("\U0001f642\u65e5", bos=False)
-    assert b"".join(map(llama3.token_bytes, whole)) == "\U0001f642\u65e5".encode()
     decoder = llama2.StreamDecoder(llama3)
     assert [*map(decoder.decode, whole)] == ["", "", "\U0001f642", "\u65e5"]
 
@@ -297,17 +298,16 @@ def test_stream_and_decode_agree(llama3):
 # What the files say of special tokens
 
 
-def test_bos_is_the_vocabularys(tmp_path):
+@pytest.mark.parametrize("pre", ["llama-bpe", "smollm"])
+def test_bos_is_the_vocabularys(tmp_path, pre):
     """Once if a key, a post-processor, tokenizer_config.json or the kind says so; else never."""
-    for pre in ("llama-bpe", "smollm"):
-        content = published_json(pre)
-        as_published = [from_keys(pre), read(tmp_path, content)]
-        settings = {"add_bos_token": pre == "smollm"}
-        others = [from_keys(pre, **settings), read(tmp_path, content, tokenizer_config=settings)]
-        for says, found in ((pre == "llama-bpe", as_published), (pre == "smollm", others)):
-            assert [t.encode("the").count(BOS) for t in found] == [says, says]
-            assert found[0].encode("the", bos=not says).count(BOS) != says
-    assert from_keys(bos_token_id=None).encode("the", bos=True)[0] != BOS
+    content = published_json(pre)
+    settings = {"add_bos_token": pre == "smollm"}
+    found = [from_keys(pre), read(tmp_path, content)]
+    found += [from_keys(pre, **settings), read(tmp_path, content, tokenizer_config=settings)]
+    is_llama = pre == "llama-bpe"
+    says = [is_llama, is_llama, not is_llama, not is_llama]
+    assert [tokenizer.encode("the").count(BOS) for tokenizer in found] == says
 
 
 OLD = {"eos_token": "<|eot_id|>"}  # in special_tokens_map.json
@@ -334,10 +334,9 @@ def test_ends_by_the_tokenizers_own_files(tmp_path, old, new, ends):
 
 def test_ids_of_config_json_that_are_words(tmp_path):
     """An ordinary piece does not become a control token, and no text loses it."""
-    config = dataclasses.replace(CONFIG, bos_token_id=ID["the"[0]], eos_token_id=ID["!!"])
+    config = dataclasses.replace(CONFIG, bos_token_id=ID["t"], eos_token_id=ID["!!"])
     ours = read(tmp_path, published_json(), config)
-    assert ours.bos_id is None and ours.eos_id is None
-    assert ours.decode(ours.encode("the!!")) == "the!!" and ours.types[ID["!!"]] == 1
+    assert ours.bos_id is ours.eos_id is None and ours.decode(ours.encode("t!!")) == "t!!"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -347,12 +346,10 @@ def test_ids_of_config_json_that_are_words(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'; .*llama-bpe or .*deepseek-llm or"),
+        ({"pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'; expected llama-bpe or llama3 or"),
         ({"pre": None}, "pre is missing, .*gguf-new-metadata --pre-tokenizer llama-bpe"),
         ({"model": "bert"}, "model is 'bert'; expected llama or gpt2"),
-        ({"merges": None}, "merges is missing"),
         ({"merges": ["h e", "xx y"]}, "`xx` out of vocabulary"),
-        ({"merges": ["he"]}, "cannot run"),
         ({"token_type": [1] * (SIZE - 1)}, "damaged: IndexError"),
         ({"bos_token_id": SIZE}, f"token id {SIZE}; expected 0 to {SIZE - 1}"),
     ],
@@ -377,7 +374,6 @@ def test_control_tokens_that_are_words():
     ("path", "value"),
     [
         ("model", None),
-        ("model vocab", []),
         ("model vocab a", SIZE),
         ("model vocab a", 2**70),
         ("model merges", [["h", 1]]),
