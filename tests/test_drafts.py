@@ -88,17 +88,25 @@ def test_generations_that_take_turns(model):
     assert [*zip(*streams, strict=True)] == [*zip(*alone, strict=True)]
 
 
-def test_a_cache_that_was_reset_gives_nothing_from_before(model):
-    """Else changed weights would not be heard."""
+def test_drafts_that_are_not_used(model):
+    """Another text in another cache; the text itself in a cache that was reset for new weights."""
     model = copy.deepcopy(model)
     step = Drafts(model)
-    cache = model.new_cache()
-    first = generated(model, GREEDY, cache, step)
-    cache.reset()
-    model.norm.weight.mul_(2)
-    _, logits = generated(model, GREEDY, cache, step)
-    assert torch.equal(logits, generated(model, GREEDY, model.new_cache())[1])
-    assert not torch.equal(logits, first[1])
+    cache, other = model.new_cache(), model.new_cache()
+    text, another = torch.tensor([[1, 5, 60, 61, 60, 61, 60, 61]]), torch.tensor([PROMPT])
+    for n in (8, 9):
+        expected = llama2.prefill(model, another[:, :n], other)
+    for new_weights in (False, True):
+        for n in (6, 7):
+            step(text[:, :n], cache)
+        assert cache.common_prefix(text) == 8  # of which one was drafted
+        if new_weights:
+            model.norm.weight.mul_(2)
+            cache.reset()
+            other.reset()
+            assert torch.equal(step(text, cache), llama2.prefill(model, text, other))
+        else:
+            assert torch.equal(step(another, other), expected)
 
 
 def test_what_is_read_without_drafts(model):
