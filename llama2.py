@@ -2072,9 +2072,8 @@ def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 NO_PRE_TOKENIZER = (
-    "tokenizer.ggml.pre is missing, which says how text is cut into words: the file is older than"
-    " May 2024. Of Llama 3, gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf adds it;"
-    " llama.cpp takes 'default', and warns of worse answers"
+    "tokenizer.ggml.pre is missing, as before May 2024: how is text cut into words? If it is Llama 3,"
+    " gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf; llama.cpp takes 'default'"
 )
 
 # Steps of a tokenizer.json's pre_tokenizer, their keys sorted.
@@ -2186,9 +2185,9 @@ def sentencepiece_model(
     """A tokenizer.model of BPE."""
     trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])  # model_type, byte_fallback
     rows = [protobuf(2, trainer), protobuf(3, normalizer)]
-    for piece, score, piece_type in zip(pieces, scores, types):
-        numbers = struct.pack("<Bf2B", 0x15, score, 0x18, piece_type)
-        rows.append(protobuf(1, protobuf(1, piece.encode()) + numbers))
+    for piece, score, t in zip(pieces, scores, types):
+        piece_fields = protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t)
+        rows.append(protobuf(1, piece_fields))
     return b"".join(rows)
 
 
@@ -2248,8 +2247,11 @@ def read_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> tuple[Any, .
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # of Unigram, with scores
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    of_bytes = "<0x[0-9A-F]{2}>" if content["model"].get("byte_fallback") else "(?!)"
-    columns = {i: (p, BYTE if re.fullmatch(of_bytes, p) else NORMAL) for p, i in vocab.items()}
+    byte_fallback = content["model"].get("byte_fallback")
+    columns = {
+        i: (piece, BYTE if byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL)
+        for piece, i in vocab.items()
+    }
     decoder = json.dumps(content.get("decoder"))
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
@@ -2337,10 +2339,7 @@ def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
     """GGUF's keys for a vocabulary, with unused pieces up to `count`. Raises ValueError."""
     pieces = vocabulary.pieces
     more = range(len(pieces), count)
-    keys = {**(vocabulary.keys or json_keys(vocabulary))}
-    if scores := keys.get("tokenizer.ggml.scores"):
-        keys["tokenizer.ggml.scores"] = scores + [0.0] * len(more)
-    keys |= {
+    keys = (vocabulary.keys or json_keys(vocabulary)) | {
         "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in more],
         "tokenizer.ggml.token_type": vocabulary.types + [UNUSED] * len(more),
         "tokenizer.ggml.bos_token_id": vocabulary.bos_id,
@@ -2350,6 +2349,8 @@ def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
         "tokenizer.ggml.prepend_scheme": vocabulary.prepend_scheme,
         "tokenizer.chat_template": vocabulary.chat_template,
     }
+    if scores := keys.get("tokenizer.ggml.scores"):
+        keys["tokenizer.ggml.scores"] = scores + [0.0] * len(more)
     return {k: v for k, v in keys.items() if k.startswith("tokenizer.") and v is not None}
 
 
@@ -2397,7 +2398,7 @@ def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def tokenizer_from_file(path: str | Path, config: Config = Config(vocab_size=2**18)) -> Tokenizer:
+def tokenizer_from_file(path: str | Path, config: Config = Config(vocab_size=262144)) -> Tokenizer:
     """The tokenizer of a tokenizer.model or tokenizer.json. Raises ValueError."""
     with naming(path):
         return Tokenizer(read_vocabulary_file(Path(path), config))
