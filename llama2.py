@@ -42,6 +42,8 @@ The way of a weight: a Weight says where it lies in a file (offset, type, shape)
 its bytes into memory; a module of the model holds them as they are, in blocks; forward() dequantises
 some rows at a time, or a kernel of part IV reads them in place.
 
+docs/tour.md shows the model at work, in pictures that it makes itself.
+
 Papers: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), LLaMA (arXiv:2302.13971), RoPE (Su et al.
 2021, arXiv:2104.09864), RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), SwiGLU (Shazeer 2020,
 arXiv:2002.05202), grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
