@@ -671,14 +671,12 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     try:
         ids = [operator.index(i) for i in ids]
     except TypeError as error:
-        advice = "expected token ids, as tokenizer.encode(text) gives them"
-        raise ValueError(f"the prompt is a {type(ids).__name__}; {advice}") from error
+        raise ValueError("the prompt is not ids, as tokenizer.encode(text) gives them") from error
     if not 0 < len(ids) <= limit:
         raise ValueError(f"the prompt has {len(ids)} tokens; expected 1 to {limit}, the context")
     for i in (min(ids), max(ids)):
         if not 0 <= i < config.vocab_size:
-            expected = f"0 to {config.vocab_size - 1}"
-            raise ValueError(f"the prompt holds the token id {i}; expected {expected}")
+            raise ValueError(f"the prompt has the id {i}; expected 0 to {config.vocab_size - 1}")
     return ids
 
 

@@ -1856,7 +1856,7 @@ def test_arguments_that_are_refused(model):
         llama2.generate(model, [1, 5], 20)
     with pytest.raises(ValueError, match="tokenizer.encode"):
         llama2.generate(model, "text")
-    with pytest.raises(ValueError, match="int"):
+    with pytest.raises(ValueError, match="not ids"):
         llama2.generate(model, 5)
 
 

@@ -287,6 +287,7 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy):
 
 def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
     """Merges that were trained otherwise are refused: the ids would be others, silently."""
+    pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy=True)
     content["model"]["merges"].pop()
     with pytest.raises(ValueError, match="GGUF cannot say that .* are not merged"):
@@ -296,6 +297,7 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
 @pytest.mark.parametrize("change", [None, "pieces", "tiktoken's"])
 def test_a_folder_of_both(tmp_path, vocabulary, tokenizer, change):
     """tokenizer.model where both say the same, else tokenizer.json, which transformers reads."""
+    pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy=False)
     if change == "pieces":
         vocab = content["model"]["vocab"]
