@@ -911,13 +911,13 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
         model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
     else:
         model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        model["merges"] = [pair for pair in pairs if "".join(pair) not in marks]
+        merges = model["merges"]  # pairs, or texts like "a b"; none may make a control token
+        model["merges"] = [m for m in merges if "".join(m).replace(" ", "") not in marks]
     added = [
         {**t, "content": marks.get(t["content"], t["content"])} for t in content["added_tokens"]
     ]
     try:
-        text = json.dumps({**content, "model": model, "added_tokens": added})
+        text = json.dumps({**content, "model": model, "added_tokens": added}, ensure_ascii=False)
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
