@@ -85,7 +85,8 @@ def test_copied_alone_beside_llama2(tmp_path):
     command = [sys.executable, "bench_llama2.py", "--config", "tiny", "--claims"]
     claims = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert claims.returncode == 2
-    assert "pass --model FILE.gguf" in claims.stderr and claims.stderr.count("\n") == 1
+    said = claims.stderr.splitlines()[-1]  # old versions of torch look for a CUDA before
+    assert "pass --model FILE.gguf" in said and "Traceback" not in claims.stderr
 
 
 def test_claims(run):
