@@ -413,9 +413,9 @@ class Llama(nn.Module):
         self.vocab_size = config.vocab_size  # only ids below it are sampled
         self.name_or_path = "the model"  # where it came from, for messages
         C, V = config.hidden_size, config.vocab_size
-        self.embed_tokens = nn.Embedding(V, C)  # weight (V, C)
-        # nn.Embedding's N(0, 1) would make tied logits sqrt(C) too large.
-        nn.init.uniform_(self.embed_tokens.weight, -(C**-0.5), C**-0.5)
+        # nn.Embedding's own N(0, 1) would make tied logits sqrt(C) too large.
+        weight = torch.empty(V, C).uniform_(-(C**-0.5), C**-0.5)  # (V, C)
+        self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(C, config.rms_norm_eps)
         self.lm_head = nn.Linear(C, V, bias=False)  # (V, C)

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from bisect import bisect
@@ -68,6 +69,14 @@ def test_import_is_quick(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", spy)
     importlib.import_module("llama2")
     assert found - sys.stdlib_module_names == {"torch"}
+
+
+def test_loading_imports_no_compiler():
+    """A second of torch._dynamo, which some of torch's functions import on the meta device."""
+    if not llama2.DEFAULT_MODEL.exists():
+        pytest.skip("the bundled model is not here")
+    code = "import sys, llama2; llama2.load(llama2.DEFAULT_MODEL); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=SCRIPT.parent)
 
 
 # --------------------------------------------------------------------------------------------------
