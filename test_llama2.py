@@ -972,15 +972,15 @@ def test_types_are_read_per_tensor(tmp_path, vocabulary, tied):
     assert (found - wanted).std() < 0.05 * wanted.std()
 
 
-@pytest.mark.parametrize("kind", ["I8", "I32", "F64", "Q8_1", "Q8_K"])
+@pytest.mark.parametrize("kind", ["I8", "I32", "F64", "Q8_1"])
 def test_types_that_hold_no_weights_are_refused(tmp_path, keys, tensors, kind):
-    """gguf cannot dequantise them: known when the file is opened, not at the first token."""
+    """gguf cannot dequantise them: known when the model is loaded, not at the first token."""
     elements, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
-    blocks = np.zeros((elements, size), np.uint8)
+    blocks = np.zeros((320, 64 // elements * size), np.uint8)
     odd = {"output.weight": (blocks, Kind[kind])}
     path = write_gguf(tmp_path / "x.gguf", keys, tensors | odd)
-    with pytest.raises(ValueError, match=rf"x\.gguf: .*{kind}"):
-        llama2.open_checkpoint(path)
+    with pytest.raises(ValueError, match=rf"x\.gguf: lm_head.weight: .*{kind}"):
+        llama2.load(path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1153,11 +1153,11 @@ def test_split_files(tmp_path, keys, tensors, model):
     assert_close(logits_of(paths[0]), model(ROWS), 1e-6)
     with pytest.raises(ValueError, match="00001-of-00003"):
         llama2.open_checkpoint(paths[1])
+    shutil.copy(paths[0], paths[1])
+    with pytest.raises(ValueError, match="tensors are missing"):
+        llama2.open_checkpoint(paths[0])
     paths[2].unlink()
     with pytest.raises(FileNotFoundError, match="00003-of-00003"):
-        llama2.open_checkpoint(paths[0])
-    shutil.copy(paths[0], paths[1])
-    with pytest.raises(ValueError, match="00002-of-00003.gguf is not part 2"):
         llama2.open_checkpoint(paths[0])
 
 
@@ -1193,7 +1193,6 @@ REFUSED_KEYS = [  # a key, its value, what the error says
     ("llama.attention.head_count", [4, 2], "head_count"),
     ("llama.attention.head_count", 0, "head"),
     ("llama.attention.head_count_kv", None, "attn_k.weight"),
-    ("general.alignment", 33, "alignment is 33"),
     ("llama.block_count", "2", "block_count"),
     ("llama.block_count", 3, r"missing.*blk\.2\."),
     ("llama.block_count", 1, r"unknown.*blk\.1\."),
@@ -1288,7 +1287,7 @@ def test_directories_that_transformers_wrote(forms, hf_model, tmp_path, vocabula
 def test_info_names_the_form(forms, form, name, cli):
     status, out, _ = cli("--info", model=forms[0] / form)
     assert status == 0
-    for word in (name, "21 F32", "MB"):
+    for word in (name, "21 F32; 0.001 GB"):
         assert word in out
 
 
@@ -1424,13 +1423,13 @@ def test_vocabulary_smaller_than_the_embedding(tmp_path, vocabulary):
 
 
 def test_models_that_cannot_fit_are_refused_before_they_are_loaded(tmp_path, keys, tensors, cli):
-    """A cache of 137 GB, whose size is told; --info tells it, too."""
+    """A cache of 137 GB and 5 %, whose size is told; --info tells it, too."""
     keys = keys | {"llama.context_length": 2**28}
     path = write_gguf(tmp_path / "x.gguf", keys, tensors)
-    assert "137 GB" in cli("--info", model=path)[1]
+    assert "144.311 GB" in cli("--info", model=path)[1]
     status, out, err = cli("--prompt", "a", "--max-new-tokens", 2**28, model=path)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "137 GB" in err
+    assert "144 GB" in err
 
 
 def test_free_memory_is_what_a_container_leaves(tmp_path, monkeypatch):
@@ -1974,7 +1973,7 @@ def test_version_and_info(cli, tmp_path, keys, tensors):
     for word in ("GGUF", "F32", "hidden_size", "320", "memory", "400", " 1e-05\n"):
         assert word in out
     assert re.search(r"parameters +[\d,]+\n", out)
-    assert re.search(r"[\d.]+ MB", out)
+    assert "memory at 400 tokens      0.001 GB" in out
 
 
 @pytest.mark.parametrize("size", [1, 3])

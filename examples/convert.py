@@ -242,42 +242,53 @@ def characters(piece: bytes) -> str:
     return "".join(CHARACTERS[byte] for byte in piece)
 
 
-# How Llama 3 cuts text into words, and their bytes, as its published tokenizer.json says it.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLIT = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
-AS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-STEPS = [SPLIT, {**AS_BYTES, "use_regex": False}]
-
-
 def byte_level_tokenizer(
     pieces: list[bytes], merges: list[tuple[bytes, bytes]]
 ) -> llama2.Tokenizer:
     """Llama 3's tokenizer of its pieces."""
-    texts = [*map(characters, pieces)]
     special = [f"<|{name}|>" for name in SPECIAL_NAMES]
-    first = len(texts)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": i, "content": text, **flags} for i, text in enumerate(special, first)]
-    model = {
-        "type": "BPE",
-        "vocab": {text: i for i, text in enumerate(texts)},
-        "merges": [f"{characters(a)} {characters(b)}" for a, b in merges],
-        "ignore_merges": True,
+    texts = [*map(characters, pieces), *special]
+    types = [1] * len(pieces) + [3] * len(special)  # NORMAL and CONTROL, as in GGUF
+    rules = [f"{characters(a)} {characters(b)}" for a, b in merges]
+    content = llama2.bpe_json(texts, types, "llama-bpe", rules)
+    ends = len(pieces), len(pieces) + 1
+    return llama2.Tokenizer(llama2.Vocabulary(texts, types, content, *ends, prepend_scheme="never"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing GGUF
+
+SPACES = (  # steps of a tokenizer.json that write spaces as SentencePiece does
+    r'\[({("prepend": "\\u2581", "type": "Prepend"'
+    r'|"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"'
+    r'|("prepend_scheme": "\w+", )?"replacement": "\\u2581", "split": false, "type": "Metaspace")'
+    r"}(, )?)*\]"
+)
+
+
+def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any] | None:
+    """GGUF's keys for a tokenizer.json that works as SentencePiece does, else None: ValueError."""
+    model, pieces = vocabulary.model, vocabulary.pieces
+    if isinstance(model, bytes) or not re.fullmatch(SPACES, llama2.json_steps(model)):
+        return None
+    model = model["model"]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
+    words = {piece for piece, t in zip(pieces, vocabulary.types) if t == 1}  # NORMAL, as in GGUF
+    # SentencePiece merges any two that make another.
+    pairs = {
+        f"{word[:i]} {word[i:]}"
+        for word in words
+        for i in range(1, len(word))
+        if words >= {word[:i], word[i:]}
     }
-    content = {
-        "version": "1.0",
-        "added_tokens": [{**token, "special": True} for token in added],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": STEPS},
-        "decoder": {**AS_BYTES, "use_regex": True},
-        "model": model,
+    if others := pairs.difference(merges):
+        raise ValueError(f"GGUF cannot say that {min(others)!r} are not merged")
+    scores = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": [scores.get(piece, 0.0) for piece in pieces],
+        "tokenizer.ggml.unknown_token_id": pieces.index(model.get("unk_token") or "<unk>"),
     }
-    types = [1] * first + [3] * len(special)  # NORMAL and CONTROL, as in GGUF
-    ends = first, first + 1
-    vocabulary = llama2.Vocabulary(texts + special, types, content, *ends, prepend_scheme="never")
-    return llama2.Tokenizer(vocabulary)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -405,7 +416,9 @@ def convert(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if out.suffix == ".gguf":
         checkpoint = open_source(args.source)
-        llama2.save_gguf(checkpoint, out, args.type, overwrite=args.force, progress=True)
+        vocabulary = checkpoint.tokenizer.vocabulary
+        vocabulary.keys = vocabulary.keys or sentencepiece_keys(vocabulary)
+        llama2.save_gguf(checkpoint, out, args.type, overwrite=args.force)
         return
     if args.type not in (None, *DTYPES):
         raise ValueError(f"--type {args.type}; a Hugging Face folder has {', '.join(DTYPES)}")

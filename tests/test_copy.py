@@ -350,7 +350,7 @@ def test_a_changed_checkpoint_is_saved_as_it_is(tmp_path, vocabulary):
     llama2.save_gguf(checkpoint, tmp_path / "b.gguf")
     again = llama2.open_checkpoint(tmp_path / "b.gguf")
     assert again.config == checkpoint.config
-    assert again.metadata["general.name"] == "Fox"
+    assert again.file.metadata["general.name"] == "Fox"
     assert again.tokenizer.encode("a fox") == checkpoint.tokenizer.encode("a fox")
 
 
@@ -434,7 +434,7 @@ def test_the_command_line_says_what_it_wrote(small, tmp_path, cli):
     argv = ["--save", tmp_path / "out.gguf", "--type", "F16"]
     status, out, err = cli(*argv, model=small)
     assert (status, out) == (0, "")
-    for word in ("out.gguf", "F16", "MB"):
+    for word in ("out.gguf", "F16", "GB"):
         assert word in err
     status, _, err = cli(*argv, model=small)
     assert status == 2

@@ -52,7 +52,7 @@ def test_quantised_models_run(copied, tmp_path, vocabulary, capsys):
     assert copied.main([*argv, "--compile"]) == 0
     again, error = capsys.readouterr()
     assert again == text
-    assert error.count("slow") == 1
+    assert error.count("slow") == hasattr(copied, "accelerate")
 
 
 def test_import_is_quick(monkeypatch):

@@ -5,11 +5,17 @@ from __future__ import annotations
 import io
 import json
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import sentencepiece
 
 import llama2
+
+sys.path.insert(0, str(Path(llama2.__file__).resolve().parent / "examples"))
+from convert import sentencepiece_keys
+
 from test_llama2 import TALE, added_tokens_decoder, some_pieces, write_files, write_gguf
 
 SIZE = 300
@@ -272,6 +278,9 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy):
     ours = read_json(tmp_path, content)
     assert not ours.byte_level and not ours.is_sentencepiece
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
+    with pytest.raises(ValueError, match=r"examples/convert\.py"):
+        llama2.vocabulary_keys(ours.vocabulary, 330)
+    ours.vocabulary.keys = sentencepiece_keys(ours.vocabulary)
     keys = llama2.vocabulary_keys(ours.vocabulary, 330)
     again = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
     for text in [*random_texts(300), *("a" + " " * n + "the" for n in range(40))]:
@@ -291,7 +300,7 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
     content = llama2_json(tokenizer, legacy=True)
     content["model"]["merges"].pop()
     with pytest.raises(ValueError, match="GGUF cannot say that .* are not merged"):
-        llama2.vocabulary_keys(read_json(tmp_path, content).vocabulary, 320)
+        sentencepiece_keys(read_json(tmp_path, content).vocabulary)
 
 
 @pytest.mark.parametrize("change", [None, "pieces", "tiktoken's"])
