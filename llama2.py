@@ -1320,18 +1320,6 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     return float16_at(b, 0) * scale, float16_at(b, 2) * minimum
 
 
-def unpack_integers(b: Tensor, ggml_type: str) -> Tensor:
-    """Blocks (n, bytes) -> their integers q (n, weights)."""
-    _, count, _, low, high, zero_point = GGML_TYPES[ggml_type]
-    assert low is not None
-    if low.bits == 8:
-        return b[:, low.at :].view(torch.int8)
-    q = unpack_bits(b, count, low)
-    if high is not None:
-        q = q | unpack_bits(b, count, high) << low.bits
-    return q.view(torch.int8) - zero_point if zero_point else q
-
-
 def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     """uint8 (rows, bytes per row) -> float32 (rows, weights); rare types by gguf on the CPU."""
     if ggml_type in DENSE:
@@ -1341,10 +1329,15 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
 
         number = gguf.GGMLQuantizationType[ggml_type]
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
-    b = blocks.reshape(-1, GGML_TYPES[ggml_type].nbytes)
+    _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
+    assert low is not None
+    b = blocks.reshape(-1, nbytes)
+    q = b[:, low.at :] if low.bits == 8 else unpack_bits(b, count, low)  # (n, weights)
+    if high is not None:
+        q = q | unpack_bits(b, count, high) << low.bits
     scale, minimum = unpack_scales(b, ggml_type)
-    q = unpack_integers(b, ggml_type).float()
-    w = q.view(len(q), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, width)
+    w = (q.view(torch.int8) - zero_point).float()
+    w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, width)
     if minimum is not None:
         w.sub_(minimum[..., None])
     return w.view(len(blocks), -1)
