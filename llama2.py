@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch==2.13.0", "numpy>=1.26", "sentencepiece>=0.2.3", "gguf>=0.18.0", "tokenizers",
+#     "torch>=2.6,<2.14", "numpy>=1.26", "sentencepiece>=0.2.3", "gguf>=0.18.0", "tokenizers",
 # ]
 # ///
 """Llama 2 and 3 in one file of PyTorch: run it, read it beside the paper, copy the part you need.
