@@ -58,7 +58,8 @@ __all__ = [
     "TextStream", "stream_text", "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES",
     "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
     "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
-    "open_hf", "state_dict_from_hf", "bpe_json", "json_steps", "save_gguf", "DEFAULT_MODEL", "main",
+    "open_hf", "state_dict_from_hf", "bpe_json", "json_steps", "save_gguf", "DEFAULT_MODEL",
+    "Parser", "in_range", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # what must precede the import of torch
@@ -3162,17 +3163,29 @@ CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError for a wrong command line instead of printing the usage and exiting."""
+    """Says in one line what is wrong, without the usage, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        self.exit(2, f"{self.prog}: error: {printable(message)}\n")
+
+
+def in_range(cast: type, low: float, high: float = 2**31) -> Callable[[str], Any]:
+    """The type of an option: an int or float from low to high."""
+
+    def convert(text: str) -> Any:
+        value = cast(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}; expected {low:.10g} to {high:.10g}")
+        return value
+
+    convert.__name__ = cast.__name__  # of which argparse says "invalid int value"
+    return convert
 
 
 def make_parser() -> Parser:
     """The options."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
     text: Any = {"metavar": "TEXT"}
-    count: Any = {"metavar": "N", "type": int}
 
     group = parser.add_argument_group("what to do")
     add = group.add_argument
@@ -3193,7 +3206,8 @@ def make_parser() -> Parser:
     add("--version", action="version", version=version)
 
     add = parser.add_argument_group("the text").add_argument
-    add("--max-new-tokens", **count, help="default: 256; with --chat as many as fit")
+    count_help = "default: 256; with --chat as many as fit"
+    add("--max-new-tokens", metavar="N", type=in_range(int, 0), help=count_help)
     add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
     sampling_help = {
@@ -3207,15 +3221,18 @@ def make_parser() -> Parser:
         default = getattr(Sampling, name)
         option = f"--{name.replace('_', '-')}"
         add(option, metavar="X", type=type(default), default=default, help=help_text)
-    add("--seed", **count, default=0, help="default: 0; -1: a random one")
+    add("--seed", metavar="N", type=int, default=0, help="default: 0; -1: a random one")
 
     add = parser.add_argument_group("the machine").add_argument
-    add("--context", **count, help="maximum number of tokens in all (default: the model's)")
+    context_help = "maximum number of tokens in all (default: the model's)"
+    add("--context", metavar="N", type=in_range(int, 1), help=context_help)
     device_help = "default: CUDA, else MPS for dense weights, else the CPU"
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device_help)
     dtype_help = "of activations; on a CPU auto is fastest, bfloat16 and float16 are slow"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype_help)
-    add("--threads", **count, help="CPU threads (default: torch's choice); 1 if others are busy")
+    threads_help = "CPU threads (default: torch's choice); 1 if others are busy"
+    threads = in_range(int, 1, os.cpu_count() or 1)
+    add("--threads", metavar="N", type=threads, help=threads_help)
     compile_help = "compile kernels (default: for models above 64 MiB)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     add("--quiet", action="store_true", help="print only errors to stderr")
@@ -3228,11 +3245,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for option, needed in (("system", "chat"), ("chat_template", "chat"), ("type", "save")):
         if getattr(args, option) is not None and not getattr(args, needed):
             raise ValueError(f"--{option.replace('_', '-')} needs --{needed}")
-    for option, low in (("threads", 1), ("max_new_tokens", 0), ("context", 1)):
-        high = os.cpu_count() or 1 if option == "threads" else 2**31
-        value = getattr(args, option)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"--{option.replace('_', '-')} {value}; expected {low} to {high}")
     return args
 
 
