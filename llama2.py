@@ -2442,10 +2442,15 @@ def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
         elif path.suffix in (".pth", ".bin", ".safetensors", ".json"):
             raise ValueError("one file of a directory; pass the directory")
         checkpoint = open_hf(path) if path.is_dir() else open_gguf(path)
-        limit = checkpoint.config.max_position_embeddings
-        if context is not None and not 1 <= context <= limit:
-            raise ValueError(f"--context {context}; expected 1 to {limit}, the model's context")
+        check_context(checkpoint, context)
         return checkpoint
+
+
+def check_context(checkpoint: Checkpoint, context: int | None) -> None:
+    """Raises ValueError for more tokens than a model was trained for, or none."""
+    limit = checkpoint.config.max_position_embeddings
+    if context is not None and not 1 <= context <= limit:
+        raise ValueError(f"context {context}; expected 1 to {limit}, the model's context")
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -2594,7 +2599,8 @@ def load(
     (None: for models above 64 MiB).
     Raises ValueError or FileNotFoundError.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, context)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    check_context(checkpoint, context)
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
     needed, free = memory_needed(checkpoint, plan, context or 1), free_memory(plan.device)
     if needed > free:  # said before anything is loaded

@@ -1853,6 +1853,8 @@ def test_arguments_that_are_refused(model):
         llama2.generate(model, [1], max_new_tokens=-1)
     with pytest.raises(AttributeError, match="seed"):
         llama2.generate(model, [1, 5], 20)
+    with pytest.raises(TypeError, match="vocab_size"):  # which is the model's
+        llama2.generate(model, [1], vocab_size=-5)
     with pytest.raises(ValueError, match="tokenizer.encode"):
         llama2.generate(model, "text")
     with pytest.raises(ValueError, match="not ids"):
@@ -1999,7 +2001,8 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
         return forward(self, tokens, cache, all_positions)
 
     monkeypatch.setattr(llama2.Llama, "forward", noted)
-    options = ("--chat", "--system", "Be brief", "--max-new-tokens", size, "--prompt", "hi")
+    options = ["--chat", "--system", "Be brief", "--max-new-tokens", size, "--prompt", "hi"]
+    options += ["--seed", 2**63 - 1]  # each answer's seed is the next number, or 0
     assert cli(*options, "--quiet", stdin=b"\nand you?\n so? ") == (0, wanted, "")
     assert read[0] == 0
     assert 10 <= read[1] < read[2]  # the first question at least is not computed again

@@ -53,13 +53,16 @@ def small(vocabulary, tmp_path):
         ({"dtype": "float33"}, "float33"),
         ({"device": "gpu"}, "gpu"),
         ({"trainable": True, "dtype": torch.bfloat16}, "dtype is 'bfloat16'; expected float32$"),
-        ({"context": 10**6}, "1000000"),
+        ({"context": 10**6}, "1000000; expected 1 to 64"),
+        ({"context": 0}, "context 0; expected 1 to 64"),
+        ({"context": -1}, "context -1; expected 1 to 64"),
     ],
 )
 def test_wrong_options_of_load(small, options, match):
-    with pytest.raises(ValueError, match=match) as error:
-        llama2.load(small, **options)
-    assert "\n" not in str(error.value)
+    for source in (small, llama2.open_checkpoint(small)):
+        with pytest.raises(ValueError, match=match) as error:
+            llama2.load(source, **options)
+        assert "\n" not in str(error.value)
 
 
 def test_calls_with_what_is_no_tensor_of_ids(model):
