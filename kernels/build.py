@@ -31,12 +31,20 @@ def load(version: int) -> ctypes.CDLL:
     """
     if not SOURCE.is_file():
         raise OSError(f"{SOURCE} is missing; it belongs beside llama2.py")
+    other_folder = "set XDG_CACHE_HOME to a folder of your own"
+    try:
+        folder = cache_folder()
+    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
+        raise OSError(f"{one_line(str(error))}; {other_folder}") from error
     problems = []
     for compiler in compilers():
         try:
-            return find_or_compile(compiler, cache_folder(), version)
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            problems.append(one_line(str(error)))  # no home, a full disk, no C++17, ...
+            return find_or_compile(compiler, folder, version)
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = one_line(str(error))  # a full disk, no C++17, ...
+            if not os.access(folder, os.W_OK):
+                raise OSError(f"{problem}; {other_folder}") from error
+            problems.append(problem)
     problems.append("install g++ or clang++, 9 or newer")
     raise OSError("; ".join(dict.fromkeys(problems)))
 
@@ -62,7 +70,7 @@ def cache_folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     folder = (base if base.is_absolute() else Path.home() / ".cache") / "llama2.py"
     if not folder.is_absolute():
-        raise OSError(f"{folder} is not an absolute path: set XDG_CACHE_HOME")
+        raise OSError(f"{folder} is not an absolute path")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours(folder):
         raise OSError(f"{folder} belongs to another user, or others may write to it")

@@ -79,6 +79,17 @@ def test_compiled_once_unless_the_library_is_not_ours(folder):
     assert "others may write" in problem()
 
 
+@pytest.mark.parametrize(
+    ("home", "problem_of"), [(os.devnull, os.devnull), ("~", "home directory")]
+)
+def test_a_home_that_cannot_be_used(folder, monkeypatch, home, problem_of):
+    """The advice is another folder, not a compiler, which is there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative paths are not used")
+    monkeypatch.setenv("HOME", home)
+    said = problem()
+    assert problem_of in said and "set XDG_CACHE_HOME" in said and "g++" not in said
+
+
 def test_headers_and_versions_are_watched(folder):
     assert find()
     (folder / "version.h").write_text("#define VERSION 999\n")
