@@ -156,10 +156,11 @@ def initial_model(paths: list[str], device: str) -> tuple[llama2.Llama, llama2.T
 
 
 def new_optimizers(model: llama2.Llama, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Muon for the layers' matrices; AdamW for the embedding, the output matrix and the norms."""
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     norms = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": [model.embed_tokens.weight]}, {"params": norms, "weight_decay": 0.0}]
+    tables = [*dict.fromkeys((model.embed_tokens.weight, model.lm_head.weight))]  # one if tied
+    groups = [{"params": tables}, {"params": norms, "weight_decay": 0.0}]
     options = {"lr": args.lr, "weight_decay": args.weight_decay}
     return [
         torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, **options),
@@ -190,8 +191,8 @@ def learning_rate(step: int, steps: int, args: argparse.Namespace) -> float:
 
     So --epochs may still be changed when a run goes on, as long as it has not begun to fall.
     """
-    up = (step + 1) / args.warmup
-    down = (steps - step) / (steps * args.decay)
+    up = (step + 1) / max(1, args.warmup)
+    down = (steps - step) / max(1, steps * args.decay)
     return args.lr * min(up, 1.0, down)
 
 
@@ -199,22 +200,42 @@ def learning_rate(step: int, steps: int, args: argparse.Namespace) -> float:
 # Training
 
 
+def restore(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], tokens: int
+) -> tuple[int, float]:
+    """Go on from a checkpoint: returns its step and the seconds so far.
+
+    Raises ValueError if it is damaged or of another text or architecture.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["config"] != asdict(model.config) or state["tokens"] != tokens:
+            raise ValueError("another text or architecture")
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return state["step"], state["seconds"]
+    except Exception as error:  # a damaged pickle may raise any
+        raise ValueError(f"{path} cannot be used; remove it to begin anew: {error!r:.100}") from error
+
+
 def train(args: argparse.Namespace) -> None:
     """Train, with a checkpoint and the GGUF of the weights so far after every evaluation."""
-    if not args.out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {args.out.parent}")
+    if args.out.suffix != ".gguf" or not args.out.parent.is_dir():
+        raise ValueError(f"--out {args.out}; expected NAME.gguf in a folder that exists")
     torch.manual_seed(args.seed)
     train_texts, held_texts = read_stories(args.stories)
     held_bytes = sum(len(text.encode()) for text in held_texts)
     checkpoint_path = args.out.with_suffix(".ckpt")
-    state = None
-    if checkpoint_path.exists():
-        state = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    goes_on = checkpoint_path.exists()
     if args.init:
         model, tokenizer = initial_model(args.init, args.device)
+        limit = model.config.max_position_embeddings
+        if args.context > limit:
+            raise ValueError(f"--context {args.context}; {args.init[0]} is for {limit} or fewer")
     else:
         model = new_model(args).to(args.device)
-        if state:
+        if goes_on:
             tokenizer = llama2.Tokenizer.from_gguf(args.out)
         else:
             tokenizer = train_tokenizer(train_texts, args.vocab)
@@ -224,13 +245,8 @@ def train(args: argparse.Namespace) -> None:
 
     optimizers = new_optimizers(model, args)
     step, seconds = 0, 0.0
-    if state:
-        if state["config"] != asdict(model.config) or state["tokens"] != tokens:
-            raise ValueError(f"{checkpoint_path} is of another text or architecture; remove it")
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step, seconds = state["step"], state["seconds"]
+    if goes_on:
+        step, seconds = restore(checkpoint_path, model, optimizers, tokens)
 
     per_epoch = len(cut(rows, args.batch))
     steps = math.ceil(args.epochs * per_epoch)
@@ -253,10 +269,10 @@ def train(args: argparse.Namespace) -> None:
                 group["lr"] = learning_rate(step, steps, args)
         loss = loss_of(model, next(data).to(args.device), args.bf16)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        model.zero_grad()
         step += 1
         recent.append(loss.item())
         running = sum(recent) / len(recent)
@@ -288,32 +304,36 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = llama2.Parser(description=__doc__.split("\n")[0])
     add = parser.add_argument
+    number = llama2.in_range
+    size = number(int, 1)
     add("stories", metavar="FILE", type=Path, help="UTF-8: stories, an empty line between them")
     add("--out", type=Path, default=Path("model.gguf"), help="checkpoint beside it as .ckpt")
     init_help = "start from its weights and vocabulary, not from noise; of several from the mean"
     add("--init", metavar="MODEL", nargs="+", help=init_help)
     add("--type", choices=llama2.SAVE_TYPES, default="Q8_0", help="of the matrices")
-    add("--vocab", type=int, default=4096, help="pieces of the vocabulary")
-    add("--hidden", type=int, default=384)
-    add("--mlp", type=int, default=640, help="width inside the MLP")
-    add("--layers", type=int, default=5)
-    add("--heads", type=int, default=6)
-    add("--kv-heads", type=int, default=2)
-    add("--context", type=int, default=512)
-    add("--batch", type=int, default=4096, help="tokens per step, at most")
-    add("--epochs", type=float, default=6)
-    add("--lr", type=float, default=3e-3, help="peak learning rate")
-    add("--warmup", type=int, default=100, help="steps")
-    add("--decay", type=float, default=0.4, help="part of the steps in which the rate falls to 0")
-    add("--weight-decay", type=float, default=0.1)
-    add("--eval-every", type=int, help="steps (default: an epoch)")
+    add("--vocab", type=number(int, 260), default=4096, help="pieces of the vocabulary")
+    add("--hidden", type=size, default=384)
+    add("--mlp", type=size, default=640, help="width inside the MLP")
+    add("--layers", type=size, default=5)
+    add("--heads", type=size, default=6)
+    add("--kv-heads", type=size, default=2)
+    add("--context", type=size, default=512)
+    add("--batch", type=size, default=4096, help="tokens per step, at most")
+    add("--epochs", type=number(float, 0, 1e6), default=6)
+    add("--lr", type=number(float, 1e-9, 1), default=3e-3, help="peak learning rate")
+    add("--warmup", type=number(int, 0), default=100, help="steps")
+    decay_help = "part of the steps in which the rate falls to 0"
+    add("--decay", type=number(float, 0, 1), default=0.4, help=decay_help)
+    add("--weight-decay", type=number(float, 0, 1), default=0.1)
+    add("--eval-every", type=size, help="steps (default: an epoch)")
     add("--device", default="cpu", choices=("cpu", "cuda", "mps"))
     add("--bf16", action="store_true", help="bfloat16 autocast, where the machine has it")
     add("--compile", action="store_true", help="torch.compile; needs a C++ compiler on a CPU")
-    add("--threads", type=int, default=torch.get_num_threads(), help="on the CPU")
-    add("--seed", type=int, default=0)
+    threads = number(int, 1, os.cpu_count() or 1)
+    add("--threads", type=threads, default=torch.get_num_threads(), help="on the CPU")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0)
     args = parser.parse_args()
     if args.device != "cpu" and not getattr(torch, args.device).is_available():
         parser.error(f"--device {args.device}: PyTorch finds none here")
@@ -324,8 +344,7 @@ def main() -> int:
     try:
         train(args)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     except KeyboardInterrupt:
         print(
             "train.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import random
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import SCRIPT, TALE, assert_close
+from test_llama2 import CONFIG, SCRIPT, TALE, assert_close, make_model
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9 or newer"
@@ -44,6 +45,19 @@ def run(train, tmp_path, monkeypatch, capsys):
         return train.main(), *capsys.readouterr(), tmp_path / name
 
     return run
+
+
+@pytest.fixture
+def refused(run, capsys):
+    """What the one line on stderr says."""
+
+    def refused(*options):
+        with pytest.raises(SystemExit, match="2"):
+            run(*options)
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return refused
 
 
 def test_an_interrupted_run_goes_on(train, run, monkeypatch):
@@ -93,6 +107,26 @@ def test_both_losses_fall(run):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_trained(train, run, tokenizer, tmp_path, monkeypatch, tied):
+    """From a model that exists; each gradient is of one step alone."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
+    llama2.save_gguf(make_model(config), tmp_path / "init.gguf", "F32", tokenizer=tokenizer)
+    loss_of = train.next_token_loss
+
+    def checked(model, batch, bf16):
+        assert all(p.grad is None for p in model.parameters())
+        return loss_of(model, batch, bf16)
+
+    monkeypatch.setattr(train, "next_token_loss", checked)
+    options = ("--init", tmp_path / "init.gguf", "--epochs", 0.05, "--warmup", 0, "--type", "F32")
+    status, *_, out = run(*options)
+    before, after = (dict(llama2.load(p)[0].named_parameters()) for p in (options[1], out))
+    assert status == 0 and len(after) == 20 + (not tied)
+    for name, weight in after.items():
+        assert not torch.isclose(weight, before[name], atol=1e-6).all(), name
+
+
 def test_batches(train):
     """An epoch has each row once, in batches below the limit."""
     rows = [torch.full((2 + i // 2,), i) for i in range(90)]
@@ -115,8 +149,21 @@ def test_long_stories_are_cut(train):
     assert sorted(row.tolist() for row in rows) == [[1, 3, 4, 5], [1, 9, 2], [5, 6, 7, 8], [8, 2]]
 
 
-def test_too_few_stories(run, tmp_path):
-    """One line that says so, and status 2."""
+def test_too_few_stories(refused, tmp_path):
     (tmp_path / "text").write_text("One.\n\nTwo.", "utf-8")
-    status, _, err, _ = run()
-    assert status == 2 and "holds 2 stories" in err and err.count("\n") == 1
+    assert "holds 2 stories" in refused()
+
+
+def test_checkpoints_that_cannot_be_used(run, refused):
+    """Whatever is wrong, one line says so, and what to do."""
+    *_, out = run("--epochs", 0.05)
+    path = out.with_suffix(".ckpt")
+    data, state = path.read_bytes(), torch.load(path)
+    for damaged in (b"", b"no pickle", data[:-99], data[:999] + bytes(99) + data[1098:]):
+        path.write_bytes(damaged)
+        assert f"{path} cannot be used; remove it" in refused()
+    for other in ([], {"step": 3}, state | {"model": {}}, state | {"optimizers": [{}]}):
+        torch.save(other, path)
+        assert f"{path} cannot be used; remove it" in refused()
+    torch.save(state, path)
+    assert "another text or architecture" in refused("--heads", 8)
