@@ -2019,6 +2019,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
 def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids besides EOS that end a text: end of turn, end of message."""
     eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
+    ends += get_typed(metadata, "tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
     return tuple(dict.fromkeys(i for i in ends if i not in (None, eos)))
 
 
@@ -2712,15 +2713,15 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     if len(vocabulary.pieces) > config.vocab_size:
         found = f"the tokenizer has {len(vocabulary.pieces)} pieces"
         raise ValueError(f"{found}, the model {config.vocab_size} rows for them")
-    if len(config.stop_token_ids) > 2:
-        raise ValueError(f"stop_token_ids {config.stop_token_ids}; a GGUF file holds two at most")
     metadata = vocabulary_keys(vocabulary, config.vocab_size)
     if file is not None:
         metadata |= {k: value for k, value in file.metadata.items() if k.startswith("general.")}
     for name, key in SETTINGS.items():
         if not key.startswith("tokenizer."):
             metadata[key] = type(getattr(Config, name))(getattr(config, name))
-    for end, token_id in zip(("eot", "eom"), config.stop_token_ids):
+    ends = [*dict.fromkeys((vocabulary.eos_id, *config.stop_token_ids, config.eos_token_id))][1:]
+    metadata["tokenizer.ggml.eos_token_ids"] = ends
+    for end, token_id in zip(("eot", "eom"), ends):  # all that llama.cpp reads
         metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
         metadata[f"llama.{key}"] = config.head_dim
