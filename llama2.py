@@ -1950,8 +1950,10 @@ def read_chat_template(folder: Path) -> str:
     settings = read_json(folder / "tokenizer_config.json")
     template = settings.get("chat_template")
     if isinstance(template, list):  # of several with names
-        named = [t["template"] for t in template if t["name"] == "default"]
-        template = named[0] if named else ""
+        named = {t["name"]: t["template"].removesuffix("\n") for t in template}
+        template = named.get("default", "")
+        if template and "tool_use" in named:  # which transformers takes where there are tools
+            template = f"{{% if tools +%}}{named['tool_use']}{{%+ else +%}}{template}{{%+ endif %}}"
     return well_formed(get_typed({"chat_template": template}, "chat_template", str, ""))
 
 
