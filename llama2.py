@@ -2194,7 +2194,7 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, 
     return dict(zip(ids, zip(sp.id_to_piece(ids), types, sp.get_score(ids)))), added, keys
 
 
-def read_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+def read_tokenizer_json(path: Path, settings: dict[str, Any]) -> tuple[Any, ...]:
     """A tokenizer.json: pieces with their types by id, added tokens, other keys. ValueError."""
     content = {"added_tokens": [], **read_json(path)}
     vocab = content["model"]["vocab"]
@@ -2212,11 +2212,11 @@ def read_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> tuple[Any, .
     scheme = "first" if '"first"' in steps else "always"
     if not re.search('"prepend": |"first"|"always"|"add_prefix_space": true', steps):
         scheme = "never"
-    keys = {
-        "model": content,
-        "add_bos_token": '"single": [{"SpecialToken"' in json.dumps(content.get("post_processor")),
-        "prepend_scheme": scheme,
-    }
+    post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
+    begins = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
+    if begins:  # with BOS, which other files may not name
+        settings["bos_token"] = settings.get("bos_token") or begins[1]
+    keys = {"model": content, "add_bos_token": bool(begins), "prepend_scheme": scheme}
     return columns, content["added_tokens"], keys
 
 
