@@ -2240,9 +2240,12 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
     vocabulary = read_vocabulary_file(folder / "tokenizer.json", config)
     with suppress(ValueError, OSError):  # there may be none, or tiktoken's
         # Of two that say the same, the one that was trained: SentencePiece runs it in less time,
-        # and it has GGUF's scores. transformers reads the other: that counts where they differ.
+        # and it has GGUF's scores. transformers reads the other: that counts where they differ, of
+        # a Mistral in the spaces, too (of a Llama it goes by "legacy" instead).
         trained = read_vocabulary_file(folder / "tokenizer.model", config)
-        if trained.pieces == vocabulary.pieces:
+        model_type = read_json(folder / "config.json").get("model_type")
+        spaces_differ = trained.prepend_scheme != vocabulary.prepend_scheme
+        if trained.pieces == vocabulary.pieces and not (spaces_differ and model_type == "mistral"):
             return trained
     return vocabulary
 

@@ -303,16 +303,17 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
         sentencepiece_keys(read_json(tmp_path, content).vocabulary)
 
 
-@pytest.mark.parametrize("change", [None, "pieces", "tiktoken's"])
+@pytest.mark.parametrize("change", [None, "pieces", "tiktoken's", "spaces", "a Mistral's spaces"])
 def test_a_folder_of_both(tmp_path, vocabulary, tokenizer, change):
     """tokenizer.model where both say the same, else tokenizer.json, which transformers reads."""
     pytest.importorskip("tokenizers")
-    content = llama2_json(tokenizer, legacy=False)
+    content = llama2_json(tokenizer, legacy="spaces" in str(change))
+    model_type = "mistral" if change == "a Mistral's spaces" else "llama"
     if change == "pieces":
         vocab = content["model"]["vocab"]
         vocab["new"] = vocab.pop(tokenizer.pieces[-1])
     model = b"IQ== 0\n" if change == "tiktoken's" else vocabulary[0].read_bytes()
-    write_files(tmp_path, {"tokenizer.model": model})
+    write_files(tmp_path, {"tokenizer.model": model, "config.json": {"model_type": model_type}})
     found = read_json(tmp_path, content)
-    assert found.is_sentencepiece is (change is None)
+    assert found.is_sentencepiece is (change in (None, "spaces"))
     assert ("new" in found.pieces) is (change == "pieces")
