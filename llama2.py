@@ -2074,7 +2074,7 @@ CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 PRE_TOKENIZERS = {
     name: [step if step[0] == "{" else SPLIT % json.dumps(step) for step in steps]
     for names, steps in {
-        "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe": [LLAMA_3, PLAIN],
+        "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe dbrx": [LLAMA_3, PLAIN],
         "tekken": [TEKKEN, PLAIN],
         "smollm starcoder refact command-r minerva-7b": [DIGITS, GPT_2],
         "gpt-2 olmo mellum trillion granite-docling": [GPT_2],
