@@ -1,0 +1,144 @@
+"""Families of models in their published forms, small: the table of docs/usage.md is tried.
+
+families.json has of each what its files say, but for sizes, which keep their ratios, vocabularies,
+which keep their method, special tokens and flags, and long templates, which keep their traits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_chat import FAMILIES as CHATS
+from test_chat import TOOL, assert_as_transformers
+from test_config import USAGE
+from test_llama3 import published_json
+from test_vocabularies import llama2_json, trained
+
+import llama2
+from test_llama2 import (
+    SHAPE,
+    TALE,
+    TOKENS,
+    assert_close,
+    dialogue,
+    hf_state,
+    make_weights,
+    safetensors,
+    write_files,
+    write_gguf,
+)
+
+tokenizers = pytest.importorskip("tokenizers")
+DATA = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
+FAMILIES, REFUSED = DATA["families"], DATA["refused"]
+TEMPLATES = {name: chat[0] for name, chat in CHATS.items()} | DATA["templates"]
+# None begins with a space: transformers 5 takes it for the one that it adds, SentencePiece does not.
+TEXTS = [
+    TALE[: TALE.index("<s>")],
+    "a fox's 12345 1.5  ",
+    "\n\tif x:\n        y",
+    "\u65e5 \U0001f600",
+]
+DIALOGUES = [dialogue("u:hi"), dialogue("s:S u:the~fox a:it~ran~ u:so")]
+
+
+def write_family(path, row):
+    """A directory as it is published, with random weights."""
+    if "pre" in row:  # llama.cpp's name for how words are cut
+        steps = json.loads(f"[{', '.join(llama2.PRE_TOKENIZERS[row['pre']])}]")
+        content = published_json("gpt-2", added=())
+        content["pre_tokenizer"]["pretokenizers"] = steps
+        content["model"]["ignore_merges"] = row["pre"] in llama2.LIKE_LLAMA_3
+    else:
+        trained(path, **row.get("trained", {}))
+        ours = llama2.Tokenizer.from_file(path / "tokenizer.model")
+        content = llama2_json(ours, row.get("json") == "legacy")
+    engine = tokenizers.Tokenizer.from_str(json.dumps(content))
+    for name in ("special", "plain"):
+        for text in row.get(name, []):
+            token = tokenizers.AddedToken(text, special=name == "special", normalized=False)
+            engine.add_tokens([token])
+    if "post" in row:
+        bos = tuple(row["post"])
+        engine.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos[0]} $A", special_tokens=[bos]
+        )
+    if "pre" in row or "json" in row:
+        engine.save(str(path / "tokenizer.json"))
+    added = {i: token.__getstate__() for i, token in engine.get_added_tokens_decoder().items()}
+    template = TEMPLATES.get(row.get("template"))
+    settings = row["settings"] | {"added_tokens_decoder": added, "chat_template": template}
+    sizes = {name: row["config"].get(name) for name in (*SHAPE, "head_dim")}
+    tied = row["config"].get("tie_word_embeddings", False)
+    config = llama2.Config(**sizes, tie_word_embeddings=tied)
+    files = {"config.json": row["config"], "tokenizer_config.json": settings}
+    files["generation_config.json"] = row.get("generation", {})
+    files["model.safetensors"] = safetensors(hf_state(config, make_weights(config, scale=0.15)))
+    write_files(path, files)
+
+
+def ends(model, tokenizer):
+    """The texts of all that ends an answer."""
+    stops = llama2.chat_stops(tokenizer) if tokenizer.chat_template else llama2.ChatStops([], [])
+    config = model.config
+    ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id, *stops.ids}
+    return sorted([tokenizer.pieces[i] for i in ids] + stops.texts)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_families_that_run(tmp_path, name):
+    """Logits and ids are transformers', those of the GGUF file that is saved of it, too."""
+    row = FAMILIES[name]
+    write_family(tmp_path, row)
+    model, tokenizer = llama2.load(tmp_path)
+    llama2.save_gguf(llama2.open_checkpoint(tmp_path), tmp_path / "x.gguf")
+    again, same = llama2.load(tmp_path / "x.gguf")
+    tokens = TOKENS[:2] % model.config.vocab_size
+    assert_close(again(tokens), model(tokens), 1e-6)
+    assert ends(model, tokenizer) == ends(again, same) == row["ends"]
+    assert tokenizer.add_bos is same.add_bos is row["bos"]
+    transformers = pytest.importorskip("transformers")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert_close(model(tokens), load(tmp_path, dtype=torch.float32).eval()(tokens).logits, 1e-5)
+    theirs = getattr(transformers, row.get("class", "AutoTokenizer")).from_pretrained(tmp_path)
+    for ours in (tokenizer, same):
+        for text in TEXTS:
+            ids = theirs.encode(text, add_special_tokens=False)
+            assert ours.encode(text, bos=False) == ids, text
+        for messages in DIALOGUES if "template" in row else []:
+            for tools in (None, [TOOL]):
+                assert_as_transformers(ours, theirs, messages, False, tools=tools)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_are_refused(tmp_path, keys, tensors, name):
+    """By what their config.json says, and by a key or a tensor of their GGUF files."""
+    row = REFUSED[name]
+    write_files(tmp_path, {"config.json": row["config"], "model.safetensors": b""})
+    with pytest.raises(ValueError, match=f"config.json: {row['key']} is"):
+        llama2.open_checkpoint(tmp_path)
+    for key, value in row["gguf"].items():
+        arch = value if key == "general.architecture" else "llama"
+        biases = {key: np.zeros(64, "f4")} if key.startswith("blk.") else {}
+        path = write_gguf(tmp_path / "x.gguf", keys | {key: value}, tensors | biases, arch)
+        with pytest.raises(ValueError, match=f"x.gguf: .*{key}"):
+            llama2.open_checkpoint(path)
+
+
+def test_the_table_is_what_was_tried():
+    rows = [
+        *(
+            (name, row.get("state", "random weights"), row["note"])
+            for name, row in FAMILIES.items()
+        ),
+        *((name, "refused", row["note"]) for name, row in REFUSED.items()),
+    ]
+    table = USAGE[USAGE.index("\n| family | ") :]
+    assert table[: table.index("\n\n")].splitlines()[3:] == [
+        "| {} | {} | {} |".format(*row) for row in rows
+    ]
