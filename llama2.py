@@ -2199,6 +2199,7 @@ def read_tokenizer_json(path: Path, settings: dict[str, Any]) -> tuple[Any, ...]
     content = {"added_tokens": [], **read_json(path)}
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # of Unigram, with scores
+        get_typed(content["model"], "unk_id", int)  # else it fails at an unknown character
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
     bytes_ = content["model"].get("byte_fallback")
     columns = {
