@@ -101,18 +101,19 @@ def load_adapter(model: llama2.Llama, folder: Path) -> None:
         r, alpha = settings.get("r"), settings.get("lora_alpha")
         tensors = load_file(folder / "adapter_model.safetensors")
     except (ValueError, AttributeError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{folder}: the adapter is damaged: {error}") from error
+        raise ValueError(f"{folder}: the adapter is damaged: {str(error)[:300]!a}") from error
     for key, value in unsupported.items():
-        raise ValueError(f"{folder}: {key} is {value!r:.60}, which is not supported")
+        raise ValueError(f"{folder}: {key!a:.60} is {value!a:.60}, which is not supported")
     sizes = {len(w) for name, w in tensors.items() if name.endswith("lora_A.weight") and w.ndim}
-    if sizes != {r} or type(alpha) not in (int, float):
+    fits = [*sizes] == [r] and type(r) is int
+    if not fits or type(alpha) not in (int, float) or not abs(alpha) < 1e6:
         problem = f"r is {r!r:.60} and lora_alpha {alpha!r:.60}; the matrices have r {sizes}"
         raise ValueError(f"{folder}: {problem}")
     names = [name.removeprefix(PEFT).partition(".lora_")[0] for name in tensors]
     add_adapters(model, names, r, alpha)
     views = peft_views(model)
     for name in sorted(views.keys() ^ tensors.keys()):
-        raise ValueError(f"{folder}: {name} is missing, or has no place in this model")
+        raise ValueError(f"{folder}: {name!a:.99} is missing, or has no place in this model")
     for name, view in views.items():
         if tensors[name].numel() != view.numel():
             raise ValueError(f"{folder}: {name} is {[*tensors[name].shape]}, which does not fit")

@@ -83,9 +83,9 @@ def test_command_line(folder):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_dora": True}, "use_dora is True"),
-        ({"bias": "lora_only"}, "bias is 'lora_only'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"use_dora": True}, "use_dora' is True"),
+        ({"bias": "lora_only"}, "bias' is 'lora_only'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights' is 'olora'"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.* has no place"),
     ],
 )
@@ -106,7 +106,7 @@ def test_other_models(folder):
     settings = folder / "theirs" / "adapter_config.json"
     weights = folder / "theirs" / "adapter_model.safetensors"
     for text, said in (
-        ('{"peft_type": "IA3"}', "peft_type is 'IA3'"),
+        ('{"peft_type": "IA3"}', "peft_type' is 'IA3'"),
         ('{"r": 1000000000000, "lora_alpha": 1}', "r is 1000000000000 .* have r .5."),
         ('{"r": 5}', "lora_alpha None"),
         ("[]", "damaged"),
