@@ -22,13 +22,16 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -105,6 +108,18 @@ def table(header, rows):
     for line in lines:
         print("|", *(f"{cell:>{width}} |" for cell, width in zip(line, widths)))
     print()
+
+
+def describe_machine():
+    """What figures are of: the machine, versions, the last commit that changed the code, the day."""
+    cpu = f"{os.cpu_count()}-core {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    version = f"llama2.py {llama2.__version__}"
+    command = ["git", "log", "-1", "--format=%h", "--", "llama2.py", "kernels"]
+    options = {"cwd": Path(llama2.__file__).parent, "stderr": subprocess.DEVNULL}
+    with suppress(OSError, CalledProcessError):  # no git, or not a repository
+        version += " " + subprocess.check_output(command, text=True, **options).strip()
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{cpu}, {threads}, torch {torch.__version__}, {version}, {date.today()}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,12 +240,14 @@ PARTS = {  # of a pass, by the names of its modules
 
 
 def timed(times, part, function):
-    """The function; its seconds are added to times[part]."""
+    """The function; its seconds, less those of timed ones inside, are added to times[part]."""
 
     def run(*inputs):
+        before = times.total()
         start = clock()
         result = function(*inputs)
-        times[part] += clock() - start
+        whole = clock() - start
+        times[part] += whole - (times.total() - before)
         return result
 
     return run
@@ -245,8 +262,73 @@ def written_out(q, k, v, attn_mask=None, times=None):
     return part("softmax and output", lambda: scores.float().softmax(-1).type_as(v) @ v)()
 
 
+def token_parts(model):
+    """Functions that a token of generation takes, as (owner, name), and the part that each is."""
+    parts = {
+        (llama2, "sample"): "sampling",
+        (Cache, "common_prefix"): "ids",
+        (Cache, "advance"): "ids",
+        (Cache, "rope"): "RoPE",
+        (Cache, "mask"): "mask",
+    }
+    block = type(model.layers[0])
+    if block.__name__ != "NativeBlock":
+        return parts | {(block, "forward"): "layers", (model.lm_head, "forward"): "last matrix"}
+    parts[block, "forward"] = "packing for C++"
+    parts[F, "linear"] = "last matrix"
+    kernels = llama2.load_kernels()
+    for name, function in vars(kernels).items():
+        if callable(function) and not name.startswith("_"):
+            parts[kernels, name] = "layers" if name == "run_block" else "last matrix"
+    return parts
+
+
+def time_token(args, model, tokenizer, depth):
+    """Seconds of each part of a token that is sampled behind `depth` others, and of the Python around."""
+    count = args.rounds * args.gen_tokens
+    ids = random_tokens(model, depth + 1)  # (1, depth + 1)
+    cache = model.new_cache(depth + 1 + count)
+    for numbers in (cache.k, cache.v):
+        numbers.fill_(0.01)  # all zero they would not be in memory
+    cache.advance(ids[:, :-1])
+    generation = llama2.generate(model, ids[0].tolist(), cache=cache, stop_ids=())
+    decode = llama2.StreamDecoder(tokenizer).decode if tokenizer else str
+    times = Counter()
+    token = timed(times, "Python around", lambda: decode(next(generation)))
+    tokens = []
+    with ExitStack() as stack:
+        for (owner, name), part in token_parts(model).items():
+            function = timed(times, part, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, function))
+        for _ in range(count):
+            times.clear()
+            token()
+            tokens.append(times.copy())
+    tokens.sort(key=Counter.total)
+    middle = tokens[count // 4 : count - count // 4]  # without those that were disturbed
+    return {part: sum(t[part] for t in middle) / len(middle) for part in tokens[0]}
+
+
+def run_token(args):
+    """Where the time of a token goes that is sampled and decoded, as the command line does."""
+    model, tokenizer = load(args, args.model) if args.model else (random_model(args), None)
+    found = {depth: time_token(args, model, tokenizer, depth) for depth in args.depth}
+    header = ["part of a token"]
+    for depth in found:
+        header += [f"ms behind {depth}", "share"]
+    rows = []
+    for part in found[args.depth[0]]:
+        rows.append([part])
+        for times in found.values():
+            share = times[part] / sum(times.values())
+            rows[-1] += [f"{1e3 * times[part]:.3f}", f"{share:.1%}"]
+    table(header, rows)
+    return found
+
+
 def run_breakdown(args):
-    """The share of each part of a pass of 1, 32 and 128 tokens, in plain torch."""
+    """The share of each part of a token, then of a pass of 1, 32 and 128 tokens in plain torch."""
+    token = run_token(args)
     args.compile = False
     model = pick_model(args, args.model)
     times = Counter()
@@ -269,7 +351,7 @@ def run_breakdown(args):
         shares[T] = {part: value / times.total() for part, value in times.items()}
     rows = [(name, *(f"{shares[T].get(name, 0):.1%}" for T in shares)) for name in shares[128]]
     table(("share of a pass", *(f"{T} tokens" for T in shares)), rows)
-    return {"breakdown": shares}
+    return {"token": token, "breakdown": shares}
 
 
 def run_profile(args):
@@ -455,8 +537,14 @@ def run_claims(args):
 # An engine measures once: tokens/s by test. "pp128" is a prompt of 128 tokens, "tg" generation.
 
 
-def in_process(args, step, reset, tokens):
-    """An engine from `step`: tokens (1, T), which follow those since reset(), -> logits (1, V)."""
+def test_name(prompt, depth):
+    """Of a prompt of so many tokens, or 0 for generation, behind `depth` others."""
+    name = f"pp{prompt}" if prompt else "tg"
+    return f"{name}@{depth}" if depth else name
+
+
+def in_process(args, step, truncate, tokens):
+    """An engine from `step`: tokens (1, T), behind those that truncate() left, -> logits (1, V)."""
 
     def feed(tokens):
         for chunk in tokens.split(512, dim=1):
@@ -468,15 +556,19 @@ def in_process(args, step, reset, tokens):
             feed(tokens[:, :1])
 
     def run():
-        tests = {f"pp{T}": (T, partial(feed, tokens[:, :T])) for T in args.prompt_tokens}
-        tests["tg"] = (args.gen_tokens, write)
+        tests = {T: (T, partial(feed, tokens[:, :T])) for T in args.prompt_tokens}
+        tests[0] = (args.gen_tokens, write)
         rates = {}
-        for name, (count, test) in tests.items():
-            for _ in range(2):  # the first does not count, as in llama-bench
-                reset()
-                if args.depth:
-                    feed(tokens[:, : args.depth])
-                rates[name] = count / seconds(test)
+        read = 0
+        for depth in sorted(args.depth):
+            truncate(read)
+            if depth > read:
+                feed(tokens[:, read:depth])
+                read = depth
+            for prompt, (count, test) in tests.items():
+                for _ in range(2):  # the first does not count, as in llama-bench
+                    truncate(depth)
+                    rates[test_name(prompt, depth)] = count / seconds(test)
         return rates
 
     return run
@@ -495,7 +587,11 @@ def transformers_engine(args, name, model, tokens):
     def step(tokens):
         return other(tokens, past_key_values=past, logits_to_keep=1).logits[:, -1]
 
-    return in_process(args, step, partial(past.crop, 0), tokens)
+    def truncate(length):
+        if extra := past.get_seq_length() - length:
+            past.crop(-extra)
+
+    return in_process(args, step, truncate, tokens)
 
 
 def call_program(*command):
@@ -505,15 +601,35 @@ def call_program(*command):
 
 
 def llama_bench(args, program, path):
-    """A llama-bench, llama.cpp's or a fork's: one process for all prompts, with its own warm-up."""
+    """A llama-bench, llama.cpp's or a fork's: one process for all tests, with its own warm-up."""
     options = ["-p", ",".join(map(str, args.prompt_tokens)), "-n", args.gen_tokens]
-    if args.depth:  # forks may not know it
-        options += ["-d", args.depth]
+    if args.depth != [0]:  # forks may not know it
+        options += ["-d", ",".join(map(str, args.depth))]
 
     def run():
         done = call_program(program, "-m", path, "-r", 1, "-o", "json", *options)
         tests = json.loads(done.stdout)
-        return {f"pp{t['n_prompt']}" if t["n_prompt"] else "tg": t["avg_ts"] for t in tests}
+        return {test_name(t["n_prompt"], t.get("n_depth", 0)): t["avg_ts"] for t in tests}
+
+    return run
+
+
+def sweep_bench(args, program, path):
+    """ik_llama.cpp's llama-sweep-bench: its llama-bench knows no depth. ValueError for others."""
+    T = args.prompt_tokens[0]
+    if args.prompt_tokens[1:] or any(depth % T for depth in args.depth):
+        raise ValueError(f"{program} takes one --prompt-tokens, and multiples of it as --depth")
+    sizes = ["-c", max(args.depth) + T, "-ub", T, "-n", args.gen_tokens]
+
+    def run():
+        done = call_program(program, "-m", path, "-wb", "--output-format", "jsonl", *sizes)
+        rates = {}
+        for line in done.stdout.splitlines():
+            row = json.loads(line) if line.startswith("{") else {}
+            if row.get("n_kv") in args.depth:
+                rates[test_name(T, row["n_kv"])] = row["speed_pp"]
+                rates[test_name(0, row["n_kv"])] = row["speed_tg"]
+        return rates
 
     return run
 
@@ -541,20 +657,30 @@ def compare(samples):
 def run_model(args, path):
     """One model: ours, then the engines of --llama-bench (with --table) and --compare."""
     model = pick_model(args, path)
-    size = args.depth + max(*args.prompt_tokens, args.gen_tokens)
+    size = max(args.depth) + max(*args.prompt_tokens, args.gen_tokens)
     tokens = random_tokens(model, size)
     cache = model.new_cache(size)
-    engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.reset, tokens)}
+    engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.truncate, tokens)}
     for text in args.llama_bench if args.table else ():
         name, _, program = text.rpartition("=")
-        engines[name or program] = llama_bench(args, program, path)
+        sweep = Path(program).with_name("llama-sweep-bench")
+        if args.depth != [0] and sweep.exists():
+            engines[name] = sweep_bench(args, sweep, path)
+        else:
+            engines[name or program] = llama_bench(args, program, path)
     for name in args.compare:
         engines[name] = transformers_engine(args, name, model, tokens)
     rows = compare(take_turns(engines, args.rounds))
     parts = (model.layers, model.norm, model.lm_head)  # of the embedding only a row is read
     weights = sum(t.nbytes for part in parts for t in (*part.parameters(), *part.buffers()))
-    reached = weights * rows["llama2.py"]["tg"]
-    return {"tokens/s": rows, "reached": reached, "bandwidth": bandwidth(tokens.device)}
+    reached = weights * rows["llama2.py"][test_name(0, min(args.depth))]
+    memory = sum(t.nbytes for t in vars(cache).values() if isinstance(t, torch.Tensor)) / size
+    return {
+        "tokens/s": rows,
+        "reached": reached,
+        "bandwidth": bandwidth(tokens.device),
+        "bytes per token of context": memory,
+    }
 
 
 def run_models(args):
@@ -566,37 +692,11 @@ def run_models(args):
         rows = found["tokens/s"]
         cells = [(k, *(f"{value:.4g}" for value in row.values())) for k, row in rows.items()]
         table((f"{name}, tokens/s", *rows["llama2.py"]), cells)
-        reached = f"{found['reached'] / 1e9:.1f} GB/s"
-        print(
-            f"A token reads its weights at {reached}; memory gives {found['bandwidth'] / 1e9:.1f}.\n"
-        )
-    if args.plot is not None:
-        plot(models, args.plot)
+        reached, given = found["reached"] / 1e9, found["bandwidth"] / 1e9
+        print(f"A token reads its weights at {reached:.1f} GB/s; memory gives {given:.1f}.")
+        memory = found["bytes per token of context"] / 1e3
+        print(f"1,000 tokens of context take {memory:.1f} MB.\n")
     return {"models": models}
-
-
-def plot(models, path):
-    """tokens/s by tokens in a pass for each engine, a panel for each model; reads on light and on dark."""
-    import matplotlib.pyplot as plt
-
-    coloured = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")
-    plt.style.use(
-        {
-            "svg.fonttype": "none",
-            "axes.titlesize": "small",
-            **{f"{x}color": "#808080" for x in coloured},
-        }
-    )
-    figure, axes = plt.subplots(1, len(models), squeeze=False, layout="tight")
-    figure.set_size_inches(3.2 * len(models), 2.6)
-    for ax, (name, found) in zip(axes[0], models.items()):
-        for engine, row in found["tokens/s"].items():
-            rates = {test[2:]: rate for test, rate in row.items() if test != "tg"}
-            if engine != "ours / best":
-                ax.plot([*rates], [*rates.values()], marker=".", label=engine)
-        ax.set(title=name, xlabel="tokens in a pass", ylabel="tokens/s", ylim=(0, None))
-    axes[0][0].legend(frameon=False)
-    figure.savefig(path, format="svg", transparent=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -837,7 +937,7 @@ def parse_args(argv):
     add = parser.add_argument
     add("--prompt-tokens", **number, nargs="+", default=[128, 512], help="default: 128 512")
     add("--gen-tokens", **number, default=16, help="default: 16")
-    add("--depth", **number, default=0, help="both behind N tokens (default: 0)")
+    add("--depth", **number, nargs="+", default=[0], help="both behind N tokens (default: 0)")
     add("--context", **number, default=512, help="tokens of a text's windows (default: 512)")
     add("--questions", **file, help="of --fidelity, one a line (default: 20 of ours)")
     add("--text", **file, help="that --fidelity reads (default: exact's answers)")
@@ -851,19 +951,14 @@ def parse_args(argv):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto")
-    add("--plot", **file, help="draw --table there, as SVG")
     add("--json", **file, help="write the result there as well")
-    args = parser.parse_args(argv)
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
-    return args
+    return parser.parse_args(argv)
 
 
 def run(args):
     """Do what the command line says."""
-    instructions = torch.backends.cpu.get_cpu_capability()
-    machine = f"torch {torch.__version__}, {instructions}, {torch.get_num_threads()} threads"
-    print(machine)
+    machine = describe_machine()
+    print(machine, end="\n\n")
     modes = {
         run_suite: args.suite,
         run_claims: args.claims,
