@@ -119,7 +119,7 @@ def describe_machine():
     with suppress(OSError, CalledProcessError):  # no git, or not a repository
         version += " " + subprocess.check_output(command, text=True, **options).strip()
     threads = f"{torch.get_num_threads()} threads"
-    return f"{cpu}, {threads}, torch {torch.__version__}, {version}, {date.today()}"
+    return f"{cpu}, {threads}, torch {torch.__version__}, {version.strip()}, {date.today()}"
 
 
 # --------------------------------------------------------------------------------------------------
