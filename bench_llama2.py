@@ -690,7 +690,10 @@ def run_models(args):
         name = path.name if path else args.config
         found = models[name] = run_model(args, path)
         rows = found["tokens/s"]
-        cells = [(k, *(f"{value:.4g}" for value in row.values())) for k, row in rows.items()]
+        cells = []
+        for engine, row in rows.items():
+            digits = ".2f" if engine == "ours / best" else ".4g"
+            cells.append((engine, *(f"{value:{digits}}" for value in row.values())))
         table((f"{name}, tokens/s", *rows["llama2.py"]), cells)
         reached, given = found["reached"] / 1e9, found["bandwidth"] / 1e9
         print(f"A token reads its weights at {reached:.1f} GB/s; memory gives {given:.1f}.")
