@@ -216,7 +216,9 @@ def restore(
             optimizer.load_state_dict(saved)
         return state["step"], state["seconds"]
     except Exception as error:  # a damaged pickle may raise any
-        raise ValueError(f"{path} cannot be used; remove it to begin anew: {error!r:.100}") from error
+        raise ValueError(
+            f"{path} cannot be used; remove it to begin anew: {error!r:.100}"
+        ) from error
 
 
 def train(args: argparse.Namespace) -> None:
