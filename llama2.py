@@ -848,7 +848,8 @@ class Tokenizer:
 
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
         """Ids of a text in which marks stand for control tokens."""
-        text = well_formed(text)
+        # Lone surrogates, which UTF-8 cannot hold, become U+FFFD.
+        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         if not self.is_sentencepiece:
             return self.engine.encode(text, add_special_tokens=False).ids
         always = self.vocabulary.prepend_scheme == "always"
@@ -890,11 +891,6 @@ class Tokenizer:
 OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
 BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-
-
-def well_formed(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern:
@@ -1467,24 +1463,6 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Seq
     return weight
 
 
-def stored_weights(
-    path: Path, start: int, size: int, infos: Mapping[str, tuple], align: int = 1
-) -> dict[str, Weight]:
-    """Tensors that follow each other from byte `start` of a file on. Raises ValueError.
-
-    `infos`: of each, where it begins behind `start`, its type and shape.
-    """
-    weights = {}
-    end = 0
-    for name, (offset, ggml_type, shape) in infos.items():
-        with naming(name):
-            if offset != end:
-                raise ValueError(f"is at byte {offset} behind the header; expected {end}")
-            weights[name] = stored_weight(path, start + offset, size, ggml_type, shape)
-            end += -(-weights[name].nbytes // align) * align
-    return weights
-
-
 # --------------------------------------------------------------------------------------------------
 # 14.1 Names, settings, files
 
@@ -1713,6 +1691,7 @@ class GGUF:
 
         self.metadata: dict[str, Any] = {}
         self.types: dict[str, tuple[int, int]] = {}  # numbers: a value's, its items' in an array
+        self.weights: dict[str, Weight] = {}
         self.config: Config | None = None  # as which open_gguf() reads the metadata
         with naming(path):
             data, size = read_head(Path(path))
@@ -1739,7 +1718,14 @@ class GGUF:
                     infos[name] = offset, ggml_type, dims[::-1]
             align = get_typed(self.metadata, "general.alignment", int, 32)
             start = -(-self.file.tell() // align) * align
-            self.weights = stored_weights(Path(path), start, size, infos, align)
+            end = 0
+            for name, (offset, ggml_type, shape) in infos.items():  # which follow without gaps
+                with naming(name):
+                    if offset != end:
+                        raise ValueError(f"is at byte {offset} behind the header; expected {end}")
+                    weight = stored_weight(Path(path), start + end, size, ggml_type, shape)
+                end += -(-weight.nbytes // align) * align
+                self.weights[name] = weight
 
     def unpack(self, letters: str) -> tuple:
         """The next little-endian values, as struct's letters name them."""
@@ -1889,14 +1875,17 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     start = 8 + int.from_bytes(head[:8], "little")
     header = json.loads(head[8:start])
     header.pop("__metadata__", None)
-    infos = {}
+    weights = {}
+    end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        require(entry, "dtype", [*DENSE])
-        infos[name] = entry["data_offsets"][0], entry["dtype"], entry["shape"]
-    weights = stored_weights(path, start, size, infos)
-    end = start + sum(weight.nbytes for weight in weights.values())
-    if end != size:
-        raise ValueError(f"has {size} bytes; expected {end}")
+        with naming(name):
+            require(entry, "dtype", [*DENSE])
+            weight = stored_weight(path, start + end, size, entry["dtype"], entry["shape"])
+            require(entry, "data_offsets", [[end, end + weight.nbytes]])
+        weights[name] = weight
+        end += weight.nbytes
+    if start + end != size:
+        raise ValueError(f"has {size} bytes; expected {start + end}")
     return weights
 
 
@@ -1954,7 +1943,7 @@ def read_chat_template(folder: Path) -> str:
         template = named.get("default", "")
         if template and "tool_use" in named:  # which transformers takes where there are tools
             template = f"{{% if tools +%}}{named['tool_use']}{{%+ else +%}}{template}{{%+ endif %}}"
-    return well_formed(get_typed({"chat_template": template}, "chat_template", str, ""))
+    return get_typed({"chat_template": template}, "chat_template", str, "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2262,7 +2251,7 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
         for token in added:
             if token["id"] < config.vocab_size:  # Llama 2's own folder names one that has no row
                 token_type = CONTROL if token.get("special") else USER_DEFINED
-                columns[token["id"]] = well_formed(token["content"]), token_type, 0.0
+                columns[token["id"]] = token["content"], token_type, 0.0
         ids = range(max(columns) + 1)
         if len(ids) > config.vocab_size:
             raise ValueError(f"{len(ids)} pieces; the model has {config.vocab_size}")
@@ -2437,27 +2426,15 @@ def locate(
     raise FileError(printable(f"{source}: {problem}"))
 
 
-def open_checkpoint(path: str | Path, context: int | None = None) -> Checkpoint:
-    """Recognise a model by its path or name and check its headers; no tensor is read yet.
-
-    `context`: how many tokens it is wanted for; raises ValueError beyond what it was trained for.
-    """
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Recognise a model by its path or name and check its headers; no tensor is read yet."""
     path = Path(path) if Path(path).exists() else find_model(os.fspath(path))
     with naming(path):
         if path.is_dir():
             path = locate(os.listdir(path), path.joinpath, str(path))
         elif path.suffix in (".pth", ".bin", ".safetensors", ".json"):
             raise ValueError("one file of a directory; pass the directory")
-        checkpoint = open_hf(path) if path.is_dir() else open_gguf(path)
-        check_context(checkpoint, context)
-        return checkpoint
-
-
-def check_context(checkpoint: Checkpoint, context: int | None) -> None:
-    """Raises ValueError for more tokens than a model was trained for, or none."""
-    limit = checkpoint.config.max_position_embeddings
-    if context is not None and not 1 <= context <= limit:
-        raise ValueError(f"context {context}; expected 1 to {limit}, the model's context")
+        return open_hf(path) if path.is_dir() else open_gguf(path)
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -2607,7 +2584,9 @@ def load(
     Raises ValueError or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    check_context(checkpoint, context)
+    limit = checkpoint.config.max_position_embeddings
+    if context is not None and not 1 <= context <= limit:
+        raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
     needed, free = memory_needed(checkpoint, plan, context or 1), free_memory(plan.device)
     if needed > free:  # said before anything is loaded
@@ -3195,8 +3174,8 @@ def in_range(cast: type, low: float, high: float = 2**31) -> Callable[[str], Any
     return convert
 
 
-def make_parser() -> Parser:
-    """The options."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options on the command line. Raises ValueError for those that do not go together."""
     parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
     text: Any = {"metavar": "TEXT"}
 
@@ -3219,8 +3198,7 @@ def make_parser() -> Parser:
     add("--version", action="version", version=version)
 
     add = parser.add_argument_group("the text").add_argument
-    count_help = "default: 256; with --chat as many as fit"
-    add("--max-new-tokens", metavar="N", type=in_range(int, 0), help=count_help)
+    add("--max-new-tokens", metavar="N", type=in_range(int, 0), help="default: 256; in a chat all")
     add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
     add("--no-echo", action="store_true", help="do not repeat the prompt")
     sampling_help = {
@@ -3239,8 +3217,7 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("the machine").add_argument
     context_help = "maximum number of tokens in all (default: the model's)"
     add("--context", metavar="N", type=in_range(int, 1), help=context_help)
-    device_help = "default: CUDA, else MPS for dense weights, else the CPU"
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help=device_help)
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="of the model")
     dtype_help = "of activations; on a CPU auto is fastest, bfloat16 and float16 are slow"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype_help)
     threads_help = "CPU threads (default: torch's choice); 1 if others are busy"
@@ -3249,12 +3226,8 @@ def make_parser() -> Parser:
     compile_help = "compile kernels (default: for models above 64 MiB)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     add("--quiet", action="store_true", help="print only errors to stderr")
-    return parser
 
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Raises ValueError for a wrong one."""
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     for option, needed in (("system", "chat"), ("chat_template", "chat"), ("type", "save")):
         if getattr(args, option) is not None and not getattr(args, needed):
             raise ValueError(f"--{option.replace('_', '-')} needs --{needed}")
@@ -3268,8 +3241,7 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     if args.prompt is not None or args.chat:
         return args.prompt
     if sys.stdin.isatty():
-        make_parser().print_usage(sys.stderr)
-        sys.exit(2)
+        raise ValueError("there is no prompt: --prompt TEXT, or --chat; --help lists all options")
     return sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
@@ -3444,7 +3416,7 @@ def converse(
 def run(args: argparse.Namespace, ranks: Any) -> int:
     """Do what the command line says; returns the exit status."""
     start = time.perf_counter()
-    checkpoint = open_checkpoint(args.model, args.context)
+    checkpoint = open_checkpoint(args.model)
     if args.save is not None:
         if not ranks or ranks.rank == 0:
             save_gguf(checkpoint, args.save, args.type, overwrite=args.force)
@@ -3478,7 +3450,7 @@ def write_text(
         size = max(1, min(context, len(ids) + max_new_tokens))
 
     # 2. Load the weights.
-    loading = {"context": size, "compile": args.compile, "progress": not args.quiet}
+    loading = {"context": args.context or size, "compile": args.compile, "progress": not args.quiet}
     model, tokenizer = load(checkpoint, args.device, args.dtype, **loading)
     if ranks:
         connect_ranks(model, ranks)

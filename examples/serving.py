@@ -55,7 +55,7 @@ class Session:
     def __init__(self, args: Any) -> None:
         """Load a model as the command line says. ValueError or OSError."""
         context = args.context
-        checkpoint = llama2.open_checkpoint(args.model, context)
+        checkpoint = llama2.open_checkpoint(args.model)
         if context is None:
             context = min(checkpoint.config.max_position_embeddings, MAX_CONTEXT)
         self.model, self.tokenizer = llama2.load(

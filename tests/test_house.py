@@ -86,11 +86,11 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (150, 11.5),
     "I": (2750, 11.5),
     "II": (4500, 10.5),
-    "III": (12180, 10.5),  # 11,200 are wanted
+    "III": (11420, 10.5),  # 11,200 are wanted
     "IV": (2750, 11.0),
     "V": (2900, 10.0),
 }
-LONG = {"make_parser"}  # functions above 450 tokens: the options' parser
+LONG = {"parse_args"}  # functions above 450 tokens: the options' parser
 ADVICE = """Look for what no user would miss: a second way to do one thing, a check or message written
 twice, an option nobody needs, code that only tests call. If a line is dense, let one statement do one
 thing. If all that is left earns its place, raise the number here, and say in the commit what for."""
@@ -129,6 +129,10 @@ def test_parts_keep_their_budgets(part):
     found = len(lines) / len(set(lines))
     assert len(lines) <= most, ADVICE
     assert found <= density, ADVICE
+
+
+def test_the_file_keeps_its_budget():
+    assert len(tokens_of(SCRIPT.read_text("utf-8"))) <= 24250, ADVICE
 
 
 def test_functions_fit_a_screen():
@@ -177,4 +181,4 @@ def test_few_functions_lie_before_the_first_token(monkeypatch):
         assert llama2.main(["--prompt", prompt, "--quiet"]) == 0
     finally:
         sys.setprofile(None)
-    assert len(called) <= 90, sorted(called)  # 80 are wanted
+    assert len(called) <= 80, sorted(called)

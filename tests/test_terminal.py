@@ -74,12 +74,6 @@ def test_extremes_that_are_fine(cli, argv):
     assert err.count("\n") == 1
 
 
-def test_slow_dtypes_are_named(cli):
-    status, _, err = cli("--prompt", "ab", "--max-new-tokens", 2, "--dtype", "float16")
-    assert status == 0
-    assert "float16 is several times slower" in err
-
-
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()])
 def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
     def refuse(*args):
