@@ -557,8 +557,9 @@ def say(text: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Serve a Llama model.")
+    parser = llama2.Parser(description="Serve a Llama model.")
     add = parser.add_argument
+    number = llama2.in_range
     add("--model", metavar="MODEL", default=llama2.DEFAULT_MODEL)
     add(
         "--chat-template",
@@ -566,7 +567,12 @@ def parse_args() -> argparse.Namespace:
         help=f"{', '.join(llama2.CHAT_TEMPLATES)}, or a file in Jinja (default: the model's)",
     )
     add("--host", default="127.0.0.1", help="default: %(default)s, for this machine")
-    add("--port", type=int, default=8080, help="default: %(default)s; 0: a free one")
+    add(
+        "--port",
+        type=number(int, 0, 65535),
+        default=8080,
+        help="default: %(default)s; 0: a free one",
+    )
     add(
         "--api-key",
         metavar="KEY",
@@ -574,8 +580,9 @@ def parse_args() -> argparse.Namespace:
         help="required for every path but / and /health",
     )
     add("--cors", metavar="ORIGIN", help="a site whose pages may use the server; *: any")
-    add("--context", metavar="N", type=int, help="maximum tokens of a prompt and its answer")
-    add("--threads", metavar="N", type=int, help="CPU threads")
+    context_help = "maximum tokens of a prompt and its answer"
+    add("--context", metavar="N", type=number(int, 1), help=context_help)
+    add("--threads", metavar="N", type=number(int, 1, os.cpu_count() or 1), help="CPU threads")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
     add(
         "--dtype",
