@@ -913,24 +913,25 @@ def run_fidelity(args):
 # 8. Command line
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError for a wrong command line: one line, not the usage."""
-
-    def error(self, message):
-        raise ValueError(message)
+def output_file(text):
+    """The type of an option; a folder that is missing would else be noticed after the run."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
+    return Path(text)
 
 
 def parse_args(argv):
-    """The command line. Raises ValueError for a wrong one."""
-    parser = Parser(prog="bench_llama2.py", description="Measure llama2.py.")
+    """The command line; a wrong one ends in one line and exit status 2."""
+    parser = llama2.Parser(prog="bench_llama2.py", description="Measure llama2.py.")
     file = {"metavar": "FILE", "type": Path}
-    number = {"metavar": "N", "type": int}
+    output = {"metavar": "FILE", "type": output_file}
+    number = {"metavar": "N", "type": llama2.in_range(int, 1)}
     modes = "modes (default: the suite, or a whole model with --model or --config)"
     add = parser.add_argument_group(modes).add_argument
     add("--suite", action="store_true", help="each layer by itself")
     add("--claims", action="store_true", help="five claims with verdicts")
     add("--breakdown", action="store_true", help="the share of each part of a pass")
-    add("--profile", **file, help="write torch.profiler's trace of a pass there")
+    add("--profile", **output, help="write torch.profiler's trace of a pass there")
     add("--table", **file, nargs="+", help="GGUF files beside llama.cpp")
     add("--perplexity", **file, help="perplexity of a text file")
     add("--fidelity", **file, help="does what is fast write what is exact?")
@@ -940,8 +941,10 @@ def parse_args(argv):
     add = parser.add_argument
     add("--prompt-tokens", **number, nargs="+", default=[128, 512], help="default: 128 512")
     add("--gen-tokens", **number, default=16, help="default: 16")
-    add("--depth", **number, nargs="+", default=[0], help="both behind N tokens (default: 0)")
-    add("--context", **number, default=512, help="tokens of a text's windows (default: 512)")
+    depth = number | {"type": llama2.in_range(int, 0)}
+    add("--depth", **depth, nargs="+", default=[0], help="both behind N tokens (default: 0)")
+    context = number | {"type": llama2.in_range(int, 3)}
+    add("--context", **context, default=512, help="tokens of a text's windows (default: 512)")
     add("--questions", **file, help="of --fidelity, one a line (default: 20 of ours)")
     add("--text", **file, help="that --fidelity reads (default: exact's answers)")
     others = ("transformers", "transformers-bfloat16")
@@ -954,7 +957,7 @@ def parse_args(argv):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto")
-    add("--json", **file, help="write the result there as well")
+    add("--json", **output, help="write the result there as well")
     return parser.parse_args(argv)
 
 

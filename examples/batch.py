@@ -6,7 +6,6 @@ A pass for several sequences reads the weights from memory once. Sequence i is w
 of its prompt alone with the seed `--seed` + i, but for rounding.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -74,7 +73,7 @@ def generate_batch(
     # call the model: it takes its row of `logits` (B, V), which come from one pass for all.
     generations = []
     for i, ids in enumerate(prompts):
-        seed = None if sampling.seed is None else sampling.seed + i
+        seed = None if sampling.seed is None else (sampling.seed + i) % 2**63
         own = replace(sampling, seed=seed)
         options = {"cache": cache, "step": lambda tokens, cache, i=i: logits[i, None]}
         generations.append(llama2.generate(model, ids, own, limits[i], stop_ids, **options))
@@ -98,14 +97,14 @@ def generate_one_by_one(
     """The new ids of each prompt alone, with the seeds of generate_batch()."""
     texts = []
     for i, ids in enumerate(prompts):
-        own = replace(sampling, seed=sampling.seed + i)
+        own = replace(sampling, seed=(sampling.seed + i) % 2**63)
         texts.append(list(llama2.generate(model, ids, own, limit)))
     return texts
 
 
 def main() -> int:
     """Continue prompts together, then one by one; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompts", metavar="PROMPT", nargs="+")
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=64)

@@ -5,7 +5,6 @@
 A terminal shows the shades of server.py's page. In a pipe or file (| cat), numbers stand for them.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,16 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
 
 SHADES = {0.9: 230, 0.6: 222, 0.3: 215, 0.1: 208}  # of 256 colours, for what is less probable
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
 parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
 parser.add_argument("--max-new-tokens", dest="limit", metavar="N", type=int, default=80)
 parser.add_argument("--seed", metavar="N", type=int, default=0, help="default: %(default)s")
 args = parser.parse_args()
-try:
-    model, tokenizer = llama2.load(args.model, dtype="auto")
-except (ValueError, OSError) as error:
-    parser.exit(2, f"confidence.py: {error}\n")
 has_colours = sys.stdout.isatty()
 distributions = []  # (V,) for each new token
 
@@ -45,12 +40,18 @@ def shaded(text: str, chance: float) -> str:
     return text.replace(word, coloured if has_colours else f"{word}({chance:.0%})")
 
 
-sampling = llama2.Sampling(seed=args.seed)
-generation = llama2.generate(model, tokenizer.encode(args.prompt), sampling, args.limit, step=step)
-decoder = llama2.StreamDecoder(tokenizer, first=False)
-print(args.prompt, end="")
-for token_id in generation:
-    print(shaded(decoder.decode(token_id), distributions[-1][token_id].item()), end="", flush=True)
+try:
+    model, tokenizer = llama2.load(args.model, dtype="auto")
+    ids = tokenizer.encode(args.prompt)
+    sampling = llama2.Sampling(seed=args.seed)
+    generation = llama2.generate(model, ids, sampling, args.limit, step=step)
+    decoder = llama2.StreamDecoder(tokenizer, first=False)
+    print(args.prompt, end="")
+    for token_id in generation:
+        chance = distributions[-1][token_id].item()
+        print(shaded(decoder.decode(token_id), chance), end="", flush=True)
+except (ValueError, OSError) as error:
+    parser.error(str(error))
 print("\n\nThe least certain | the likeliest in their places")
 pairs = zip(generation.new_ids, distributions, strict=False)  # and one for what stopped it
 for token_id, chances in sorted(pairs, key=lambda pair: pair[1][pair[0]].item())[:5]:

@@ -19,7 +19,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -427,18 +427,10 @@ def convert(args: argparse.Namespace) -> None:
     save_folder(open_source(args.source), out, args.type)
 
 
-class Parser(argparse.ArgumentParser):
-    """Mistakes in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Write it and exit."""
-        self.exit(2, f"convert.py: error: {message}\n")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 2 for a mistake, which one line tells."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=raw)
+    parser = llama2.Parser(prog="convert.py", description=__doc__, formatter_class=raw)
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--type", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"))
@@ -449,7 +441,7 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         parser.error(f"{error}; pip install {error.name}")
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     return 0
 
 

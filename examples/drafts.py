@@ -8,7 +8,6 @@ tokens of it are accepted while they are those that are sampled. That pays where
 prompt: code that is edited, summaries, lists. A model with a chat template is asked the prompt.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -103,10 +102,11 @@ def describe(generation: llama2.Generation) -> str:
 
 def main() -> int:
     """Print a text that is written with drafts, then both speeds; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompt")
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
-    parser.add_argument("--draft", metavar="N", type=int, default=3, help="tokens at most (3)")
+    limit = llama2.in_range(int, 0)
+    parser.add_argument("--draft", metavar="N", type=limit, default=3, help="tokens at most (3)")
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256)
     parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
     parser.add_argument("--seed", metavar="N", type=int, default=0)

@@ -5,7 +5,6 @@
 Every block's output goes through the final norm and the output matrix. It takes nothing but hooks.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,14 +13,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
 
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
 parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
 args = parser.parse_args()
-model, tokenizer = llama2.load(args.model)
+try:
+    model, tokenizer = llama2.load(args.model)
+except (ValueError, OSError) as error:
+    parser.error(str(error))
 ids = tokenizer.encode(args.prompt)
-if not ids:
-    parser.error("the prompt has no tokens")
+limit = model.config.max_position_embeddings
+if not 0 < len(ids) <= limit:
+    parser.error(f"the prompt has {len(ids)} tokens; expected 1 to {limit}")
 
 states = []  # after each block: (1, T, C)
 hooks = [block.register_forward_hook(lambda _, __, x: states.append(x)) for block in model.layers]

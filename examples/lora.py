@@ -7,7 +7,6 @@ A frozen matrix W, which stays in the file's blocks, gets two thin ones beside i
 y = x W^T + alpha / r * x A^T B^T. DIR has the form of PEFT: each reads what the other writes.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -151,21 +150,26 @@ def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
     parser.add_argument("--data", metavar="TEXT.txt", type=Path, help="train on it")
     parser.add_argument("--adapter", metavar="DIR", type=Path, help="is read if it exists, written")
     parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
     parser.add_argument("--type", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"), default="Q8_0")
     parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, default=["q_proj", "v_proj"])
-    for name, value in {"rank": 8, "alpha": 16.0, "steps": 200, "rate": 1e-3}.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
+    numbers = {
+        "rank": (8, llama2.in_range(int, 1)),
+        "alpha": (16.0, llama2.in_range(float, 1e-6, 1e6)),
+        "steps": (200, llama2.in_range(int, 1)),
+        "rate": (1e-3, llama2.in_range(float, 1e-9, 1)),
+    }
+    for name, (value, number) in numbers.items():
+        parser.add_argument(f"--{name}", type=number, default=value, help=f"default: {value}")
     args = parser.parse_args()
     if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
         parser.error("expected --adapter, or --data and a new file as --out")
-    for name in ("rank", "steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}; expected 1 or more")
+    if args.out and not args.out.parent.is_dir():  # which would be noticed after training
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
         model, tokenizer = llama2.load(args.model)
         if args.adapter and (args.adapter.exists() or not args.data):

@@ -6,7 +6,6 @@ It takes a `logits_processor` (grammar.py) by llguidance: pip install llguidance
 template is asked the prompt as a question. Exit status 1: the answer was cut at --max-new-tokens.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ except ImportError as error:
 
 def main() -> int:
     """Print an answer; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
     parser.add_argument("--schema", metavar="FILE.json", type=Path, required=True)
     parser.add_argument("--prompt", metavar="TEXT", required=True)

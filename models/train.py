@@ -340,7 +340,7 @@ def main() -> int:
     if args.device != "cpu" and not getattr(torch, args.device).is_available():
         parser.error(f"--device {args.device}: PyTorch finds none here")
     if not hasattr(torch.optim, "Muon"):
-        parser.error(f"torch {torch.__version__} has no Muon; 2.9 or newer has")
+        parser.error(f"torch {torch.__version__} has no Muon: pip install torch>=2.9")
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     try:

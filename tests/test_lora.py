@@ -73,6 +73,8 @@ def test_command_line(folder):
     assert losses[-1] < losses[0] and losses[3] == pytest.approx(losses[2], abs=2e-3)
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
     lora.load_adapter(model, folder / "ours")
+    trained = [w.any() for name, w in model.state_dict().items() if "lora_B" in name]
+    assert all(trained) and len(trained) == 3 * model.config.num_hidden_layers
     ours = model(IDS)
     theirs = peft.PeftModel.from_pretrained(reference(), folder / "ours")
     assert (theirs(IDS).logits - ours).abs().max() < 1e-4
@@ -118,9 +120,3 @@ def test_other_models(folder):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match="damaged"):
         lora.load_adapter(model, folder / "theirs")
-
-
-def test_nothing_to_train():
-    command = [sys.executable, str(EXAMPLES / "lora.py"), "--adapter", "none", "--steps", "0"]
-    run = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert run.returncode == 2 and "--steps 0; expected 1 or more" in run.stderr

@@ -1,0 +1,129 @@
+"""Wrong values of every option of every script: one line on stderr that names it, exit status 2.
+
+The parsers say which options there are. A new script needs its command here.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import json
+import shlex
+import sys
+from unittest.mock import MagicMock
+
+import pytest
+
+import llama2
+from test_llama2 import SCRIPT, TALE, write_gguf
+
+ROOT = SCRIPT.parent
+COMMANDS = {  # one that ends soon, for each script
+    "llama2.py": "--model {model} --chat --quiet",
+    "bench_llama2.py": "--model {model} --perplexity {files}/schema --context 32",
+    "models/train.py": "{files}/text --out new.gguf --epochs 0.01 --batch 64 --threads 1 --vocab 340"
+    " --hidden 8 --mlp 8 --layers 1 --heads 2",
+    "examples/batch.py": "fox --model {model} --max-new-tokens 1",
+    "examples/confidence.py": "fox --model {model} --max-new-tokens 1",
+    "examples/convert.py": "{model} new.gguf",
+    "examples/drafts.py": "fox --model {model} --max-new-tokens 1",
+    "examples/lens.py": "fox --model {model}",
+    "examples/lora.py": "--model {model} --data {files}/text --steps 1 --out new.gguf",
+    "examples/schema.py": "--model {model} --schema {files}/schema --prompt fox --max-new-tokens 1",
+    "examples/server.py": "--model {model} --port 0 --quiet",
+}
+VALUES = "0 -1 nan inf word no/such/file"
+RIGHT = {  # values: the options that take them; all others take none
+    "0": "--decay --depth --draft --epochs --max-new-tokens --min-p --port --seed --temperature"
+    " --top-k --top-p --warmup --weight-decay",
+    "0 -1 nan inf word": "--json --out --plot --profile --save",  # a file in a folder that exists
+    VALUES: "--api-key --cors --prompt --stop --system"  # any text
+    " --llama-bench --llama-completion --questions --text",  # or of a mode that is not chosen
+}
+RIGHT_HERE = {
+    ("llama2.py", "--seed"): "0 -1",  # a random one
+    ("models/train.py", "--out"): "",  # .gguf
+    ("examples/lora.py", "--adapter"): VALUES,  # a folder, which is made
+    ("examples/server.py", "--host"): VALUES,
+}
+
+
+@functools.cache
+def code_of(script):
+    source = "import llama2, sys; sys.exit(llama2.main())"
+    if script != "llama2.py":
+        source = (ROOT / script).read_text("utf-8")
+    return compile(source, str(ROOT / script), "exec")
+
+
+@pytest.fixture
+def run(cli_path, tmp_path, monkeypatch, capsys):
+    """Run a script in a folder of its own: run(script, options) -> exit status, stderr."""
+    (tmp_path / "text").write_text(TALE.replace("\n", "\n\n") * 20, "utf-8")
+    (tmp_path / "schema").write_text(json.dumps({"title": TALE}))
+    folders = (tmp_path / str(i) for i in itertools.count())
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr("torch.set_flush_denormal", MagicMock())
+    monkeypatch.setattr("socket.create_server", MagicMock())
+    monkeypatch.setattr("signal.signal", MagicMock(side_effect=KeyboardInterrupt))  # the server's
+
+    def run(script, *options):
+        folder = next(folders)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+        names = {"model": cli_path.as_posix(), "files": tmp_path.as_posix()}
+        argv = shlex.split(COMMANDS[script].format(**names))
+        monkeypatch.setattr("sys.argv", [script, *argv, *options])
+        with pytest.raises(SystemExit) as end:
+            exec(code_of(script), {"__name__": "__main__", "__file__": str(ROOT / script)})  # noqa: S102
+            sys.exit(0)
+        status, err = end.value.code, capsys.readouterr().err
+        if "pip install" in f"{status} {err}":
+            pytest.skip("a package is missing")
+        return status, err
+
+    return run
+
+
+def options_of(run, script, monkeypatch):
+    """The options that take a value."""
+    with monkeypatch.context() as patch:
+        parse_args = MagicMock(side_effect=SystemExit)
+        patch.setattr(llama2.Parser, "parse_args", lambda parser, *_: parse_args(parser))
+        run(script)
+    (parser,) = parse_args.call_args.args
+    return [a.option_strings[0] for a in parser._actions if a.option_strings and a.nargs != 0]
+
+
+PATHS = [path for folder in (".", "examples", "models") for path in (ROOT / folder).glob("*.py")]
+SCRIPTS = [
+    path.relative_to(ROOT).as_posix() for path in PATHS if "Parser(" in path.read_text("utf-8")
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_wrong_values(run, monkeypatch, script):
+    assert run(script)[0] in (0, 1)  # schema.py: cut at --max-new-tokens
+    for option in options_of(run, script, monkeypatch):
+        rows = [values for values, options in RIGHT.items() if option in options.split()]
+        right = RIGHT_HERE.get((script, option), rows[0] if rows else "")
+        for value in VALUES.split():
+            status, err = run(script, option, value)
+            case = f"{script} {option} {value}: {status}, {err}"
+            if value in right.split():
+                assert status in (0, 1), case
+            else:
+                assert (status, err.count("\n")) == (2, 1), case
+                assert option.strip("-").replace("-", "_") in err.replace("-", "_") or value in err
+
+
+@pytest.mark.parametrize("script", [name for name, command in COMMANDS.items() if "fox" in command])
+def test_a_prompt_without_tokens(run, monkeypatch, tmp_path, keys, tensors, script):
+    """The empty one, of a vocabulary that puts no BOS in front."""
+    path = tmp_path / "no_bos.gguf"
+    write_gguf(path, keys | {"tokenizer.ggml.add_bos_token": False}, tensors)
+    monkeypatch.setitem(COMMANDS, script, COMMANDS[script].replace("fox", "''"))
+    status, err = run(script, "--model", str(path))
+    assert (status, err.count("\n")) == (2, 1) and "expected" in err
