@@ -706,6 +706,12 @@ def run_models(args):
 # 7. Texts: perplexity and fidelity
 
 
+def read_text(path):
+    """The text of a file. Raises ValueError or OSError, which name it."""
+    with llama2.naming(path):
+        return path.read_text(encoding="utf-8")
+
+
 def windows(tokenizer, text, context):
     """The windows (N, context) that llama-perplexity cuts a text into, each with BOS at first."""
     ids = torch.tensor(tokenizer.encode(text))
@@ -721,7 +727,7 @@ def windows(tokenizer, text, context):
 def run_perplexity(args):
     """Perplexity of a text: how well the second half of each window is predicted."""
     model, tokenizer = load(args, model_file(args))
-    texts = windows(tokenizer, args.perplexity.read_text(encoding="utf-8"), args.context)
+    texts = windows(tokenizer, read_text(args.perplexity), args.context)
     logprobs = torch.cat([llama2.score(model, text)[args.context // 2 :] for text in texts])
     value = math.exp(-logprobs.double().mean())
     table(("tokens scored", "perplexity"), [(len(logprobs), f"{value:.4f}")])
@@ -869,7 +875,7 @@ def read_prompts(args, tokenizer):
     is_chat = bool(tokenizer.chat_template)
     text = QUESTIONS if is_chat else OPENINGS
     if args.questions is not None:
-        text = args.questions.read_text(encoding="utf-8")
+        text = read_text(args.questions)
     prompts = []
     for line in text.splitlines():
         message = {"role": "user", "content": line}
@@ -889,7 +895,7 @@ def run_fidelity(args):
         name: [reader.answer(prompt).strip("\n") for prompt in prompts]
         for name, reader in readers.items()
     }
-    text = args.text.read_text(encoding="utf-8") if args.text else "\n".join(answers["exact"])
+    text = read_text(args.text) if args.text else "\n".join(answers["exact"])
     texts = read_texts(readers, windows(tokenizer, text, args.context))
     rows = []
     for name, found in answers.items():

@@ -9,7 +9,6 @@ the station's code, {code[f/x =]} a line of llama2.py. Each picture carries the 
 shows, which --check compares. A number after "about" is a measured time: it may differ threefold.
 """
 
-import argparse
 import difflib
 import functools
 import html
@@ -1246,8 +1245,9 @@ def close(old, new, timed):
 @torch.no_grad()
 def main(argv=None):
     """Make the page or check it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("stations", nargs="*", type=int, help="0 to 12; default: all")
+    parser = llama2.Parser(description=__doc__.split("\n")[0])
+    station = llama2.in_range(int, 0, len(STATIONS) - 1)
+    parser.add_argument("stations", nargs="*", type=station, help="0 to 12; default: all")
     parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
     args = parser.parse_args(argv)
     chosen = args.stations or range(len(STATIONS))

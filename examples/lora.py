@@ -140,6 +140,8 @@ def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
         if step % max(1, steps // 10) == 0:
             with torch.no_grad():
                 loss = torch.stack([loss_of(model, p) for p in pieces[last::LENGTH][:8]]).mean()
+            if not loss.isfinite():
+                raise ValueError(f"the loss is {loss} after {step} steps; try a lower --rate")
         text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, held-out loss {loss:.3f}"
         print(f"\r[{text}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
         if step < steps:
@@ -177,7 +179,9 @@ if __name__ == "__main__":
         else:
             add_adapters(model, args.targets, args.rank, args.alpha)
         if args.data:
-            train(model, tokenizer.encode(args.data.read_text("utf-8")), args.steps, args.rate)
+            with llama2.naming(args.data):
+                ids = tokenizer.encode(args.data.read_text("utf-8"))
+            train(model, ids, args.steps, args.rate)
         if args.data and args.adapter:
             save_adapter(model, args.adapter)
         if args.out:

@@ -30,7 +30,8 @@ def main() -> int:
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
     try:
-        schema = json.loads(args.schema.read_text("utf-8"))
+        with llama2.naming(args.schema):
+            schema = json.loads(args.schema.read_text("utf-8"))
         model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
         config = model.config
         stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id}

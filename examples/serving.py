@@ -64,7 +64,8 @@ class Session:
         self.context = context
         self.template = args.chat_template
         if self.template and self.template not in llama2.CHAT_TEMPLATES:
-            self.template = Path(self.template).read_text("utf-8")
+            with llama2.naming(self.template):
+                self.template = Path(self.template).read_text("utf-8")
         self.has_template = bool(self.template or self.tokenizer.chat_template.strip())
         if not self.has_template:
             self.template = "llama-2"

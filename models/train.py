@@ -46,10 +46,8 @@ PADDING = -1  # after the end of a row
 
 def read_stories(path: Path) -> tuple[list[str], list[str]]:
     """(training, held out): every fiftieth story is held out."""
-    try:
+    with llama2.naming(path):
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     stories = [part.strip("\n") for part in re.split(r"\n{2,}", text) if part.strip()]
     if len(stories) < 50:
         raise ValueError(f"{path} holds {len(stories)} stories; needed are 50 or more")
@@ -263,45 +261,46 @@ def train(args: argparse.Namespace) -> None:
     loss_of = torch.compile(next_token_loss, dynamic=True) if args.compile else next_token_loss
     recent: deque[float] = deque(maxlen=50)  # losses of the last steps
     data = batches(rows, args.batch, args.seed, step)
-    bar = tqdm(total=steps, initial=step, unit="step", mininterval=10)
     start = time.monotonic()
-    while step < steps:
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, args)
-        loss = loss_of(model, next(data).to(args.device), args.bf16)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
-        step += 1
-        recent.append(loss.item())
-        running = sum(recent) / len(recent)
-        bar.update()
-        bar.set_postfix_str(f"loss {running:.3f}", refresh=False)
+    with tqdm(total=steps, initial=step, unit="step", mininterval=10) as bar:
+        while step < steps:
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, steps, args)
+            loss = loss_of(model, next(data).to(args.device), args.bf16)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not norm.isfinite():
+                raise ValueError(f"the gradient of step {step + 1} is {norm}; try a lower --lr")
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+            step += 1
+            recent.append(loss.item())
+            running = sum(recent) / len(recent)
+            bar.update()
+            bar.set_postfix_str(f"loss {running:.3f}", refresh=False)
 
-        if step % every == 0 or step == steps:
-            nats = evaluate(model, held_out, args.batch)
-            seconds += time.monotonic() - start
-            bar.write(
-                f"step {step}, epoch {step / per_epoch:.2f}, {seconds:.0f} s:"
-                f" training loss {running:.3f}, held out {nats / held_tokens:.3f},"
-                f" {nats / math.log(2) / held_bytes:.4f} bits/byte"
-            )
-            llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "config": asdict(model.config),
-                "tokens": tokens,
-                "step": step,
-                "seconds": seconds,
-            }
-            torch.save(state, checkpoint_path.with_suffix(".tmp"))
-            checkpoint_path.with_suffix(".tmp").replace(checkpoint_path)
-            start = time.monotonic()
-    bar.close()
+            if step % every == 0 or step == steps:
+                nats = evaluate(model, held_out, args.batch)
+                seconds += time.monotonic() - start
+                bar.write(
+                    f"step {step}, epoch {step / per_epoch:.2f}, {seconds:.0f} s:"
+                    f" training loss {running:.3f}, held out {nats / held_tokens:.3f},"
+                    f" {nats / math.log(2) / held_bytes:.4f} bits/byte"
+                )
+                llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
+                state = {
+                    "model": model.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                    "config": asdict(model.config),
+                    "tokens": tokens,
+                    "step": step,
+                    "seconds": seconds,
+                }
+                torch.save(state, checkpoint_path.with_suffix(".tmp"))
+                checkpoint_path.with_suffix(".tmp").replace(checkpoint_path)
+                start = time.monotonic()
     print(f"{args.out}: {args.out.stat().st_size} bytes")
 
 

@@ -33,18 +33,20 @@ COMMANDS = {  # one that ends soon, for each script
     "examples/schema.py": "--model {model} --schema {files}/schema --prompt fox --max-new-tokens 1",
     "examples/server.py": "--model {model} --port 0 --quiet",
 }
-VALUES = "0 -1 nan inf word no/such/file"
+VALUES = "0 -1 nan inf word no/such/file bytes"  # the last: a file that is no text
 RIGHT = {  # values: the options that take them; all others take none
     "0": "--decay --depth --draft --epochs --max-new-tokens --min-p --port --seed --temperature"
     " --top-k --top-p --warmup --weight-decay",
-    "0 -1 nan inf word": "--json --out --plot --profile --save",  # a file in a folder that exists
+    "0 -1 nan inf word": "--out --save",  # a new file in a folder that exists
+    "0 -1 nan inf word bytes": "--json --plot --profile",  # or one that is replaced
+    "bytes": "--prompt-file",  # U+FFFD in place of what is no UTF-8
     VALUES: "--api-key --cors --prompt --stop --system"  # any text
     " --llama-bench --llama-completion --questions --text",  # or of a mode that is not chosen
 }
 RIGHT_HERE = {
     ("llama2.py", "--seed"): "0 -1",  # a random one
     ("models/train.py", "--out"): "",  # .gguf
-    ("examples/lora.py", "--adapter"): VALUES,  # a folder, which is made
+    ("examples/lora.py", "--adapter"): "0 -1 nan inf word no/such/file",  # a folder, which is made
     ("examples/server.py", "--host"): VALUES,
 }
 
@@ -71,6 +73,7 @@ def run(cli_path, tmp_path, monkeypatch, capsys):
     def run(script, *options):
         folder = next(folders)
         folder.mkdir()
+        (folder / "bytes").write_bytes(b"\xff\xfe\0")
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
         names = {"model": cli_path.as_posix(), "files": tmp_path.as_posix()}

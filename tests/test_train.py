@@ -149,6 +149,16 @@ def test_long_stories_are_cut(train):
     assert sorted(row.tolist() for row in rows) == [[1, 3, 4, 5], [1, 9, 2], [5, 6, 7, 8], [8, 2]]
 
 
+def test_a_loss_that_is_not_finite(train, run, monkeypatch, capsys):
+    """Ends the run before it changes a weight."""
+    monkeypatch.setattr(train, "evaluate", lambda *args: 1.0)
+    loss_of = train.next_token_loss
+    monkeypatch.setattr(train, "next_token_loss", lambda *args: loss_of(*args) * math.nan)
+    with pytest.raises(SystemExit, match="2"):
+        run()
+    assert "the gradient of step 1 is nan; try a lower --lr" in capsys.readouterr().err
+
+
 def test_too_few_stories(refused, tmp_path):
     (tmp_path / "text").write_text("One.\n\nTwo.", "utf-8")
     assert "holds 2 stories" in refused()
@@ -167,3 +177,4 @@ def test_checkpoints_that_cannot_be_used(run, refused):
         assert f"{path} cannot be used; remove it" in refused()
     torch.save(state, path)
     assert "another text or architecture" in refused("--heads", 8)
+    assert "--context 65; " in refused("--init", out, "--context", 65)
