@@ -797,7 +797,8 @@ class Vocabulary:
     eos_id: int | None = 2
     add_bos: bool = True  # a text begins with BOS
     prepend_scheme: str = "first"  # where a space is added: "never", at the start of a text, or
-    # "always": behind each special token, too ("legacy" in transformers)
+    # behind each special token, too: "always", if there is none ("legacy" in transformers 5), or
+    # "prepend", in front of one, too (llama.cpp, and a tokenizer.json with Prepend)
     chat_template: str = ""  # in Jinja; "": it was not trained to converse, or does not say how
     keys: Any = None  # what part III needs to save it
 
@@ -852,15 +853,15 @@ class Tokenizer:
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         if not self.is_sentencepiece:
             return self.engine.encode(text, add_special_tokens=False).ids
-        always = self.vocabulary.prepend_scheme == "always"
+        scheme = self.vocabulary.prepend_scheme
         ids: list[int] = []
         for part in self.written_texts.split(text):
             if part in self.written:
                 ids.append(self.written[part])
             elif part:
-                # As tokenizers does it, not behind a token where there is a space already.
-                adds_space = always and part[0] != " " if ids else first
-                ids += (self.engine if adds_space else self.engine_no_prefix).encode(part)
+                if ids:
+                    first = scheme == "prepend" or (scheme == "always" and part[0] != " ")
+                ids += (self.engine if first else self.engine_no_prefix).encode(part)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -986,7 +987,7 @@ CHAT_TEMPLATES = {  # for models that bring none, by name; every tag strips the 
         {{- raise_exception('expected the roles [system,] user, assistant, user, ...') }}
     {%- elif message.role == 'user' %}
         {%- set content = system + message.content if loop.first else message.content %}
-        {{- bos_token + ' [INST] ' + content | trim + ' [/INST]' }}
+        {{- bos_token + '[INST] ' + content | trim + ' [/INST]' }}
     {%- else %}
         {{- ' ' + message.content | trim + ' ' + eos_token }}
     {%- endif %}
@@ -2001,7 +2002,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         eos,
         get("tokenizer.ggml.add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
         # A key of ours. Where there is none, it is as in llama.cpp.
-        get("tokenizer.ggml.prepend_scheme", str, "always" if prefix else "never"),
+        get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
         get("tokenizer.chat_template", str, ""),
         None if is_json else metadata,
     )
@@ -2199,9 +2200,8 @@ def read_tokenizer_json(path: Path, settings: dict[str, Any]) -> tuple[Any, ...]
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
     steps = json_steps(content)
-    scheme = "first" if '"first"' in steps else "always"
-    if not re.search('"prepend": |"first"|"always"|"add_prefix_space": true', steps):
-        scheme = "never"
+    found = re.search('"(prepend)": |"(first)"|"(always)"', steps)
+    scheme = found[found.lastindex] if found else "never"
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
     begins = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
     if begins:  # with BOS, which other files may not name

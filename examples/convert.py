@@ -205,7 +205,9 @@ def meta_tokenizer(folder: Path, config: llama2.Config) -> llama2.Tokenizer:
             is_tiktoken = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", path.read_bytes())
             if is_tiktoken:
                 return llama3_tokenizer(path)
-            return llama2.Tokenizer.from_file(path, config)
+            vocabulary = llama2.Tokenizer.from_file(path, config).vocabulary
+            # Meta's code encodes each question and answer alone, with a space in front.
+            return llama2.Tokenizer(replace(vocabulary, prepend_scheme="prepend"))
     raise FileNotFoundError(f"{folder}: no tokenizer.model there or one folder up")
 
 
@@ -333,7 +335,7 @@ def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
         "add_bos_token": vocabulary.add_bos,
         "chat_template": vocabulary.chat_template or None,
         "clean_up_tokenization_spaces": False,
-        "legacy": vocabulary.prepend_scheme == "always",
+        "legacy": vocabulary.prepend_scheme in ("always", "prepend"),
     }
     for role, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)):
         if token_id is not None:

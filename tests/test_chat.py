@@ -325,7 +325,7 @@ def test_messages_that_are_none(bare):
 # Templates by name, and none
 
 NAMED = {  # what they make of "s:S u:hi~ a:yes u:so"; Llama 2's is Meta's own text
-    "llama-2": "<s> [INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yes </s><s> [INST] so [/INST]",
+    "llama-2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yes </s><s>[INST] so [/INST]",
     "llama-3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
     + FAMILIES["llama 3"][1].removeprefix("<s>"),
     "chatml": "<|im_start|>system\nS<|im_end|>\n" + FAMILIES["hermes 2 pro"][1].removeprefix("<s>"),

@@ -43,7 +43,7 @@ TEXTS = [
     "\n\tif x:\n        y",
     "\u65e5 \U0001f600",
 ]
-DIALOGUES = [dialogue("u:hi"), dialogue("s:S u:the~fox a:it~ran~ u:so")]
+DIALOGUES = [dialogue(text) for text in ("u:hi", "u:the~fox a:it~ran~ u:so", "s:S u:hi a:ran")]
 
 
 def write_family(path, row):
