@@ -909,14 +909,15 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
         model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
     else:
         model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        merges = model["merges"]  # pairs, or texts like "a b"; none may make a control token
-        model["merges"] = [m for m in merges if "".join(m).replace(" ", "") not in marks]
-    added = [
-        {**t, "content": marks.get(t["content"], t["content"])} for t in content["added_tokens"]
+        # Pairs, or texts like "a b"; none may make a control token.
+        model["merges"] = [m for m in model["merges"] if "".join(m).replace(" ", "") not in marks]
+    added = [  # marks are found anywhere, whatever a normalizer writes in front of them
+        {**t, "content": marks[t["content"]], "normalized": False} if t["content"] in marks else t
+        for t in content["added_tokens"]
     ]
     try:
-        text = json.dumps({**content, "model": model, "added_tokens": added}, ensure_ascii=False)
-        return tokenizers.Tokenizer.from_str(text)
+        content = {**content, "model": model, "added_tokens": added}
+        return tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
 
