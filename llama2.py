@@ -860,7 +860,7 @@ class Tokenizer:
                 ids.append(self.written[part])
             elif part:
                 if ids:
-                    first = scheme == "prepend" or (scheme == "always" and part[0] != " ")
+                    first = scheme == "prepend" or scheme == "always" and part[0] != " "
                 ids += (self.engine if first else self.engine_no_prefix).encode(part)
         return ids
 
@@ -2201,8 +2201,8 @@ def read_tokenizer_json(path: Path, settings: dict[str, Any]) -> tuple[Any, ...]
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
     steps = json_steps(content)
-    found = re.search('"(prepend)": |"(first)"|"(always)"', steps)
-    scheme = found[found.lastindex] if found else "never"
+    found = re.search('"(prepend|first|always)"', steps)
+    scheme = found[1] if found else "never"
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
     begins = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
     if begins:  # with BOS, which other files may not name
@@ -2232,11 +2232,13 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
     with suppress(ValueError, OSError):  # there may be none, or tiktoken's
         # Of two that say the same, the one that was trained: SentencePiece runs it in less time,
         # and it has GGUF's scores. transformers reads the other: that counts where they differ, of
-        # a Mistral in the spaces, too (of a Llama it goes by "legacy" instead).
+        # a Mistral in the spaces, too (of a Llama it goes by "legacy" instead), and where added
+        # tokens take the spaces beside them.
         trained = read_vocabulary_file(folder / "tokenizer.model", config)
         model_type = read_json(folder / "config.json").get("model_type")
         spaces_differ = trained.prepend_scheme != vocabulary.prepend_scheme
-        if trained.pieces == vocabulary.pieces and not (spaces_differ and model_type == "mistral"):
+        other_spaces = spaces_differ and model_type == "mistral" or takes_spaces(vocabulary)
+        if trained.pieces == vocabulary.pieces and not other_spaces:
             return trained
     return vocabulary
 
@@ -2299,11 +2301,17 @@ def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
     return {k: v for k, v in keys.items() if k.startswith("tokenizer.") and v is not None}
 
 
+def takes_spaces(vocabulary: Vocabulary) -> bool:
+    """Whether added tokens of a tokenizer.json take what is beside them, or are whole words."""
+    added = json.dumps(vocabulary.model.get("added_tokens"))
+    return bool(re.search('"(single_word|lstrip|rstrip)": true', added))
+
+
 def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
     """GGUF's keys for a tokenizer.json. Raises ValueError for what they cannot say."""
     content = vocabulary.model
     model, steps = content["model"], json_steps(content)
-    if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(content.get("added_tokens"))):
+    if takes_spaces(vocabulary):
         raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
     for pre, known in PRE_TOKENIZERS.items():
         is_like_llama_3 = bool(model.get("ignore_merges"))

@@ -273,6 +273,8 @@ def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any] | None:
     model, pieces = vocabulary.model, vocabulary.pieces
     if isinstance(model, bytes) or not re.fullmatch(SPACES, llama2.json_steps(model)):
         return None
+    if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(model.get("added_tokens"))):
+        return None
     model = model["model"]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     words = {piece for piece, t in zip(pieces, vocabulary.types) if t == 1}  # NORMAL, as in GGUF

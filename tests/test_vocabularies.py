@@ -275,6 +275,7 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy):
     """The ids are tokenizers' and, but for spaces at the start, those of a GGUF file made of it."""
     tokenizers = pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy)
+    content["added_tokens"][2]["normalized"] = legacy  # it is found behind letters all the same
     ours = read_json(tmp_path, content)
     assert not ours.byte_level and not ours.is_sentencepiece
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
@@ -303,12 +304,15 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
         sentencepiece_keys(read_json(tmp_path, content).vocabulary)
 
 
-@pytest.mark.parametrize("change", [None, "pieces", "tiktoken's", "spaces", "a Mistral's spaces"])
+@pytest.mark.parametrize(
+    "change", [None, "pieces", "tiktoken's", "spaces", "a Mistral's spaces", "rstrip"]
+)
 def test_a_folder_of_both(tmp_path, vocabulary, tokenizer, change):
     """tokenizer.model where both say the same, else tokenizer.json, which transformers reads."""
     pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy="spaces" in str(change))
     model_type = "mistral" if change == "a Mistral's spaces" else "llama"
+    content["added_tokens"][2]["rstrip"] = change == "rstrip"
     if change == "pieces":
         vocab = content["model"]["vocab"]
         vocab["new"] = vocab.pop(tokenizer.pieces[-1])
