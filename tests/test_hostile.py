@@ -426,13 +426,13 @@ def test_scales_that_are_no_numbers(vocabulary, tmp_path, kind):
 FIRST = "model-00001-of-00002.safetensors"
 
 
-def refused_header(directory, path, change, more=b""):
+def refused_header(directory, path, change, more=b"", said=FIRST):
     """A directory is refused whose first file has the header, or text, that `change` makes."""
     data = directory[FIRST]
     size = int.from_bytes(data[:8], "little")
     text = change(json.loads(data[8 : 8 + size])).encode()
     files = directory | {FIRST: u64(len(text)) + text + data[8 + size :] + more}
-    refused(write_files(path, files), FIRST)
+    refused(write_files(path, files), said)
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,8 @@ def test_hostile_safetensors(directory, tmp_path, field, value):
         header["model.norm.weight"][field] = value
         return json.dumps(header)
 
-    refused_header(directory, tmp_path / "model", change)
+    said = "has the type I64; expected F32, F16, BF16" if value == "I64" else FIRST
+    refused_header(directory, tmp_path / "model", change, said=said)
 
 
 def test_overlaps_and_bytes_behind(directory, tmp_path):
