@@ -77,17 +77,6 @@ def test_whatever_is_drafted(model, monkeypatch, sampling):
                 assert step.accepted == 0
 
 
-def test_generations_that_take_turns(model):
-    """One cache, one Drafts, two texts: each as it is alone."""
-    step = Drafts(model)
-    cache = model.new_cache()
-    streams, alone = [], []
-    for ids in (PROMPT, [1, 60, 61, 60, 61, 60]):
-        alone.append([*llama2.generate(model, ids, SAMPLED, 12, ())])
-        streams.append(llama2.generate(model, ids, SAMPLED, 12, (), cache=cache, step=step))
-    assert [*zip(*streams, strict=True)] == [*zip(*alone, strict=True)]
-
-
 def test_drafts_that_are_not_used(model):
     """Another text in another cache; the text itself in a cache that was reset for new weights."""
     model = copy.deepcopy(model)
