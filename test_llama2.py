@@ -66,16 +66,16 @@ def needs(*names):
     return pytest.mark.skipif(bool(missing), reason=f"llama2.py has no {', '.join(missing)}")
 
 
-def make_weights(config, seed=0, scale=0.2):
+def make_weights(config, scale=0.2):
     """Random weights by this file's names; RandomState gives the same numbers in every numpy."""
-    return {name: weight.copy() for name, weight in drawn_weights(config, seed, scale).items()}
+    return {name: weight.copy() for name, weight in drawn_weights(config, scale).items()}
 
 
 @functools.cache
-def drawn_weights(config, seed, scale):
+def drawn_weights(config, scale):
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in llama2.Llama(config).named_parameters()}
-    random_state = np.random.RandomState(seed)
+    random_state = np.random.RandomState(0)
     weights = {}
     for name in sorted(shapes):
         noise = random_state.standard_normal(shapes[name]).astype(np.float32)
@@ -83,12 +83,12 @@ def drawn_weights(config, seed, scale):
     return weights
 
 
-def make_model(config=CONFIG, weights=None, cls=llama2.Llama):
+def make_model(config=CONFIG, weights=None):
     """A model that holds `weights`, without any loader."""
     weights = dict(make_weights(config) if weights is None else weights)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    model = cls(config)
+    model = llama2.Llama(config)
     model.load_state_dict({name: torch.as_tensor(w) for name, w in weights.items()})
     return model.eval()
 
@@ -176,12 +176,14 @@ def config_keys(config):
 
 
 def write_gguf(path, keys, tensors=None, arch="llama", **options):
-    """A GGUF file. Values of None are left out; a tensor may be (blocks, type) instead of floats."""
-    writer = gguf.GGUFWriter(path, arch, **options)
+    """A GGUF file. Values of None are left out; a value may be (value, types), a tensor (blocks, type)."""
+    writer, types = gguf.GGUFWriter(path, arch, **options), gguf.GGUFValueType
+    writer.data_alignment = keys.get("general.alignment", 32)
     kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
     for key, value in keys.items():
         if value is not None:
-            writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
+            typed = value if isinstance(value, tuple) else (value, types[kinds[type(value)]])
+            writer.add_key_value(key, *typed)
     for name, tensor in (tensors or {}).items():
         blocks, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
         if blocks is not None:
@@ -194,19 +196,11 @@ def write_gguf(path, keys, tensors=None, arch="llama", **options):
 
 
 # Where the float16 scales are in a block; random bytes elsewhere are legal values.
-SCALES = {
-    **{name: (0,) for name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ1_S")},
-    **{name: (0,) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
-    **{name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "TQ1_0": (52,),
-    "TQ2_0": (64,),
-    "MXFP4": (),
-    "NVFP4": (),
-    "IQ1_M": (),
-}
+ONE_SCALE = "Q4_0 Q5_0 Q8_0 IQ4_NL IQ4_XS IQ1_S IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S"
+TWO_SCALES = "Q4_1 Q5_1 Q4_K Q5_K"
+SCALES = dict.fromkeys(ONE_SCALE.split(), (0,)) | dict.fromkeys(TWO_SCALES.split(), (0, 2))
+SCALES |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)}
+SCALES |= dict.fromkeys(("MXFP4", "NVFP4", "IQ1_M"), ())
 
 
 def random_blocks(kind, rows, columns, seed):
@@ -356,11 +350,8 @@ FORMS = llama2.Config(
 
 @pytest.fixture(scope="session")
 def forms(tmp_path_factory, vocabulary):
-    """A folder with the same model in every form, and its weights."""
+    """A folder with the same model in two forms, and its weights."""
     root, weights = tmp_path_factory.mktemp("forms"), make_weights(FORMS, scale=0.15)
-    stored = {gguf_name(name): weight for name, weight in weights.items()}
-    keys = config_keys(FORMS) | vocabulary_keys(vocabulary[1])
-    write_gguf(root / "gguf.gguf", keys, stored)
     write_hf(root / "hf", FORMS, weights)
     write_hf(root / "hf_index", FORMS, weights, files=2)
     for folder in root.glob("hf*"):
@@ -383,23 +374,6 @@ def in_steps(model, tokens, steps, cache=None):
     cache = llama2.Cache(model.config, len(tokens)) if cache is None else cache
     parts = tokens.split(steps, dim=1)
     return torch.cat([model(part, cache, all_positions=True) for part in parts], dim=1)
-
-
-def assert_layers_equal(loaded, weights, *shapes):
-    """Every linear layer, the embedding and the logits are those of these dense weights."""
-    for name, module in loaded.named_modules():
-        if name.endswith("_proj") or name == "lm_head":
-            weight = torch.from_numpy(weights[f"{name}.weight"])
-            torch.manual_seed(0)
-            for shape in shapes:
-                x = torch.randn(*shape, weight.shape[1])
-                assert_close(module(x), F.linear(x, weight), 1e-5)
-    found = loaded.embed_tokens(TOKENS[:2, :24])
-    assert_close(found, torch.from_numpy(weights["embed_tokens.weight"])[TOKENS[:2, :24]], 1e-6)
-    wanted = make_model(loaded.config, weights)(TOKENS[:2, :24])
-    assert wanted.std() > 0.1
-    assert_close(loaded(TOKENS[:2, :24]), wanted)
-    assert_close(in_steps(loaded, TOKENS[:2, :24], [20, 1, 1, 1, 1]), wanted)
 
 
 def dialogue(text):
@@ -477,11 +451,6 @@ def write_files(path, files):
     return path
 
 
-def tokenizer_model(keys):
-    """The tokenizer.model of a vocabulary in a GGUF file's keys."""
-    return llama2.Tokenizer(keys).sp.serialized_model_proto()
-
-
 def added_tokens_decoder(tokens, start):
     """As tokenizer_config.json has it: texts, and whether they are special."""
     flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
@@ -529,6 +498,17 @@ def logits_of(path, **options):
         return model(ROWS)
 
 
+@pytest.fixture
+def write_tiny(tmp_path, keys, tensors):
+    """Writes the tiny model with changed keys and tensors."""
+
+    def write(changed_keys=None, changed_tensors=None):
+        path = tmp_path / "x.gguf"
+        return write_gguf(path, keys | (changed_keys or {}), tensors | (changed_tensors or {}))
+
+    return write
+
+
 # --------------------------------------------------------------------------------------------------
 # 1. Config
 
@@ -555,12 +535,9 @@ def test_presets_have_the_published_number_of_parameters(size, count):
         ({"hidden_size": 65}, "hidden_size"),
         ({"hidden_size": 12}, "head_dim is 3"),  # which has no pairs
         ({"head_dim": 0}, "head_dim is 0"),
-        ({"head_dim": 7}, "head_dim is 7"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"vocab_size": -1}, "vocab_size"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
-        ({"rope_theta": 0.0}, "rope_theta"),
         ({"rope_scaling_factor": math.inf}, "rope_scaling_factor"),
         ({"rope_freq_factors": (1.0,)}, "rope_freq_factors"),
         ({"rope_freq_factors": (0.0,) * 8}, "rope_freq_factors"),
@@ -595,13 +572,10 @@ def test_rope_turns_each_pair_as_a_complex_number():
     D = CONFIG.head_dim
     x = torch.randn(2, 9, 3, D)
     exponents = torch.arange(0, D, 2, dtype=torch.float64) / D
-    frequencies = 10000.0**-exponents
-    angles = torch.outer(torch.arange(9), frequencies)
+    angles = torch.outer(torch.arange(9), 10000.0**-exponents)
     turns = torch.polar(torch.ones_like(angles), angles)
-    pairs = x.double().unflatten(-1, (-1, 2))
-    pairs = torch.view_as_complex(pairs)
-    turned = pairs * turns[:, None]
-    wanted = torch.view_as_real(turned).flatten(-2).float()
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
+    wanted = torch.view_as_real(pairs * turns[:, None]).flatten(-2).float()
     cos, sin = llama2.rope_tables(CONFIG, 9)
     assert_close(llama2.apply_rotary_emb(x, cos, sin), wanted, 1e-6)
 
@@ -620,22 +594,15 @@ def test_rope_tables_stay_exact_far_out():
 
 def test_mask_values():
     """Lower right: catches is_causal=True, which is upper left, once something is stored."""
+
+    def mask(T):
+        return " ".join("".join(map(str, row)) for row in cache.mask(T).int().tolist())
+
     cache = llama2.Cache(CONFIG)
-    assert cache.mask(3).int().tolist() == [
-        [1, 0, 0],
-        [1, 1, 0],
-        [1, 1, 1],
-    ]
+    assert mask(3) == "100 110 111"
     cache.pos = 2
-    assert cache.mask(3).int().tolist() == [
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1],
-    ]
-    assert cache.mask(2).int().tolist() == [
-        [1, 1, 1, 0],
-        [1, 1, 1, 1],
-    ]
+    assert mask(3) == "11100 11110 11111"
+    assert mask(2) == "1110 1111"
     assert cache.mask(1) is None
     assert cache.mask(3).data_ptr() == cache.mask(3).data_ptr()  # built once
 
@@ -736,15 +703,13 @@ def qkv(attention, x):
 
 
 def test_qkv_projection_shape(model):
-    x = torch.randn(2, 5, 64)
-    q, k, v = qkv(model.layers[0].self_attn, x)
+    q, k, v = qkv(model.layers[0].self_attn, torch.randn(2, 5, 64))
     assert q.shape == (2, 5, 64)
     assert k.shape == v.shape == (2, 5, CONFIG.num_key_value_heads * CONFIG.head_dim)
 
 
 def test_qkv_projection_no_nan(model):
-    x = torch.randn(2, 5, 64)
-    for projected in qkv(model.layers[0].self_attn, x):
+    for projected in qkv(model.layers[0].self_attn, torch.randn(2, 5, 64)):
         assert projected.isfinite().all()
 
 
@@ -753,25 +718,18 @@ def test_attention_is_the_formula(kv_heads):
     """Written out head by head. Catches a wrong scale, mask, or order of the grouped heads."""
     config = llama2.Config(**SHAPE | {"num_key_value_heads": kv_heads})
     attention = llama2.CausalSelfAttention(config, 0)
-    B = 2
-    T = 6
-    H = 4
-    D = config.head_dim
-    x = torch.randn(B, T, 64)
-    cos, sin = llama2.rope_tables(config, T)
-    q, k, v = qkv(attention, x)
-    q = llama2.apply_rotary_emb(q.unflatten(-1, (-1, D)), cos, sin)
-    k = llama2.apply_rotary_emb(k.unflatten(-1, (-1, D)), cos, sin)
-    v = v.unflatten(-1, (-1, D))
-    heads = torch.zeros(B, T, H, D)
-    for b, t, h in np.ndindex(B, T, H):
-        g = h * kv_heads // H
-        keys = k[b, : t + 1, g]
-        values = v[b, : t + 1, g]
-        scores = keys @ q[b, t, h] / math.sqrt(D)
-        heads[b, t, h] = scores.softmax(0) @ values
+    x = torch.randn(2, 6, 64)
+    cos, sin = llama2.rope_tables(config, 6)
+    q, k, v = (y.unflatten(-1, (-1, config.head_dim)) for y in qkv(attention, x))
+    q = llama2.apply_rotary_emb(q, cos, sin)
+    k = llama2.apply_rotary_emb(k, cos, sin)
+    heads = torch.zeros(2, 6, 4, config.head_dim)
+    for b, t, h in np.ndindex(2, 6, 4):
+        g = h * kv_heads // 4
+        scores = k[b, : t + 1, g] @ q[b, t, h] / math.sqrt(config.head_dim)
+        heads[b, t, h] = scores.softmax(0) @ v[b, : t + 1, g]
     wanted = attention.o_proj(heads.flatten(2))
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
     assert_close(attention(x, cos, sin, mask, None), wanted, 1e-5)
 
 
@@ -805,7 +763,6 @@ def test_logits_equal_transformers(weights, model):
     wanted = make_hf(CONFIG, weights)(tokens).logits
     assert wanted.std() > 0.5  # flat logits would prove nothing
     assert_close(model(tokens), wanted)
-    assert_close(in_steps(model, tokens, [1] * 32), wanted)
 
 
 @torch.no_grad()
@@ -847,8 +804,7 @@ def test_second_turn_after_truncate(model, kept):
     cache = llama2.Cache(CONFIG)
     model(TOKENS[:1, :32], cache)
     cache.truncate(kept)
-    first = TOKENS[:1, :kept]
-    turn = torch.cat([first, TOKENS[1:2, :20]], dim=1)
+    turn = torch.cat([TOKENS[:1, :kept], TOKENS[1:2, :20]], dim=1)
     found = in_steps(model, turn[:, kept:], [7, 1, 12], cache)
     assert_close(found, model(turn)[:, kept:])
 
@@ -857,9 +813,7 @@ def test_second_turn_after_truncate(model, kept):
 def test_bfloat16_is_near_float32(model):
     wanted = model(TOKENS[:1, :32])
     cache = llama2.Cache(CONFIG, dtype=torch.bfloat16)
-    model = make_model().bfloat16()
-    steps = [20] + [1] * 12
-    found = in_steps(model, TOKENS[:1, :32], steps, cache)
+    found = in_steps(make_model().bfloat16(), TOKENS[:1, :32], [20] + [1] * 12, cache)
     assert found.dtype == torch.float32
     assert (found - wanted).std() < 0.05 * wanted.std()
 
@@ -868,8 +822,6 @@ def test_bfloat16_is_near_float32(model):
 def test_autograd_reaches_every_parameter_and_training_lowers_the_loss(tied):
     torch.manual_seed(0)
     model = llama2.Llama(llama2.Config(**SHAPE | {"tie_word_embeddings": tied}))
-    spread = model.embed_tokens.weight.std().item()
-    assert spread == pytest.approx(1 / math.sqrt(3 * 64), rel=0.1)
     losses = []
     for _ in range(8):
         logits = model(TOKENS[:, :-1])
@@ -897,17 +849,24 @@ def test_a_cache_takes_no_gradient(model):
 # Part I by itself
 
 
-def part_1():
-    """Part I's text, from its heading to the next one: `sed -n '/^# Part I:/,/^# Part II:/p'`."""
+def cut_out(monkeypatch, end):
+    """The text from part I to the heading of part `end`, and the module that it makes."""
     text = SCRIPT.read_text(encoding="utf-8")
-    return text[text.index("# Part I: ") : text.index("# Part II: ")]
+    text = text[text.index("# Part I: ") : text.index(f"# Part {end}: ")]
+    module = type(sys)("cut")
+    monkeypatch.setitem(sys.modules, "cut", module)  # dataclass looks its module up
+    alone = end == "II"  # which needs no annotations of the future
+    exec(compile(text, "cut", "exec", dont_inherit=alone), vars(module))  # noqa: S102
+    return text, module
 
 
-def test_part_1_is_pure():
+@torch.no_grad()
+def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
     """It knows torch, math and dataclasses; no files, no printing, no formats of weights."""
+    text, cut = cut_out(monkeypatch, "II")
     modules = set()
     names = set()
-    for node in ast.walk(ast.parse(part_1())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             modules.add(node.module)
         elif isinstance(node, ast.Import):
@@ -916,16 +875,7 @@ def test_part_1_is_pure():
             names.add(node.id)
     assert modules == {"math", "dataclasses", "torch", "torch.nn.functional"}
     assert not names & {"print", "open", "os", "sys", "Path", "eval", "exec"}
-    assert not re.search("gguf|ggml|quant|file", part_1().lower())
-
-
-@torch.no_grad()
-def test_part_1_runs_cut_out(model, monkeypatch):
-    cut = type(sys)("cut")
-    monkeypatch.setitem(sys.modules, "cut", cut)  # dataclass looks its module up
-    code = compile(part_1(), "cut", "exec", dont_inherit=True)
-    exec(code, vars(cut))  # noqa: S102
-    assert cut.Config.llama2_70b().num_key_value_heads == 8
+    assert not re.search("gguf|ggml|quant|file", text.lower())
     alone = cut.Llama(cut.Config(**SHAPE)).eval()
     alone.load_state_dict(model.state_dict())
     found = alone(TOKENS[:1, :9], cut.Cache(alone.config))
@@ -948,37 +898,50 @@ def test_every_type_gives_the_logits_of_dequantised_weights(
         same = np.array_equal(weight.dense(torch.float32), weights[name])  # to the last bit
         assert same or weight.ggml_type not in llama2.GGML_TYPES, name
     loaded, _ = llama2.load(path, compile=False)
-    assert_layers_equal(loaded, weights, (2, 1), (24,))
+    dense = make_model(WIDE, weights)
+    torch.manual_seed(0)
+    for name, module in dense.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            for shape in ((2, 1), (24,)):
+                x = torch.randn(*shape, module.in_features)
+                assert_close(loaded.get_submodule(name)(x), module(x), 1e-5)
+    assert_close(loaded.embed_tokens(ROWS), dense.embed_tokens(ROWS), 1e-6)
+    wanted = dense(ROWS)
+    assert wanted.std() > 0.1
+    assert_close(loaded(ROWS), wanted)
 
 
-@pytest.mark.parametrize("wrong", [(2, 18, 1), (2, 17), (2, 19)])
-def test_blocks_of_another_size_are_refused(wrong):
+@pytest.mark.parametrize("shape", [(2, 18, 1), (2, 17), (2, 19), (2, 18)])
+def test_blocks_of_another_size_are_refused(shape):
+    dtype = torch.float32 if shape == (2, 18) else torch.uint8
     with pytest.raises(ValueError, match="needs uint8"):
-        llama2.QuantizedLinear(torch.zeros(wrong, dtype=torch.uint8), "Q4_0")
-    with pytest.raises(ValueError, match="needs uint8"):
-        llama2.QuantizedLinear(torch.zeros(2, 18), "Q4_0")
+        llama2.QuantizedLinear(torch.zeros(shape, dtype=dtype), "Q4_0")
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "kinds", [["F32"], ["F16"], ["BF16"], ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"]], ids=str
+)
 @torch.no_grad()
-def test_types_are_read_per_tensor(tmp_path, vocabulary, tied):
-    """A file called Q4_K_M holds several types, and its header's file_type names but one."""
+def test_types_are_read_per_tensor(tmp_path, vocabulary, kinds, tied):
+    """A file called Q4_K_M holds several; only the absence of the output matrix ties it."""
     config = dataclasses.replace(WIDE, tie_word_embeddings=tied)
-    kinds = ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"]
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", kinds, config)
+    assert llama2.open_checkpoint(path).config == config
     wanted = make_model(config, weights)(ROWS)
-    assert_close(logits_of(path), wanted)
-    found = logits_of(path, dtype="bfloat16")
-    assert (found - wanted).std() < 0.05 * wanted.std()
+    assert_close(logits_of(path), wanted, 1e-5)
+    for dtype in ("bfloat16", "float16"):
+        found = logits_of(path, dtype=dtype)
+        assert found.dtype == torch.float32
+        assert (found - wanted).std() < 0.05 * wanted.std()
 
 
 @pytest.mark.parametrize("kind", ["I8", "I32", "F64", "Q8_1"])
-def test_types_that_hold_no_weights_are_refused(tmp_path, keys, tensors, kind):
+def test_types_that_hold_no_weights_are_refused(write_tiny, kind):
     """gguf cannot dequantise them: known when the model is loaded, not at the first token."""
     elements, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     blocks = np.zeros((320, 64 // elements * size), np.uint8)
-    odd = {"output.weight": (blocks, Kind[kind])}
-    path = write_gguf(tmp_path / "x.gguf", keys, tensors | odd)
+    path = write_tiny(None, {"output.weight": (blocks, Kind[kind])})
     with pytest.raises(ValueError, match=rf"x\.gguf: lm_head.weight: .*{kind}"):
         llama2.load(path)
 
@@ -987,162 +950,82 @@ def test_types_that_hold_no_weights_are_refused(tmp_path, keys, tensors, kind):
 # 10. Checkpoints: GGUF
 
 
-def assert_same_as_gguf_reader(path):
-    """All keys, and the type, shape and values of all tensors."""
+NUMBERS = {"UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768, "UINT32": 2**32 - 1}
+NUMBERS |= {"INT32": -(2**31), "UINT64": 2**64 - 1, "INT64": -(2**63), "FLOAT32": 0.1}
+NUMBERS |= {"FLOAT64": 0.1, "BOOL": True, "STRING": "\u65e5\n\U0001f999"}
+
+
+def test_reader_equals_gguf_reader(tmp_path, vocabulary):
+    """All types of keys, arrays and tensors, which stay in a file that is saved."""
+    types = gguf.GGUFValueType
+    keys = {"false": False, "general.alignment": 1024}
+    keys |= {"general.quantization_version": (2, types.UINT8)}
+    keys |= {"tokenizer.ggml.padding_token_id": (3, types.UINT64)}
+    for name, value in NUMBERS.items():
+        keys[f"general.{name}"] = value, types[name]
+        keys[f"own.{name}"] = [value] * 3, types.ARRAY, types[name]
+    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["F32", "F16", "Q8_0"], CONFIG, keys)
+    llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf")
     ours = llama2.GGUF(path)
     theirs = gguf.GGUFReader(path)
-    wanted = {}
-    for key, field in theirs.fields.items():
-        if not key.startswith("GGUF."):
-            wanted[key] = field.contents()
-    assert ours.metadata == wanted
-    assert set(ours.weights) == {tensor.name for tensor in theirs.tensors}
-    for tensor in theirs.tensors:
+    saved = gguf.GGUFReader(tmp_path / "b.gguf")
+    values = {key: field.contents() for key, field in theirs.fields.items()}
+    assert ours.metadata == {key: values[key] for key in values if not key.startswith("GGUF.")}
+    assert ours.metadata["false"] is False and ours.metadata["general.BOOL"] is True
+    assert values == {key: field.contents() for key, field in saved.fields.items()}
+    for key, field in saved.fields.items():
+        assert field.types == theirs.fields[key].types, key
+    for tensor, again in zip(theirs.tensors, saved.tensors, strict=True):
         found = ours.weights[tensor.name]
-        assert found.ggml_type == tensor.tensor_type.name
+        assert found.ggml_type == tensor.tensor_type.name == again.tensor_type.name
         assert list(found.shape) == tensor.shape.tolist()[::-1]
-        assert np.array_equal(found.dense(torch.float32), tensor.data), tensor.name
-    return ours.metadata
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(found.dense(torch.float32), expected), tensor.name
+        assert (again.name, again.data_offset % 1024) == (tensor.name, 0)
+        assert np.array_equal(again.data, tensor.data)
 
 
-def test_reader_equals_gguf_reader(model_path):
-    assert_same_as_gguf_reader(model_path)
-
-
-def test_reader_equals_gguf_reader_on_every_value_type(tmp_path):
-    types = gguf.GGUFValueType
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    values = {
-        "UINT8": 255,
-        "INT8": -128,
-        "UINT16": 65535,
-        "INT16": -32768,
-        "UINT32": 2**32 - 1,
-        "INT32": -(2**31),
-        "FLOAT32": 0.1,
-        "BOOL": True,
-        "STRING": "\u65e5\n\U0001f999",
-        "UINT64": 2**64 - 1,
-        "INT64": -(2**63),
-        "FLOAT64": 0.1,
-    }
-    for name, value in values.items():
-        writer.add_key_value(f"one.{name}", value, types[name])
-        writer.add_key_value(f"many.{name}", [value] * 3, types.ARRAY, types[name])
-    writer.add_key_value("false", False, types.BOOL)
-    writer.add_custom_alignment(64)
-    for i, dtype in enumerate(("float16", "float32")):
-        numbers = np.arange(24, dtype=dtype).reshape(2, 3, 4)
-        writer.add_tensor(f"tensor.{i}", numbers[: i + 1])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    found = assert_same_as_gguf_reader(tmp_path / "x.gguf")
-    assert found["false"] is False
-    assert found["one.BOOL"] is True
-
-
-@torch.no_grad()
-def test_gguf_equals_the_same_weights_without_a_file(model_path, model):
-    loaded, tokenizer = llama2.load(model_path)
-    assert loaded.config == model.config
-    assert tokenizer.vocab_size == 320
-    assert_close(loaded(ROWS), model(ROWS), 1e-6)
-
-
-def test_keys_that_may_be_absent(tmp_path, keys, tensors):
-    """And the keys that llama.cpp ignores for this architecture are ignored."""
-    optional = {
-        "llama.rope.dimension_count": 16,
-        "llama.attention.key_length": 16,
-        "llama.vocab_size": 31000,
-        "llama.expert_count": 0,
-        "llama.attention.sliding_window": 4,
-        "llama.attention.scale": 3.0,
-        "general.alignment": 32,
-        "tokenizer.ggml.merges": ["a b"],
-    }
-    path = write_gguf(tmp_path / "all.gguf", keys | optional, tensors)
-    assert llama2.open_checkpoint(path).config == CONFIG
-    least = keys | {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos", "unknown")}
-    checkpoint = llama2.open_checkpoint(write_gguf(tmp_path / "least.gguf", least, tensors))
+def test_keys_that_may_be_absent(write_tiny):
+    least = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos", "unknown")}
+    checkpoint = llama2.open_checkpoint(write_tiny(least))
     assert checkpoint.config == CONFIG  # with theta 10000, factor 1, BOS 1, EOS 2
     assert checkpoint.tokenizer.encode("fox")[0] == 1
-    heads = llama2.Config(**SHAPE | {"num_key_value_heads": 4})
+    heads = llama2.Config(**SHAPE | {"num_key_value_heads": 4, "eos_token_id": 5})
     weights = {gguf_name(name): weight for name, weight in make_weights(heads).items()}
-    ungrouped = keys | {"llama.attention.head_count_kv": None}
-    checkpoint = llama2.open_checkpoint(write_gguf(tmp_path / "heads.gguf", ungrouped, weights))
-    assert checkpoint.config == heads
-
-
-def test_values_of_keys(tmp_path, keys, tensors):
-    changed = {
-        "llama.rope.freq_base": 1e6,
-        "llama.attention.layer_norm_rms_epsilon": 1e-6,
-        "llama.context_length": 48,
-        "tokenizer.ggml.eos_token_id": 5,
-    }
-    config = llama2.open_checkpoint(write_gguf(tmp_path / "x.gguf", keys | changed, tensors)).config
-    assert config.rope_theta == 1e6
-    assert config.rms_norm_eps == pytest.approx(1e-6)
-    assert config.max_position_embeddings == 48
-    assert config.eos_token_id == 5
+    changed = {"llama.attention.head_count_kv": None, "llama.expert_count": 0}
+    changed |= {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.merges": ["a b"]}
+    assert llama2.open_checkpoint(write_tiny(changed, weights)).config == heads
 
 
 @pytest.mark.parametrize(
     ("changed", "factor"),
     [
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, 4),
-        ({"llama.rope.scaling.factor": 4.0}, 4),  # active without a type
-        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, 1),
-        ({"llama.rope.scale_linear": 4.0}, 4),  # the key of older files
-        ({"llama.rope.scaling.factor": 0.0}, 1),
-        ({"llama.rope.scaling.type": "linear"}, 1),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, 4.0),
+        ({"llama.rope.scaling.factor": 4.0}, 4.0),  # active without a type
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, 1.0),
+        ({"llama.rope.scale_linear": 4.0}, 4.0),  # the key of older files
+        ({"llama.rope.scaling.factor": 0.0}, 1.0),
+        ({"llama.rope.scaling.type": "linear"}, 1.0),
     ],
 )
 @torch.no_grad()
-def test_linear_rope_scaling(tmp_path, keys, weights, tensors, changed, factor):
-    found = logits_of(write_gguf(tmp_path / "x.gguf", keys | changed, tensors))
-    scaled = llama2.Config(**SHAPE, rope_scaling_factor=float(factor))
-    wanted = make_model(scaled, weights)(ROWS)
-    assert_close(found, wanted, 1e-6)
-    if len(changed) == 2 and factor == 4:
-        rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-        hf = make_hf(CONFIG, weights, rope_parameters=rope)
-        assert_close(found, hf(ROWS).logits)
+def test_linear_rope_scaling(write_tiny, weights, changed, factor):
+    rope = {"rope_type": "linear", "factor": factor, "rope_theta": 10000.0}
+    hf = make_hf(CONFIG, weights, rope_parameters=rope)
+    assert_close(logits_of(write_tiny(changed)), hf(ROWS).logits, 1e-5)
 
 
 @torch.no_grad()
-def test_rope_freqs_divide_the_frequencies(tmp_path, keys, weights, tensors):
+def test_rope_freqs_divide_the_frequencies(write_tiny, weights):
     """The tensor that converters write for transformers' llama3 scaling; catches multiplying."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     hf = make_hf(CONFIG, weights, rope_parameters=rope)
     plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     divisors = plain / hf.model.rotary_emb.inv_freq
     assert divisors.max() > 4
-    assert divisors.min() == pytest.approx(1)
-    stored = tensors | {"rope_freqs.weight": divisors.numpy()}
-    found = logits_of(write_gguf(tmp_path / "x.gguf", keys, stored))
+    found = logits_of(write_tiny(None, {"rope_freqs.weight": divisors.numpy()}))
     assert_close(found, hf(ROWS).logits)
-
-
-@torch.no_grad()
-def test_tied_embeddings(tmp_path, keys, weights, tensors):
-    """Only the absence of the output matrix ties it."""
-    stored = tensors | {"output.weight": (None, None)}
-    loaded, _ = llama2.load(write_gguf(tmp_path / "x.gguf", keys, stored))
-    assert loaded.config.tie_word_embeddings
-    assert loaded.lm_head.weight is loaded.embed_tokens.weight
-    wanted = make_model(CONFIG, weights | {"lm_head.weight": weights["embed_tokens.weight"]})
-    assert_close(loaded(ROWS), wanted(ROWS), 1e-6)
 
 
 @torch.no_grad()
@@ -1161,70 +1044,29 @@ def test_split_files(tmp_path, keys, tensors, model):
         llama2.open_checkpoint(paths[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
-@torch.no_grad()
-def test_files_of_16_bits(tmp_path, keys, weights, kind, dtype):
-    """In float32 exact, in 16 bits near; norms stay in float32 in the file, as converters write."""
-    rounded = {}
-    stored = {}
-    for name, weight in weights.items():
-        rounded[name] = weight
-        stored[gguf_name(name)] = weight
-        if "norm" not in name:
-            blocks = gguf.quants.quantize(weight, kind)
-            rounded[name] = gguf.quants.dequantize(blocks, kind)
-            stored[gguf_name(name)] = (blocks, kind)
-    wanted = make_model(CONFIG, rounded)(ROWS)
-    found = logits_of(write_gguf(tmp_path / "x.gguf", keys, stored), dtype=dtype)
-    assert found.dtype == torch.float32
-    assert (found - wanted).std() < 0.05 * wanted.std()
-    if dtype == "float32":
-        assert_close(found, wanted, 1e-5)
-
-
 REFUSED_KEYS = [  # a key, its value, what the error says
-    ("general.architecture", "falcon", "falcon"),
-    ("llama.expert_count", 8, "expert_count is 8"),
-    ("tokenizer.ggml.model", "no_vocab", "no_vocab"),
-    ("tokenizer.ggml.model", "gpt2", "tokenizer"),
-    ("llama.rope.scaling.type", "yarn", "yarn"),
-    ("llama.rope.dimension_count", 8, "dimension_count is 8"),
     ("llama.attention.head_count", [4, 2], "head_count"),
     ("llama.attention.head_count", 0, "head"),
     ("llama.attention.head_count_kv", None, "attn_k.weight"),
-    ("llama.block_count", "2", "block_count"),
-    ("llama.block_count", 3, r"missing.*blk\.2\."),
-    ("llama.block_count", 1, r"unknown.*blk\.1\."),
-    ("tokenizer.ggml.scores", [0.0], "scores"),
-    ("tokenizer.ggml.eos_token_id", 320, "320"),
     ("llama.context_length", None, "context_length"),
-    ("llama.embedding_length", None, "embedding_length"),
-    ("llama.feed_forward_length", None, "feed_forward_length"),
     ("llama.attention.layer_norm_rms_epsilon", None, "layer_norm_rms_epsilon"),
     ("tokenizer.ggml.tokens", None, "tokens"),
     ("tokenizer.ggml.scores", None, "scores"),
+    ("tokenizer.ggml.scores", [0.0], "scores"),
+    ("tokenizer.ggml.eos_token_id", 320, "320"),
 ]
 
 
 @pytest.mark.parametrize(("key", "value", "message"), REFUSED_KEYS)
-def test_keys_that_are_refused(tmp_path, keys, tensors, key, value, message):
+def test_keys_that_are_refused(write_tiny, key, value, message):
     """Silently ignored, each of them would give a model that writes something else."""
-    arch = value if key == "general.architecture" else "llama"
-    changed = {} if key == "general.architecture" else {key: value}
-    path = write_gguf(tmp_path / "x.gguf", keys | changed, tensors, arch)
-    with pytest.raises(
-        (ValueError, ImportError), match=rf"x\.gguf.*{message}|No module.*tokenizers"
-    ):
-        llama2.load(path)
+    with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
+        llama2.load(write_tiny({key: value}))
 
 
 REFUSED_TENSORS = [  # a tensor, its shape, what the error says
-    ("blk.0.attn_q.bias", [64], r"blk\.0\.attn_q\.bias"),
-    ("blk.0.attn_qkv.weight", [128, 64], "attn_qkv"),
-    ("extra.weight", [3], "unknown.*extra.weight"),
+    ("blk.0.attn_q.bias", [64], r"unknown.*blk\.0\.attn_q\.bias"),
     ("blk.1.ffn_up.weight", None, r"missing.*blk\.1\.ffn_up"),
-    ("token_embd.weight", None, "token_embd"),
     ("token_embd.weight", [9, 64], "9"),
     ("output.weight", [320, 32], "output.*320, 32"),
     ("rope_freqs.weight", [4], "rope_freq"),
@@ -1232,36 +1074,15 @@ REFUSED_TENSORS = [  # a tensor, its shape, what the error says
 
 
 @pytest.mark.parametrize(("name", "shape", "message"), REFUSED_TENSORS)
-def test_tensors_that_are_refused(tmp_path, keys, tensors, name, shape, message):
-    """Biases, fused matrices, other shapes: unknown or missing tensors are named."""
+def test_tensors_that_are_refused(write_tiny, name, shape, message):
+    """Biases, other shapes: unknown or missing tensors are named."""
     odd = np.ones(shape, np.float32) if shape else (None, None)
-    path = write_gguf(tmp_path / "x.gguf", keys, tensors | {name: odd})
     with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
-        llama2.open_checkpoint(path)
-
-
-def test_paths_that_are_no_model(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        llama2.load(tmp_path / "nothing.gguf")
-    with pytest.raises(ValueError, match=tmp_path.name):
-        llama2.load(tmp_path)
-    (tmp_path / "text.gguf").write_text("not a model, but long enough to be one")
-    with pytest.raises(ValueError, match="text.gguf"):
-        llama2.load(tmp_path / "text.gguf")
+        llama2.open_checkpoint(write_tiny(None, {name: odd}))
 
 
 # --------------------------------------------------------------------------------------------------
 # 10. Checkpoints: other forms, saving, memory
-
-
-@pytest.mark.parametrize("form", ["gguf.gguf", "hf", "hf_index"])
-@torch.no_grad()
-def test_every_form_gives_the_logits_of_transformers(forms, hf_model, form):
-    root, _ = forms
-    tokens = TOKENS[:2, :9]
-    model, tokenizer = llama2.load(root / form)
-    assert_close(model(tokens), hf_model(tokens).logits, 2e-6)
-    assert tokenizer.decode(tokenizer.encode(PROMPT)) == PROMPT
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -1270,25 +1091,14 @@ def test_directories_that_transformers_wrote(forms, hf_model, tmp_path, vocabula
     """One file or several with an index; only the absence of an output matrix ties it."""
     if tied:
         hf_model = make_hf(dataclasses.replace(FORMS, tie_word_embeddings=True), forms[1])
-    wanted = hf_model(TOKENS[:2, :9]).logits
+    wanted = hf_model(ROWS).logits
     for folder, size in (("one", "1GB"), ("several", "300KB")):
         hf_model.save_pretrained(tmp_path / folder, max_shard_size=size)
         shutil.copy(vocabulary[0], tmp_path / folder)
         ours, _ = llama2.load(tmp_path / folder)
-        assert ours.config.tie_word_embeddings == tied
-        assert_close(ours(TOKENS[:2, :9]), wanted, 2e-6)
+        assert (ours.lm_head.weight is ours.embed_tokens.weight) == tied
+        assert_close(ours(ROWS), wanted, 2e-6)
     assert (tmp_path / "several" / "model.safetensors.index.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [("gguf.gguf", "GGUF version 3"), ("hf_index", "Hugging Face")],
-)
-def test_info_names_the_form(forms, form, name, cli):
-    status, out, _ = cli("--info", model=forms[0] / form)
-    assert status == 0
-    for word in (name, "21 F32; 0.001 GB"):
-        assert word in out
 
 
 @pytest.mark.parametrize("kind", [None, *llama2.SAVE_TYPES])
@@ -1308,91 +1118,36 @@ def test_save_round_trip(forms, tmp_path, kind):
             rows = gguf.quants.quantize(values.numpy(), raw)
             values = torch.from_numpy(gguf.quants.dequantize(rows, raw))
         assert torch.equal(weight.dense(torch.float32), values), name
-    ours = saved.tokenizer
-    theirs = checkpoint.tokenizer
-    for text in (PROMPT, "  a b ", "\u00e9\u4e16\n", ""):
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.decode(ours.encode(text)) == text
-
-
-def test_save_copies_quantised_blocks_and_vocabulary(forms, tmp_path):
-    first = tmp_path / "a.gguf"
-    second = tmp_path / "b.gguf"
-    llama2.save_gguf(llama2.open_checkpoint(forms[0] / "hf"), first, "Q4_0")
-    assert llama2.main(["--model", str(first), "--save", str(second)]) == 0
-    before = llama2.GGUF(first)
-    after = llama2.GGUF(second)
-    assert before.metadata == after.metadata
-    for name, weight in before.weights.items():
-        same = after.weights[name]
-        assert weight.ggml_type == same.ggml_type
-        assert torch.equal(weight.dense(torch.float32), same.dense(torch.float32))
-
-
-def changed(source, target, **changes):
-    """A copy of a form's directory with changes to its settings."""
-    shutil.copytree(source, target)
-    file = target / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return target
+    assert saved.tokenizer.encode(TALE) == checkpoint.tokenizer.encode(TALE)
 
 
 REFUSED_SETTINGS = [
     ({"model_type": "falcon"}, "model_type is 'falcon'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
-    ({"attention_bias": True}, "attention_bias is True"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"head_dim": 15}, "head_dim is 15"),
     ({"head_dim": 32}, r"_proj.weight is"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ({"hidden_size": "128"}, "hidden_size is '128'"),
     ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
-    ({"intermediate_size": 96}, r"_proj.weight is \[.*160"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-    ({"vocab_size": 319}, r"weight is \[320, 128\]"),
+    ({"intermediate_size": 96}, r"_proj.weight is \[.*160"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED_SETTINGS)
 def test_what_cannot_be_run_is_refused_by_name(forms, tmp_path, change, message):
-    directory = changed(forms[0] / "hf", tmp_path / "copy", **change)
+    shutil.copytree(forms[0] / "hf", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=message):
-        llama2.open_checkpoint(directory)
+        llama2.open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
-        {
-            "rope_scaling": {"type": "linear", "factor": 4.0},
-            "rope_theta": 5e5,
-            "rope_parameters": None,
-        },
-    ],
-)
-def test_linear_rope_scaling_old_and_new(forms, tmp_path, change):
-    directory = changed(forms[0] / "hf", tmp_path / "copy", **change)
-    config = llama2.open_checkpoint(directory).config
-    assert config.rope_scaling_factor == 4.0
-    assert config.rope_theta == 5e5
-
-
-@pytest.mark.parametrize(
-    ("form", "file", "message"),
-    [
-        ("hf", "tokenizer.model", "tokenizer"),
-        ("hf_index", "model-00001-of-00002.safetensors", "model-00001-of-00002.safetensors"),
-        ("hf", "model.safetensors", r"expected a \.gguf file, or"),
-        ("hf", "config.json", r"expected a \.gguf file, or"),
-    ],
-)
-def test_missing_files_are_named(forms, tmp_path, form, file, message):
-    directory = changed(forms[0] / form, tmp_path / "copy")
-    (directory / file).unlink()
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        llama2.load(directory)
+@pytest.mark.parametrize("name", ["tokenizer.model", "model.safetensors", "config.json"])
+def test_missing_files_are_named(forms, tmp_path, name):
+    ignore = shutil.ignore_patterns(name)
+    shutil.copytree(forms[0] / "hf", tmp_path, dirs_exist_ok=True, ignore=ignore)
+    said = "tokenizer" if name == "tokenizer.model" else r"expected a \.gguf file, or"
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        llama2.load(tmp_path)
 
 
 def test_one_file_of_a_directory_is_no_model(forms):
@@ -1400,20 +1155,17 @@ def test_one_file_of_a_directory_is_no_model(forms):
         llama2.open_checkpoint(forms[0] / "hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["consolidated.00.pth", "pytorch_model-00001-of-00002.bin"])
-def test_directories_of_pickles_are_for_convert(tmp_path, name):
-    for file in ("params.json", "config.json", name):
-        (tmp_path / file).write_text("{}")
-    with pytest.raises(ValueError, match=r"python examples/convert\.py FOLDER OUT\.gguf"):
-        llama2.open_checkpoint(tmp_path)
-
-
 def test_vocabulary_smaller_than_the_embedding(tmp_path, vocabulary):
-    """What it lacks is filled up when it is saved; a larger one is refused."""
+    """What it lacks is never drawn, and filled up when it is saved; a larger one is refused."""
     for size in (322, 319):
         config = llama2.Config(**SHAPE | {"vocab_size": size})
-        write_hf(tmp_path / f"{size}", config, make_weights(config))
+        weights = make_weights(config)
+        weights["lm_head.weight"][320:] *= 50  # these would be drawn all the time
+        write_hf(tmp_path / f"{size}", config, weights)
         shutil.copy(vocabulary[0], tmp_path / f"{size}")
+    model, _ = llama2.load(tmp_path / "322")
+    ids, _ = generated(model, [1, 5, 6], max_new_tokens=40, stop_ids=())
+    assert len(ids) == 40 and max(ids) < 320
     llama2.save_gguf(llama2.open_checkpoint(tmp_path / "322"), tmp_path / "x.gguf")
     saved = llama2.GGUF(tmp_path / "x.gguf").metadata
     assert saved["tokenizer.ggml.tokens"][-2:] == ["[PAD320]", "[PAD321]"]
@@ -1422,10 +1174,9 @@ def test_vocabulary_smaller_than_the_embedding(tmp_path, vocabulary):
         llama2.load(tmp_path / "319")
 
 
-def test_models_that_cannot_fit_are_refused_before_they_are_loaded(tmp_path, keys, tensors, cli):
+def test_models_that_cannot_fit_are_refused_before_they_are_loaded(write_tiny, cli):
     """A cache of 137 GB and 5 %, whose size is told; --info tells it, too."""
-    keys = keys | {"llama.context_length": 2**28}
-    path = write_gguf(tmp_path / "x.gguf", keys, tensors)
+    path = write_tiny({"llama.context_length": 2**28})
     assert "144.311 GB" in cli("--info", model=path)[1]
     status, out, err = cli("--prompt", "a", "--max-new-tokens", 2**28, model=path)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -1449,7 +1200,18 @@ def test_free_memory_is_what_a_container_leaves(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # 11. Tokenizer
 
-ODD_TEXTS = [" ", "  ", "\n", "\t", "\u2581", "<s>", "</s>", "<0x0A>", "\U0001f469\u200d\U0001f680"]
+ODD_TEXTS = [
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    "\u2581",
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<0x0A>",
+    "\U0001f469\u200d\U0001f680",
+]
 
 
 def random_texts(count):
@@ -1479,7 +1241,7 @@ def test_tokenizer_from_gguf_equals_sentencepiece(vocabulary, tokenizer, rebuilt
         assert rebuilt.encode(text, bos=False) == wanted
         assert tokenizer.encode(text, bos=False) == wanted
         assert rebuilt.encode(text) == [1, *wanted]
-        assert rebuilt.decode(wanted) == sp.decode(wanted)
+        assert rebuilt.decode(wanted) == streamed(rebuilt, [1, *wanted]) == sp.decode(wanted)
         if "\u2581" not in text:  # which is how SentencePiece writes a space
             assert rebuilt.decode(wanted) == text
 
@@ -1492,12 +1254,10 @@ def streamed(tokenizer, ids, first=True):
 
 
 def test_stream_joins_to_decode(rebuilt):
-    """Of real encodings and of ids in any order, with broken UTF-8 and control tokens."""
+    """Of ids in any order, with broken UTF-8 and control tokens."""
     chance = random.Random(0)
     prompt = rebuilt.encode("fox")
-    for text in random_texts(300):
-        ids = rebuilt.encode(text)
-        assert streamed(rebuilt, ids) == rebuilt.decode(ids)
+    for _ in range(300):
         ids = [chance.randrange(320) for _ in range(chance.randrange(20))]
         assert streamed(rebuilt, ids) == rebuilt.decode(ids)
         assert "fox" + streamed(rebuilt, ids, first=False) == rebuilt.decode(prompt + ids)
@@ -1527,43 +1287,11 @@ def test_tokenizer_takes_ids_of_any_kind_and_names_wrong_ones(rebuilt):
             streamed(rebuilt, [5, bad])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<s>",
-        "</s>",
-        "<unk>",
-        "[INST]",
-        "<<SYS>>",
-        "<0x0A>",
-        "a</s>b",
-    ],
-)
-def test_text_like_special_tokens_is_text(rebuilt, text):
-    """A typed control token is never that token."""
-    ids = rebuilt.encode(text, bos=False)
-    assert not {0, 1, 2} & set(ids)
-    assert rebuilt.decode(ids) == text
-
-
-@pytest.mark.parametrize("kind", [3, 4])
-def test_unknown_piece_of_another_type(tmp_path, keys, kind, rebuilt):
+def test_unknown_piece_of_another_type(tmp_path, keys, rebuilt):
     """Converters type <unk> as CONTROL, which SentencePiece refuses."""
-    types = [kind, *keys["tokenizer.ggml.token_type"][1:]]
+    types = [3, *keys["tokenizer.ggml.token_type"][1:]]
     path = write_gguf(tmp_path / "x.gguf", keys | {"tokenizer.ggml.token_type": types})
     assert llama2.Tokenizer.from_gguf(path).encode(TALE) == rebuilt.encode(TALE)
-
-
-def test_flags_of_the_vocabulary(tmp_path, keys, rebuilt):
-    flags = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
-    found = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "x.gguf", keys | flags))
-    assert found.encode(" fox") == rebuilt.encode("fox", bos=False)
-
-
-def test_file_that_is_no_sentencepiece_model(tmp_path):
-    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # as Llama 3 has
-    with pytest.raises(ValueError, match=r"tokenizer\.model"):
-        llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
 
 
 # The real Llama 2 vocabulary as far as the strings below can reach it: all its pieces that occur in
@@ -1638,42 +1366,20 @@ def test_chat_ids(real, text):
     assert " ".join(map(str, found)) == wanted
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a:b", "u:a u:b", "s:S s:S u:a", "u:a s:S u:b", "u:a a:b a:c"]
-)
-def test_chat_of_llama_2_refuses_other_orders_of_roles(real, text):
-    with pytest.raises(ValueError, match="expected the roles|no messages|chat template"):
-        llama2.encode_chat(real, dialogue(text), "llama-2")
-
-
-@pytest.mark.parametrize("text", ["u:</s><s>", "s:</s> u:<s>", "u:a a:<s>x</s> u:b"])
-def test_chat_text_never_becomes_control_ids(real, text):
-    ids = llama2.encode_chat(real, dialogue(text), "llama-2")
-    plain = llama2.encode_chat(real, dialogue(re.sub("</?s>", "x", text)), "llama-2")
-    assert [ids.count(1), ids.count(2)] == [plain.count(1), plain.count(2)]
-    for typed in re.findall("</?s>", text):
-        assert typed in real.decode(ids)
-
-
-def test_chat_is_the_template_of_the_model(vocabulary, cli_model):
+def test_chat_is_the_template_of_the_model(cli_model):
     """chat() renders, stops where the template ends an answer, and strips what is before it."""
-    _, tokenizer = cli_model
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '.END ' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    options = tokenizer.vocabulary
-    tokenizer = llama2.Tokenizer(dataclasses.replace(options, chat_template=template))
+    vocabulary = dataclasses.replace(cli_model[1].vocabulary, chat_template=template)
+    tokenizer = llama2.Tokenizer(vocabulary)
     messages = dialogue("s:be~brief u:hi")
     ids = llama2.encode_chat(tokenizer, messages)
     assert tokenizer.decode(ids) == "system: be brief.END user: hi.END assistant: "
-    assert llama2.chat_stops(tokenizer) == ([], [".END"])
     script = [*tokenizer.encode("\n the fox.END no", bos=False), 2]
     model = scripted(script, len(ids), max_position_embeddings=400)
     stream = llama2.chat(model, tokenizer, messages, sampling=GREEDY)
     assert "".join(stream) == "the fox"
     assert stream.stop_reason == "stop text '.END'"
-    more = [*messages, {"role": "assistant", "content": "Well, "}]
-    ids = llama2.encode_chat(tokenizer, more, continue_final_message=True)
-    assert tokenizer.decode(ids).endswith("assistant: Well, ")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1682,16 +1388,11 @@ def test_chat_is_the_template_of_the_model(vocabulary, cli_model):
 
 def test_parts_1_and_2_generate_cut_out(vocabulary, monkeypatch):
     """Pasted together they are a whole generator for a vocabulary in memory."""
-    _, text = re.split("(?m)^# Part I: ", SCRIPT.read_text("utf-8"))
-    text, _ = re.split("(?m)^# Part III: ", text)
-    text = "# Part I: " + text
+    text, module = cut_out(monkeypatch, "III")
     assert not re.search(r"gguf\.|\bopen\(|safetensors|\bPath\b", text)
-    module = type(sys)("pasted")
-    monkeypatch.setitem(sys.modules, "pasted", module)
-    exec(compile(text, "pasted.py", "exec"), module.__dict__)  # noqa: S102
     path, sp = vocabulary
-    types = vocabulary_keys(sp)["tokenizer.ggml.token_type"]
-    pieces = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
+    keys = vocabulary_keys(sp)
+    pieces, types = (keys[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
     tokenizer = module.Tokenizer(module.Vocabulary(pieces, types, path.read_bytes()))
     torch.manual_seed(0)
     model = module.Llama(module.Config(**SHAPE))
@@ -1716,10 +1417,11 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+@pytest.mark.parametrize(("kind", "chunk"), [(list, 512), (torch.tensor, 4), (np.array, 512)])
 @torch.no_grad()
-def test_greedy_equals_argmax_of_the_whole_text_each_time(model, prompt, kind):
+def test_greedy_equals_argmax_of_the_whole_text_each_time(model, monkeypatch, prompt, kind, chunk):
     """Catches any mistake of positions or cache, since no cache is used for the wanted ids."""
+    monkeypatch.setattr(llama2, "PREFILL_CHUNK", chunk)
     text = list(prompt)
     for _ in range(12):
         logits = model(torch.tensor([text]))[0, -1]
@@ -1731,13 +1433,12 @@ def test_greedy_equals_argmax_of_the_whole_text_each_time(model, prompt, kind):
 def test_seeds():
     """The same seed, the same ids; another one or none, others."""
     model = scripted()
-
-    def draw(**other):
-        sampling = llama2.Sampling(1, **other)
-        return list(llama2.generate(model, [1, 5], sampling, 20, stop_ids=()))
-
-    assert draw(seed=3) == draw(seed=3) != draw(seed=4)
-    assert draw() != draw()
+    texts = []
+    for seed in (3, 3, 4, None, None):
+        sampling = llama2.Sampling(1, seed=seed)
+        texts.append(tuple(llama2.generate(model, [1, 5], sampling, 20, stop_ids=())))
+    assert texts[0] == texts[1]
+    assert len({*texts}) == 4
 
 
 def generated(model, prompt, **options):
@@ -1755,28 +1456,15 @@ def test_stop_ids_and_what_a_generation_records():
     assert generation.stop_reason == "stop token 2"
     assert len(generation.seconds) == 3
     assert next(generation, None) is None  # it has ended for good
-    ids, generation = generated(model, [1, 5], max_new_tokens=4, stop_ids=())
-    assert ids == [7, 8, 2, 9]
-    assert generation.stop_reason == "max new tokens"
-    ids, _ = generated(model, [1, 5], stop_ids={8, 9})
-    assert ids == [7]
-    ids, generation = generated(model, [1, 5], max_new_tokens=0)
-    assert ids == []
-    assert generation.stop_reason == "max new tokens"
-
-
-def test_more_ids_that_end_a_text():
+    assert generated(model, [1, 5], stop_ids={8, 9})[0] == [7]
+    for limit, expected in ((4, [7, 8, 2, 9]), (0, [])):
+        ids, generation = generated(model, [1, 5], max_new_tokens=limit, stop_ids=())
+        assert ids == expected
+        assert generation.stop_reason == "max new tokens"
     model = scripted([7, 8, 9, 2], start=2, stop_token_ids=(9, 11))
     ids, generation = generated(model, [1, 5])
     assert ids == [7, 8]
     assert generation.stop_reason == "stop token 9"
-
-
-def test_ids_beyond_the_vocabulary_are_not_sampled():
-    model = scripted([7, 300, 2], start=2)
-    model.vocab_size = 300
-    ids, _ = generated(model, [1, 5])
-    assert ids == [7, 0]
 
 
 def test_the_cache_of_a_generation_is_the_models_own(model, monkeypatch):
@@ -1808,8 +1496,11 @@ def test_generate_continues_a_cache(model):
     turn = [*prompt, *first, 17, 18]
     second = llama2.generate(model, turn, GREEDY, 5, stop_ids=(), cache=cache)
     wanted, _ = generated(model, turn, max_new_tokens=5, stop_ids=())
-    assert list(second) == wanted
+    lengths = []
+    with model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1])):
+        assert list(second) == wanted
     assert second.prompt_tokens == 3  # the last of the first is not in the cache, either
+    assert lengths == [3, 1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"31.*30"):
         llama2.generate(model, [5] * 31, cache=cache)
 
@@ -1823,13 +1514,6 @@ def test_generations_that_take_turns_on_one_cache_are_both_right(model):
         wanted.append(generated(model, prompt, **options)[0])
         streams.append(llama2.generate(model, prompt, GREEDY, cache=cache, **options))
     assert list(zip(*streams, strict=True)) == list(zip(*wanted, strict=True))
-
-
-def test_generation_is_the_same_in_chunks(model, monkeypatch):
-    options = {"max_new_tokens": 6, "stop_ids": ()}
-    wanted = [generated(model, prompt, **options)[0] for prompt in PROMPTS]
-    monkeypatch.setattr(llama2, "PREFILL_CHUNK", 4)
-    assert [generated(model, prompt, **options)[0] for prompt in PROMPTS] == wanted
 
 
 @pytest.mark.parametrize(
@@ -1877,11 +1561,9 @@ def test_score_is_the_log_softmax_of_one_pass(model, monkeypatch, chunk):
     [
         ((), "the fox saw the moon and laughed"),
         (["moon and"], "the fox saw the "),  # a stop text of several tokens
-        (["nothing"], "the fox saw the moon and laughed"),
         (["laughed!"], "the fox saw the moon and laughed"),  # held back, then shown
         (["zzz", " and", "moon"], "the fox saw the "),  # the one that comes first
         (["the fox"], ""),
-        (["d"], "the fox saw the moon an"),
     ],
 )
 def test_stop_texts(tokenizer, stop, wanted):
@@ -1915,11 +1597,13 @@ def continuation(cli_model, prompt, n):
     return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
 
 
-def test_text_goes_to_stdout_and_the_report_to_stderr(cli, cli_model):
+def test_text_goes_to_stdout_and_the_report_to_stderr(cli, cli_model, monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     wanted = continuation(cli_model, "The fox", 20)
-    options = ("--prompt", "The fox", "--max-new-tokens", 20)
+    options = ("--prompt", "The fox", "--max-new-tokens", 20, "--threads", 1)
     status, out, err = cli(*options)
-    assert (status, out) == (0, f"The fox{wanted}\n")
+    assert (status, out, threads) == (0, f"The fox{wanted}\n", [1])
     for word in ("load", "prompt", "generated 20 tokens", "tokens/s", "memory", "max new"):
         assert word in err
     assert len(err.splitlines()) == 1
@@ -1964,27 +1648,30 @@ def test_seed_stop_and_sampling_options(cli):
     assert say("--top-k", 1) == say("--top-p", 1e-9) == say("--min-p", 1) == greedy
 
 
-def test_version_and_info(cli, tmp_path, keys, tensors):
+def test_version_and_info(cli, forms, write_tiny):
     status, out, err = cli("--version")
     assert (status, err) == (0, "")
     assert llama2.__version__ in out
-    keys = keys | {"llama.context_length": 400, "llama.attention.layer_norm_rms_epsilon": 1e-5}
-    path = write_gguf(tmp_path / "x.gguf", keys, tensors)
-    status, out, err = cli("--info", stdin=b"not read", model=path)
-    assert (status, err) == (0, "")
-    for word in ("GGUF", "F32", "hidden_size", "320", "memory", "400", " 1e-05\n"):
-        assert word in out
-    assert re.search(r"parameters +[\d,]+\n", out)
-    assert "memory at 400 tokens      0.001 GB" in out
+    keys = {"llama.context_length": 400, "llama.attention.layer_norm_rms_epsilon": 1e-5}
+    words = ["GGUF version 3", "21 F32", "hidden_size", "320", "memory", "400", " 1e-05\n"]
+    cases = (write_tiny(keys), words), (forms[0] / "hf_index", ["Hugging Face", "21 F32"])
+    for model, said in cases:
+        status, out, err = cli("--info", stdin=b"not read", model=model)
+        assert (status, err) == (0, "")
+        for word in said:
+            assert word in out
+        assert re.search(r"parameters +[\d,]+\n", out)
+        assert re.search(r"memory at \d+ tokens +[\d.]+ GB", out)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
+def test_chat_keeps_its_cache_between_turns(cli, cli_model, size):
     """Each answer is that of the whole conversation; only what is new is computed for it."""
     model, tokenizer = cli_model
     messages = [{"role": "system", "content": "Be brief"}]
     cache = llama2.Cache(model.config)
     wanted = ""
+    read = 0
     for question in ("hi", "and you?", " so? "):
         messages.append({"role": "user", "content": question})
         ids = llama2.encode_chat(tokenizer, messages, "llama-2")
@@ -1992,20 +1679,12 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, monkeypatch, size):
         text = tokenizer.decode(list(answer)).lstrip()
         messages.append({"role": "assistant", "content": text})
         wanted += text + "\n"
-    read = []
-    forward = llama2.Llama.forward
-
-    def noted(self, tokens, cache=None, all_positions=False):
-        if tokens.shape[1] > 1:
-            read.append(cache.pos)
-        return forward(self, tokens, cache, all_positions)
-
-    monkeypatch.setattr(llama2.Llama, "forward", noted)
-    options = ["--chat", "--system", "Be brief", "--max-new-tokens", size, "--prompt", "hi"]
-    options += ["--seed", 2**63 - 1]  # each answer's seed is the next number, or 0
-    assert cli(*options, "--quiet", stdin=b"\nand you?\n so? ") == (0, wanted, "")
-    assert read[0] == 0
-    assert 10 <= read[1] < read[2]  # the first question at least is not computed again
+        read += answer.prompt_tokens
+    assert read < 1.5 * len(ids)  # the first question at least is not computed again
+    options = ("--chat", "--system", "Be brief", "--max-new-tokens", size, "--prompt", "hi")
+    status, out, err = cli(*options, stdin=b"\nand you?\n so? ")
+    assert (status, out) == (0, wanted)
+    assert f"prompt {read} tokens" in err
 
 
 DEVICES = {
@@ -2020,11 +1699,7 @@ DEVICES = {
         ("--prompt-file x.txt", "--prompt-file"),  # beside --prompt
         ("--chat-template x", "--chat"),
         ("--chat --chat-template absent", "absent"),
-        ("--temperature -1", "temperature is -1"),
         ("--temperature nan", "temperature is nan"),
-        ("--top-k -1", "top_k is -1"),
-        ("--top-p 1.01", "top_p is 1.01"),
-        ("--min-p -0.5", "min_p is -0.5"),
         ("--seed -2", "seed is -2"),
         ("--max-new-tokens -1", "--max-new-tokens: -1"),
         ("--max-new-tokens many", "--max-new-tokens"),
@@ -2034,7 +1709,6 @@ DEVICES = {
         ("--threads 0", "--threads: 0"),
         ("--threads 100000", "--threads: 100000"),
         ("--device tpu", "tpu"),
-        ("--dtype float8", "float8"),
         ("--stop=", "stop is ['']"),
         ("--system x", "--chat"),
         ("--model absent.gguf", "absent.gguf"),
@@ -2042,7 +1716,6 @@ DEVICES = {
         (f"--model {os.devnull}", os.devnull),
         (f"--model {SCRIPT}", "GGUF"),
         ("--prompt-file absent.txt", "absent.txt"),
-        ("--unheard-of", "--unheard-of"),
         *[(f"--device {name}", name) for name in sorted(DEVICES) if not DEVICES[name]],
     ],
 )
@@ -2054,14 +1727,6 @@ def test_one_line_and_status_2(cli, tmp_path, argv, said):
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("llama2.py: error: ")
     assert said.format(dir=tmp_path) in err
-
-
-def test_threads_reach_torch(cli, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    status, _, _ = cli("--prompt", "ab", "--max-new-tokens", 1, "--threads", 1)
-    assert status == 0
-    assert chosen == [1]
 
 
 # --------------------------------------------------------------------------------------------------
