@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from dataclasses import replace
 import gguf
 import pytest
 import torch
+from torch import nn
 
 import llama2
 from test_llama2 import (
@@ -31,7 +31,6 @@ from test_llama2 import (
     make_model,
     make_weights,
     quantised,
-    write_hf,
 )
 
 BUNDLED = llama2.DEFAULT_MODEL
@@ -60,28 +59,14 @@ def small(vocabulary, tmp_path):
 )
 def test_wrong_options_of_load(small, options, match):
     for source in (small, llama2.open_checkpoint(small)):
-        with pytest.raises(ValueError, match=match) as error:
+        with pytest.raises(ValueError, match=rf"\A.*{match}.*\Z"):  # one line
             llama2.load(source, **options)
-        assert "\n" not in str(error.value)
 
 
 def test_calls_with_what_is_no_tensor_of_ids(model):
     for odd in ("text", [1, 2], TOKENS[0], TOKENS.float()):
         with pytest.raises(ValueError, match="tokens"):
             model(odd)
-
-
-def test_no_id_is_drawn_that_the_tokenizer_lacks(tmp_path, vocabulary):
-    """Where the embedding has more rows than the vocabulary has tokens."""
-    config = llama2.Config(**SHAPE | {"vocab_size": 420})
-    weights = make_weights(config)
-    weights["lm_head.weight"][320:] *= 50  # these would be drawn all the time
-    write_hf(tmp_path / "model", config, weights)
-    shutil.copy(vocabulary[0], tmp_path / "model")
-    model, _ = llama2.load(tmp_path / "model")
-    ids = list(llama2.generate(model, [1, 5, 6], GREEDY, 40, stop_ids=()))
-    assert len(ids) == 40
-    assert max(ids) < 320
 
 
 @pytest.mark.parametrize(
@@ -149,16 +134,16 @@ def test_copies_hold_the_file_once(small):
     """Not once for every tensor that lies in it."""
     model, _ = llama2.load(small)
     wanted = model(TOKENS[:1, :9])
-    most = 1.2 * small.stat().st_size
     file = io.BytesIO()
     torch.save(model, file)
-    assert file.tell() < most
     file.seek(0)
     stored = torch.load(file, weights_only=False)
     pickled = pickle.loads(pickle.dumps(model))
+    sizes = [len(file.getvalue())]
     for other in (copy.deepcopy(model), pickled, stored, model.share_memory()):
-        assert len(pickle.dumps(other)) < most
+        sizes.append(len(pickle.dumps(other)))
         assert torch.equal(other(TOKENS[:1, :9]), wanted)
+    assert max(sizes) < 1.2 * small.stat().st_size
 
 
 @torch.no_grad()
@@ -237,60 +222,28 @@ def test_what_ends_early_leaves_nothing(small, tmp_path, monkeypatch, error, sai
     assert target.read_bytes() == b"old"
 
 
-def with_bias(model):
-    old = model.layers[0].mlp.up_proj
-    model.layers[0].mlp.up_proj = torch.nn.Linear(old.in_features, old.out_features)
+REPLACED = [  # a module of a model, another one in its place, what the error says
+    ("layers.0.mlp.up_proj", nn.Linear(64, 96), r"unknown: layers\.0\.mlp\.up_proj\.bias"),
+    ("layers.0.mlp.up_proj", nn.Identity(), "up_proj, a Identity"),
+    # As examples/lora.py hangs an adapter on a projection.
+    ("layers.1.self_attn.q_proj.lora_A", nn.Linear(64, 2, bias=False), r"unknown: .*\.lora_A"),
+    ("norm", nn.LayerNorm(64, bias=False), "norm, a LayerNorm"),
+    ("lm_head", nn.Linear(64, 300, bias=False), r"lm_head\.weight is \[300, 64\]; .* \[320, 64\]"),
+    ("layers", nn.ModuleList([llama2.Block(CONFIG, 0)]), r"missing: layers\.1\."),
+    ("layers.2", llama2.Block(CONFIG, 2), r"unknown: layers\.2\."),
+    ("PEFT", None, r"q_proj.*a Linear|lora_A"),
+]
 
 
-def with_adapter(model):
-    """As examples/lora.py hangs one on a projection."""
-    model.layers[1].self_attn.q_proj.lora_A = torch.nn.Linear(64, 2, bias=False)
-
-
-def with_pefts_adapter(model):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
-    peft.inject_adapter_in_model(config, model)
-
-
-def with_other_norm(model):
-    model.norm = torch.nn.LayerNorm(64, bias=False)
-
-
-def with_identity(model):
-    model.layers[0].mlp.up_proj = torch.nn.Identity()
-
-
-def with_other_size(model):
-    model.lm_head = torch.nn.Linear(64, 300, bias=False)
-
-
-def with_fewer_layers(model):
-    del model.layers[1]
-
-
-def with_more_layers(model):
-    model.layers.append(copy.deepcopy(model.layers[0]))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (with_bias, r"unknown: layers\.0\.mlp\.up_proj\.bias"),
-        (with_adapter, r"unknown: layers\.1\.self_attn\.q_proj\.lora_A"),
-        (with_pefts_adapter, r"q_proj.*a Linear|lora_A"),
-        (with_other_norm, "norm, a LayerNorm"),
-        (with_identity, "up_proj, a Identity"),
-        (with_other_size, r"lm_head\.weight is \[300, 64\]; expected \[320, 64\]"),
-        (with_fewer_layers, r"missing: layers\.1\."),
-        (with_more_layers, r"unknown: layers\.2\."),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, change, said):
+@pytest.mark.parametrize(("name", "module", "said"), REPLACED)
+def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, name, module, said):
     """Silently dropped, each of them would give a file of another model."""
     model, tokenizer = llama2.load(model_path, trainable=True)
-    change(model)
+    if name == "PEFT":
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=2), model)
+    else:
+        model.set_submodule(name, module)
     with pytest.raises(ValueError, match=f"a file cannot hold.*{said}"):
         llama2.save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)
     assert not [*tmp_path.iterdir()]
@@ -308,55 +261,6 @@ def test_more_pieces_than_rows_are_refused(tmp_path, model_path):
     assert (tmp_path / "out.gguf").read_bytes() == b"old"
 
 
-NUMBERS = {"UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768, "UINT32": 2**32 - 1}
-NUMBERS |= {"INT32": -1, "UINT64": 8_030_261_312, "INT64": -5, "FLOAT32": 0.5, "FLOAT64": 0.1}
-NUMBERS |= {"BOOL": True, "STRING": "Fox \U0001f98a"}
-
-
-def test_every_key_keeps_its_type(tmp_path, keys, tensors):
-    """All of GGUF's, arrays too; such as ollama's general.parameter_count, a UINT64."""
-    types = gguf.GGUFValueType
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    for name, value in NUMBERS.items():
-        writer.add_key_value(f"general.{name}", value, types[name])
-        writer.add_key_value(f"own.{name}", [value, value], types.ARRAY, types[name])
-    writer.add_custom_alignment(64)
-    writer.add_key_value("general.quantization_version", 2, types.UINT8)
-    for key, value in keys.items():
-        writer.add_key_value(key, value, types.get_type(value))
-    writer.add_key_value("tokenizer.ggml.padding_token_id", 3, types.UINT64)
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    llama2.save_gguf(llama2.open_checkpoint(tmp_path / "a.gguf"), tmp_path / "b.gguf")
-    before, after = gguf.GGUFReader(tmp_path / "a.gguf"), gguf.GGUFReader(tmp_path / "b.gguf")
-    assert {*before.fields} == {*after.fields}
-    for key, field in before.fields.items():
-        assert (after.fields[key].types, after.fields[key].contents()) == (
-            field.types,
-            field.contents(),
-        ), key
-    for old, new in zip(before.tensors, after.tensors, strict=True):
-        assert (old.name, old.data_offset % 64) == (new.name, new.data_offset % 64)
-        assert (old.data == new.data).all()
-
-
-def test_a_changed_checkpoint_is_saved_as_it_is(tmp_path, vocabulary):
-    """Keys of its file that are no longer true are replaced; its name stays."""
-    more = {"general.name": "Fox", "llama.rope.freq_base": 1e4}
-    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["Q8_0"], keys=more)
-    checkpoint = llama2.open_checkpoint(path)
-    checkpoint.config = replace(checkpoint.config, rope_theta=5e5)
-    llama2.save_gguf(checkpoint, tmp_path / "b.gguf")
-    again = llama2.open_checkpoint(tmp_path / "b.gguf")
-    assert again.config == checkpoint.config
-    assert again.file.metadata["general.name"] == "Fox"
-    assert again.tokenizer.encode("a fox") == checkpoint.tokenizer.encode("a fox")
-
-
 SAVE_TO_A_FULL_DISK = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # write() then fails, as on a full disk
@@ -370,11 +274,7 @@ sys.exit(llama2.main(["--model", sys.argv[1], "--save", sys.argv[2]]))
 def test_a_full_disk_leaves_nothing(small, tmp_path):
     """One line says what is wrong and where."""
     out = tmp_path / "out.gguf"
-    out.write_bytes(b"old")
     command = [sys.executable, "-c", SAVE_TO_A_FULL_DISK, str(small), str(out)]
-    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "--force" in done.stderr
-    out.unlink()
     done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert str(out) in done.stderr and "None" not in done.stderr
@@ -403,34 +303,38 @@ def test_a_file_that_is_replaced_hands_on_what_it_is(small, tmp_path):
     assert [path.name for path in (tmp_path / "target").iterdir()] == ["real.gguf"]
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "directory", "absent folder"])
-def test_only_regular_files_are_replaced(small, tmp_path, kind):
-    out = tmp_path / "out.gguf"
-    if kind == "FIFO":
-        getattr(os, "mkfifo", lambda path: pytest.skip("Windows has no FIFOs"))(out)
-    elif kind == "directory":
-        out.mkdir()
-    else:
-        out = tmp_path / "absent" / "out.gguf"
+def test_only_regular_files_are_replaced(small, tmp_path):
+    (tmp_path / "directory").mkdir()
+    paths = [tmp_path / "directory", tmp_path / "absent" / "out.gguf"]
+    if hasattr(os, "mkfifo"):  # Windows has no FIFOs
+        paths.append(tmp_path / "fifo")
+        os.mkfifo(paths[-1])
     names = sorted(tmp_path.iterdir())
-    with pytest.raises((ValueError, OSError), match=re.escape(str(out))) as error:
-        llama2.save_gguf(llama2.open_checkpoint(small), out, overwrite=True)
-    assert "\n" not in str(error.value)
+    for out in paths:
+        with pytest.raises((ValueError, OSError), match=re.escape(str(out))) as error:
+            llama2.save_gguf(llama2.open_checkpoint(small), out, overwrite=True)
+        assert "\n" not in str(error.value)
     assert sorted(tmp_path.iterdir()) == names
 
 
 def test_what_a_file_says_of_the_model_is_kept(tmp_path, vocabulary):
-    """Name, author, licence; not what is no longer true."""
+    """Name, author, licence; not what is no longer true: its types, or keys of what was changed."""
     more = {"general.name": "Fox", "general.tags": ["a", "b"], "general.file_type": 2}
+    more["llama.rope.freq_base"] = 1e4
     path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["Q8_0"], keys=more)
-    for ggml_type in ("F16", None):
-        out = tmp_path / f"{ggml_type}.gguf"
-        llama2.save_gguf(llama2.open_checkpoint(path), out, ggml_type)
+    out = tmp_path / "b.gguf"
+    for ggml_type, theta in (("F16", 1e4), (None, 1e4), (None, 5e5)):
+        checkpoint = llama2.open_checkpoint(path)
+        checkpoint.config = replace(checkpoint.config, rope_theta=theta)
+        llama2.save_gguf(checkpoint, out, ggml_type, overwrite=True)
         fields = gguf.GGUFReader(out).fields
         assert fields["general.name"].contents() == "Fox"
         assert fields["general.tags"].contents() == ["a", "b"]
         assert ("general.file_type" in fields) == (ggml_type is None)
         assert fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
+        again = llama2.open_checkpoint(out)
+        assert again.config == checkpoint.config
+        assert again.tokenizer.encode("a fox") == checkpoint.tokenizer.encode("a fox")
 
 
 def test_the_command_line_says_what_it_wrote(small, tmp_path, cli):
