@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,66 +12,55 @@ from urllib.parse import unquote
 import pytest
 
 import llama2
-from test_llama2 import write_gguf
+from test_llama2 import write_files, write_gguf
 
 COMMIT = "0123456789" * 4
 
 
+ASKED = rf"/(?:api/models/)?org/name/(?:tree|resolve)/(?:main|v1\.0|refs/pr/9|{COMMIT})/?(.*)"
+
+
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of its server. Half of a file is all that comes of it at first."""
+    """What huggingface_hub asks of its server."""
 
     def log_message(self, *args):
         pass
 
-    def answer(self, status, data=b"", **headers):
+    def answer(self, status, data, sent=None, **headers):
         self.send_response(status)
         for name, value in {"Content-Length": len(data), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(data)
+            self.wfile.write(data[:sent])
 
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
-        server, files = self.server, self.server.files
-        server.tokens.add(self.headers.get("Authorization"))
-        repository, _, name = path.removeprefix("/").partition("/resolve/")
-        name = next((name.removeprefix(f"{r}/") for r in REVISIONS if name.startswith(f"{r}/")), "")
-        if path in [f"/api/models/org/name/tree/{revision}" for revision in REVISIONS]:
+        self.server.tokens.add(self.headers.get("Authorization"))
+        match, files = re.fullmatch(ASKED, path), self.server.files
+        if match and match[1] in files:
+            self.send(match[1], files[match[1]])
+        elif match and path.startswith("/api/"):
             tree = [{"type": "file", "path": name, "size": 1, "oid": name} for name in files]
             self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
-        elif path.startswith("/api/") and not path.startswith("/api/models/org/name/"):
-            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
-        elif path.startswith("/api/"):
-            self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
-        elif repository != "org/name" or name not in files:
-            self.answer(404, b"", X_Error_Code="EntryNotFound")
         else:
-            self.send(name, files[name])
+            absent = "Revision" if path.startswith("/api/") else "Entry"
+            absent = absent if "/org/name/" in path else "Repo"
+            self.answer(404, b"{}", X_Error_Code=f"{absent}NotFound")
 
     def send(self, name, data):
+        """The rest of a file; if the server is interrupted, half of the first one."""
+        asked, sent = self.server.asked, None
         if self.command == "GET":
-            self.server.asked.append(name)
+            asked.append(name)
+            sent = len(data) // 2 if self.server.interrupted and len(asked) == 1 else None
         start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
         headers = {"ETag": f'"{name}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
         if start:
             headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        cut = self.command == "GET" and name == self.server.interrupted
-        if not cut:
-            self.answer(206 if start else 200, data[start:], **headers)
-            return
-        self.server.interrupted = None
-        self.send_response(200)
-        for key, value in {"Content-Length": len(data), **headers}.items():
-            self.send_header(key.replace("_", "-"), str(value))
-        self.end_headers()
-        self.wfile.write(data[: len(data) // 2])
-        self.close_connection = True
+        self.answer(206 if start else 200, data[start:], sent, **headers)
 
     do_HEAD = do_GET
-
-
-REVISIONS = ("main", "v1.0", "refs/pr/9")
 
 
 @pytest.fixture
@@ -78,15 +68,19 @@ def hub(tmp_path, monkeypatch):
     """A server whose repository org/name may be given files."""
     constants = pytest.importorskip("huggingface_hub.constants")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.asked, server.tokens, server.interrupted = {}, [], set(), None
+    server.files, server.asked, server.tokens, server.interrupted = {}, [], set(), False
     url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-    path = template.partition("://")[2].partition("/")[2]
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{url}/{path}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    changes = {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{template.split('/', 3)[3]}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }
+    for name, value in changes.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # before it tries again
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -163,14 +157,14 @@ TYPES = [
     "Q8_0",
     "f16",
 ]
+EIGHT_BITS = [f"70B-Q8_0/70B-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
 GGUFS = {
     "SmolLM2-1.7B-Instruct-GGUF": ["README.md", "smollm2-1.7b-instruct-q4_k_m.gguf"],
     "TinyLlama-1.1B-Chat-v1.0-GGUF": ["README.md", "config.json"]
     + [f"tinyllama-1.1b-chat-v1.0.{t}.gguf" for t in ("Q4_0", "Q4_K_M", "Q4_K_S")],
     "Llama-3.2-1B-Instruct-GGUF": ["README.md", f"{LLAMA}.imatrix"]
     + [f"{LLAMA}-{t}.gguf" for t in TYPES],
-    "Llama-3.3-70B-Instruct-GGUF": ["README.md", "70B-Q4_K_M.gguf"]
-    + [f"70B-Q8_0/70B-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3)],
+    "Llama-3.3-70B-Instruct-GGUF": ["README.md", "70B-Q4_K_M.gguf", *EIGHT_BITS],
     "a model that sees": ["mmproj-F16.gguf", "imatrix.gguf", "x-Q4_K_M.gguf"],
 }
 
@@ -184,23 +178,16 @@ GGUFS = {
         ("Llama-3.2-1B-Instruct-GGUF", ":Q4_0", [f"{LLAMA}-Q4_0.gguf"]),
         ("Llama-3.2-1B-Instruct-GGUF", ":F16", [f"{LLAMA}-f16.gguf"]),
         ("Llama-3.2-1B-Instruct-GGUF", f"/{LLAMA}-Q6_K.gguf", [f"{LLAMA}-Q6_K.gguf"]),
-        ("Llama-3.3-70B-Instruct-GGUF", ":Q8_0", GGUFS["Llama-3.3-70B-Instruct-GGUF"][2:]),
-        (
-            "Llama-3.3-70B-Instruct-GGUF",
-            "/70B-Q8_0/70B-Q8_0-00001-of-00003.gguf",
-            GGUFS["Llama-3.3-70B-Instruct-GGUF"][2:],
-        ),
+        ("Llama-3.3-70B-Instruct-GGUF", ":Q8_0", EIGHT_BITS),
+        ("Llama-3.3-70B-Instruct-GGUF", f"/{EIGHT_BITS[0]}", EIGHT_BITS),
         ("a model that sees", "", ["x-Q4_K_M.gguf"]),
     ],
 )
 def test_gguf_files(hub, tmp_path, keys, tensors, published, name, asked):
     """One by its type or its name, all parts of a split one."""
-    if len(asked) == 1:
-        write_gguf(tmp_path / "x.gguf", keys, tensors)
-        contents = [(tmp_path / "x.gguf").read_bytes()]
-    else:
-        write_gguf(tmp_path / "x.gguf", keys, tensors, split_max_tensors=8)
-        contents = [path.read_bytes() for path in sorted(tmp_path.glob("x-*.gguf"))]
+    split = {} if len(asked) == 1 else {"split_max_tensors": 8}
+    write_gguf(tmp_path / "x.gguf", keys, tensors, **split)
+    contents = [path.read_bytes() for path in sorted(tmp_path.glob("x*.gguf"))]
     hub.files |= dict.fromkeys(GGUFS[published], b"{}") | dict(zip(asked, contents, strict=True))
     for _ in range(2):
         model, _ = llama2.load(f"org/name{name}")
@@ -235,18 +222,13 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("names", "said"), FOREIGN)
-def test_repositories_of_other_forms(hub, names, said):
-    """Such as vicuna's, of .bin files alone: refused before anything is fetched."""
-    hub.files |= dict.fromkeys(names, b"{}")
+def test_other_forms(hub, tmp_path, names, said):
+    """Such as vicuna's, of .bin files alone: in a repository refused before anything is fetched."""
+    files = dict.fromkeys(names, b"{}")
+    hub.files |= files
     refused("org/name", "org/name", said)
     assert not hub.asked
-
-
-@pytest.mark.parametrize(("names", "said"), FOREIGN)
-def test_folders_of_other_forms(tmp_path, names, said):
-    for name in names:
-        (tmp_path / name).write_bytes(b"{}")
-    refused(tmp_path, tmp_path.name, said)
+    refused(write_files(tmp_path / "folder", files), "folder", said)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +250,6 @@ def test_what_cannot_be_read_is_said_before_it_is_fetched(hub, forms, change):
 @pytest.mark.parametrize("revision", ["v1.0", "refs/pr/9", COMMIT])
 def test_revisions(hub, model_path, monkeypatch, revision):
     hub.files |= {"a-Q4_0.gguf": model_path.read_bytes(), "b-Q8_0.gguf": b"x"}
-    monkeypatch.setattr("test_hub.REVISIONS", (*REVISIONS, COMMIT))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert llama2.open_checkpoint(f"org/name@{revision}:Q4_0").config.hidden_size == 64
     assert hub.tokens == {"Bearer hf_secret"}
@@ -277,66 +258,48 @@ def test_revisions(hub, model_path, monkeypatch, revision):
 
 def test_interrupted_downloads_go_on(hub, model_path):
     hub.files["tiny.gguf"] = model_path.read_bytes()
-    hub.interrupted = "tiny.gguf"
+    hub.interrupted = True
     assert llama2.load("org/name")[1].vocab_size == 320
     assert hub.asked == ["tiny.gguf"] * 2
 
 
-@pytest.mark.parametrize("way", ["offline mode", "no network"])
-def test_the_cache_serves_without_a_network(hub, forms, model_path, monkeypatch, way):
+@pytest.mark.parametrize("offline", [True, False])
+def test_the_cache_serves_without_a_network(hub, forms, model_path, monkeypatch, offline):
     for file in (forms[0] / "hf_index").iterdir():
         hub.files[file.name] = file.read_bytes()
     hub.files["x-Q4_0.gguf"] = model_path.read_bytes()
     names = ("org/name", "org/name:Q4_0", "org/name/x-Q4_0.gguf")
     wanted = [llama2.load(name)[0].config for name in names]
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    if way == "offline mode":
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     hub.shutdown()
     hub.server_close()
     assert [llama2.load(name)[0].config for name in names] == wanted
     refused("org/other", "org/other")
 
 
+@pytest.mark.parametrize("network", [True, False])
 @pytest.mark.parametrize("name", ["org/other", "nothing", "absent.gguf", "models/absent.gguf"])
-def test_names_of_nothing(hub, cli, name):
+def test_names_of_nothing(hub, cli, name, network):
     """One line that says what was looked for."""
+    if not network:
+        hub.shutdown()
+        hub.server_close()
     status, out, err = cli("--prompt", "a", model=name)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert name in err
-
-
-def test_no_network(hub, cli, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    hub.shutdown()
-    hub.server_close()
-    status, _, err = cli("--prompt", "a", model="org/name/tiny.gguf")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "org/name" in err
 
 
 # --------------------------------------------------------------------------------------------------
 # Packages and folders
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_installed_package(tmp_path, monkeypatch, model_path, count):
-    """That holds one GGUF file."""
-    folder = tmp_path / "some_model"
-    folder.mkdir()
-    for i in range(count):
-        shutil.copy(model_path, folder / f"{i}.gguf")
-    (folder / "__init__.py").write_text("raise RuntimeError('it is not imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    if count == 1:
-        assert llama2.load("some_model")[1].vocab_size == 320
-    else:
-        refused("some_model", "2 GGUF files", "1.gguf")
-
-
-def test_a_folder_of_gguf_files(tmp_path, model_path):
+def test_packages_and_folders_that_hold_gguf_files(tmp_path, monkeypatch, model_path):
     """One is taken, several are listed as names to copy."""
-    shutil.copy(model_path, tmp_path / "a.gguf")
-    assert llama2.load(tmp_path)[1].vocab_size == 320
-    shutil.copy(model_path, tmp_path / "b.gguf")
-    refused(tmp_path, str(tmp_path / "a.gguf"), str(tmp_path / "b.gguf"))
+    folder = write_files(tmp_path / "fox", {"__init__.py": "raise RuntimeError('not imported')"})
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copy(model_path, folder / "a.gguf")
+    for name in ("fox", folder):
+        assert llama2.load(name)[1].vocab_size == 320
+    shutil.copy(model_path, folder / "b.gguf")
+    for name in ("fox", folder):
+        refused(name, "2 GGUF files", str(folder / "a.gguf"), str(folder / "b.gguf"))
