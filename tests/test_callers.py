@@ -129,8 +129,8 @@ def test_inputs_of_a_block(models, name):
     agree(*results, tolerance=0.05 if name == "bfloat16" else 1e-5)
 
 
-def set_norm(model, weight):
-    model.layers[0].input_layernorm.weight = nn.Parameter(weight, requires_grad=False)
+def frozen(weight):
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def flipped(model):
@@ -139,26 +139,24 @@ def flipped(model):
     model.load_state_dict(state, assign=True)
 
 
-DENSE_LAYER = nn.Linear(128, 128)
-CHANGES = {  # a change, and how many of the three Blocks run as plain torch then
-    "another norm": (lambda m: set_norm(m, torch.full((128,), 3.0)), 0),
-    "an expanded norm": (lambda m: set_norm(m, torch.tensor([2.0]).expand(128)), 1),
-    "one number as norm": (lambda m: set_norm(m, torch.tensor([2.0])), 1),
-    "a norm in float64": (lambda m: set_norm(m, torch.linspace(1, 2, 128).double()), 3),
-    "eps": (lambda m: setattr(m.layers[0].input_layernorm, "eps", 10.0), 0),
-    "load_state_dict": (flipped, 0),
-    "swapped layers": (lambda m: m.layers.append(m.layers.pop(0)), 0),
-    "a layer's forward": (
-        lambda m: setattr(m.layers[2].self_attn.k_proj, "forward", lambda x: x[..., :64]),
-        1,
-    ),
-    "a module": (lambda m: setattr(m.layers[0], "mlp", nn.Identity()), 1),
-    "a dense layer": (lambda m: setattr(m.layers[0].self_attn, "o_proj", DENSE_LAYER), 1),
-    "a layer of another shape": (
-        lambda m: setattr(m.layers[0].mlp, "down_proj", m.layers[0].mlp.gate_proj),
-        1,
-    ),
-    "bfloat16": (lambda m: m.bfloat16(), 3),
+def other_shape(model):
+    model.layers[0].mlp.down_proj = model.layers[0].mlp.gate_proj
+
+
+NORM = "layers.0.input_layernorm"
+CHANGES = {  # a change, or what becomes something else; how many of the three Blocks run as plain torch
+    "another norm": (f"{NORM}.weight", frozen(torch.full((128,), 3.0)), 0),
+    "an expanded norm": (f"{NORM}.weight", frozen(torch.tensor([2.0]).expand(128)), 1),
+    "one number as norm": (f"{NORM}.weight", frozen(torch.tensor([2.0])), 1),
+    "a norm in float64": (f"{NORM}.weight", frozen(torch.linspace(1, 2, 128).double()), 3),
+    "eps": (f"{NORM}.eps", 10.0, 0),
+    "a layer's forward": ("layers.2.self_attn.k_proj.forward", lambda x: x[..., :64], 1),
+    "a module": ("layers.0.mlp", nn.Identity(), 1),
+    "a dense layer": ("layers.0.self_attn.o_proj", nn.Linear(128, 128), 1),
+    "load_state_dict": ("", flipped, 0),
+    "swapped layers": ("", lambda m: m.layers.append(m.layers.pop(0)), 0),
+    "a layer of another shape": ("", other_shape, 1),
+    "bfloat16": ("", nn.Module.bfloat16, 3),
 }
 
 
@@ -166,13 +164,17 @@ CHANGES = {  # a change, and how many of the three Blocks run as plain torch the
 @torch.no_grad()
 def test_changed_models(models, blocks, name):
     """What stands in the model when it is called counts."""
-    change, plain_blocks = CHANGES[name]
+    path, change, plain_blocks = CHANGES[name]
+    parent, _, last = path.rpartition(".")
     results = []
     for model in models:
         model = copy.deepcopy(model)
         model(TOKENS, llama2.Cache(CONFIG))
         blocks.clear()
-        change(model)
+        if path:
+            setattr(model.get_submodule(parent), last, change)
+        else:
+            change(model)
         results.append(outcome(model, TOKENS, llama2.Cache(CONFIG)))
     agree(*results, tolerance=0.05 if name == "bfloat16" else 1e-5)
     assert len(blocks) == plain_blocks
