@@ -533,8 +533,8 @@ def sample(
 ) -> int:
     """Sample an id from logits (V,) of the position after `ids`.
 
-    `generator`: default: a new one with sampling.seed, else torch's. Raises ValueError where the
-    logits are not finite, or where logits_processor leaves no id.
+    `generator`: default: a new one with sampling.seed, else torch's. Raises ValueError where
+    logits / temperature are not finite, or where logits_processor leaves no id.
     """
     logits = logits.float()
     penalty = sampling.repetition_penalty  # arXiv:1909.05858
@@ -548,41 +548,40 @@ def sample(
         if not isinstance(processed, Tensor) or processed.shape != logits.shape:
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
         logits = processed
-    largest, likeliest = logits.max(-1)
-    if not largest.isfinite():
-        raise ValueError(f"no token can be sampled: the largest logit is {largest.item()}")
+    if 0 < sampling.top_k < len(logits):
+        lowest = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < lowest, -math.inf)
+    probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
+    if math.isnan(probabilities[0]):  # then all are
+        raise ValueError(f"no token can be sampled: the largest logit is {logits.max().item()}")
     if sampling.temperature == 0:
-        return int(likeliest)
-    # Weights relative to the likeliest id's, which is 1: no temperature can overflow them.
-    weights = (logits - largest).div_(max(sampling.temperature, 1e-6)).exp_()
+        return int(logits.argmax())
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
     u = torch.rand((), generator=generator, dtype=torch.float64).item()
-    return draw(weights, sampling, u)
+    return draw(probabilities, sampling, u)
 
 
-def draw(weights: Tensor, sampling: Sampling, u: float) -> int:
-    """Draw an id in proportion to weights (V,), the largest being 1, after top_k, top_p and min_p.
+def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
+    """Draw an id by the probabilities (V,) of all, after top_p and min_p.
 
-    `u`, from 0 to 1, chooses: the id at which the running sum of the weights passes u of the total.
+    `u`, from 0 to 1, chooses: the id at which the running sum of what is left passes u of the total.
     """
-    import numpy  # whose sort is many times as fast as torch's
-
-    w = weights.cpu().numpy()
-    threshold = sampling.min_p
-    if 0 < sampling.top_k < len(w):
-        w = w * (w >= numpy.partition(w, -sampling.top_k)[-sampling.top_k])  # others weigh nothing
+    p = probabilities.cpu().numpy()  # whose sort is many times as fast as torch's
+    threshold = 0.0
     if sampling.top_p < 1:
-        whole = w.sum(dtype=float)
-        # All weights below this bound sum to less than 1 - top_p: they need not be sorted.
-        bound = whole * (1 - sampling.top_p) / len(w)
-        ordered = -numpy.sort(-w[w >= bound])
-        before = ordered.cumsum(dtype=float) - ordered
-        count = max(1, int((before < sampling.top_p * whole).sum()))
-        threshold = max(threshold, float(ordered[count - 1]))
-    ids = numpy.flatnonzero(w >= threshold)
-    sums = w[ids].cumsum(dtype=float)
-    return int(ids[numpy.searchsorted(sums, u * sums[-1], side="right")])
+        # All that are lower have half of 1 - top_p at most, together: they need not be sorted.
+        bound = (1 - sampling.top_p) / 2 / len(p)
+        ordered = p[(p >= bound).nonzero()]
+        ordered.sort()
+        sums = ordered[::-1].astype(float).cumsum()
+        count = 1 + sums[:-1].searchsorted(sampling.top_p)
+        threshold = ordered[-count]
+    if sampling.min_p:
+        threshold = max(threshold, sampling.min_p * p.max())
+    ids = (p >= threshold).nonzero()[0]
+    sums = p[ids].astype(float).cumsum()
+    return int(ids[sums.searchsorted(u * sums[-1], side="right")])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -646,14 +645,17 @@ class Generation(Iterator[int]):
         # 2. The model reads what its cache lacks: at first the prompt, then one token each time.
         start = time.perf_counter()
         logits = self.step(self.tokens, self.cache)[0, : self.model.vocab_size]  # (V,)
-        if not logits.max().isfinite():
-            reason = f"{self.model.name_or_path}: {why_not_finite(self.model)}"
-            raise ValueError(f"the logits are not finite: {reason}")
 
         # 3. Sample the id of the next token, and put it behind the text.
-        token_id = sample(logits, self.sampling, self.ids, self.generator)
+        try:
+            token_id = sample(logits, self.sampling, self.ids, self.generator)
+        except ValueError as error:
+            if logits.max().isfinite():
+                raise
+            reason = f"{self.model.name_or_path}: {why_not_finite(self.model)}"
+            raise ValueError(f"the logits are not finite: {reason}") from error
         self.ids.append(token_id)
-        self.tokens = torch.cat((self.tokens, torch.tensor([[token_id]])), 1)
+        self.tokens = F.pad(self.tokens, (0, 1), value=token_id)
         self.seconds.append(time.perf_counter() - start)
 
         # 4. A stop token is not part of the answer.
