@@ -279,8 +279,10 @@ class Cache:
     def common_prefix(self, tokens: Tensor) -> int:
         """How many of the first tokens (B, T) it holds already, in every sequence."""
         n = min(self.pos, tokens.shape[1])
-        same = (self.tokens[:, :n] == tokens[:, :n].to(self.tokens.device)).all(dim=0)
-        return int(same.cumprod(0).sum())
+        stored, given = self.tokens[:, :n], tokens[:, :n].to(self.tokens.device)
+        if torch.equal(stored, given):  # as in each step
+            return n
+        return int((stored == given).all(dim=0).cumprod(0).sum())
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens. Raises ValueError when fewer are stored."""
