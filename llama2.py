@@ -2795,7 +2795,7 @@ __all__ += ["accelerate", "load_kernels"]
 # 19. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 5  # of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 6  # of the interface between kernels/cpu.cpp and this file
 
 
 @functools.cache
@@ -2830,7 +2830,7 @@ def accelerate(model: Llama, fast: bool = False) -> Llama:
     if device == "cuda" and importlib.util.find_spec("triton"):
         change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
     if device == "cpu" and load_kernels():
-        change_classes(model, {QuantizedLinear: NativeLinear, Block: NativeBlock})
+        change_classes(model, NATIVE_CLASSES)
         for module in model.modules():
             if type(module) is NativeLinear:
                 module.fast = fast
@@ -2851,12 +2851,11 @@ def readable(tensors: Sequence[Tensor]) -> bool:
 
 def unhooked(modules: Iterable[Any]) -> bool:
     """Whether calling each of the modules is nothing but the forward() of its class."""
-    for module in modules:
-        own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-            return False
     of_all = nn.modules.module  # which keeps the hooks that every module has
-    return not of_all._global_forward_hooks and not of_all._global_forward_pre_hooks
+    hooks: list[Any] = [of_all._global_forward_hooks, of_all._global_forward_pre_hooks]
+    for own in map(vars, modules):
+        hooks += own["_forward_hooks"], own["_forward_pre_hooks"], own.get("forward")
+    return not any(hooks)
 
 
 def same_mask(a: Tensor | None, b: Tensor | None) -> bool:
@@ -2864,6 +2863,14 @@ def same_mask(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return torch.equal(a, b)
+
+
+def run_kernel(name: str, tensors: Sequence[Tensor], *numbers: Any) -> bool:
+    """Call a kernel with the addresses of tensors, then numbers; False if it cannot serve them."""
+    if torch.compiler.is_compiling() or not load_kernels() or not readable(tensors):
+        return False
+    kernel = getattr(load_kernels(), name)
+    return not kernel(*map(Tensor.data_ptr, tensors), *numbers)
 
 
 class NativeLinear(QuantizedLinear):
@@ -2875,25 +2882,34 @@ class NativeLinear(QuantizedLinear):
         """x (..., in) -> (..., out) of x's dtype."""
         N, K = self.out_features, self.in_features
         learns = torch.is_grad_enabled() and x.requires_grad
-        if learns or torch.compiler.is_compiling() or not load_kernels():
-            return super().forward(x)
-        if x.dtype not in DENSE_NAMES or x.shape[-1:] != (K,):
-            return super().forward(x)
-        w = self.blocks
-        x32 = x.float().contiguous()
-        y = x32.new_empty(*x.shape[:-1], N)
-        if not readable((w, x32)):
-            return super().forward(x)
-        number = GGML_TYPES[self.ggml_type].number
-        pointers = w.data_ptr(), x32.data_ptr(), y.data_ptr()
-        sizes = w.nbytes, x.numel() // K, N, K
-        if load_kernels().linear(number, self.fast, *pointers, *sizes):
-            return super().forward(x)  # sizes that are not supported
-        return y.to(x.dtype)
+        if not learns and x.dtype in DENSE_NAMES and x.shape[-1:] == (K,):
+            w = self.blocks
+            x32 = x.float().contiguous()
+            y = x32.new_empty(*x.shape[:-1], N)
+            number = GGML_TYPES[self.ggml_type].number
+            sizes = w.nbytes, x.numel() // K, N, K
+            if run_kernel("linear", (w, x32, y), number, self.fast, *sizes):
+                return y.to(x.dtype)
+        return super().forward(x)
 
 
-ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+class NativeEmbedding(QuantizedEmbedding):
+    """QuantizedEmbedding by the kernels, which dequantise a row in one call."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (...) -> (..., C)."""
+        w, C = self.blocks, self.in_features
+        y = torch.empty(*tokens.shape, C)
+        if tokens.dtype == torch.int64:
+            number = GGML_TYPES[self.ggml_type].number
+            sizes = w.nbytes, tokens.numel(), C
+            if run_kernel("embed", (w, tokens.contiguous(), y), number, *sizes):
+                return y.to(self.dtype)
+        return super().forward(tokens)
+
+
+attention_matrices = operator.itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
+mlp_matrices = operator.itemgetter("gate_proj", "up_proj", "down_proj")
 BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
 
 
@@ -2920,8 +2936,7 @@ class NativeBlock(Block):
         children: Any = self._modules
         attention, mlp = children["self_attn"], children["mlp"]
         norms = [children["input_layernorm"], children["post_attention_layernorm"]]
-        matrices = [*map(attention._modules.get, ATTENTION_MATRICES)]
-        matrices += map(mlp._modules.get, MLP_MATRICES)
+        matrices = [*attention_matrices(attention._modules), *mlp_matrices(mlp._modules)]
         modules = [attention, mlp, *norms, *matrices]
         if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
@@ -2939,12 +2954,18 @@ class NativeBlock(Block):
         if not readable(tensors):
             return b""
         numbers += [t.nbytes for t in tensors]
-        numbers += [w.stride(0) for w in weights]
         numbers += [GGML_TYPES[matrix.ggml_type].number for matrix in matrices]
         numbers += [matrix.fast for matrix in matrices]
         numbers += [B, T, C, attention.head_dim, *cache.k.shape]
         numbers += [cache.pos, attention.layer, half]
-        return struct.pack("62n2d", *numbers, *[norm.eps for norm in norms])
+        return struct.pack("55n2d", *numbers, *[norm.eps for norm in norms])
+
+
+NATIVE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    QuantizedLinear: NativeLinear,
+    QuantizedEmbedding: NativeEmbedding,
+    Block: NativeBlock,
+}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 //
 //   linear      y = x W^T: gemv up to GEMV_TOKENS rows of x (reads W once), gemm above
 //   run_block   what Block.forward does
+//   embed       some rows of W
 //
 // Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
 // numbers, for gemm each 128 (3e-5 relative, gemm of Q6_K 6e-5); for dense weights it stays as is.
@@ -98,11 +99,8 @@ struct Rows {
   Array<float> x;
   Array<Slice> slices;
   Rows(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
-      : count(count),
-        K(K),
-        stride(count < 3 ? count
-               : slice   ? count + 1
-                         : (count + 3) / 4 * 4) {
+      : count(count), K(K), stride(count) {
+    if (count > 2) stride = slice ? count + 1 : (count + 3) / 4 * 4;
     const int64_t parts = (K + 255) / 256 * stride;
     if (slice) slices = array<Slice>(parts);
     else x = array<float>(256 * parts);
@@ -653,27 +651,26 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
   const float *x, *cos, *sin;
   void *keys, *values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
   const float *norms[2];
-  Bytes weights[7];                     // of q, k, v, o, gate, up, down
-  float *y;                             // as large as x
-  int64_t bytes[14];                    // that all but y have
-  int64_t width[7], types[7], fast[7];  // of the weights: bytes of a row
+  Bytes weights[7];           // of q, k, v, o, gate, up, down
+  float *y;                   // as large as x
+  int64_t bytes[14];          // that all but y have
+  int64_t types[7], fast[7];  // of the weights
   int64_t B, T, C, D, L, cache_B, G, S, cache_D, pos, index, half;
   double eps[2];
-  int64_t rows(int i) const { return bytes[7 + i] / width[i]; }
 };
 
 // y = x + attention, += MLP; keys and values (B, G, S, D) are this layer's
-template <class E> static void run(const Layer &l, E *keys, E *values) {
-  const int64_t B = l.B, T = l.T, C = l.C, D = l.D, pos = l.pos, S = l.S, tokens = B * T;
-  const int64_t H = l.rows(0) / D, G = l.rows(1) / D, inner = l.rows(4);
-  auto matrix = [&](int i, int64_t K, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), l.weights[i], l.rows(i), y.get(), l.fast[i] != 0};
+template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *keys, E *values) {
+  const int64_t B = l.B, T = l.T, C = l.C, D = l.D, G = l.G, pos = l.pos, S = l.S, tokens = B * T;
+  auto matrix = [&](int i, int64_t K, int64_t N, const Array<float> &y) {
+    return Matrix{find_format(l.types[i], K), l.weights[i], N, y.get(), l.fast[i] != 0};
   };
   auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
   auto k = array<float>(tokens * G * D), v = array<float>(tokens * G * D);
   norm(l.x, l.norms[0], l.eps[0], h.get(), tokens, C);
-  multiply({matrix(0, C, q), matrix(1, C, k), matrix(2, C, v)}, h.get(), tokens, C);
+  multiply({matrix(0, C, H * D, q), matrix(1, C, G * D, k), matrix(2, C, G * D, v)}, h.get(),
+           tokens, C);
   for_all(tokens, tokens > 16, [&](int64_t i) {
     const float *cos = l.cos + i % T * (D / 2), *sin = l.sin + i % T * (D / 2);
     for (int64_t j = 0; j < H; j++) rotate(&q[(i * H + j) * D], cos, sin, D);
@@ -716,16 +713,16 @@ template <class E> static void run(const Layer &l, E *keys, E *values) {
                                                    length, D);
     }
   }
-  multiply({matrix(3, H * D, h)}, y.get(), tokens, H * D);
+  multiply({matrix(3, H * D, C, h)}, y.get(), tokens, H * D);
   add(l.x, h.get(), l.y, tokens * C);
   norm(l.y, l.norms[1], l.eps[1], h.get(), tokens, C);
   auto gate = array<float>(tokens * inner), up = array<float>(tokens * inner);
-  multiply({matrix(4, C, gate), matrix(5, C, up)}, h.get(), tokens, C);
+  multiply({matrix(4, C, inner, gate), matrix(5, C, inner, up)}, h.get(), tokens, C);
   for_all(tokens * inner / VL, tokens > 16, [&](int64_t i) {
     f32 g = load<f32>(&gate[i * VL]);
     store(&gate[i * VL], g / (1 + exp(-g)) * load<f32>(&up[i * VL]));
   });
-  multiply({matrix(6, inner, h)}, gate.get(), tokens, inner);
+  multiply({matrix(6, inner, C, h)}, gate.get(), tokens, inner);
   add(l.y, h.get(), l.y, tokens * C);
 }
 
@@ -734,37 +731,45 @@ template <class E> static void run(const Layer &l, E *keys, E *values) {
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 5; }
+int32_t kernels_version() { return 6; }
 int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
-
-int32_t linear(int32_t type, int32_t fast, const uint8_t *weights, const float *x, float *y,
+int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int32_t fast,
                int64_t bytes, int64_t rows, int64_t N, int64_t K) try {
   const Matrix m = {find_format(type, K), weights, N, y, fast != 0};
   if (!weights || !x || !m.format || bytes != N * m.format->bytes(K)) return NOT_SUPPORTED;
   multiply({m}, x, rows, K);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
+int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t type, int64_t bytes,
+              int64_t count, int64_t K) {
+  const Format *f = find_format(type, K);
+  if (!f || K < 256) return NOT_SUPPORTED;
+  for (int64_t i = 0; i < count; i++, y += K) {
+    if (ids[i] < 0 || ids[i] >= bytes / f->bytes(K)) return NOT_SUPPORTED;
+    for (int64_t k = 0, at; k < K; k += 256)  // some weights come twice
+      at = std::min(k, K - 256), f->unpack(weights + f->bytes(ids[i] * K + at), y + at);
+  }
+  return DONE;
+}
 
-int32_t run_block(const Layer *layer) try {
-  const Layer &l = *layer;
-  for (int i = 0; i < 14; i++)
-    if (!l.bytes[i] || !((void **)layer)[i] || l.width[i / 2] < 1) return NOT_SUPPORTED;
-  const int64_t C = l.C, Q = l.rows(0), KV = l.rows(1), inner = l.rows(4), size = l.B * KV * l.S;
+int32_t run_block(const Layer &l) try {
+  const int64_t C = l.C, KV = l.G * l.D, size = l.B * KV * l.S;
+  const Format *q = find_format(l.types[0], C), *gate = find_format(l.types[4], C);
+  if (!q || !gate || KV < 1 || l.D % 16 || C < 1 || C % 32) return NOT_SUPPORTED;
+  const int64_t Q = l.bytes[7] / q->bytes(C), inner = l.bytes[11] / gate->bytes(C);
   const int64_t rows[] = {Q, KV, KV, C, inner, inner, C}, columns[] = {C, C, C, Q, C, C, inner};
   const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
-  const int64_t bytes[] = {x, angles, angles, all, all, 4 * C, 4 * C};
-  if (memcmp(bytes, l.bytes, sizeof bytes)) return NOT_SUPPORTED;
-  for (int i = 0; i < 7; i++) {
-    const Format *f = find_format(l.types[i], columns[i]);
-    if (!f || l.width[i] != f->bytes(columns[i]) || l.bytes[7 + i] != rows[i] * l.width[i])
-      return NOT_SUPPORTED;
+  int64_t bytes[14] = {x, angles, angles, all, all, 4 * C, 4 * C};
+  for (int i = 0; i < 14; i++) {
+    const Format *f = i < 7 ? nullptr : find_format(l.types[i - 7], columns[i - 7]);
+    if (f) bytes[i] = rows[i - 7] * f->bytes(columns[i - 7]);
+    if (bytes[i] < 1 || bytes[i] != l.bytes[i] || !((void **)&l)[i]) return NOT_SUPPORTED;
   }
-  if (l.D < 1 || l.G < 1 || l.D % 16 || C % 32 || inner % 32) return NOT_SUPPORTED;
-  if (l.cache_B != l.B || l.cache_D != l.D || KV != l.G * l.D || Q % KV) return NOT_SUPPORTED;
+  if (inner % 32 || l.cache_B != l.B || l.cache_D != l.D || Q % KV) return NOT_SUPPORTED;
   if (l.index < 0 || l.index >= l.L || l.pos < 0 || l.pos + l.T > l.S) return NOT_SUPPORTED;
   const int64_t from = l.index * size;
-  if (l.half) run(l, (float16 *)l.keys + from, (float16 *)l.values + from);
-  else run(l, (float *)l.keys + from, (float *)l.values + from);
+  if (l.half) run(l, Q / l.D, inner, (float16 *)l.keys + from, (float16 *)l.values + from);
+  else run(l, Q / l.D, inner, (float *)l.keys + from, (float *)l.values + from);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 }

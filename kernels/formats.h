@@ -223,10 +223,7 @@ template <int GROUPS, class F> INLINE f32 spread(const f32x8 *v, F group) {
 }
 // gemv takes SHARE vectors of weights at a time, in whose lanes are the same groups: their products
 // share an addition. With wide vectors K types are mixed for that: 4 vectors are 256 weights.
-template <int ORDER>
-constexpr int SHARE = VL == 16 && ORDER != HALVES ? 4
-                      : ORDER == NATURAL          ? 1
-                                                  : 2;
+template <int ORDER> constexpr int SHARE = VL == 16 && ORDER != HALVES ? 4 : 2 - (ORDER == NATURAL);
 template <int ORDER> INLINE void mix([[maybe_unused]] u8 *v) {
 #ifdef AVX512
   auto interleave = [&](int a, int b, bool words) INLINE_LAMBDA {

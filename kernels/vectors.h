@@ -207,9 +207,7 @@ INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
 
 // Arrays of the thread that calls the kernels, in slots: the last one is given back first. Memory
 // is kept for the next call: pages fresh from the system would cost a tenth of a prompt's time.
-struct alignas(64) Line {
-  char bytes[64];
-};
+using Line = std::aligned_storage_t<64, 64>;
 static thread_local std::vector<std::vector<Line>> slots;
 static thread_local size_t slots_used;
 struct GiveBack {

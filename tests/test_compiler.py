@@ -21,6 +21,7 @@ SOURCE = """
 #include <cstdint>
 #include "version.h"
 extern "C" int32_t linear() { return 0; }
+extern "C" int32_t embed() { return 0; }
 extern "C" int32_t run_block() { return 0; }
 extern "C" int32_t kernels_features() { return 1; }
 extern "C" int32_t kernels_version() { return VERSION; }

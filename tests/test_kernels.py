@@ -134,6 +134,21 @@ def test_widths_that_are_no_multiple_of_the_kernels(kind):
                 assert_close(layer_of(blocks, kind, fast)(x)[:2], wanted[:2], tolerance)
 
 
+@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
+def test_embeddings_are_rows_of_the_matrix(kind, monkeypatch):
+    """By the kernel alone, whatever their width; ids out of range are errors."""
+    columns = 288 if llama2.GGML_TYPES[kind].weights <= 32 else 512
+    blocks, weight = wide_blocks(kind, 11, columns)
+    layer = llama2.NativeEmbedding(blocks, kind, torch.float32)
+    for bad in (-1, 11):
+        with pytest.raises(IndexError):
+            layer(torch.tensor([bad]))
+    monkeypatch.delattr(llama2.QuantizedEmbedding, "forward")
+    ids = torch.tensor([[0, 10, 3], [5, 5, 1]])
+    for tokens in (ids, ids.T):
+        assert_close(layer(tokens), weight[tokens], 1e-6)
+
+
 @torch.no_grad()
 def test_callers_in_many_threads_do_not_share_memory():
     """What a call leaves behind is taken by the next, whichever thread it comes from."""
