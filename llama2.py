@@ -3549,22 +3549,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = sys.__stderr__ if ranks else sys.stderr
         return fail(error)
     finally:
-        flush_standard_streams()
-
-
-def flush_standard_streams() -> None:
-    """Write what is left; a full disk or a closed pipe must not raise once more at exit."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # a full disk or a closed pipe must not raise once more at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, on_interrupt)
-    for name in ("SIGTERM", "SIGHUP"):  # exit by an exception: unfinished files are cleaned up
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    # Exit by an exception, so that unfinished files are deleted.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
