@@ -35,7 +35,7 @@ ADDED = [*CONTROL, "<tool>"]  # the last one is user-defined
 N = len(TEXT_PIECES)
 SIZE = N + len(ADDED)
 ID = {piece: i for i, piece in enumerate(TEXT_PIECES + ADDED)}
-BOS, EOS, EOT, EOM = (ID[CONTROL[i]] for i in (0, 1, 4, 5))
+BOS, EOS, HEADER, EOT, EOM = (ID[CONTROL[i]] for i in (0, 1, 2, 4, 5))
 CONFIG = dataclasses.replace(
     TINY, vocab_size=SIZE, bos_token_id=BOS, eos_token_id=EOS, stop_token_ids=(EOT,)
 )
@@ -403,7 +403,7 @@ def hf_model(path, content, config=CONFIG):
     """A folder as transformers 5 writes it: without tokenizer.model."""
     write_hf(path, config, make_weights(config))
     settings = json.loads((path / "config.json").read_text())
-    settings |= {"bos_token_id": BOS, "eos_token_id": [EOS, EOT, EOM]}
+    settings |= {"bos_token_id": BOS, "eos_token_id": [EOS, EOT, EOM, HEADER]}
     return write_files(path, {"config.json": settings, "tokenizer.json": content})
 
 
@@ -422,7 +422,7 @@ def test_saved_and_read_back(tmp_path, pre):
         saved = llama2.GGUF(path).metadata
         assert {key: saved[key] for key in wanted} == wanted
         again = llama2.open_checkpoint(path)
-        assert again.config.stop_token_ids == (EOT, EOM)
+        assert again.config.stop_token_ids == (EOT, EOM, HEADER)
         assert again.tokenizer.add_bos == first.add_bos
         assert again.tokenizer.decode([SIZE]) == ""
         for text in [f"[PAD{SIZE}]", *random_texts(60)]:
