@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,16 +47,8 @@ def test_by_inductor():
 
     A step copies none of the keys and values that it attends to.
     """
-    config = llama2.Config(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,  # the heads are narrower than the residual stream
-        vocab_size=50,
-        max_position_embeddings=70000,
-    )
+    # The heads are together narrower than the residual stream.
+    config = replace(CONFIG, num_hidden_layers=3, head_dim=8, max_position_embeddings=70000)
     torch.manual_seed(0)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
