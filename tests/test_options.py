@@ -85,7 +85,7 @@ def run(cli_path, tmp_path, monkeypatch, capsys):
             sys.exit(0)
         status, err = end.value.code, capsys.readouterr().err
         if "pip install" in f"{status} {err}":
-            pytest.skip("a package is missing")
+            pytest.skip("a package is not installed")
         return status, err
 
     return run
