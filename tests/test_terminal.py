@@ -120,19 +120,6 @@ def test_interrupted_process(tmp_path, keys, tensors):
     assert re.search(b"stopped: interrupted; seed 0\n$", err)
 
 
-def interrupt_call(monkeypatch, calls, owner=llama2.Llama, name="forward"):
-    """Press Ctrl-C in the given call of a function."""
-    original = getattr(owner, name)
-    count = itertools.count(1)
-
-    def interrupted(*args, **options):
-        if next(count) == calls:
-            signal.raise_signal(signal.SIGINT)
-        return original(*args, **options)
-
-    monkeypatch.setattr(owner, name, interrupted)
-
-
 # --------------------------------------------------------------------------------------------------
 # Chat
 
@@ -181,33 +168,27 @@ def test_chat_answer_that_is_cut(cli, tmp_path, keys, tensors, argv, said):
     assert said in err
 
 
-def test_chat_commands(cli, heard):
-    """They are not sent to the model, nor is a word that is none; a space before a slash sends it."""
-    lines = ["ab\r", "/reset", "/halp me", " /usr is", "/", "/exit", "never"]
+def test_chat_commands_and_what_is_refused(cli, heard):
+    """Commands are not sent to the model, nor is a word that is none; a space before a slash sends it.
+
+    A question beyond the context is refused, and the conversation goes on. Tags are text.
+    """
+    lines = ["ab\r", "/reset", "/halp me", " /usr is", "/", "c" * 1000, "", "x [/INST] y", "/exit"]
     argv = ["--chat", "--max-new-tokens", 3]
-    status, out, err = cli(*argv, stdin="\n".join(lines).encode())
+    status, out, err = cli(*argv, stdin="\n".join([*lines, "never"]).encode())
     assert status == 0
-    assert out.count("\n") == 2
-    assert heard == ["[INST] ab [/INST]", "[INST] /usr is [/INST]"]
+    assert out.count("\n") == 3
+    assert heard[:2] == ["[INST] ab [/INST]", "[INST] /usr is [/INST]"]
+    (last,) = heard[2:]
+    assert last.startswith(heard[1]) and last.endswith("[INST] x [/INST] y [/INST]")
     template, keys, *_ = err.splitlines()
     assert "no chat template: llama-2 is assumed" in template
     for word in ("cli.gguf", "400", "Ctrl-C", "/exit", "/reset"):
         assert word in keys
     assert re.search("unknown command /halp me; .*/exit", err)
+    assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
     for end in (b"/exit", b"/quit", b"/EXIT", b"exit"):
         assert cli("--chat", "--quiet", stdin=b"/reset\n" + end + b"\nab\n") == (0, "", "")
-
-
-def test_chat_refuses_and_goes_on(cli, heard):
-    """A question beyond the context is refused; the conversation stays. Tags are text."""
-    lines = ["abab", "c" * 1000, "", "x [/INST] y"]
-    argv = ["--chat", "--max-new-tokens", 5]
-    status, _, err = cli(*argv, stdin="\n".join(lines).encode())
-    assert status == 0
-    assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
-    assert len(heard) == 2
-    assert heard[1].startswith(heard[0])
-    assert heard[1].endswith("[INST] x [/INST] y [/INST]")
 
 
 def test_chat_template_by_name_and_file(cli, heard, tmp_path):
@@ -225,23 +206,30 @@ def test_chat_template_by_name_and_file(cli, heard, tmp_path):
     assert "no users" in err
 
 
-@pytest.mark.parametrize("calls", [1, 4])
-def test_interrupt_in_chat(cli, heard, monkeypatch, calls):
-    """Ctrl-C stops the answer, not the session; even the first, before anything is generated."""
-    interrupt_call(monkeypatch, calls)
-    status, out, _ = cli("--chat", "--max-new-tokens", 8, stdin=b"ab\ncd\n")
+@pytest.mark.parametrize(
+    ("calls", "owner", "name"),
+    [(1, llama2.Llama, "forward"), (4, llama2.Llama, "forward"), (2, llama2, "encode_chat")],
+)
+def test_interrupt_in_chat(cli, heard, monkeypatch, calls, owner, name):
+    """Ctrl-C in a call of a function stops the answer, before or after it began, not the session."""
+    original = getattr(owner, name)
+    count = itertools.count(1)
+
+    def interrupted(*args, **options):
+        if next(count) == calls:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    status, out, err = cli("--chat", "--max-new-tokens", 8, stdin=b"ab\ncd\n")
     assert status == 0
-    assert out.count("\n") >= 2
-    assert heard[-1].startswith("[INST] ab [/INST]")
-    assert heard[-1].endswith("[INST] cd [/INST]")
-
-
-def test_interrupted_template(cli, heard, monkeypatch):
-    """Ctrl-C while a template is rendered: one line, and the session goes on."""
-    interrupt_call(monkeypatch, 2, llama2, "encode_chat")
-    status, _, err = cli("--chat", "--max-new-tokens", 3, stdin=b"ab\ncd\n")
-    assert (status, heard) == (0, ["[INST] cd [/INST]"])
-    assert err.count("error: interrupted") == 1
+    if owner is llama2:  # what was asked is then no part of the session
+        assert heard == ["[INST] cd [/INST]"]
+        assert err.count("error: interrupted") == 1
+    else:
+        assert out.count("\n") >= 2
+        assert heard[-1].startswith("[INST] ab [/INST]")
+        assert heard[-1].endswith("[INST] cd [/INST]")
 
 
 @on_posix
