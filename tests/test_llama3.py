@@ -16,7 +16,7 @@ import pytest
 
 import llama2
 from test_llama2 import CONFIG as TINY
-from test_llama2 import make_weights, write_files, write_gguf, write_hf
+from test_llama2 import make_weights, random_texts, write_files, write_gguf, write_hf
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -134,15 +134,6 @@ WORDS = [*WORDS.replace("<|eot_id||", "<|eot_id|").replace("\n", "|").split("|")
 WORDS += ["\t", "\n", "\r\n", " \n", "\n\n", "!\n", "\u3000", "\u00a0", "\0", "\u0301", "\u0120"]
 
 
-def random_texts(count):
-    """Words of ten scripts, spaces, added tokens, and any characters."""
-    chance = random.Random(0)
-    for _ in range(count):
-        words = chance.choices(WORDS, k=chance.randrange(12))
-        words.insert(len(words) // 2, chr(chance.randrange(0xD800)))
-        yield "".join([*words, chr(0xE000 + chance.randrange(10**6))])
-
-
 def looks_special(text):
     return any(tag in text for tag in CONTROL)
 
@@ -186,7 +177,7 @@ def test_ids_equal_tokenizers(tmp_path, pre):
         for added in (ADDED, ())
     )
     ours = [from_keys(pre), read(tmp_path, published_json(pre, as_pairs=pre == "gpt-2"))]
-    for text in random_texts(800):
+    for text in random_texts(WORDS, 800):
         special = looks_special(text)
         if not (special and "<tool>" in text):
             engine = plain if special else theirs
@@ -223,7 +214,7 @@ def test_tokenizer_json_is_run_as_it_says(tmp_path, change):
     content |= change
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
     ours = read(tmp_path, content)
-    for text in random_texts(500):
+    for text in random_texts(WORDS, 500):
         if not looks_special(text):
             ids = theirs.encode(text, add_special_tokens=False).ids
             assert ours.encode(text, bos=False) == ids, text
@@ -377,7 +368,7 @@ def test_saved_and_read_back(tmp_path, pre):
         assert again.config.stop_token_ids == (EOT, EOM, HEADER)
         assert again.tokenizer.add_bos == first.add_bos
         assert again.tokenizer.decode([SIZE]) == ""
-        for text in [f"[PAD{SIZE}]", *random_texts(60)]:
+        for text in [f"[PAD{SIZE}]", *random_texts(WORDS, 60)]:
             assert again.tokenizer.encode(text) == first.encode(text)
 
 
