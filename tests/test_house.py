@@ -118,17 +118,15 @@ def code_lines(text):
 
 @pytest.mark.parametrize("part", BUDGETS)
 def test_parts_keep_their_budgets(part):
-    text = SCRIPT.read_text("utf-8")
-    starts = {"head": 0}
-    for match in re.finditer(r"(?m)^# Part (\w+): ", text):
-        starts[match[1]] = text.count("\n", 0, match.start())
-    assert list(starts) == list(BUDGETS)
-    ends = dict(zip(starts, [*list(starts.values())[1:], text.count("\n")], strict=True))
-    lines = [n for n in code_lines(text) if starts[part] < n <= ends[part]]
+    texts = re.split(r"(?m)^(?=# Part \w+: )", SCRIPT.read_text("utf-8"))
+    names = ["head"]
+    for text in texts[1:]:
+        names.append(re.match(r"# Part (\w+)", text)[1])
+    assert names == list(BUDGETS)
+    lines = code_lines(texts[names.index(part)])
     most, density = BUDGETS[part]
-    found = len(lines) / len(set(lines))
     assert len(lines) <= most, ADVICE
-    assert found <= density, ADVICE
+    assert len(lines) / len({*lines}) <= density, ADVICE
 
 
 def test_functions_fit_a_screen_and_few_are_named_once():
