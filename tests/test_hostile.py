@@ -7,11 +7,7 @@ since gguf's refuses what must be tried here.
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
-import math
 import os
-import random
 import shutil
 import struct
 import time
@@ -29,7 +25,7 @@ from test_llama2 import CONFIG, make_weights, quantised, write_files, write_gguf
 # A GGUF file as lists that a test may change
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
-LETTERS = dict(zip([U8, I8, U16, I16, U32, I32, F32, BOOL, U64, I64, F64], "BbHhIif?Qqd"))
+SIZES = {U8: 1, I8: 1, U16: 2, I16: 2, U32: 4, I32: 4, BOOL: 1, U64: 8, I64: 8}
 
 
 def taken_apart(path):
@@ -43,19 +39,24 @@ def taken_apart(path):
         kind, *inner = map(int, field.types[:2])
         value = field.contents()
         if not name.startswith("GGUF."):
-            keys.append([name, kind, (*inner, value) if inner else value])
+            keys.append([name, kind, [*inner, value] if inner else value])
     tensors = []
     for t in reader.tensors:
         tensors.append([t.name, t.shape.tolist(), int(t.tensor_type), t.data.tobytes()])
-    return keys, tensors
+    return [keys, tensors]
+
+
+def integer(number, size):
+    """So many bytes of it, little-endian."""
+    return (number % 256**size).to_bytes(size, "little")
 
 
 def u32(number):
-    return struct.pack("<I", number)
+    return integer(number, 4)
 
 
 def u64(number):
-    return struct.pack("<Q", number)
+    return integer(number, 8)
 
 
 def string(text):
@@ -72,8 +73,10 @@ def value_fields(kind, value):
         inner, values = value
         yield from (u32(inner), u64(len(values)))
         yield b"".join(field for item in values for field in value_fields(inner, item))
+    elif kind in SIZES:
+        yield integer(value, SIZES[kind])
     else:
-        yield struct.pack("<" + LETTERS[kind], value)
+        yield struct.pack("<f" if kind == F32 else "<d", value)
 
 
 def header_fields(keys, tensors):
@@ -159,15 +162,24 @@ def limited():
     assert time.process_time() - start < 5
 
 
+def read(reader, path):
+    """What a reader gives, or None, and what it says is wrong."""
+    try:
+        with limited():
+            return reader(path), ""
+    except (ValueError, OSError) as error:
+        said = str(error)
+    assert path.name in said and said.isprintable() and len(said) < 600
+    return None, said
+
+
 @limited()
 def outcome(path):
     """Load a model and generate two tokens: "runs", or what the error said."""
-    try:
-        model, tokenizer = llama2.load(path)
-    except (ValueError, OSError) as error:
-        assert path.name in str(error)
-        assert str(error).isprintable() and len(str(error)) < 600
-        return str(error)
+    loaded, said = read(llama2.load, path)
+    if said:
+        return said
+    model, tokenizer = loaded
     try:
         ids = tokenizer.encode("ab \u00e9\U0001f600")
         new = list(llama2.generate(model, ids, max_new_tokens=2, stop_ids=()))
@@ -183,146 +195,11 @@ def refused(path, word):
     assert said != "runs" and word.lower() in said.lower()
 
 
-# --------------------------------------------------------------------------------------------------
-# Changes by chance
-
-COUNTS = (0, 1, 2, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
-VALUES = {
-    STRING: ("", "\0", b"\xff\xfe", "\ud800", "gpt2", "yarn"),
-    F32: (0.0, -1.0, math.nan, math.inf, 1e-45, 1e38),
-    BOOL: (True, False),
-    I64: (0, 1, -1, 2**31, 2**62, -(2**63)),
-    U32: (0, 1, 3, 255, 2**28, 2**32 - 1),
-}
-ARRAYS = ((U32, [2, 2]), (STRING, []), (ARRAY, [(U32, [1])]), (U8, [1] * 999))
-
-
-def change_value(rng, entry):
-    """Another value of one key, or of one item of an array, or a value of another type."""
-    _, kind, value = entry
-    if kind == ARRAY and rng.randrange(3):
-        inner, values = value
-        place = rng.randrange(len(values))
-        odd = rng.choice(VALUES.get(inner, (0, 1, 9)))
-        rest = values[place + rng.randrange(2) :]
-        entry[2] = (inner, [*values[:place], odd, *rest])
-        return
-    entry[1] = rng.choice((kind, *VALUES, ARRAY))
-    entry[2] = rng.choice(VALUES.get(entry[1], ARRAYS))
-
-
-def change_tensor(rng, tensors):
-    """Another name, shape, type or content of one tensor."""
-    tensor = rng.choice(tensors)
-    name, dims, _, data = tensor
-    shape = [rng.choice((*COUNTS, *dims)) for _ in range(rng.randrange(1, 4))]
-    others = [
-        (tensors[0][0], "rope_freqs.weight", "blk.2.ffn_up.weight", b"\xff", f"{name}x"),
-        (shape, dims[::-1]),
-        (*range(45), 2**31),
-        (b"", data[:9], b"\xff" * len(data)),
-    ]
-    place = rng.randrange(4)
-    tensor[place] = rng.choice(others[place])
-
-
-def mutation(seed, parts):
-    """The bytes of the valid file after one change, decided by the seed."""
-    rng = random.Random(seed)
-    keys, tensors = copy.deepcopy(parts)
-    way = seed % 6
-    if way == 0:
-        change_value(rng, rng.choice(keys))
-    elif way == 1:
-        change_tensor(rng, tensors)
-    elif way == 2:
-        entry = keys.pop(rng.randrange(len(keys)))
-        keys += rng.choice(([], [entry, entry]))
-    fields = list(header_fields(keys, tensors))
-    if way == 3:  # a length, a count, a dimension, an offset
-        place = rng.choice([i for i, field in enumerate(fields) if len(field) in (4, 8)])
-        size = len(fields[place])
-        fields[place] = (rng.choice(COUNTS) % 256**size).to_bytes(size, "little")
-    data = bytearray(joined(fields, tensors))
-    if way == 4:
-        del data[rng.randrange(len(data)) :]
-    elif way == 5:
-        change_bytes(rng, data)
-    return bytes(data)
-
-
-def change_bytes(rng, data):
-    """Some of them, of the header or anywhere."""
-    for _ in range(rng.choice((1, 2, 8))):
-        end = rng.choice((64, 9000, len(data)))
-        place = rng.randrange(min(end, len(data)))
-        data[place] = rng.randrange(256)
-
-
 def test_what_all_changes_start_from_runs(parts, directory, tmp_path):
     """A context is allocated only when it is asked for."""
     keys = changed(parts[0], "llama.context_length", U32, 2**28)
     assert outcome(written(tmp_path / "a.gguf", keys, parts[1])) == "runs"
     assert outcome(write_files(tmp_path / "model", directory)) == "runs"
-
-
-@pytest.mark.parametrize("start", range(0, 240, 40))
-def test_gguf_files_changed_by_chance(parts, tmp_path, start):
-    """Forty of them: an error that names the file, or a model that runs."""
-    said = []
-    for seed in range(start, start + 40):
-        path = tmp_path / f"{seed}.gguf"
-        path.write_bytes(mutation(seed, parts))
-        said.append(outcome(path))
-    assert 1 <= said.count("runs") <= 30
-
-
-ODD_JSON = (0, -1, 2**63, 10**400, 0.5, math.nan, math.inf, None, True, "", "../x")
-ODD_JSON += ("\ud800", [], {}, [1], {"a": 1}, [[[[]]]])
-
-
-def changed_json(rng, content):
-    """One value of it is another one; or all of it, as bytes."""
-    spots = [content]
-    for spot in spots:
-        children = spot.values() if isinstance(spot, dict) else spot
-        spots += [child for child in children if isinstance(child, (dict, list)) and child]
-    spot = rng.choice(spots)
-    key = rng.choice(list(spot) if isinstance(spot, dict) else range(len(spot)))
-    if rng.randrange(6):
-        spot[key] = rng.choice(ODD_JSON)
-    else:
-        del spot[key]
-    odd = (b"[" * 10**5, b"[]", b"", b'{"a":' * 10**4, b"\xff\xfe{}", b'{"a": 1, "a": 1}')
-    return json.dumps(content).encode() if rng.randrange(8) else rng.choice(odd)
-
-
-def changed_file(rng, name, data):
-    """One change of one file of a directory."""
-    if not rng.randrange(5):
-        return data[: rng.randrange(len(data))]
-    if name.endswith(".json"):
-        return changed_json(rng, json.loads(data))
-    if name.endswith(".safetensors") and rng.randrange(2):
-        size = int.from_bytes(data[:8], "little")
-        text = changed_json(rng, json.loads(data[8 : 8 + size]))
-        told = rng.choice((len(text), len(text), *COUNTS[:2]))
-        return u64(told) + text + data[8 + size :]
-    data = bytearray(data)
-    change_bytes(rng, data)
-    return bytes(data)
-
-
-@pytest.mark.parametrize("start", range(0, 120, 40))
-def test_directories_changed_by_chance(directory, tmp_path, start):
-    """Settings, index, weights and vocabulary."""
-    said = []
-    for seed in range(start, start + 40):
-        rng = random.Random(seed)
-        name = rng.choice(list(directory))
-        changed = {name: changed_file(rng, name, directory[name])}
-        said.append(outcome(write_files(tmp_path / f"{seed}", directory | changed)))
-    assert 1 <= said.count("runs") <= 30
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,25 +210,15 @@ def start_of_gguf(tensors, keys, *fields):
     return joined([b"GGUF", u32(3), u64(tensors), u64(keys), *fields])
 
 
-def start_of_tensor(size, kind, offset):
-    return start_of_gguf(1, 0, string("t"), u32(1), u64(size), u32(kind), u64(offset))
-
-
 HEADERS = {
     "another magic": (b"GGML" + u32(3), "starts with b'GGML'"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3), "endian"),
-    "many tensors": (start_of_gguf(2**60, 0), ""),
     "a long key": (start_of_gguf(0, 1, u64(2**62)), "a text of 46"),
     "an unknown type": (start_of_gguf(0, 1, string("k"), u32(13)), "k: has the unknown type"),
     "many strings": (
         start_of_gguf(0, 1, string("k"), u32(ARRAY), u32(STRING), u64(2**60)),
         "bad.gguf: k:",
     ),
-    "not UTF-8": (start_of_gguf(0, 1, string(b"\xff")), "'utf-8' codec"),
-    "dimensions": (start_of_gguf(1, 0, string("t"), u32(2**32 - 1)), "t: damaged: error"),
-    "a tensor's type": (start_of_tensor(32, 99, 0), "99"),
-    "an offset": (start_of_tensor(32, 0, 2**63), "t: is at byte"),
-    "a size": (start_of_tensor(2**63, 0, 0), "t: the sizes"),
 }
 
 
@@ -386,14 +253,8 @@ VALUES_OF_KEYS = [
     ("split.count", U32, 65535, "65535"),
     # SentencePiece is C++, and what it would choke on is refused before, or by it
     ("tokenizer.ggml.tokens", ARRAY, (STRING, TEXTS), "319"),
-    ("tokenizer.ggml.tokens", ARRAY, (STRING, []), "vocab_size"),
     ("tokenizer.ggml.tokens", ARRAY, (STRING, ["same"] * N), "same"),
-    ("tokenizer.ggml.tokens", ARRAY, (STRING, [*TEXTS, "\0x"]), ""),
-    ("tokenizer.ggml.tokens", ARRAY, (U32, list(range(N))), ""),
     ("tokenizer.ggml.token_type", ARRAY, (I32, [6] * N), "byte"),
-    ("tokenizer.ggml.bos_token_id", U32, 2**32 - 1, "token id"),
-    ("tokenizer.ggml.unknown_token_id", U32, N, "token id"),
-    ("tokenizer.ggml.unknown_token_id", STRING, "1", "unknown"),
 ]
 
 
@@ -420,63 +281,15 @@ def test_scales_that_are_no_numbers(vocabulary, tmp_path, kind):
 
 
 # --------------------------------------------------------------------------------------------------
-# safetensors and JSON
-
-
-FIRST = "model-00001-of-00002.safetensors"
-
-
-def refused_header(directory, path, change, more=b"", said=FIRST):
-    """A directory is refused whose first file has the header, or text, that `change` makes."""
-    data = directory[FIRST]
-    size = int.from_bytes(data[:8], "little")
-    text = change(json.loads(data[8 : 8 + size])).encode()
-    files = directory | {FIRST: u64(len(text)) + text + data[8 + size :] + more}
-    refused(write_files(path, files), said)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("shape", shape) for shape in ([65], [-64], [10**400], [64.0], [])),
-        *(("dtype", dtype) for dtype in ("I64", "F16", ["F32"])),
-        *(("data_offsets", at) for at in ([0], [[0], [1]], [256, 0], [2**62, 2**62 + 256], None)),
-    ],
-)
-def test_hostile_safetensors(directory, tmp_path, field, value):
-    """A tensor that is not where and what its entry says."""
-
-    def change(header):
-        header["model.norm.weight"][field] = value
-        return json.dumps(header)
-
-    said = "has the type I64; expected F32, F16, BF16" if value == "I64" else FIRST
-    refused_header(directory, tmp_path / "model", change, said=said)
-
-
-def test_overlaps_and_bytes_behind(directory, tmp_path):
-    def overlap(header):
-        header["model.norm.weight"]["data_offsets"][0] -= 4
-        return json.dumps(header)
-
-    refused_header(directory, tmp_path / "overlap", overlap)
-    refused_header(directory, tmp_path / "behind", json.dumps, bytes(8))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"a":' * 10**5, '{"a": 1}', '{"a": ' + "1" * 10**5 + "}", " " * 10**7]
-)
-def test_headers_that_are_none(directory, tmp_path, text):
-    refused_header(directory, tmp_path / "model", lambda header: text)
-
-
-# --------------------------------------------------------------------------------------------------
 # What is no regular file
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
 @pytest.mark.parametrize("kind", ["FIFO", "/dev/zero", "sparse"])
-@pytest.mark.parametrize("name", [FIRST, "tokenizer.model", "tokenizer_config.json", "a.gguf"])
+@pytest.mark.parametrize(
+    "name",
+    ["model-00001-of-00002.safetensors", "tokenizer.model", "tokenizer_config.json", "a.gguf"],
+)
 def test_only_regular_files_are_read(directory, tmp_path, name, kind):
     """A FIFO blocks for ever, /dev/zero has no end."""
     path = write_files(tmp_path / "model", directory) / name

@@ -1,0 +1,357 @@
+"""Every reader against what hypothesis makes of valid input, and shortens where a reader fails.
+
+A reader says in one line that names the file what is wrong, or gives what another implementation
+gives. The examples are the same each time. `FUZZ=20000 pytest tests/test_fuzz.py -k gguf` tries so
+many others; `--hypothesis-seed=7` with it repeats them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+
+hypothesis = pytest.importorskip("hypothesis")
+safetensors = pytest.importorskip("safetensors.torch")
+tokenizers = pytest.importorskip("tokenizers")
+template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+testclient = pytest.importorskip("starlette.testclient")
+pytest.importorskip("uvicorn")
+
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import strategies as st
+from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
+from test_hostile import (  # noqa: F401 (fixtures)
+    ARRAY,
+    directory,
+    header_fields,
+    integer,
+    joined,
+    limited,
+    outcome,
+    parts,
+    read,
+    taken_apart,
+)
+from test_llama3 import UNIGRAM, bpe_keys, published_json
+from test_vocabularies import llama2_json
+
+import llama2
+from test_llama2 import TOKENS, write_files, write_gguf
+
+sys.path.insert(0, str(Path(llama2.__file__).resolve().parent / "examples"))
+import lora
+import server
+
+# --------------------------------------------------------------------------------------------------
+# What is changed
+
+
+def fuzz(count, *strategies):
+    """Call what is decorated with so many examples."""
+    settings = hypothesis.settings(
+        max_examples=int(os.environ.get("FUZZ", count)),
+        derandomize="FUZZ" not in os.environ,
+        deadline=None,
+        suppress_health_check=[*hypothesis.HealthCheck],
+    )
+    return lambda check: settings(hypothesis.given(*strategies)(check))()
+
+
+class Twice(str):
+    """A key that a JSON object has already."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+MARKS = {b'"DEEP"': b'{"a":[' * 50000, b'"LONG"': b"1" * 9999, b"RAW": b"\xff\xfe"}
+NUMBERS = (*range(10), -1, 255, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, 0.5, -1e300)
+OTHERS = (10**400, math.nan, math.inf, None, True, "", "\0\x1b[2J", "\ud800", "../x")
+ODD = st.sampled_from((*NUMBERS, *OTHERS, "DEEP", "LONG", "RAW")) | st.text(max_size=9)
+ODD |= st.lists(ODD, max_size=2) | st.dictionaries(ODD.map(str), ODD, max_size=2)
+
+
+@st.composite
+def changed(draw, content):
+    """A copy of lists and dicts in which up to three values are gone, moved, twice, or odd."""
+    content = copy.deepcopy(content)
+    for _ in range(draw(st.integers(1, 3))):
+        hypothesis.assume(content)
+        value = content
+        while (
+            value
+            and isinstance(value, (dict, list))
+            and (value is content or draw(st.integers(0, 4)))
+        ):
+            parent = value
+            keys = [*parent] if isinstance(parent, dict) else range(len(parent))
+            key = draw(st.sampled_from(keys))
+            value = parent[key]
+        way = draw(st.integers(0, 4))
+        if way == 0:
+            del parent[key]
+        elif way == 1:
+            parent[key] = parent[draw(st.sampled_from(keys))]
+        elif way == 2 and isinstance(parent, dict):
+            parent[Twice(key)] = draw(ODD)
+        else:
+            parent[key] = draw(ODD | st.from_type(type(value)))
+    return content
+
+
+def changed_json(content):
+    """JSON after changes, and what json would not write, in place of its marks."""
+
+    def write(content):
+        text = json.dumps(content).encode()
+        for mark, odd in MARKS.items():
+            text = text.replace(mark, odd)
+        return text
+
+    return changed(content).map(write)
+
+
+@st.composite
+def damaged(draw, files):
+    """What can be written, and sometimes a few bytes are others, or gone."""
+    try:
+        data = bytes(draw(files))
+    except Exception:  # noqa: BLE001
+        hypothesis.reject()
+    if draw(st.integers(0, 3)):
+        return data
+    start = draw(st.integers(0, len(data)))
+    end = start + draw(st.sampled_from((0, 1, 4, len(data))))
+    return data[:start] + draw(st.binary(max_size=4)) + data[end:]
+
+
+def changed_safetensors(data):
+    """Another header before the same tensors."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = changed_json(json.loads(data[8:start]))
+    return header.map(lambda text: integer(len(text), 8) + text + data[start:])
+
+
+def changed_files(files):
+    """One of several files (name, bytes), with other bytes."""
+    changes = []
+    for name, data in files:
+        change = st.just(data)
+        if "json" in name:
+            change = changed_json(json.loads(data))
+        elif "safetensors" in name:
+            change = changed_safetensors(data)
+        changes.append(st.tuples(st.just(name), damaged(change)))
+    return st.one_of(changes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
+
+
+@st.composite
+def gguf_files(draw, content):
+    """Other keys and tensors, and maybe another field of the header."""
+    keys, tensors = draw(changed(content))
+    fields = [*header_fields(keys, tensors)]
+    if draw(st.booleans()):
+        place = draw(st.integers(0, len(fields) - 1))
+        number = draw(st.sampled_from(NUMBERS))
+        fields[place] = integer(int(number), len(fields[place]))
+    return joined(fields, tensors)
+
+
+def test_gguf(parts, tmp_path):  # noqa: F811
+    """Keys and tensors are those that gguf reads."""
+    path = tmp_path / "a.gguf"
+    llama3 = taken_apart(write_gguf(path, bpe_keys()))
+
+    @fuzz(250, damaged(gguf_files(parts) | gguf_files(llama3)))
+    def check(data):
+        path.write_bytes(data)
+        file, _ = read(llama2.GGUF, path)
+        if file:
+            keys, tensors = taken_apart(path)
+            theirs = {name: value[1] if kind == ARRAY else value for name, kind, value in keys}
+            assert str(file.metadata) == str(theirs)
+            for name, dims, _, blocks in tensors:
+                weight = file.weights[name]
+                assert [*weight.shape] == dims[::-1]
+                assert weight.read().numpy().tobytes() == blocks
+            read(llama2.Tokenizer.from_gguf, path)
+            outcome(path)
+
+
+def test_directories(directory, tmp_path):  # noqa: F811
+    """As config.json is read, the logits are those of transformers."""
+    folder = tmp_path / "model"
+    settings = json.loads(directory["config.json"])
+    files = [*directory.items()]
+    for rope in (LLAMA_3, FOLLOWED["rope_parameters"]):
+        files.append(("config.json", json.dumps(settings | {"rope_parameters": rope})))
+
+    @fuzz(120, changed_files(files))
+    def check(change):
+        write_files(folder, directory | dict([change]))
+        if outcome(folder) == "runs" and change[0] == "config.json":
+            context = llama2.open_checkpoint(folder).config.max_position_embeddings
+            try:
+                assert_as_transformers(folder, TOKENS[:1, :context])
+            except StrictDataclassError:  # which counts 1 as no float
+                return
+
+
+def test_safetensors(tmp_path):
+    """The tensors are those of safetensors."""
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": torch.rand(3, 2), "b": torch.rand(4).bfloat16(), "c": torch.rand(2, 1).half()}
+    reader = llama2.naming(path)(llama2.safetensors_weights)
+
+    @fuzz(300, damaged(changed_safetensors(safetensors.save(tensors))))
+    def check(data):
+        path.write_bytes(data)
+        ours, said = read(reader, path)
+        if not said:
+            theirs = safetensors.load_file(path)
+            assert ours.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                assert ours[name].shape == tensor.shape
+                assert torch.equal(ours[name].read().flatten(), tensor.view(torch.uint8).flatten())
+
+
+# --------------------------------------------------------------------------------------------------
+# Text
+
+
+def assert_same_ids(path, data, encode):
+    """Of texts that hold no special token, where the file is read."""
+    path.write_bytes(data)
+    tokenizer, _ = read(llama2.Tokenizer.from_file, path)
+    for text in ("", "the fox", " a  b\n12345", "\u65e5\u2581\U0001f642 \u00e9"):
+        if tokenizer and not any(special in text for special in tokenizer.special_ids):
+            ids = tokenizer.encode(text, bos=False)
+            tokenizer.decode(ids)
+            assert ids == encode(text)
+
+
+def test_tokenizer_json(tokenizer, tmp_path):
+    """Ids are those of tokenizers."""
+    path = tmp_path / "tokenizer.json"
+    valid = [published_json(), published_json() | UNIGRAM]
+    valid += [llama2_json(tokenizer, legacy) for legacy in (True, False)]
+
+    @fuzz(500, damaged(st.one_of(map(changed_json, valid))))
+    def check(data):
+        def encode(text):
+            theirs = tokenizers.Tokenizer.from_buffer(data)
+            return theirs.encode(text, add_special_tokens=False).ids
+
+        with contextlib.suppress(ValueError):  # it refuses "" for an empty list
+            assert_same_ids(path, data, encode)
+
+
+def test_tokenizer_model(tokenizer, tmp_path):
+    """Ids are those of SentencePiece."""
+    path = tmp_path / "tokenizer.model"
+    keys = changed(llama2.vocabulary_keys(tokenizer.vocabulary, 320))
+
+    @fuzz(250, damaged(keys.map(lambda keys: llama2.vocabulary_from_gguf(keys).model)))
+    def check(data):
+        def encode(text):
+            return sentencepiece.SentencePieceProcessor(model_proto=data).encode(text)
+
+        assert_same_ids(path, data, encode)
+
+
+CHAT = """[{"role": "system", "content": " Be\\n"}, {"role": "user", "content": "hi </s>"},
+{"role": "assistant", "content": "yes"}]"""
+
+
+def test_chat_templates(tokenizer):
+    """The ids are those of transformers' text, without control tokens of messages."""
+    templates = llama2.CHAT_TEMPLATES.values()
+    words = [changed(re.split(r"({[{%]-?|-?[%}]}|\W)", template)) for template in templates]
+    chats = changed(json.loads(CHAT)).map(json.dumps)
+
+    @fuzz(300, st.one_of(words), st.just(CHAT) | chats)
+    def check(words, chat):
+        template = "".join(map(str, words))
+        llama2.chat_stops(tokenizer, template)
+        try:
+            ids = llama2.encode_chat(tokenizer, json.loads(chat), template)
+        except ValueError:
+            return
+        text = template_utils._compile_jinja_template(template).render(
+            messages=json.loads(chat.replace("</s>", "----")),
+            add_generation_prompt=True,
+            bos_token="<s>",
+            eos_token="</s>",
+        )
+        said = tokenizer.decode(ids).replace("</s>", "----")
+        assert said.lstrip() == re.sub("</?s>", "", text).lstrip()
+
+
+# --------------------------------------------------------------------------------------------------
+# Examples
+
+
+@torch.no_grad()
+def test_adapters(model, tmp_path):
+    folder = tmp_path / "adapter"
+    adapted = copy.deepcopy(model)
+    lora.add_adapters(adapted, ["q_proj", "layers.1.mlp.up_proj"], 2, 4)
+    lora.save_adapter(adapted, folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    @fuzz(250, changed_files(files.items()))
+    def check(change):
+        write_files(folder, files | dict([change]))
+        adapted = copy.deepcopy(model)
+        _, said = read(lambda path: lora.load_adapter(adapted, path), folder)
+        assert said or adapted(TOKENS).isfinite().all()
+
+
+REQUESTS = {  # what stands behind the question mark is for changed_files()
+    "/v1/completions?json": """{"prompt": ["a", [5]], "max_tokens": 2, "temperature": 0.5, "top_p": 0.5,
+"stop": ["x"], "logprobs": 1, "echo": true, "stream": false, "logit_bias": {"7": 1}, "seed": 1,
+"stream_options": {"include_usage": true}, "response_format": {"type": "json_schema",
+"json_schema": {"schema": {"type": "object", "properties": {"a": {"enum": [1, "a"]}}}}}}""",
+    "/v1/chat/completions?json": """{"messages": [{"role": "user", "content": "hi"},
+{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+"tool_choice": "required", "max_completion_tokens": 2, "logprobs": true, "top_logprobs": 2,
+"frequency_penalty": 1}""",
+    "/tokenize?json": '{"content": "a", "add_special": true}',
+    "/detokenize?json": '{"tokens": [1, 2]}',
+}
+TEMPLATE = "{% for m in messages %}{{ m.role + (m.content or '') }}{{ m.tool_calls }}{% endfor %}"
+
+
+def test_requests(cli_path, tmp_path, monkeypatch):
+    """None fails, and none changes what another gets."""
+    (tmp_path / "template").write_text(TEMPLATE)
+    command = f"server.py --quiet --dtype float32 --context 256 --model {cli_path} --chat-template"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(tmp_path / "template")])
+    args = server.parse_args()
+    app = server.make_app(server.Session(args), "tiny", args)
+    client = testclient.TestClient(app, "http://localhost", raise_server_exceptions=False)
+    path, body = next(iter(REQUESTS.items()))
+    first = client.post(path, content=body).json()["choices"]
+
+    @fuzz(300, changed_files(REQUESTS.items()))
+    def check(request):
+        with limited():
+            reply = client.post(request[0], content=request[1])
+        assert reply.status_code in (200, 400) and "server failed" not in reply.text
+        assert client.post(path, content=body).json()["choices"] == first
