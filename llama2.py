@@ -2830,7 +2830,12 @@ def accelerate(model: Llama, fast: bool = False) -> Llama:
     if device == "cuda" and importlib.util.find_spec("triton"):
         change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
     if device == "cpu" and load_kernels():
-        change_classes(model, NATIVE_CLASSES)
+        classes = {
+            QuantizedLinear: NativeLinear,
+            QuantizedEmbedding: NativeEmbedding,
+            Block: NativeBlock,
+        }
+        change_classes(model, classes)
         for module in model.modules():
             if type(module) is NativeLinear:
                 module.fast = fast
@@ -2858,19 +2863,14 @@ def unhooked(modules: Iterable[Any]) -> bool:
     return not any(hooks)
 
 
-def same_mask(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two masks show the same tokens; None: all."""
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b)
-
-
-def run_kernel(name: str, tensors: Sequence[Tensor], *numbers: Any) -> bool:
-    """Call a kernel with the addresses of tensors, then numbers; False if it cannot serve them."""
+def run_kernel(name: str, matrix: Quantized, x: Tensor, y: Tensor, *sizes: int) -> bool:
+    """Call a kernel that makes y of a matrix and x; False if it cannot serve them."""
+    tensors = matrix.blocks, x, y
     if torch.compiler.is_compiling() or not load_kernels() or not readable(tensors):
         return False
     kernel = getattr(load_kernels(), name)
-    return not kernel(*map(Tensor.data_ptr, tensors), *numbers)
+    number = GGML_TYPES[matrix.ggml_type].number
+    return not kernel(*map(Tensor.data_ptr, tensors), number, matrix.blocks.nbytes, *sizes)
 
 
 class NativeLinear(QuantizedLinear):
@@ -2883,12 +2883,9 @@ class NativeLinear(QuantizedLinear):
         N, K = self.out_features, self.in_features
         learns = torch.is_grad_enabled() and x.requires_grad
         if not learns and x.dtype in DENSE_NAMES and x.shape[-1:] == (K,):
-            w = self.blocks
             x32 = x.float().contiguous()
             y = x32.new_empty(*x.shape[:-1], N)
-            number = GGML_TYPES[self.ggml_type].number
-            sizes = w.nbytes, x.numel() // K, N, K
-            if run_kernel("linear", (w, x32, y), number, self.fast, *sizes):
+            if run_kernel("linear", self, x32, y, x.numel() // K, N, K, self.fast):
                 return y.to(x.dtype)
         return super().forward(x)
 
@@ -2898,13 +2895,12 @@ class NativeEmbedding(QuantizedEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C)."""
-        w, C = self.blocks, self.in_features
+        C = self.in_features
         y = torch.empty(*tokens.shape, C)
-        if tokens.dtype == torch.int64:
-            number = GGML_TYPES[self.ggml_type].number
-            sizes = w.nbytes, tokens.numel(), C
-            if run_kernel("embed", (w, tokens.contiguous(), y), number, *sizes):
-                return y.to(self.dtype)
+        if tokens.dtype == torch.int64 and run_kernel(
+            "embed", self, tokens.contiguous(), y, tokens.numel(), C
+        ):
+            return y.to(self.dtype)
         return super().forward(tokens)
 
 
@@ -2941,11 +2937,9 @@ class NativeBlock(Block):
         if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
         B, T, C = x.shape
-        half = cache.k.dtype == torch.float16
-        stored = torch.float16 if half else torch.float32
-        if (x.dtype, cache.k.dtype, cache.v.dtype) != (torch.float32, stored, stored):
-            return b""
-        if not same_mask(mask, cache.mask(T)):
+        half = {cache.k.dtype, cache.v.dtype} == {torch.float16}  # else float32, by their bytes
+        seen = cache.mask(T)
+        if mask is not seen and (mask is None or seen is None or not mask.equal(seen)):
             return b""
         weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
         scales = [norm._parameters["weight"] for norm in norms]
@@ -2959,13 +2953,6 @@ class NativeBlock(Block):
         numbers += [B, T, C, attention.head_dim, *cache.k.shape]
         numbers += [cache.pos, attention.layer, half]
         return struct.pack("55n2d", *numbers, *[norm.eps for norm in norms])
-
-
-NATIVE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    QuantizedLinear: NativeLinear,
-    QuantizedEmbedding: NativeEmbedding,
-    Block: NativeBlock,
-}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def open_library(path: Path, version: int, compile_seconds: float = 0.0) -> ctyp
     library: Any = ctypes.CDLL(str(path))
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
-        library.linear.argtypes = [*[pointer] * 3, i32, i32, *[i64] * 4]
+        library.linear.argtypes = [*[pointer] * 3, i32, *[i64] * 4, i32]
         library.embed.argtypes = [*[pointer] * 3, i32, *[i64] * 3]
         library.run_block.argtypes = [pointer]
         for function in (library.linear, library.run_block):

@@ -733,8 +733,8 @@ enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown t
 extern "C" {
 int32_t kernels_version() { return 6; }
 int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
-int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int32_t fast,
-               int64_t bytes, int64_t rows, int64_t N, int64_t K) try {
+int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int64_t bytes,
+               int64_t rows, int64_t N, int64_t K, int32_t fast) try {
   const Matrix m = {find_format(type, K), weights, N, y, fast != 0};
   if (!weights || !x || !m.format || bytes != N * m.format->bytes(K)) return NOT_SUPPORTED;
   multiply({m}, x, rows, K);
