@@ -1454,7 +1454,8 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Seq
         import numpy
 
         # Private ("c"): a model may be changed in place; the file and other models stay.
-        data = numpy.memmap(path, numpy.uint8, "c", offset, weight.nbytes)
+        # The name of the file: memmap would resolve a Path, for each tensor anew.
+        data = numpy.memmap(str(path), numpy.uint8, "c", offset, weight.nbytes)
         rows = torch.from_numpy(data).view(math.prod(shape[:-1]), -1)
         # Old safetensors files begin tensors at any byte; torch's views need them aligned.
         return rows.clone() if offset % 4 else rows
