@@ -619,12 +619,13 @@ def sweep_bench(args, program, path):
     T = args.prompt_tokens[0]
     if args.prompt_tokens[1:] or any(depth % T for depth in args.depth):
         raise ValueError(f"{program} takes one --prompt-tokens, and multiples of it as --depth")
-    sizes = ["-c", max(args.depth) + T, "-ub", T, "-n", args.gen_tokens]
+    options = ["-c", max(args.depth) + T, "-ub", T, "-n", args.gen_tokens]
+    options += ["-wb", "--output-format", "jsonl", "--log-file", os.devnull]
 
     def run():
-        done = call_program(program, "-m", path, "-wb", "--output-format", "jsonl", *sizes)
+        done = call_program(program, "-m", path, *options)
         rates = {}
-        for line in done.stdout.splitlines():
+        for line in done.stderr.splitlines():  # where it prints everything
             row = json.loads(line) if line.startswith("{") else {}
             if row.get("n_kv") in args.depth:
                 rates[test_name(T, row["n_kv"])] = row["speed_pp"]

@@ -126,7 +126,7 @@ def test_table_beside_two_peers(run, tmp_path, capsys):
     peer = script(tmp_path / "llama-bench", f"echo '{json.dumps(tests)}'")
     (tmp_path / "ik").mkdir()
     row = '{"n_kv": 16, "speed_pp": 5, "speed_tg": 4}'
-    sweep = script(tmp_path / "ik" / "llama-sweep-bench", f"echo 'PP\n{row}\n{{\"n_kv\": 8}}'")
+    sweep = script(tmp_path / "ik" / "llama-sweep-bench", f"echo 'PP\n{row}\n{{\"n_kv\": 8}}' >&2")
     argv = ("--table", FILE, *SHORT, "--prompt-tokens", 8, "--depth", 16)
     argv += ("--llama-bench", f"llama.cpp={peer}", f"ik={sweep}")
     _, *peers, _ = run(*argv)["models"][FILE.name]["tokens/s"].values()
