@@ -26,6 +26,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -619,8 +620,9 @@ def sweep_bench(args, program, path):
     T = args.prompt_tokens[0]
     if args.prompt_tokens[1:] or any(depth % T for depth in args.depth):
         raise ValueError(f"{program} takes one --prompt-tokens, and multiples of it as --depth")
+    log = Path(tempfile.gettempdir()) / "llama-sweep-bench"  # else it is written where one is
     options = ["-c", max(args.depth) + T, "-ub", T, "-n", args.gen_tokens]
-    options += ["-wb", "--output-format", "jsonl", "--log-file", os.devnull]
+    options += ["-wb", "--output-format", "jsonl", "--log-file", log]
 
     def run():
         done = call_program(program, "-m", path, *options)
@@ -691,11 +693,12 @@ def run_models(args):
         name = path.name if path else args.config
         found = models[name] = run_model(args, path)
         rows = found["tokens/s"]
+        tests = [*rows["llama2.py"]]
         cells = []
         for engine, row in rows.items():
             digits = ".2f" if engine == "ours / best" else ".4g"
-            cells.append((engine, *(f"{value:{digits}}" for value in row.values())))
-        table((f"{name}, tokens/s", *rows["llama2.py"]), cells)
+            cells.append((engine, *(f"{row[test]:{digits}}" for test in tests)))
+        table((f"{name}, tokens/s", *tests), cells)
         reached, given = found["reached"] / 1e9, found["bandwidth"] / 1e9
         print(f"A token reads its weights at {reached:.1f} GB/s; memory gives {given:.1f}.")
         memory = found["bytes per token of context"] / 1e3
