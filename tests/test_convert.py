@@ -21,6 +21,7 @@ import llama2
 pytest.importorskip("safetensors")
 sys.path.insert(0, str(Path(llama2.__file__).resolve().parent / "examples"))
 import convert
+from test_config import assert_as_transformers
 
 from test_llama2 import (
     CONFIG,
@@ -259,13 +260,9 @@ def test_llama_3_equals_metas_own_code(tmp_path, metas_code):
 @torch.no_grad()
 def check_folder(folder, source, tolerance=1e-5):
     """transformers and llama2 read in it the model and tokenizer of the source."""
-    transformers = pytest.importorskip("transformers")
-    expected = logits_of(source)
-    assert_close(logits_of(folder), expected, tolerance)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(folder, dtype=torch.float32)
-    assert_close(model(ROWS).logits, expected, tolerance)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    _, ours = assert_as_transformers(folder)
+    assert_close(ours(ROWS), logits_of(source), tolerance)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     tokenizer = llama2.open_checkpoint(source).tokenizer
     again = llama2.open_checkpoint(folder).tokenizer
     for text in ("Once upon a time", "a\n\n\u4e16 ", "\U0001f600"):
