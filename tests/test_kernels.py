@@ -241,7 +241,7 @@ def test_large_models_are_accelerated_and_rounded_if_told(
     """`fast` is how the kernels multiply; None: they are not used."""
     path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q8_0"])
     if large:
-        monkeypatch.setattr(llama2.Checkpoint, "nbytes", 2**27)
+        monkeypatch.setattr(llama2, "LARGE", 1)
     model, _ = llama2.load(path, **options)
     natives = [m.fast for m in model.modules() if isinstance(m, llama2.NativeLinear)]
     assert natives == ([] if fast is None else 8 * [fast])

@@ -187,7 +187,7 @@ def test_chat_commands_and_what_is_refused(cli, heard):
         assert word in keys
     assert re.search("unknown command /halp me; .*/exit", err)
     assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
-    for end in (b"/exit", b"/quit", b"/EXIT", b"exit"):
+    for end in (b"/exit", b"/EXIT"):
         assert cli("--chat", "--quiet", stdin=b"/reset\n" + end + b"\nab\n") == (0, "", "")
 
 
