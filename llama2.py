@@ -2815,7 +2815,7 @@ __all__ += ["accelerate", "load_kernels"]
 # 19. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 6  # of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 7  # of the interface between kernels/cpu.cpp and this file
 
 
 @functools.cache
@@ -2924,8 +2924,8 @@ class NativeEmbedding(QuantizedEmbedding):
         return super().forward(tokens)
 
 
-attention_matrices = operator.itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
-mlp_matrices = operator.itemgetter("gate_proj", "up_proj", "down_proj")
+ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
 BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
 
 
@@ -2952,13 +2952,13 @@ class NativeBlock(Block):
         children: Any = self._modules
         attention, mlp = children["self_attn"], children["mlp"]
         norms = [children["input_layernorm"], children["post_attention_layernorm"]]
-        matrices = [*attention_matrices(attention._modules), *mlp_matrices(mlp._modules)]
+        matrices = [*map(attention._modules.get, ATTENTION_MATRICES)]
+        matrices += map(mlp._modules.get, MLP_MATRICES)
         modules = [attention, mlp, *norms, *matrices]
         if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
-        B, T, C = x.shape
         half = {cache.k.dtype, cache.v.dtype} == {torch.float16}  # else float32, by their bytes
-        seen = cache.mask(T)
+        seen = cache.mask(x.shape[1])
         if mask is not seen and (mask is None or seen is None or not mask.equal(seen)):
             return b""
         weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
@@ -2968,11 +2968,12 @@ class NativeBlock(Block):
         if not readable(tensors):
             return b""
         numbers += [t.nbytes for t in tensors]
-        numbers += [GGML_TYPES[matrix.ggml_type].number for matrix in matrices]
-        numbers += [matrix.fast for matrix in matrices]
-        numbers += [B, T, C, attention.head_dim, *cache.k.shape]
+        numbers += map(len, weights)
+        for matrix in matrices:
+            numbers += GGML_TYPES[matrix.ggml_type].number, matrix.fast
+        numbers += [*x.shape, attention.head_dim, *cache.k.shape]
         numbers += [cache.pos, attention.layer, half]
-        return struct.pack("55n2d", *numbers, *[norm.eps for norm in norms])
+        return struct.pack("62n2d", *numbers, *[norm.eps for norm in norms])
 
 
 # --------------------------------------------------------------------------------------------------

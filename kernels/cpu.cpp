@@ -651,10 +651,12 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
   const float *x, *cos, *sin;
   void *keys, *values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
   const float *norms[2];
-  Bytes weights[7];           // of q, k, v, o, gate, up, down
-  float *y;                   // as large as x
-  int64_t bytes[14];          // that all but y have
-  int64_t types[7], fast[7];  // of the weights
+  Bytes weights[7];            // of q, k, v, o, gate, up, down
+  float *y;                    // as large as x
+  int64_t bytes[14], rows[7];  // that all but y have; of the weights
+  struct {
+    int64_t type, fast;
+  } matrices[7];
   int64_t B, T, C, D, L, cache_B, G, S, cache_D, pos, index, half;
   double eps[2];
 };
@@ -663,7 +665,8 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
 template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *keys, E *values) {
   const int64_t B = l.B, T = l.T, C = l.C, D = l.D, G = l.G, pos = l.pos, S = l.S, tokens = B * T;
   auto matrix = [&](int i, int64_t K, int64_t N, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), l.weights[i], N, y.get(), l.fast[i] != 0};
+    const auto &[type, fast] = l.matrices[i];
+    return Matrix{find_format(type, K), l.weights[i], N, y.get(), fast != 0};
   };
   auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
@@ -731,7 +734,7 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 6; }
+int32_t kernels_version() { return 7; }
 int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
 int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int64_t bytes,
                int64_t rows, int64_t N, int64_t K, int32_t fast) try {
@@ -753,19 +756,17 @@ int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t type
 }
 
 int32_t run_block(const Layer &l) try {
-  const int64_t C = l.C, KV = l.G * l.D, size = l.B * KV * l.S;
-  const Format *q = find_format(l.types[0], C), *gate = find_format(l.types[4], C);
-  if (!q || !gate || KV < 1 || l.D % 16 || C < 1 || C % 32) return NOT_SUPPORTED;
-  const int64_t Q = l.bytes[7] / q->bytes(C), inner = l.bytes[11] / gate->bytes(C);
+  const int64_t C = l.C, Q = l.rows[0], KV = l.G * l.D, inner = l.rows[4], size = l.B * KV * l.S;
   const int64_t rows[] = {Q, KV, KV, C, inner, inner, C}, columns[] = {C, C, C, Q, C, C, inner};
   const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
   int64_t bytes[14] = {x, angles, angles, all, all, 4 * C, 4 * C};
   for (int i = 0; i < 14; i++) {
-    const Format *f = i < 7 ? nullptr : find_format(l.types[i - 7], columns[i - 7]);
+    const Format *f = i < 7 ? nullptr : find_format(l.matrices[i - 7].type, columns[i - 7]);
     if (f) bytes[i] = rows[i - 7] * f->bytes(columns[i - 7]);
     if (bytes[i] < 1 || bytes[i] != l.bytes[i] || !((void **)&l)[i]) return NOT_SUPPORTED;
   }
-  if (inner % 32 || l.cache_B != l.B || l.cache_D != l.D || Q % KV) return NOT_SUPPORTED;
+  if (memcmp(rows, l.rows, sizeof rows) || l.D % 16 || C % 32 || inner % 32) return NOT_SUPPORTED;
+  if (KV < 1 || Q % KV || l.cache_B != l.B || l.cache_D != l.D) return NOT_SUPPORTED;
   if (l.index < 0 || l.index >= l.L || l.pos < 0 || l.pos + l.T > l.S) return NOT_SUPPORTED;
   const int64_t from = l.index * size;
   if (l.half) run(l, Q / l.D, inner, (float16 *)l.keys + from, (float16 *)l.values + from);
