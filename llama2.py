@@ -2888,9 +2888,9 @@ def run_kernel(name: str, matrix: Quantized, x: Tensor, y: Tensor, *sizes: int) 
     tensors = matrix.blocks, x, y
     if torch.compiler.is_compiling() or not load_kernels() or not readable(tensors):
         return False
+    numbers = GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes, *sizes
     kernel = getattr(load_kernels(), name)
-    number = GGML_TYPES[matrix.ggml_type].number
-    return not kernel(*map(Tensor.data_ptr, tensors), number, matrix.blocks.nbytes, *sizes)
+    return not kernel(*map(Tensor.data_ptr, tensors), *numbers)
 
 
 class NativeLinear(QuantizedLinear):
@@ -2957,7 +2957,7 @@ class NativeBlock(Block):
         modules = [attention, mlp, *norms, *matrices]
         if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
-        half = {cache.k.dtype, cache.v.dtype} == {torch.float16}  # else float32, by their bytes
+        half = cache.k.dtype == cache.v.dtype == torch.float16  # else float32, by their bytes
         seen = cache.mask(x.shape[1])
         if mask is not seen and (mask is None or seen is None or not mask.equal(seen)):
             return b""
@@ -2968,7 +2968,7 @@ class NativeBlock(Block):
         if not readable(tensors):
             return b""
         numbers += [t.nbytes for t in tensors]
-        numbers += map(len, weights)
+        numbers += [w.shape[0] for w in weights]
         for matrix in matrices:
             numbers += GGML_TYPES[matrix.ggml_type].number, matrix.fast
         numbers += [*x.shape, attention.head_dim, *cache.k.shape]
