@@ -1695,31 +1695,24 @@ DEVICES = {
         ("--prompt-file x.txt", "--prompt-file"),  # beside --prompt
         ("--chat-template x", "--chat"),
         ("--chat --chat-template absent", "absent"),
-        ("--temperature nan", "temperature is nan"),
         ("--seed -2", "seed is -2"),
-        ("--max-new-tokens -1", "--max-new-tokens: -1"),
         ("--max-new-tokens many", "--max-new-tokens"),
         ("--context 0", "--context: 0"),
         ("--context 401", "401; expected 1 to 400"),
         ("--context 2", "expected 1 to 2, the context"),
         ("--threads 0", "--threads: 0"),
         ("--threads 100000", "--threads: 100000"),
-        ("--device tpu", "tpu"),
         ("--stop=", "stop is ['']"),
         ("--system x", "--chat"),
-        ("--model absent.gguf", "absent.gguf"),
         ("--model {dir}", "{dir}"),
         (f"--model {os.devnull}", os.devnull),
         (f"--model {SCRIPT}", "GGUF"),
-        ("--prompt-file absent.txt", "absent.txt"),
         *[(f"--device {name}", name) for name in sorted(DEVICES) if not DEVICES[name]],
     ],
 )
 def test_one_line_and_status_2(cli, tmp_path, argv, said):
     """A wrong argument is told in one line that names it; nothing is written to stdout."""
-    arguments = argv.format(dir=tmp_path).split()
-    prompt = [] if "absent.txt" in argv else ["--prompt", "ab"]
-    status, out, err = cli(*prompt, *arguments)
+    status, out, err = cli("--prompt", "ab", *argv.format(dir=tmp_path).split())
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("llama2.py: error: ")
     assert said.format(dir=tmp_path) in err

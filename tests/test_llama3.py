@@ -7,7 +7,6 @@ is installed, random texts are compared with what it makes of the published form
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import random
 import sys
@@ -316,27 +315,18 @@ def test_control_tokens_that_are_words():
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("change", "said"),
     [
-        ("model", None),
-        ("model vocab a", SIZE),
-        ("model vocab a", 2**70),
-        ("model merges", [["h", 1]]),
-        ("pre_tokenizer pretokenizers", [split("(a")]),
-        ("normalizer", {"type": "Unheard"}),
-        ("decoder", {"type": "WordPiece", "prefix": "##", "cleanup": True}),
-        ("added_tokens", [{"id": "0", "content": "x"}]),
-        ("added_tokens", [{"id": 0, "content": 7}]),
+        ({"model": {"vocab": {"a": SIZE}}}, f"{SIZE + 1} pieces; the model has {SIZE}"),
+        ({"pre_tokenizer": split("(a")}, "tokenizers cannot run the vocabulary"),
+        ({"decoder": {"type": "WordPiece"}}, "its decoder is .*WordPiece"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_hostile_tokenizer_json(tmp_path, path, value):
-    content = published_json()
-    *parents, last = path.split()
-    functools.reduce(dict.__getitem__, parents, content)[last] = value
-    with pytest.raises(ValueError, match="tokenizer.json: ") as caught:
-        read(tmp_path, content)
-    message = str(caught.value)
-    assert message.isprintable() and len(message) < 500
+def test_tokenizer_json_that_is_refused(tmp_path, change, said):
+    """What is damaged by chance is in test_fuzz.py."""
+    with pytest.raises(ValueError, match=f"tokenizer.json: {said}"):
+        read(tmp_path, published_json() | change)
 
 
 # --------------------------------------------------------------------------------------------------
