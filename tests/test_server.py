@@ -406,7 +406,7 @@ NEUTRAL = """{
 "unknown": null, "stream_options": {"include_usage": false}, "top_logprobs": 0
 }"""
 BAD_BODIES = {
-    **dict.fromkeys((b"{", b"[]", b"\xff\xfe", b"{} {}", b"[" * 200_000)),
+    **dict.fromkeys((b"[]", b"{} {}", b"[" * 200_000)),
     b'{"prompt": "A", "temperature": NaN}': "temperature",
     b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900): "prompt",
     b'{"prompt": "A", "\\ud800": 1}': "?",
@@ -437,12 +437,9 @@ def test_long_prompts_and_bad_bodies(server):
 
 
 def test_what_is_odd_but_right(server):
-    """Fields that change nothing here, as clients send them; texts of any kind; a full context."""
+    """Fields that change nothing here, as clients send them; a full context. See test_fuzz.py, too."""
     for path, body in ((COMPLETIONS, PROMPT), (CHAT, QUESTION)):
         assert server.post(path, {**body, **json.loads(NEUTRAL)})[0] == 200
-    for text in ("", "\ud800\0é", "</s><s>"):
-        body = {**PROMPT, "prompt": text, "echo": True, "logprobs": 5}
-        assert server.post(COMPLETIONS, body)[0] == 200, text
     _, reply = server.post(COMPLETIONS, {"prompt": [5] * 511, "max_tokens": 9})
     assert reply["usage"]["completion_tokens"] == 1
 
