@@ -34,13 +34,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_rank(rank, port, script, *args):
-    """One of RANKS processes, as torchrun starts it."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "x"}
-    environment["PYTHONPATH"] = str(SCRIPT.parent)
-    command = [sys.executable, script, *map(str, args)]
-    return subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE)
+def torchrun(script, *args, **options):
+    """Run RANKS processes of a script."""
+    command = [sys.executable, torch.distributed.run.__file__, "--standalone", "--no-python"]
+    command += [f"--nproc-per-node={RANKS}", sys.executable, script, *map(str, args)]
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
+    options |= {"env": environment, "capture_output": True, "timeout": 300}
+    return subprocess.run(command, check=False, **options)
 
 
 def run_rank(root, out):
@@ -83,11 +83,8 @@ def test_ranks_equal_one_process(forms, vocabulary, tmp_path):
     wide = dataclasses.replace(CONFIG, head_dim=32)  # heads are together wider than the stream
     keys = {"llama.attention.key_length": 32, "llama.attention.value_length": 32}
     quantised(vocabulary, root / "wide.gguf", ["F32", "Q8_0"], wide, keys)
-    port = free_port()
-    ranks = [start_rank(i, port, __file__, root, tmp_path) for i in range(RANKS)]
-    for process in ranks:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()
+    process = torchrun(__file__, root, tmp_path)
+    assert process.returncode == 0, process.stderr.decode()
     found = [torch.load(tmp_path / str(rank)) for rank in range(RANKS)]
     for form in RANK_FORMS:
         model, _ = llama2.load(root / form)
@@ -110,11 +107,7 @@ def test_ranks_from_the_command_line(forms, tmp_path, capsys):
     args = ["--model", str(path), "--temperature", "0", "--max-new-tokens", "12"]
     assert llama2.main([*args, "--prompt", PROMPT]) == 0
     alone = capsys.readouterr().out
-    command = [sys.executable, torch.distributed.run.__file__, "--standalone", "--no-python"]
-    command += [f"--nproc-per-node={RANKS}", sys.executable, SCRIPT, *args]
-    process = subprocess.run(
-        command, input=PROMPT.encode(), capture_output=True, timeout=300, check=False
-    )
+    process = torchrun(SCRIPT, *args, input=PROMPT.encode())
     assert (process.returncode, process.stdout) == (0, alone.encode())  # rank 0 alone reads, ...
     assert process.stderr.count(b"generated 12 tokens") == 1  # ... and prints
 
@@ -141,7 +134,13 @@ def test_waiting_for_others_can_be_ended():
     """A rendezvous that cannot be complete: one rank of two, which hears Ctrl-C or is terminated."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     ports = [free_port() for _ in numbers]
-    ranks = [start_rank(0, port, SCRIPT, "--prompt", "x") for port in ports]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    rank["MASTER_ADDR"] = "127.0.0.1"
+    ranks = []
+    for port in ports:
+        environment = os.environ | rank | {"MASTER_PORT": str(port)}
+        command = [sys.executable, SCRIPT, "--prompt", "x"]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE))
     for number, port, process in zip(numbers, ports, ranks, strict=True):
         deadline = time.monotonic() + 200
         while True:  # until it listens for the other
