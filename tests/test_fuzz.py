@@ -183,7 +183,9 @@ def test_gguf(parts, tmp_path):  # noqa: F811
         file, _ = read(llama2.GGUF, path)
         if file:
             keys, tensors = taken_apart(path)
-            theirs = {name: value[1] if kind == ARRAY else value for name, kind, value in keys}
+            theirs = {}
+            for name, value_type, value in keys:  # an empty array has no type
+                theirs[name] = value[1] if value_type == ARRAY and value else value
             assert str(file.metadata) == str(theirs)
             for name, dims, _, blocks in tensors:
                 weight = file.weights[name]
@@ -208,14 +210,14 @@ def test_directories(directory, tmp_path):  # noqa: F811
             context = llama2.open_checkpoint(folder).config.max_position_embeddings
             try:
                 assert_as_transformers(folder, TOKENS[:1, :context])
-            except StrictDataclassError:  # which counts 1 as no float
+            except (StrictDataclassError, ValueError):  # 1 is no float, a model has a type
                 return
 
 
 def test_safetensors(tmp_path):
     """The tensors are those of safetensors."""
     path = tmp_path / "model.safetensors"
-    tensors = {"a": torch.rand(3, 2), "b": torch.rand(4).bfloat16(), "c": torch.rand(2, 1).half()}
+    tensors = {"a": torch.eye(3, 2), "b": torch.eye(4).bfloat16(), "c": torch.eye(2, 1).half()}
     reader = llama2.naming(path)(llama2.safetensors_weights)
 
     @fuzz(300, damaged(changed_safetensors(safetensors.save(tensors))))
