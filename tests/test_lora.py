@@ -111,6 +111,7 @@ def test_other_models(folder):
         ('{"peft_type": "IA3"}', "peft_type' is 'IA3'"),
         ('{"r": 1000000000000, "lora_alpha": 1}', "r is 1000000000000 .* have r .5."),
         ('{"r": 5}', "lora_alpha None"),
+        ('{"r": 5, "lora_alpha": NaN}', "lora_alpha nan"),
         ("[]", "damaged"),
         ("[" * 9999, "damaged"),
     ):
