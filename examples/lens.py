@@ -38,7 +38,7 @@ chances, words = lens.softmax(-1).max(-1)  # (L, T)
 
 def cell(token_id: int, chance: float | None = None) -> str:
     """A token, and how likely it is, as 14 characters of the table."""
-    word = ascii(tokenizer.decode([ids[0], token_id]))[1:-1][:9]
+    word = ascii(tokenizer.token_bytes(token_id).decode(errors="replace"))[1:-1][:9]
     return f"{word:<9}{'' if chance is None else f'{chance:4.0%}':<5}"
 
 
