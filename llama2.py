@@ -915,8 +915,12 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
         model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
     else:
         model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        # Pairs, or texts like "a b"; none may make a control token.
-        model["merges"] = [m for m in model["merges"] if "".join(m).replace(" ", "") not in marks]
+        # Texts like "a b", or pairs; none may make a control token.
+        model["merges"] = [
+            merge
+            for merge in model["merges"]
+            if (merge if isinstance(merge, str) else "".join(merge)).replace(" ", "") not in marks
+        ]
     added = [  # marks are found anywhere, whatever a normalizer writes in front of them
         {**t, "content": marks[t["content"]], "normalized": False} if t["content"] in marks else t
         for t in content["added_tokens"]
@@ -1222,6 +1226,7 @@ def chat(
 import errno
 import importlib.util
 import io
+import mmap
 import os
 import stat
 import struct
@@ -1592,14 +1597,14 @@ def naming(item: str | Path) -> Iterator[None]:
 LIMIT = 2**25  # bytes of a file's header, JSON or vocabulary; Llama 3.2's tokenizer.json has 2**24
 
 
-def read_head(path: Path) -> tuple[bytes, int]:
-    """The first bytes of a file, LIMIT at most, and its size. Raises ValueError."""
+def read_head(path: Path) -> tuple[mmap.mmap, int]:
+    """The first bytes of a file, LIMIT at most, mapped, and its size. Raises ValueError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a pipe would block
         raise ValueError("not a regular file")
     with path.open("rb") as file:
-        head = file.read(LIMIT)
-    if head.startswith(b"version https://git-lfs"):
+        head = mmap.mmap(file.fileno(), min(status.st_size, LIMIT), access=mmap.ACCESS_READ)
+    if head[:23] == b"version https://git-lfs":
         raise ValueError("a pointer of git-lfs, not the file: git lfs pull, or download it again")
     return head, status.st_size
 
@@ -1610,7 +1615,7 @@ def read_file(path: Path) -> bytes:
         data, size = read_head(path)
         if size > LIMIT:
             raise ValueError(f"{size} bytes; expected at most {LIMIT}")
-        return data
+        return data[:]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -1706,8 +1711,7 @@ class GGUF:
         self.weights: dict[str, Weight] = {}
         self.config: Config | None = None  # as which open_gguf() reads the metadata
         with naming(path):
-            data, size = read_head(Path(path))
-            self.file = io.BytesIO(data)
+            self.file, size = read_head(Path(path))
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
@@ -1819,8 +1823,8 @@ def open_gguf(path: Path) -> Checkpoint:
     file.config = config
     return Checkpoint(
         str(path),
-        format=f"GGUF version {file.version}",
-        config=config,
+        f"GGUF version {file.version}",
+        config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
         file=file,
@@ -1940,9 +1944,9 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     tied = may_tie and "lm_head.weight" not in weights
     config = replace(config, tie_word_embeddings=tied)
     return Checkpoint(
-        path=str(folder),
-        format="Hugging Face directory",
-        config=config,
+        str(folder),
+        "Hugging Face directory",
+        config,
         weights=match_tensors(weights, config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
     )
@@ -2332,8 +2336,11 @@ def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
         is_like_llama_3 = bool(model.get("ignore_merges"))
         if steps == f"[{', '.join(known)}]" and is_like_llama_3 == (pre in LIKE_LLAMA_3):
             merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-            keys = {"model": "gpt2", "pre": pre, "merges": merges}
-            return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+            return {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": pre,
+                "tokenizer.ggml.merges": merges,
+            }
     raise ValueError(f"GGUF has no name for {steps:.150}; if it is SentencePiece's: {CONVERT}")
 
 
@@ -2405,9 +2412,17 @@ def find_model(name: str) -> Path:
 
 
 # What is read of a Hugging Face directory besides its weights.
-HF_FILES = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer.json"]
-HF_FILES += ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-HF_FILES += ["chat_template.jinja", INDEX]
+HF_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    INDEX,
+]
 CONVERT = "python examples/convert.py FOLDER OUT.gguf"
 FOREIGN = {  # files of directories that are not read: patterns of their names
     r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
