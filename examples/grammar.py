@@ -1,4 +1,4 @@
-"""JSON of a schema and nothing else, by llguidance: what schema.py and server.py share."""
+"""Nothing but JSON that fits a schema, by llguidance: schema.py and server.py use it."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -9,12 +9,12 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import llama2
 
-# What may stand between two tokens of JSON. With none, small models write {}; with any, no end.
+# White space between two tokens of JSON. Without any, small models write {}; with any, no end.
 WHITE_SPACE = {"whitespace_pattern": r" |\n {0,8}"}
 
 
 class Vocabulary:
-    """A tokenizer as llguidance wants it: bytes per id. Ids that end a text have no bytes."""
+    """A tokenizer in the form that llguidance needs: bytes per id. Stop tokens have no bytes."""
 
     bos_token_id = None
 
@@ -30,22 +30,22 @@ class Vocabulary:
 
 
 def open_vocabulary(tokenizer: llama2.Tokenizer, stop_ids: Collection[int]) -> LLTokenizer:
-    """The vocabulary for Grammar, which takes 20 to 100 ms."""
+    """The vocabulary for Grammar; making it takes 20 to 100 ms."""
     vocabulary = Vocabulary(tokenizer, stop_ids)
     return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[*stop_ids])
 
 
 def close(schema: dict[str, Any]) -> dict[str, Any]:
-    """An object has those properties only that its schema names, as in vLLM and llama.cpp."""
+    """Allow only the properties that an object's schema names, as in vLLM and llama.cpp."""
     if schema.get("type") == "object" and "properties" in schema:
         return {"additionalProperties": False} | schema
     return schema
 
 
 class Grammar:
-    """A `logits_processor` for one answer: a text of `schemas`, and JSON that fits its schema.
+    """A `logits_processor` for one answer: a key of `schemas`, then JSON that fits its schema.
 
-    ValueError for a schema that llguidance cannot do.
+    Raises ValueError for a schema that llguidance does not support.
     """
 
     def __init__(self, vocabulary: LLTokenizer, schemas: Mapping[str, dict[str, Any]]) -> None:
@@ -62,10 +62,10 @@ class Grammar:
         self.matcher = LLMatcher(vocabulary, "\n".join(rules), log_level=0)
         if problem := self.matcher.get_error():
             raise ValueError(f"the schema {text:.200} cannot be used: {problem.splitlines()[0]}")
-        self.seen = 0  # how many ids the matcher knows, the prompt's too
+        self.seen = 0  # how many ids the matcher has seen, with the prompt
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """Logits (V,) after ids, with -inf for what would not fit."""
+        """Logits (V,) after ids, with -inf for tokens that would not fit."""
         if self.seen:
             self.matcher.consume_tokens(ids[self.seen :])
         self.seen = len(ids)

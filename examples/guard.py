@@ -1,7 +1,7 @@
-"""What stands between the network and server.py; nothing in it knows of models.
+"""What stands between the network and server.py. It knows nothing of models.
 
-Refused are a wrong key and, as long as there is none, pages of other sites: a browser would send
-what they ask for. Of too many connections, idle ones are closed. Each request is a line of the log.
+It refuses a wrong key and, if there is no key, pages of other sites, whose requests a browser would
+send. If there are too many connections, idle ones are closed. Each request is a line of the log.
 """
 
 import functools
@@ -20,7 +20,7 @@ MAX_CONNECTIONS, IDLE_SECONDS = 200, 60  # macOS allows a process 256 open files
 
 
 class Connection(H11Protocol):
-    """Of too many connections, the oldest one that waits for no answer is closed."""
+    """If there are too many, the oldest connection that waits for no answer is closed."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -33,7 +33,7 @@ class Connection(H11Protocol):
             ).transport.abort()
 
     def is_idle(self) -> bool:
-        """Whether it has sent no whole request, or has its answer."""
+        """Whether it has not sent a whole request yet, or has got its answer."""
         return not self.cycle or self.cycle.more_body or self.cycle.response_complete
 
 
@@ -44,13 +44,13 @@ def guard(
     say: Callable[[str], None],
     args: Any,
 ) -> Any:
-    """An ASGI application around another. `refuse` makes a response of a request's `refusal`.
+    """Wrap an ASGI application. `refuse` turns a `refusal` of a request into a response.
 
     `args`: the command line's host, api_key and cors.
     """
     Connection.say_once = staticmethod(functools.cache(say))
     names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
-    names += r"|[\w.-]+\.(internal|local|localhost)"  # which no site can have
+    names += r"|[\w.-]+\.(internal|local|localhost)"  # names that no public site can have
     own_name = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
 
     def wrong(request: Request) -> Exception | None:
@@ -64,7 +64,7 @@ def guard(
             return refusal(401, "the API key is wrong", code="invalid_api_key")
         host = head.get("host", "")
         origin = head.get("origin", "")
-        if not own_name.fullmatch(host):  # a page may rebind its name to this machine
+        if not own_name.fullmatch(host):  # a site may rebind its name to this machine
             return refusal(403, f"the host {host[:60]!r} is refused without --api-key")
         if origin not in ("", f"http://{host}", args.cors) and args.cors != "*":
             return refusal(403, f"the origin {origin[:60]!r} is refused without --cors")

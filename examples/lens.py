@@ -2,7 +2,7 @@
 
     python examples/lens.py "The king had a daughter who was" [--model PATH]
 
-Every block's output goes through the final norm and the output matrix. It takes nothing but hooks.
+The output of every block goes through the final norm and the output matrix, by forward hooks alone.
 """
 
 import sys
@@ -42,7 +42,7 @@ def cell(token_id: int, chance: float | None = None) -> str:
     return f"{word:<9}{'' if chance is None else f'{chance:4.0%}':<5}"
 
 
-places = range(max(0, len(ids) - 5), len(ids))  # those that fit a terminal
+places = range(max(0, len(ids) - 5), len(ids))  # the last positions: five fit into a terminal
 print("after     ", *(cell(ids[t]) for t in places))
 for layer in range(len(states)):
     row = (cell(words[layer, t].item(), chances[layer, t].item()) for t in places)

@@ -1,10 +1,10 @@
-"""LoRA: adapters for any model that loads, while its weights stay as they are (arXiv:2106.09685).
+"""LoRA: train adapters for any model, whose weights do not change (arXiv:2106.09685).
 
     python examples/lora.py --data TEXT.txt --adapter DIR [--model FILE.gguf]
     python examples/lora.py --adapter DIR --out tuned.gguf [--type Q4_0] [--model FILE.gguf]
 
-A frozen matrix W, which stays in the file's blocks, gets two thin ones beside it that are trained:
-y = x W^T + alpha / r * x A^T B^T. DIR has the form of PEFT: each reads what the other writes.
+A frozen matrix W, which may stay quantised, gets two small matrices A and B that are trained:
+y = x W^T + alpha / r * x A^T B^T. DIR has PEFT's format: each reads what the other writes.
 """
 
 import json
@@ -26,9 +26,9 @@ except ImportError as error:
     sys.exit(f"lora.py: {error.name} is missing: pip install {error.name}")
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LENGTH, BATCH = 256, 4  # tokens of a piece of text, pieces of a step
-PEFT = "base_model.model.model."  # which PEFT's names begin with
-# PEFT's settings that change no sum. All others must be empty or one of USUAL: no DoRA, no biases.
+LENGTH, BATCH = 256, 4  # tokens of a sequence, sequences of a training step
+PEFT = "base_model.model.model."  # the prefix of PEFT's names
+# PEFT's settings that do not change the output. All others must be empty or one of USUAL: no DoRA.
 SILENT = """r lora_alpha target_modules task_type base_model_name_or_path revision inference_mode
     lora_dropout layers_to_transform layers_pattern exclude_modules auto_mapping peft_version
     megatron_core qalora_group_size"""
@@ -40,7 +40,7 @@ USUAL = {
 
 
 def add_adapters(model: llama2.Llama, names: list[str], r: int, alpha: float) -> None:
-    """Give A and B to the projections of these names: q_proj, or layers.0.self_attn.q_proj."""
+    """Add A and B to the projections with these names: q_proj, or layers.0.self_attn.q_proj."""
     model.lora_settings = {"r": r, "lora_alpha": alpha}
     for name, module in [*model.named_modules()]:
         if name.endswith(PROJECTIONS) and name.endswith(tuple(names)):
@@ -52,12 +52,12 @@ def add_adapters(model: llama2.Llama, names: list[str], r: int, alpha: float) ->
 
 
 def add_product(module: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
-    """The hook: adds what A and B make of a projection's input to its output."""
+    """A forward hook: add the product of the input with A and B to a projection's output."""
     return y + module.lora_scale * module.lora_B(module.lora_A(inputs[0]))
 
 
 def merge_adapters(model: llama2.Llama) -> None:
-    """Put a dense layer in the place of each projection with its adapter."""
+    """Replace each projection that has an adapter by one dense layer."""
     for name, module in [*model.named_modules()]:
         if hasattr(module, "lora_A"):
             product = module.lora_B.weight @ module.lora_A.weight
@@ -69,7 +69,7 @@ def merge_adapters(model: llama2.Llama) -> None:
 
 
 def peft_views(model: llama2.Llama) -> dict[str, Tensor]:
-    """All A and B by PEFT's names. The rows of a head are (D/2, 2) here, but (2, D/2) there."""
+    """All A and B by PEFT's names. The rows of a head are (D/2, 2) here, but (2, D/2) in PEFT."""
     views = {PEFT + name: w for name, w in model.state_dict().items() if ".lora_" in name}
     for name, w in views.items():
         if name.endswith(("q_proj.lora_B.weight", "k_proj.lora_B.weight")):
@@ -89,7 +89,7 @@ def save_adapter(model: llama2.Llama, folder: Path) -> None:
 
 
 def load_adapter(model: llama2.Llama, folder: Path) -> None:
-    """Add PEFT's adapter. ValueError for what does not fit."""
+    """Add PEFT's adapter. Raises ValueError if it does not fit."""
     try:
         settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
         unsupported = {
@@ -120,7 +120,7 @@ def load_adapter(model: llama2.Llama, folder: Path) -> None:
 
 
 def loss_of(model: llama2.Llama, tokens: Tensor) -> Tensor:
-    """Cross-entropy of LENGTH + 1 tokens. Blocks are computed again for gradients: less memory."""
+    """Cross-entropy of LENGTH + 1 tokens. To save memory, backward() computes blocks again."""
     cos, sin = llama2.rope_tables(model.config, LENGTH)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     x = model.embed_tokens(tokens[None, :-1])  # (1, T, C)
@@ -130,23 +130,23 @@ def loss_of(model: llama2.Llama, tokens: Tensor) -> Tensor:
 
 
 def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
-    """Train the adapters on nine tenths of a text; shows the loss on some of the last tenth."""
+    """Train the adapters on nine tenths of a text; show the loss on up to 8 sequences of the rest."""
     if len(ids) < 10 * (LENGTH + 1):
         raise ValueError(f"the text has {len(ids)} tokens; expected {10 * (LENGTH + 1)} or more")
-    pieces = torch.tensor(ids).unfold(0, LENGTH + 1, 1)  # one from each place
+    sequences = torch.tensor(ids).unfold(0, LENGTH + 1, 1)  # one from each position
     last = len(ids) * 9 // 10
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
     for step in range(steps + 1):
         if step % max(1, steps // 10) == 0:
             with torch.no_grad():
-                loss = torch.stack([loss_of(model, p) for p in pieces[last::LENGTH][:8]]).mean()
+                loss = torch.stack([loss_of(model, s) for s in sequences[last::LENGTH][:8]]).mean()
             if not loss.isfinite():
                 raise ValueError(f"the loss is {loss} after {step} steps; try a lower --rate")
         text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, held-out loss {loss:.3f}"
         print(f"\r[{text}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
         if step < steps:
             for i in torch.randint(last - LENGTH, (BATCH,)).tolist():
-                (loss_of(model, pieces[i]) / BATCH).backward()
+                (loss_of(model, sequences[i]) / BATCH).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -170,7 +170,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
         parser.error("expected --adapter, or --data and a new file as --out")
-    if args.out and not args.out.parent.is_dir():  # which would be noticed after training
+    if args.out and not args.out.parent.is_dir():  # else only noticed after training
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
         model, tokenizer = llama2.load(args.model)

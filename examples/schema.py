@@ -1,9 +1,9 @@
-"""JSON that fits a schema, from any model: no token is drawn that would not fit.
+"""JSON that fits a schema, from any model: no token is sampled that would not fit.
 
     python examples/schema.py --schema PERSON.json --prompt "Who was the king?" [--model FILE]
 
-It takes a `logits_processor` (grammar.py) by llguidance: pip install llguidance. A model with a chat
-template is asked the prompt as a question. Exit status 1: the answer was cut at --max-new-tokens.
+It uses a `logits_processor` (grammar.py) and llguidance: pip install llguidance. If the model has a
+chat template, the prompt is a question. Exit status 1: the answer was cut at --max-new-tokens.
 """
 
 import json

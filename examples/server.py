@@ -4,9 +4,10 @@
     python examples/server.py --model llama-2-7b-chat.Q4_0.gguf   # without: the small bundled one
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time"}'
 
-The event loop talks to clients. A second thread runs the model (serving.py), one request at a time
-in the order they came, each until its client hangs up. Of a chat that goes on, only what is new is
-computed: the last caches are kept. What is not supported is refused; guard.py refuses other sites.
+The event loop talks to clients. A second thread runs the model (serving.py): one request at a time,
+in the order they came, each until its client hangs up. The last KV caches are kept, so that only the
+new tokens of a conversation are prefilled. Fields that are not supported are refused by name.
+guard.py refuses other sites.
 """
 
 import argparse
@@ -47,7 +48,7 @@ except ImportError as error:
     sys.exit(2)
 
 MAX_BODY, MAX_PROMPTS, MAX_WAITING = 10**6, 128, 64  # bytes, prompts in a request, queued requests
-TURN = anyio.Lock()  # with the model: first come, first served
+TURN = anyio.Lock()  # to use the model: first come, first served
 LIMITS = {
     "temperature": (0, 2),
     "top_k": (0, 2**31),
@@ -62,7 +63,7 @@ LIMITS = {
     "max_tokens": (0, 2**31 - 1),
     "max_completion_tokens": (0, 2**31 - 1),
 }
-# Fields that change nothing here, and those that would with any but these values.
+# Fields that change nothing, and fields that may only have these values.
 IGNORED = "user metadata store service_tier safety_identifier prompt_cache_key"
 NEUTRAL = {
     "n": "1",
@@ -83,7 +84,7 @@ class Refusal(HTTPException):
 
 
 def refuse(request: Any, error: Any) -> Response:
-    """OpenAI's form of an error. The log has its text, too."""
+    """An error in OpenAI's form. Its message is logged, too."""
     if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
         error = Refusal(500, f"the server failed: {type(error).__name__}")
     if error.status_code == 404 and not isinstance(error, Refusal):
@@ -96,34 +97,34 @@ def refuse(request: Any, error: Any) -> Response:
     message = utf8(error.detail)
     if request is not None:
         request.scope["log"] = [message]
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    error_type = "invalid_request_error" if error.status_code < 500 else "server_error"
     about = getattr(error, "about", {})
-    body = {"message": message, "type": kind, "param": None, "code": None, **about}
+    body = {"message": message, "type": error_type, "param": None, "code": None, **about}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
 def utf8(text: str) -> str:
-    """The text with question marks for what UTF-8 cannot hold."""
+    """The text with question marks for characters that UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode()
 
 
 # --------------------------------------------------------------------------------------------------
-# What is asked
+# Requests
 
 
-def take(body: dict, name: str, kind: type, default: Any = None) -> Any:
+def take(body: dict, name: str, value_type: type, default: Any = None) -> Any:
     """Remove a field and return its value, or its default if it is absent or null."""
     value = body.pop(name, None)
     if value is None:
         return default
-    fits = type(value) is kind or (kind is float and type(value) is int)  # but true is not 1
-    needed = kind.__name__
+    fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
+    expected = value_type.__name__
     if name in LIMITS:
         low, high = LIMITS[name]
         fits = fits and low <= value <= high
-        needed += f" from {low} to {high}"
+        expected += f" from {low} to {high}"
     if not fits:
-        raise Refusal(400, f"{name} is {json.dumps(value)[:40]}; expected {needed}", param=name)
+        raise Refusal(400, f"{name} is {json.dumps(value)[:40]}; expected {expected}", param=name)
     return value
 
 
@@ -132,8 +133,8 @@ def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
     values = {}
     for item in fields(llama2.Sampling):
         if item.name in LIMITS:
-            kind = int if item.name == "seed" else type(item.default)
-            values[item.name] = take(body, item.name, kind, item.default)
+            value_type = int if item.name == "seed" else type(item.default)
+            values[item.name] = take(body, item.name, value_type, item.default)
     if values["seed"] is not None:
         values["seed"] %= 2**63
     bias = torch.zeros(vocab_size)
@@ -155,7 +156,7 @@ def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
 
 
 def take_stops(body: dict) -> list[str]:
-    """The texts that end an answer."""
+    """The stop texts."""
     stop = body.pop("stop", [])
     stops = stop if isinstance(stop, list) else [stop]
     if len(stops) > 16 or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in stops):
@@ -168,7 +169,7 @@ def take_stops(body: dict) -> list[str]:
 
 
 def take_schema(body: dict) -> dict[str, dict]:
-    """The JSON schema of `response_format`, as of a Grammar; {} if the answer may be any text."""
+    """`response_format` as schemas of a Grammar; {} if the answer may be any text."""
     form = take(body, "response_format", dict, {"type": "text"})
     if form == {"type": "text"}:
         return {}
@@ -185,7 +186,7 @@ def take_schema(body: dict) -> dict[str, dict]:
 
 
 def take_calls(body: dict, tools: list) -> dict[str, dict]:
-    """The tools of which one must be called, as of a Grammar; {} if none must."""
+    """The tools of which one must be called, as schemas of a Grammar; {} if none must."""
     choice = body.pop("tool_choice", "auto")
     schemas = {}
     for tool in tools:
@@ -210,7 +211,7 @@ def take_calls(body: dict, tools: list) -> dict[str, dict]:
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse what a message must not have; a developer becomes the system. ValueError."""
+    """Check messages; the role developer becomes system. Raises ValueError."""
     try:
         for message in messages:
             for key, value in message.items():
@@ -234,9 +235,9 @@ def check_messages(messages: Any) -> None:
 
 
 def read_request(session: Session, name: str, reuse: bool, body: dict, field: str) -> "Job":
-    """Take all that a completion knows out of a body; what is left in it is not supported.
+    """Take all supported fields out of a body; what remains in it is not supported.
 
-    Raises Refusal, or ValueError about the prompt, which is in `field`.
+    `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
     """
     chat = field == "messages"
     prompt = body.pop(field, None)
@@ -259,7 +260,7 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
         "strip": chat and not continued,
         "stop": take_stops(body),
         "max_new_tokens": limit,
-        # A seed promises the same text, and rounding may differ with what is read at a time.
+        # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
         "reuse": reuse and take(body, "cache_prompt", bool, body.get("seed") is None),
         "sampling": take_sampling(body, session.model.vocab_size),
         "schemas": schemas,
@@ -293,7 +294,7 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
 
 
 def refuse_rest(body: dict) -> None:
-    """Refuse the fields that nothing has taken, unless they change nothing."""
+    """Refuse the fields that remain, unless they change nothing."""
     for key, value in body.items():
         text = json.dumps(value)
         if key not in IGNORED.split() and text not in NEUTRAL.get(key, ""):
@@ -303,12 +304,12 @@ def refuse_rest(body: dict) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is answered
+# Responses
 
 
 @dataclass
 class Job:
-    """The response to a request, as an application of ASGI."""
+    """The response to a request, as an ASGI application."""
 
     session: Session
     model_name: str
@@ -317,19 +318,19 @@ class Job:
     stream: bool
     include_usage: bool
     echo: bool
-    is_call: bool  # of a tool
+    is_call: bool  # the answer calls a tool
     options: dict[str, Any]  # of Session.start()
-    replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # and None at their end
+    replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # ends with None
     log: list[str] = field(default_factory=list)
-    call: str | None = ""  # of a tool, while its name is not known
+    call: str | None = ""  # the beginning of a call of a tool; None once its name is known
 
     def __post_init__(self) -> None:
-        kind = "text_completion"
+        object_type = "text_completion"
         if self.chat:
-            kind = "chat.completion.chunk" if self.stream else "chat.completion"
+            object_type = "chat.completion.chunk" if self.stream else "chat.completion"
         self.about = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": kind,
+            "object": object_type,
             "created": int(time.time()),
             "model": self.model_name,
         }
@@ -379,16 +380,17 @@ class Job:
         """Continue the prompts, in the model's thread."""
         start = time.perf_counter()
         pairs = [self.complete_one(*pair) for pair in enumerate(self.prompts)]
-        old = sum(map(len, self.prompts))
+        prompt_tokens = sum(map(len, self.prompts))
         new = sum(len(generation.new_ids) for _, generation in pairs)
-        read = sum(generation.prompt_tokens for _, generation in pairs)
+        prefilled = sum(generation.prompt_tokens for _, generation in pairs)
         rate = new / (time.perf_counter() - start)
-        self.log.append(f"read {read} + {old - read} cached, made {new}, {rate:.1f} tokens/s")
+        cached = prompt_tokens - prefilled
+        self.log.append(f"read {prefilled} + {cached} cached, made {new}, {rate:.1f} tokens/s")
         usage = {
-            "prompt_tokens": old,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": new,
-            "total_tokens": old + new,
-            "prompt_tokens_details": {"cached_tokens": old - read},
+            "total_tokens": prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
         choices = [] if self.stream else [choice for choice, _ in pairs]
         if self.include_usage:
@@ -416,7 +418,7 @@ class Job:
         return choice, stream.generation
 
     def content(self, text: str, scorer: Any) -> dict:
-        """A text as a part of a choice, and the log-probabilities of its tokens."""
+        """The fields of a choice for a text, with the log-probabilities of its tokens."""
         choice = {"logprobs": self.table(scorer.take(text))} if scorer else {}
         if not self.chat:
             return choice | {"text": text}
@@ -428,7 +430,7 @@ class Job:
         return choice | {"message": {"role": "assistant", "content": None} | message}
 
     def tool_calls(self, text: str) -> list[dict]:
-        """A text as a part of the call of a tool, once its name is known."""
+        """The fields of a tool call for a text, once the tool's name is known."""
         if self.call is None:
             return [{"index": 0, "function": {"arguments": text}}]
         self.call += text
@@ -441,27 +443,27 @@ class Job:
         return [{"index": 0, "id": call_id, "type": "function", "function": function}]
 
     def entries(self, score: Score) -> list[dict]:
-        """A token and the likeliest in its place, the token first. Names differ from each other."""
+        """A token, and then the likeliest ones in its place. No two have the same name."""
         tokenizer = self.session.tokenizer
-        rows = {}
+        entries = {}
         for token_id, logprob in score.top.items():
-            data = tokenizer.token_bytes(token_id)  # maybe a part of a character
+            data = tokenizer.token_bytes(token_id)  # maybe only some bytes of a character
             name = score.text
-            if rows:
+            if entries:
                 name = data.decode(errors="backslashreplace")
-                name = tokenizer.vocabulary.pieces[token_id] if name in ("", *rows) else name
-            rows[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
-        return [*rows.values()]
+                name = tokenizer.vocabulary.pieces[token_id] if name in ("", *entries) else name
+            entries[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
+        return [*entries.values()]
 
     def table(self, scores: list[Score]) -> dict:
-        """OpenAI's form of log-probabilities."""
-        rows = [self.entries(score) for score in scores]
-        content = [{**row[0], "top_logprobs": row} for row in rows if row]
+        """Log-probabilities in OpenAI's form."""
+        tokens = [self.entries(score) for score in scores]
+        content = [{**token[0], "top_logprobs": token} for token in tokens if token]
         if self.chat:
             return {"content": content, "refusal": None}
-        tops = [{e["token"]: e["logprob"] for e in row} for row in rows]
+        tops = [{e["token"]: e["logprob"] for e in token} for token in tokens]
         return {
-            "content": content,  # names cannot tell a part of a character, or </s>, from text
+            "content": content,  # has bytes: the names below do not tell </s> from text
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.top.get(score.token_id) for score in scores],
             "top_logprobs": [top or None for top in tops],  # nothing comes before a first token
@@ -474,7 +476,7 @@ class Job:
 
 
 def open_page() -> Response:
-    """The page, which may run its own script and ask this server, and nothing else."""
+    """The page, which may run its own script and send requests to this server, and nothing else."""
     text = Path(__file__).with_name("chat.html").read_text("utf-8")
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     policy += "connect-src 'self'; img-src data:; require-trusted-types-for 'script'"
@@ -490,7 +492,7 @@ def open_page() -> Response:
 
 
 async def post(handle: Any, field: str, request: Any) -> Any:
-    """Let `handle` answer a body."""
+    """Answer a body by `handle`."""
     try:
         body = {k: v for k, v in (await request.json()).items() if v is not None}
     except (ValueError, RecursionError, AttributeError) as error:
@@ -510,7 +512,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         "object": "model",
         "created": int(time.time()),
         "owned_by": "llama2.py",
-        "chat": session.has_template,  # else the page continues texts
+        "chat": session.has_template,  # if false, the page continues texts
     }
 
     def get_model(request: Any) -> Response:

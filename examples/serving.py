@@ -17,27 +17,27 @@ except ImportError:  # without llguidance
 
 MAX_CACHES, CACHE_BYTES = 4, 2**31  # conversations kept, if they fit; at least one
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
-CHUNK = 512  # tokens of a prompt between two looks at whether its client is still there
+CHUNK = 512  # prompt tokens per pass; between two passes the client may have hung up
 SCORE_CHUNK = 128  # the same where the logits of all positions are needed
 PENALTY_WINDOW = 64  # penalties count the last 64 tokens, prompt included, as in llama.cpp
 
 
 class Score(NamedTuple):
-    """A token, how likely it was in its place, and the text that it completes."""
+    """A token, its log-probability, and the text that it completes."""
 
     token_id: int
-    top: dict[int, float]  # log-probabilities of this id and the likeliest; {}: it is the first
+    top: dict[int, float]  # log-probabilities of this id and the likeliest; {} for the first id
     text: str
     start: int  # of the text, in what the client is shown
 
 
 @dataclass
 class Adjustment:
-    """A `logits_processor` of all that OpenAI's clients may ask for."""
+    """A `logits_processor` with all options of OpenAI's API."""
 
     bias: torch.Tensor  # (V,)
     presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
-    frequency_penalty: float = 0.0  # the same, once for each time that they occur
+    frequency_penalty: float = 0.0  # the same, for each occurrence
     grammar: Any = None
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -50,10 +50,10 @@ class Adjustment:
 
 
 class Session:
-    """A model with several caches: a prompt goes on from the one that holds most of it."""
+    """A model with several KV caches: a prompt continues the one that shares most tokens with it."""
 
     def __init__(self, args: Any) -> None:
-        """Load a model as the command line says. ValueError or OSError."""
+        """Load a model as the command line says. Raises ValueError or OSError."""
         context = args.context
         checkpoint = llama2.open_checkpoint(args.model)
         if context is None:
@@ -69,17 +69,17 @@ class Session:
         self.has_template = bool(self.template or self.tokenizer.chat_template.strip())
         if not self.has_template:
             self.template = "llama-2"
-        self.vocabularies: dict[bool, Any] = {}  # of grammars, when they are first asked for
-        self.check = lambda: None  # is called before each pass, and may raise what ends it
-        self.caches = [self.model.new_cache(context)]  # last used last
+        self.vocabularies: dict[bool, Any] = {}  # for grammars, made when they are first needed
+        self.check = lambda: None  # called before each pass; it may raise to end the generation
+        self.caches = [self.model.new_cache(context)]  # in the order of their last use
         count = min(MAX_CACHES, CACHE_BYTES // (2 * self.caches[0].k.nbytes))
         self.caches += [self.model.new_cache(context) for _ in range(1, count)]
 
     def take_cache(self, ids: list[int], reuse: bool) -> llama2.Cache:
-        """The cache that holds most of a prompt.
+        """The cache that shares most tokens with a prompt.
 
-        Where that would lose more than a tenth of what it holds, another conversation's, it is the
-        one that was not used for longest, with a copy of what they share.
+        If using it would drop more than a tenth of its tokens, it belongs to another conversation;
+        then the tokens that they share are copied into the least recently used cache.
         """
         tokens = torch.tensor([ids])
         best = max(self.caches, key=lambda cache: cache.common_prefix(tokens))
@@ -103,12 +103,12 @@ class Session:
         return llama2.prefill(self.model, tokens, cache)
 
     def encode(self, prompt: Any) -> list[list[int]]:
-        """Token ids of a text, a list of ids, or a list of either. ValueError for other things."""
+        """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
         several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
         return [self.encode_one(item) for item in (prompt if several else [prompt])]
 
     def encode_one(self, prompt: Any) -> list[int]:
-        """Token ids of a text or of a list of ids. ValueError."""
+        """Token ids of a text or of a list of ids. Raises ValueError."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
         if not isinstance(prompt, list) or not prompt or {*map(type, prompt)} != {int}:
@@ -117,7 +117,7 @@ class Session:
         return prompt
 
     def encode_chat(self, messages: list, continued: bool, tools: list) -> list[int]:
-        """Token ids of a conversation. ValueError."""
+        """Token ids of a conversation. Raises ValueError."""
         template = self.template or self.tokenizer.chat_template
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in template:
             raise ValueError("the chat template has no place for tool_calls")
@@ -127,17 +127,17 @@ class Session:
 
     @functools.cached_property
     def stops(self) -> llama2.ChatStops:
-        """What ends an answer. It runs the template, so that only a chat asks for it."""
+        """What ends an answer. This renders the template, so that only chats need it."""
         return llama2.chat_stops(self.tokenizer, self.template)
 
     def stop_ids(self, chat: bool) -> set[int]:
-        """The ids that end an answer, or another text."""
+        """The stop tokens of a chat, or of another text."""
         config = self.model.config
         ids = {config.eos_token_id, *config.stop_token_ids, self.tokenizer.eos_id}
         return ids | {*self.stops.ids} if chat else ids
 
     def grammar(self, schemas: dict[str, dict], chat: bool) -> Any:
-        """A logits_processor for one answer of a Grammar. ValueError."""
+        """A Grammar for one answer. Raises ValueError."""
         if grammar is None:
             raise ValueError("not supported here: it needs the package llguidance")
         if chat not in self.vocabularies:
@@ -156,14 +156,14 @@ class Session:
         schemas: dict[str, dict],
         **options: Any,
     ) -> tuple[llama2.TextStream, "Scorer | None"]:
-        """llama2.stream_text() of a prompt, and what scores its tokens, unless `top` is None.
+        """llama2.stream_text() of a prompt, and the Scorer of its tokens, unless `top` is None.
 
-        `reuse`: what a cache holds is not read again; where rounding differs, the text may depend
-        on it. `schemas`: the answer is of their Grammar, and ends with it.
+        `reuse`: tokens that a cache holds are not prefilled again; as rounding may differ then, so may
+        the text. `schemas`: the answer fits their Grammar, and ends with it.
         """
         options["stop_ids"] = self.stop_ids(chat)
         options["cache"] = self.take_cache(ids, reuse and not score_prompt)
-        if schemas:  # a template's tags are no more than text in a JSON string
+        if schemas:  # stop texts of the template may occur in a JSON string
             options["sampling"].logits_processor.grammar = self.grammar(schemas, chat)
         elif chat:
             options["stop"] = [*options["stop"], *self.stops.texts]
@@ -175,9 +175,9 @@ class Session:
 
 
 class Scorer:
-    """A `step` for generate() that keeps the scores of what is sampled.
+    """A `step` for generate() that keeps the scores of sampled tokens.
 
-    They are the model's own: of logits before penalties, biases and grammars.
+    They are of the model's own logits, before penalties, biases and grammars.
     """
 
     def __init__(
@@ -187,18 +187,18 @@ class Scorer:
         self.session = session
         self.top = top
         self.stream = llama2.stream_text(session.model, tokenizer, ids, step=self, **options)
-        self.strip = self.stream.strip  # until a text is shown
+        self.strip = self.stream.strip  # leading white space is dropped until a text is shown
         has_text = any(map(tokenizer.token_bytes, ids))
         self.decoder = llama2.StreamDecoder(tokenizer, first=score_prompt or not has_text)
-        self.next = None  # logits (1, V) of the id to come
+        self.next = None  # logits (1, V) of the next id
         self.scores = []  # of tokens that are not shown yet
         self.length = 0  # of the text of all tokens, in characters
         self.shown = 0  # how many of them are shown
         if score_prompt:
-            self.read_prompt(ids)
+            self.prefill(ids)
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
-        """Keep the scores of T ids, given the logits (T, V) in their places."""
+        """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
         logprobs = logits[:, : self.session.model.vocab_size].log_softmax(-1)
         best = logprobs.topk(self.top)
         for t, token_id in enumerate(ids):
@@ -215,8 +215,8 @@ class Scorer:
         self.length += len(text)
 
     @torch.no_grad()
-    def read_prompt(self, ids: list[int]) -> None:
-        """Score the prompt; the cache then holds all of it but its last id."""
+    def prefill(self, ids: list[int]) -> None:
+        """Score the prompt; then the cache holds all of it but its last id."""
         cache = self.stream.generation.cache
         tokens = torch.tensor([ids], device=cache.k.device)
         self.append(ids[0], {})
@@ -241,7 +241,7 @@ class Scorer:
     def take(self, text: str) -> list[Score]:
         """The scores of a text that is shown now.
 
-        At the end come all that are left, but for those of what a stop text hides.
+        At the end all remaining scores come, except those of text that a stop text hides.
         """
         self.settle()
         self.shown += len(text)
@@ -250,7 +250,7 @@ class Scorer:
         count = sum(whole or score.start < self.shown for score in self.scores)
         taken = self.scores[:count]
         self.scores = self.scores[count:]
-        if whole and taken:  # what is left of a character
+        if whole and taken:  # incomplete characters
             last = taken[-1]
             taken[-1] = last._replace(text=last.text + self.decoder.flush())
         return taken
