@@ -30,19 +30,19 @@ Letters in shape comments:
     T  new tokens        G  key/value heads        C  hidden size
     S  visible tokens    L  layers                 V  vocabulary
 
-The way of text:
+How a text becomes more text:
 
     text --Tokenizer.encode--> ids --Generation: prefill, then one decode step after another
       tokens (B, T) --embed_tokens--> x (B, T, C)
-      L times, Block:   x = x + CausalSelfAttention(RMSNorm(x))       extends and reads the Cache
+      L times, Block:   x = x + CausalSelfAttention(RMSNorm(x))       uses and extends the KV cache
                         x = x + MLP(RMSNorm(x))
       x --RMSNorm, lm_head--> logits (B, V) --sample--> next id --StreamDecoder--> text
 
-The way of a weight: a Weight says where it lies in a file (offset, type, shape). build_model() maps
-its bytes into memory; a module of the model holds them as they are, in blocks; forward() dequantises
-some rows at a time, or a kernel of part IV reads them in place.
+How a weight is loaded: a Weight says where it lies in a file (offset, type, shape). build_model()
+maps its bytes into memory (mmap). A module of the model holds these bytes, in blocks, as they are in
+the file. forward() dequantises a few rows at a time, or a kernel of part IV computes with the blocks.
 
-docs/tour.md shows the model at work, in pictures that it makes itself.
+docs/tour.md shows the model at work, in numbers and pictures.
 
 Papers: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), LLaMA (arXiv:2302.13971), RoPE (Su et al.
 2021, arXiv:2104.09864), RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), SwiGLU (Shazeer 2020,
@@ -62,18 +62,21 @@ __all__ = [
     "DEFAULT_MODEL", "Parser", "in_range", "main",
 ]  # fmt: skip
 
-if __name__ == "__main__":  # what must precede the import of torch
+if __name__ == "__main__":  # Two settings that must be made before torch is imported.
     import os, signal
 
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import at once
-    if "OMP_WAIT_POLICY" not in os.environ:  # an idle OpenMP thread spins so often, then sleeps
+    # Importing torch takes seconds. Until it is done, Ctrl-C ends the program without a traceback.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A thread of OpenMP that has no work spins 10,000 times, then it sleeps and frees its core.
+    if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # ==================================================================================================
 # Part I: The model
 # ==================================================================================================
 #
-# Any dtype works. Four places compute in float32 whatever it is: comments count these "islands".
+# The model runs in any floating point dtype. Four places always compute in float32, because 16 bits
+# are too few there. Each has a comment, "float32 island 1 of 4" to "4 of 4".
 
 import math
 from dataclasses import dataclass, fields
@@ -88,7 +91,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The architecture, named as in config.json. Raises ValueError for impossible values."""
+    """The sizes of a model, named as in config.json. Raises ValueError for impossible values."""
 
     hidden_size: int = 4096  # C, the width of the residual stream
     intermediate_size: int = 11008  # the width inside the MLP
@@ -105,16 +108,17 @@ class Config:
     tie_word_embeddings: bool = False  # the output matrix is the embedding matrix
     bos_token_id: int = 1
     eos_token_id: int = 2
-    stop_token_ids: tuple[int, ...] = ()  # others that end a text
+    stop_token_ids: tuple[int, ...] = ()  # further ids that end a text, as EOS does
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            number = type(item.default)
-            if number not in (int, float) or item.name.endswith("_token_id"):
+            expected_type = type(item.default)
+            if expected_type not in (int, float) or item.name.endswith("_token_id"):
                 continue
-            limit = 2**28 if number is int else 1e38  # no product of two sizes overflows
-            if not isinstance(value, (int, number)) or not 0 < value <= limit:
+            # Sizes are limited so that the product of two of them fits into 64 bits.
+            limit = 2**28 if expected_type is int else 1e38
+            if not isinstance(value, (int, expected_type)) or not 0 < value <= limit:
                 raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {limit}")
         C = self.hidden_size
         H = self.num_attention_heads
@@ -122,7 +126,7 @@ class Config:
         if self.head_dim is None:
             if C % H:
                 raise ValueError(f"hidden_size {C} is not a multiple of num_attention_heads {H}")
-            object.__setattr__(self, "head_dim", C // H)  # which a frozen dataclass needs
+            object.__setattr__(self, "head_dim", C // H)  # assignment fails: the class is frozen
         D = self.head_dim
         if type(D) is not int or not 0 < D <= 2**28 // H or D % 2:
             raise ValueError(f"head_dim is {D!r}; it must be even and above 0")
@@ -138,17 +142,17 @@ class Config:
 
     @classmethod
     def llama2_7b(cls) -> "Config":
-        """Llama 2 7B. Sizes: LLaMA paper, table 2; the MLP's: Meta's model.py and params.json."""
+        """Llama 2 7B: LLaMA paper, table 2. The MLP's size is in Meta's model.py, params.json."""
         return cls()
 
     @classmethod
     def llama2_13b(cls) -> "Config":
-        """Llama 2 13B, published in the same places as 7B."""
+        """Llama 2 13B. The sources are those of 7B."""
         return cls(5120, 13824, 40, 40, 40)
 
     @classmethod
     def llama2_70b(cls) -> "Config":
-        """Llama 2 70B: LLaMA paper, table 2 (65B); 8 key/value heads: Llama 2 paper, A.2.1."""
+        """Llama 2 70B: LLaMA paper, table 2 (65B). 8 key/value heads: Llama 2 paper, A.2.1."""
         return cls(8192, 28672, 80, 64, 8)
 
 
@@ -160,7 +164,7 @@ def rope_tables(
     config: Config, length: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * theta^(-2i/D), each (length, D/2) (RoPE paper, section 3.2.2)."""
-    # float32 island 1 of 4: in 16 bits, neighbouring positions become the same after a few hundred.
+    # float32 island 1 of 4: in 16 bits, neighbouring positions become equal after a few hundred.
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = config.rope_theta ** (-pair / config.head_dim)  # (D/2,)
     if config.rope_freq_factors is not None:
@@ -172,10 +176,11 @@ def rope_tables(
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos, sin: (T, D/2).
+    """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos and sin are (T, D/2).
 
-    This is the order of Meta's weights. Hugging Face pairs i with i + D/2, and orders the rows of
-    q_proj and k_proj to match: used as they are, those would give gibberish here.
+    Meta's weights are made for these pairs. Hugging Face's code pairs i with i + D/2, and its files
+    have the rows of q_proj and k_proj in another order to match. Such rows must be permuted before
+    they are used here, as state_dict_from_hf() does; else the model writes gibberish.
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for all heads
@@ -188,12 +193,12 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Cache:
-    """The KV cache, and all that depends on the position: RoPE tables, causal masks, stored ids.
+    """The KV cache, and everything that depends on the position: RoPE tables and causal masks.
 
-    It is allocated once, for `max_seq_len` tokens (default: the model's context). It owns the
-    position, so that no caller can be off by one, and records the ids that it holds:
+    It is allocated once, for `max_seq_len` tokens (default: the model's context). It counts the
+    tokens that it stores, so no caller has to pass a position. It also records their ids:
     common_prefix() says how much of a text is stored already. `dtype` may have fewer bits than
-    the model's.
+    the model's dtype.
     """
 
     def __init__(
@@ -212,16 +217,16 @@ class Cache:
             )
         L, G = config.num_hidden_layers, config.num_key_value_heads
         shape = (L, batch_size, G, S, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.cos, self.sin = rope_tables(config, S, device)  # (max_seq_len, D/2)
-        self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # see mask()
-        self.tokens = torch.zeros(batch_size, S, dtype=torch.int64, device=device)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (L, B, G, S, D)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)  # (L, B, G, S, D)
+        self.cos, self.sin = rope_tables(config, S, device)  # each (S, D/2)
+        self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # mask() enlarges it
+        self.tokens = torch.zeros(batch_size, S, dtype=torch.int64, device=device)  # (B, S)
         self.max_seq_len = S
-        self.pos = 0  # how many tokens are stored; the next one gets this position
+        self.pos = 0  # how many tokens are stored, which is the position of the next one
 
     def check(self, config: Config, tokens: Tensor) -> None:
-        """Raises ValueError unless it was made for this model and the batch of `tokens` (B, T)."""
+        """Raises ValueError unless it was made for this model and batch size; tokens: (B, T)."""
         L, G = config.num_hidden_layers, config.num_key_value_heads
         shape = (L, len(tokens), G, self.max_seq_len, config.head_dim)
         for t in (self.k, self.v):
@@ -244,17 +249,17 @@ class Cache:
         return self.cos[self.slots(T)], self.sin[self.slots(T)]
 
     def mask(self, T: int) -> Tensor | None:
-        """Which of the S = pos + T tokens a new one sees: bool (T, S).
+        """Which of the S = pos + T tokens each new token sees: bool (T, S); None if T is 1.
 
-        Aligned at the lower right, a new token sees the past and itself: for pos = 2 and T = 3,
+        A new token sees everything before it and itself. For pos = 2 and T = 3 that is
 
             1 1 1 . .
             1 1 1 1 .
             1 1 1 1 1
 
-        (is_causal=True of scaled_dot_product_attention aligns at the upper left: wrong here.) Every
-        such mask is the lower right corner of one band (T, max_seq_len), which is kept for the
-        largest T that was asked for. A single token sees everything: None.
+        (is_causal=True of scaled_dot_product_attention would put the triangle at the upper left,
+        which is wrong as soon as pos is above 0.) The mask for any pos and T is cut from the lower
+        right corner of a larger one, `band` (T, max_seq_len), which is made once for the largest T.
         """
         S = self.slots(T).stop
         if T == 1:
@@ -265,7 +270,7 @@ class Cache:
         return self.band[len(self.band) - T :, self.max_seq_len - S :]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, G, T, D) of one layer; return all that is visible (B, G, S, D)."""
+        """Store k and v (B, G, T, D) of one layer; return all keys and values (B, G, S, D)."""
         where = self.slots(k.shape[2])
         self.k[layer, :, :, where] = k
         self.v[layer, :, :, where] = v
@@ -273,16 +278,16 @@ class Cache:
         return keys.type_as(k), values.type_as(v)  # views if the dtypes are the same
 
     def advance(self, tokens: Tensor) -> None:
-        """Count tokens (B, T) as stored: called once per forward pass, after the last layer."""
+        """Count tokens (B, T) as stored. Called once per forward pass, after the last layer."""
         where = self.slots(tokens.shape[1])
         self.tokens[:, where] = tokens
         self.pos = where.stop
 
     def common_prefix(self, tokens: Tensor) -> int:
-        """How many of the first tokens (B, T) it holds already, in every sequence."""
+        """With how many tokens both the cache and `tokens` (B, T) begin, in every sequence."""
         n = min(self.pos, tokens.shape[1])
         stored, given = self.tokens[:, :n], tokens[:, :n].to(self.tokens.device)
-        if torch.equal(stored, given):  # as in each step
+        if torch.equal(stored, given):  # a short cut: this is so in every decode step
             return n
         return int((stored == given).all(dim=0).cumprod(0).sum())
 
@@ -307,10 +312,11 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size))  # (C,)
 
     def forward(self, x: Tensor) -> Tensor:
-        # float32 island 2 of 4: the square of 300 overflows float16. Cast back first, as Meta does.
+        # float32 island 2 of 4: the square of 300 overflows float16. As in Meta's code, the result
+        # is cast back before it is multiplied by the weight.
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return x32.type_as(x) * self.weight
@@ -321,19 +327,22 @@ class RMSNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v per head; H/G heads share one key/value head (GQA paper, 2.2)."""
+    """softmax(q k^T / sqrt(D)) v for each head; each key/value head serves H/G query heads.
+
+    Grouped-query attention: GQA paper, section 2.2.
+    """
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.layer = layer  # its index in the cache
+        self.layer = layer  # where its keys and values are in the cache
         self.head_dim = config.head_dim
         C = config.hidden_size
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(C, q_size, bias=False)  # weight (H * D, C)
-        self.k_proj = nn.Linear(C, kv_size, bias=False)  # (G * D, C)
-        self.v_proj = nn.Linear(C, kv_size, bias=False)  # (G * D, C)
-        self.o_proj = nn.Linear(q_size, C, bias=False)  # (C, H * D)
+        self.q_proj = nn.Linear(C, q_size, bias=False)  # weight: (H * D, C)
+        self.k_proj = nn.Linear(C, kv_size, bias=False)  # weight: (G * D, C)
+        self.v_proj = nn.Linear(C, kv_size, bias=False)  # weight: (G * D, C)
+        self.o_proj = nn.Linear(q_size, C, bias=False)  # weight: (C, H * D)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None
@@ -341,21 +350,21 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.shape
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, G, D)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, G, D)
         q = apply_rotary_emb(q, cos, sin).transpose(1, 2)  # (B, H, T, D)
         k = apply_rotary_emb(k, cos, sin).transpose(1, 2)  # (B, G, T, D)
-        v = v.transpose(1, 2)
+        v = v.transpose(1, 2)  # (B, G, T, D)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, G, S, D)
 
-        # Query head h attends to key/value head h // (H/G): with H = 4 and G = 2 the heads' keys
-        # are K0, K0, K1, K1. The H/G heads of a group become more queries of one attention, so
-        # that keys and values are never repeated in memory.
+        # Query head h attends to key/value head h // (H/G): with H = 4 and G = 2, query heads 0 and
+        # 1 use key head 0, query heads 2 and 3 use key head 1. Instead of repeating the keys and
+        # values in memory, treat the queries of a group's H/G heads as queries of one head.
         H, G = q.shape[1], k.shape[1]
         q = q.reshape(B, G, H // G * T, self.head_dim)
         if mask is not None and H != G:
             mask = torch.cat([mask] * (H // G), dim=-2)  # (H/G * T, S)
-        # float32 island 3 of 4, inside: the fused kernels keep scores and softmax in float32.
+        # float32 island 3 of 4: torch computes the scores and the softmax in float32 in here.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, G, H/G * T, D)
         y = y.reshape(B, H, T, self.head_dim).transpose(1, 2).flatten(2)  # (B, T, H * D)
         return self.o_proj(y)
@@ -366,14 +375,17 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (SwiGLU paper, section 2). Meta calls the three w2, w1 and w3."""
+    """down(silu(gate(x)) * up(x)) (SwiGLU paper, section 2).
+
+    In Meta's code the three matrices are called w2, w1 and w3.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         C, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(C, inner, bias=False)  # weight (inner, C)
-        self.up_proj = nn.Linear(C, inner, bias=False)  # (inner, C)
-        self.down_proj = nn.Linear(inner, C, bias=False)  # (C, inner)
+        self.gate_proj = nn.Linear(C, inner, bias=False)  # weight: (inner, C)
+        self.up_proj = nn.Linear(C, inner, bias=False)  # weight: (inner, C)
+        self.down_proj = nn.Linear(inner, C, bias=False)  # weight: (C, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -384,7 +396,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each behind its norm and beside a residual connection."""
+    """One layer: attention, then the MLP; each normalises its input and adds its output to x."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -405,25 +417,26 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model. state_dict() has Hugging Face's keys less the leading "model.".
+    """The whole model. The keys of state_dict() are Hugging Face's without the first "model.".
 
-    The rows of q_proj and k_proj are in Meta's order (see apply_rotary_emb). For Hugging Face's use
-    load() or state_dict_from_hf(), which permute them: load_state_dict() cannot tell them apart.
+    The rows of q_proj and k_proj are in Meta's order: see apply_rotary_emb(). Weights of Hugging
+    Face must come through load() or state_dict_from_hf(), which permute these rows;
+    load_state_dict() cannot notice the wrong order.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.cache_dtype: torch.dtype | None = None  # of new_cache(); None: as the activations
-        self.vocab_size = config.vocab_size  # only ids below it are sampled
+        self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the weights
+        self.vocab_size = config.vocab_size  # only ids below it are sampled; load() may lower it
         self.name_or_path = "the model"  # where it came from, for messages
         C, V = config.hidden_size, config.vocab_size
-        # nn.Embedding's own N(0, 1) would make tied logits sqrt(C) too large.
+        # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
         weight = torch.empty(V, C).uniform_(-(C**-0.5), C**-0.5)  # (V, C)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(C, config.rms_norm_eps)
-        self.lm_head = nn.Linear(C, V, bias=False)  # (V, C)
+        self.norm = RMSNorm(C, config.rms_norm_eps)  # weight: (C,)
+        self.lm_head = nn.Linear(C, V, bias=False)  # weight: (V, C)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -438,8 +451,9 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens (B, T) int64 -> logits float32: (B, V) of the last position, or (B, T, V) of all.
 
-        With a cache the tokens continue what it holds. Without one they stand alone: one causal
-        pass, all positions, differentiable. Raises ValueError for a full cache or another's.
+        With a cache, the tokens come after those that the cache stores. Without one, the pass starts
+        at position 0, returns the logits of all positions, and can be differentiated. Raises
+        ValueError if the cache is full or was made for another model.
         """
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor")
@@ -456,15 +470,15 @@ class Llama(nn.Module):
             mask = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
             all_positions = True
 
-        # No gradient through a cache: it is written in place.
+        # There are no gradients through a cache, because it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
             for block in self.layers:
                 x = block(x, cos, sin, mask, cache)
             if not all_positions:
-                x = x[:, -1]  # (B, C): no other position's logits are needed
-            # float32 island 4 of 4: what is sampled from.
-            logits = self.lm_head(self.norm(x)).float()
+                x = x[:, -1]  # (B, C): the logits of the last position are enough
+            # float32 island 4 of 4: probabilities are computed from the logits.
+            logits = self.lm_head(self.norm(x)).float()  # (B, V) or (B, T, V)
 
         if cache is not None:
             cache.advance(tokens)

@@ -932,13 +932,13 @@ def choice(probe):
     the likeliest, as few as have this probability together: with the defaults, temperature
     {sampling.temperature} and top_p = {sampling.top_p}, the {kept} above the dashed line. *min_p*
     keeps those that have at least this share of the likeliest one's probability: with 0.1, the
-    {kept_min} whose blue dots are right of the dotted line. Of those kept, one is drawn by its probability.
-    (`w` is
-    `weights`, `threshold` the least that is kept, `u` a random number from 0 to 1.)
+    {kept_min} whose blue dots are right of the dotted line. One of those kept is drawn by its
+    probability. (In the code, `p` has the probabilities, `threshold` is the lowest that is kept, and
+    `u` is a random number from 0 to 1.)
 
     ```py
     # from sample and draw
-    {code[sample/weights =]}
+    {code[sample/probabilities =]}
     {code[draw/ids =/return]}
     ```
     """
