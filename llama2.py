@@ -39,8 +39,8 @@ How a text becomes more text:
       x --RMSNorm, lm_head--> logits (B, V) --sample--> next id --StreamDecoder--> text
 
 How a weight is loaded: a Weight says where it lies in a file (offset, type, shape). build_model()
-maps its bytes into memory (mmap). A module of the model holds these bytes, in blocks, as they are in
-the file. forward() dequantises a few rows at a time, or a kernel of part IV computes with the blocks.
+maps its bytes into memory (mmap). A module of the model holds these bytes, in blocks, as they are
+in the file. forward() dequantises a few rows at a time, or a kernel of part IV uses the blocks.
 
 docs/tour.md shows the model at work, in numbers and pictures.
 
@@ -178,9 +178,9 @@ def rope_tables(
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (2i, 2i+1) of x (B, T, heads, D) by its angle; cos and sin are (T, D/2).
 
-    Meta's weights are made for these pairs. Hugging Face's code pairs i with i + D/2, and its files
-    have the rows of q_proj and k_proj in another order to match. Such rows must be permuted before
-    they are used here, as state_dict_from_hf() does; else the model writes gibberish.
+    Meta's weights are made for these pairs. Hugging Face's code pairs i with i + D/2, and in its
+    weights the rows of q_proj and k_proj are in another order to match. Such rows must be permuted
+    before they are used here, as state_dict_from_hf() does; else the model writes gibberish.
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for all heads
@@ -451,8 +451,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens (B, T) int64 -> logits float32: (B, V) of the last position, or (B, T, V) of all.
 
-        With a cache, the tokens come after those that the cache stores. Without one, the pass starts
-        at position 0, returns the logits of all positions, and can be differentiated. Raises
+        With a cache, the tokens come after those that the cache stores. Without one, the pass
+        starts at position 0, returns the logits of all positions, and can be differentiated. Raises
         ValueError if the cache is full or was made for another model.
         """
         if not isinstance(tokens, Tensor):
@@ -506,7 +506,7 @@ from typing import Any, NamedTuple
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-SAMPLING_LIMITS = {  # the lowest and the highest value of each number in a Sampling
+SAMPLING_LIMITS = {  # the lowest and the highest value that each number in a Sampling may have
     "temperature": (0, 1e6),
     "top_k": (0, 2**31),
     "top_p": (0, 1),
@@ -514,23 +514,26 @@ SAMPLING_LIMITS = {  # the lowest and the highest value of each number in a Samp
     "repetition_penalty": (0.01, 100),
     "seed": (0, 2**63 - 1),
 }
-PENALTY_WINDOW = 64  # the penalty is for the last 64 tokens, prompt included, as in llama.cpp
+PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in llama.cpp
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled; the command line and the server have the same defaults.
+    """How the next token is sampled. The command line and the server have the same defaults.
 
-    The order is repetition_penalty, logits_processor, temperature, top_k, top_p, min_p. Raises
-    ValueError for values out of range.
+    They are applied in this order: repetition_penalty, logits_processor, temperature, top_k, top_p,
+    min_p. Raises ValueError for values out of range.
     """
 
-    temperature: float = 0.8  # the logits are divided by it; 0 is greedy
-    top_k: int = 0  # only the k likeliest; 0: all
-    top_p: float = 0.95  # the fewest likeliest that have this probability (arXiv:1904.09751)
-    min_p: float = 0.0  # only those with this share of the highest probability (arXiv:2407.01082)
-    repetition_penalty: float = 1.0  # divides logits of recent tokens, or multiplies negative ones
-    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None  # of ids, logits (V,)
+    temperature: float = 0.8  # divides the logits; 0: always the likeliest token (greedy)
+    top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
+    # The likeliest tokens, as few as have this probability together (arXiv:1904.09751); 1: all.
+    top_p: float = 0.95
+    # The tokens with at least this share of the likeliest one's probability (arXiv:2407.01082).
+    min_p: float = 0.0
+    # Divides the positive logits of recent tokens and multiplies the negative ones; 1: off.
+    repetition_penalty: float = 1.0
+    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None  # (ids, logits) -> logits
     seed: int | None = None  # None: a random one
 
     def __post_init__(self) -> None:
@@ -549,13 +552,13 @@ def sample(
     ids: Sequence[int] = (),
     generator: torch.Generator | None = None,
 ) -> int:
-    """Sample an id from logits (V,) of the position after `ids`.
+    """Sample the id that follows `ids` from its logits (V,).
 
-    `generator`: default: a new one with sampling.seed, else torch's. Raises ValueError where
-    logits / temperature are not finite, or where logits_processor leaves no id.
+    Without a `generator`, sampling.seed makes one; without a seed, it is torch's own. Raises
+    ValueError if logits / temperature are not finite or logits_processor has excluded every id.
     """
     logits = logits.float()
-    penalty = sampling.repetition_penalty  # arXiv:1909.05858
+    penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
     if penalty != 1:
         recent = [i for i in {*ids[-PENALTY_WINDOW:]} if i < len(logits)]
         values = logits[recent]
@@ -567,10 +570,10 @@ def sample(
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
         logits = processed
     if 0 < sampling.top_k < len(logits):
-        lowest = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < lowest, -math.inf)
+        kth_largest = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < kth_largest, -math.inf)
     probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
-    if math.isnan(probabilities[0]):  # then all are
+    if math.isnan(probabilities[0]):  # if one is NaN, the softmax has made all of them NaN
         raise ValueError(f"no token can be sampled: the largest logit is {logits.max().item()}")
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -581,18 +584,20 @@ def sample(
 
 
 def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
-    """Draw an id by the probabilities (V,) of all, after top_p and min_p.
+    """Apply top_p and min_p to the probabilities (V,) of all ids, and draw one of the ids left.
 
-    `u`, from 0 to 1, chooses: the id at which the running sum of what is left passes u of the total.
+    `u` is a random number from 0 to 1: the id is the first at which the sum of the probabilities up
+    to it exceeds u times the sum of all.
     """
-    p = probabilities.cpu().numpy()  # whose sort is many times as fast as torch's
-    threshold = 0.0
+    p = probabilities.cpu().numpy()  # numpy sorts many times as fast as torch
+    threshold = 0.0  # ids with a lower probability are excluded
     if sampling.top_p < 1:
-        # All that are lower have half of 1 - top_p at most, together: they need not be sorted.
+        # Sorting all of V is slow. Probabilities below this bound have at most (1 - top_p) / 2
+        # together, so top_p is reached before the first of them.
         bound = (1 - sampling.top_p) / 2 / len(p)
         ordered = p[(p >= bound).nonzero()]
         ordered.sort()
-        sums = ordered[::-1].astype(float).cumsum()
+        sums = ordered[::-1].astype(float).cumsum()  # from the likeliest on
         count = 1 + sums[:-1].searchsorted(sampling.top_p)
         threshold = ordered[-count]
     if sampling.min_p:
@@ -605,16 +610,17 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
 # --------------------------------------------------------------------------------------------------
 # 10. Generation
 
-PREFILL_CHUNK = 512  # prompt tokens per forward pass: bounds the memory for activations and masks
-SCORE_CHUNK = 128  # the same where the logits of all positions are needed
+PREFILL_CHUNK = 512  # prompt tokens per forward pass, to limit the memory for activations and masks
+SCORE_CHUNK = 128  # tokens per forward pass in score(), which needs the logits of all positions
 
 
 class Generation(Iterator[int]):
-    """generate(): the ids that continue a prompt, one by one, without the one that stops it.
+    """generate(): an iterator over the ids that continue a prompt, without the final stop token.
 
-    `stop_ids` end it (default: EOS). What a `cache` holds of the text is not read again: reset() it
-    after changing weights. `step(tokens, cache)`, tokens (1, n) of the whole text -> logits (1, V),
-    replaces prefill(). Raises ValueError for arguments out of range.
+    `stop_ids` end the text (default: EOS and the model's further stop ids). Tokens that `cache`
+    stores already are not computed again; call cache.reset() after you have changed weights.
+    `step(tokens, cache)` replaces prefill(): it gets all tokens so far (1, n) and returns the
+    logits (1, V) of the next. Raises ValueError for arguments out of range.
     """
 
     def __init__(
@@ -631,10 +637,10 @@ class Generation(Iterator[int]):
             raise ValueError(f"max_new_tokens is {max_new_tokens!r:.60}; expected 0 or more")
         config = model.config
         context = config.max_position_embeddings if cache is None else cache.max_seq_len
-        self.ids = check_ids(ids, config, context)  # the prompt, then all that is sampled
-        self.new_ids: list[int] = []  # those that were yielded
-        self.seconds: list[float] = []  # of each step; the first is the prefill
-        self.stop_reason = ""  # "" while it goes on
+        self.ids = check_ids(ids, config, context)  # the prompt, and every id that was sampled
+        self.new_ids: list[int] = []  # the ids that were returned
+        self.seconds: list[float] = []  # the time of the prefill, then of each decode step
+        self.stop_reason = ""  # "" until the text has ended
         self.model = model
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
@@ -645,14 +651,15 @@ class Generation(Iterator[int]):
             cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
         self.cache = cache
         self.step = step or functools.partial(prefill, model)
-        self.tokens = torch.tensor([self.ids])  # (1, n), the same ids as self.ids
+        self.tokens = torch.tensor([self.ids])  # (1, n), self.ids as a tensor
         stored = cache.common_prefix(self.tokens)
-        self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)  # those to be read
+        # How many tokens the prefill computes: at least the last one, for its logits.
+        self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)
         seed = secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         self.generator = torch.Generator().manual_seed(seed)
 
     def __next__(self) -> int:
-        # 1. Nothing follows a stop token, the last token asked for, or a full context.
+        # 1. Has the text ended? The reason is kept for whoever asks.
         if not self.stop_reason and len(self.new_ids) >= self.max_new_tokens:
             self.stop_reason = "max new tokens"
         if not self.stop_reason and len(self.ids) >= self.cache.max_seq_len:
@@ -660,11 +667,12 @@ class Generation(Iterator[int]):
         if self.stop_reason:
             raise StopIteration
 
-        # 2. The model reads what its cache lacks: at first the prompt, then one token each time.
+        # 2. Run the model on the tokens that the cache lacks: at the first call all of the prompt
+        #    (prefill), at each later call the token that was sampled last (a decode step).
         start = time.perf_counter()
         logits = self.step(self.tokens, self.cache)[0, : self.model.vocab_size]  # (V,)
 
-        # 3. Sample the id of the next token, and put it behind the text.
+        # 3. Sample the next token from the logits, and append it to the text.
         try:
             token_id = sample(logits, self.sampling, self.ids, self.generator)
         except ValueError as error:
@@ -676,7 +684,7 @@ class Generation(Iterator[int]):
         self.tokens = F.pad(self.tokens, (0, 1), value=token_id)
         self.seconds.append(time.perf_counter() - start)
 
-        # 4. A stop token is not part of the answer.
+        # 4. Return the new token, unless it is a stop token: that ends the text.
         if token_id in self.stop_ids:
             self.stop_reason = f"stop token {token_id}"
             raise StopIteration
@@ -688,7 +696,7 @@ generate = Generation  # for token_id in generate(model, ids): ...
 
 
 def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
-    """A prompt's ids, of a list, tensor or array, as a list. Raises ValueError for other things."""
+    """The ids of a prompt (list, tensor or array) as a list. Raises ValueError if they are not ids."""
     try:
         ids = [operator.index(i) for i in ids]
     except TypeError as error:
@@ -702,7 +710,7 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
 
 
 def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
-    """tokens (B, n) -> logits (B, V) after them; the model reads those that the cache lacks."""
+    """Run the model on the tokens (B, n) that the cache lacks; returns the last's logits (B, V)."""
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
     cache.truncate(start)
     device = model.norm.weight.device
@@ -712,7 +720,7 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 def why_not_finite(model: nn.Module) -> str:
-    """The first weight that is not finite, or that there is none."""
+    """Why logits are not finite: the first weight that is not, or, if all are, an overflow."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and not weight.isfinite().all():
@@ -722,7 +730,7 @@ def why_not_finite(model: nn.Module) -> str:
 
 @torch.no_grad()
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
-    """T ids -> log-probability of each id given those before it, float32 (T - 1,).
+    """The log-probability of each of T ids given the ids before it: float32 (T - 1,).
 
     Raises ValueError for ids that generate() refuses.
     """
@@ -731,17 +739,18 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
     logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
-        chunk = tokens[:, start : start + SCORE_CHUNK + 1]
+        # The logits of each token are for the one behind it, which the chunk holds as well.
+        chunk = tokens[:, start : start + SCORE_CHUNK + 1]  # (1, t + 1)
         logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (t, V)
         logprobs[start : cache.pos] = -F.cross_entropy(logits, chunk[0, 1:], reduction="none")
     return logprobs
 
 
 class TextStream(Iterator[str]):
-    """stream_text(): a Generation as text, until one of the texts `stop` comes.
+    """stream_text(): an iterator over the text of a Generation, which ends before a stop text.
 
-    It continues the text of the prompt, piece by piece. `strip`: without the white space that it
-    begins with, as an answer in a chat.
+    The strings that it returns, joined, continue the text of the prompt. `strip` leaves out white
+    space at the beginning, as for an answer in a chat. `options` are those of generate().
     """
 
     def __init__(
@@ -757,20 +766,20 @@ class TextStream(Iterator[str]):
         if not all(isinstance(text, str) and text for text in self.stops):
             raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
         self.generation = Generation(model, ids, **options)
-        has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS alone has none
+        has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS has no text
         self.decoder = StreamDecoder(tokenizer, first=not has_text)
         self.strip = strip
-        self.waiting = ""  # text that may be the beginning of a stop text
+        self.waiting = ""  # text that is held back: a stop text may begin with it
         self.ended = False
 
     @property
     def stop_reason(self) -> str:
-        """Why it ended; "" while it goes on."""
+        """Why the text ended; "" until then."""
         return self.generation.stop_reason
 
     def __next__(self) -> str:
         while not self.ended:
-            # 1. The text of the next token, or what is left of incomplete characters at the end.
+            # 1. Decode the next token. At the end, flush the bytes of an incomplete character.
             token_id = next(self.generation, None)
             self.ended = token_id is None
             decoder = self.decoder
@@ -781,16 +790,17 @@ class TextStream(Iterator[str]):
                 text = text.lstrip()
                 self.strip = not text
 
-            # 2. The first stop text ends it; what may become one waits.
+            # 2. Cut the text at the first stop text. If it ends with the beginning of one, hold
+            #    that back: the next tokens will show whether it becomes a stop text.
             end = len(text)
-            places = [(text.index(stop), stop) for stop in self.stops if stop in text]
-            if places:
-                end, stop = min(places)
+            matches = [(text.index(stop), stop) for stop in self.stops if stop in text]
+            if matches:
+                end, stop = min(matches)
                 self.generation.stop_reason = f"stop text {stop!r}"
                 self.ended = True
             elif not self.ended:
-                begun = [stop[:n] for stop in self.stops for n in range(len(stop))]
-                end -= max((len(start) for start in begun if text.endswith(start)), default=0)
+                prefixes = [stop[:n] for stop in self.stops for n in range(len(stop))]
+                end -= max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
             self.waiting = text[end:]
             if end:
                 return text[:end]
@@ -803,30 +813,34 @@ stream_text = TextStream  # for text in stream_text(model, tokenizer, ids): ...
 # --------------------------------------------------------------------------------------------------
 # 11. Tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces, as in GGUF
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # piece types, as in GGUF
 
 
 @dataclass
 class Vocabulary:
-    """What the files of a tokenizer say, whatever their format."""
+    """A tokenizer as data, the same for all file formats."""
 
-    pieces: list[str]  # by id
-    types: list[int]  # of each
-    model: Any  # bytes of a tokenizer.model, for sentencepiece, or a tokenizer.json, for tokenizers
-    bos_id: int | None = 1  # None: it has none
-    eos_id: int | None = 2
-    add_bos: bool = True  # a text begins with BOS
-    prepend_scheme: str = "first"  # where a space is added: "never", at the start of a text, or
-    # behind each special token, too: "always", if there is none ("legacy" in transformers 5), or
-    # "prepend", in front of one, too (llama.cpp, and a tokenizer.json with Prepend)
-    chat_template: str = ""  # in Jinja; "": it was not trained to converse, or does not say how
-    keys: Any = None  # what part III needs to save it
+    pieces: list[str]  # the text of each id
+    types: list[int]  # the piece type of each id
+    model: Any  # the bytes of a tokenizer.model (sentencepiece) or a tokenizer.json (tokenizers)
+    bos_id: int | None = 1  # None: there is no such token
+    eos_id: int | None = 2  # None: there is no such token
+    add_bos: bool = True  # whether encode() begins with BOS
+    # Where SentencePiece adds a space, which its words begin with:
+    #   "never"    nowhere
+    #   "first"    at the start of a text
+    #   "always"   there and behind each special token, unless a space follows ("legacy")
+    #   "prepend"  there and behind each special token, even if a space follows (llama.cpp)
+    prepend_scheme: str = "first"
+    chat_template: str = ""  # in Jinja; "": the model's files have none
+    keys: Any = None  # the metadata of GGUF from which part III saves it
 
 
 class Tokenizer:
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
-    encode_chat() alone writes control tokens, by marks: secret texts in their places.
+    What stands for a control token is its mark, not its text: "</s>" in a text is four characters.
+    A mark contains a random number, so no text can contain one. Only encode_chat() writes marks.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -837,20 +851,23 @@ class Tokenizer:
         self.add_bos = vocabulary.add_bos
         self.chat_template = vocabulary.chat_template
         self.secret = f"\u00a7{secrets.randbelow(10**18)}"
-        self.special_ids, self.marks, self.written = {}, {}, {}  # by their texts
+        self.special_ids = {}  # the text of a special token -> its id
+        self.marks = {}  # the text of a control token -> its mark
+        self.marked_ids = {}  # the mark or text of a special token -> its id
         for i, (piece, piece_type) in enumerate(zip(self.pieces, self.types)):
             if piece and piece_type in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
                 if piece_type == CONTROL:
                     self.marks[piece] = f"{self.secret}:{i}\u00a7"
-                self.written[self.marks.get(piece, piece)] = i
+                self.marked_ids[self.marks.get(piece, piece)] = i
         self.control_texts = any_of(self.marks)
-        self.written_texts = any_of(self.written)
+        self.marked_texts = any_of(self.marked_ids)
         model = vocabulary.model
         self.is_sentencepiece = isinstance(model, bytes)
         if self.is_sentencepiece:
             self.engine = open_sentencepiece(model)
-            # Appending a message of protobuf changes a field: normalizer_spec { add_dummy_prefix }
+            # A second engine that adds no space at the start. What is appended to a message of
+            # protobuf overrides its fields: normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
         else:
             self.engine = open_tokenizers(model, self.marks)
@@ -858,9 +875,9 @@ class Tokenizer:
         self.strips_space = vocabulary.prepend_scheme != "never" and not self.byte_level
 
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
-        """Text -> ids. `bos`: begin with BOS (None: as the vocabulary says).
+        """Text -> ids. `bos`: whether they begin with BOS (None: as the vocabulary says).
 
-        `first`: it begins a text, where a SentencePiece vocabulary may add a space.
+        `first`: whether this is the start of a text, where SentencePiece may add a space.
         """
         ids = self.encode_marked(text, first)
         if self.bos_id is not None and (self.add_bos if bos is None else bos):
@@ -868,29 +885,29 @@ class Tokenizer:
         return ids
 
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
-        """Ids of a text in which marks stand for control tokens."""
-        # Lone surrogates, which UTF-8 cannot hold, become U+FFFD.
+        """The ids of a text in which marks stand for control tokens."""
+        # Lone surrogates cannot be written in UTF-8. They become U+FFFD.
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         if not self.is_sentencepiece:
             return self.engine.encode(text, add_special_tokens=False).ids
         scheme = self.vocabulary.prepend_scheme
         ids: list[int] = []
-        for part in self.written_texts.split(text):
-            if part in self.written:
-                ids.append(self.written[part])
-            elif part:
+        for segment in self.marked_texts.split(text):  # a special token, or text between two
+            if segment in self.marked_ids:
+                ids.append(self.marked_ids[segment])
+            elif segment:
                 if ids:
-                    first = scheme == "prepend" or scheme == "always" and part[0] != " "
-                ids += (self.engine if first else self.engine_no_prefix).encode(part)
+                    first = scheme == "prepend" or scheme == "always" and segment[0] != " "
+                ids += (self.engine if first else self.engine_no_prefix).encode(segment)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids (a list, tensor or array) -> text. Control tokens are silent. Raises ValueError."""
+        """Ids (a list, tensor or array) -> text; control tokens have none. Raises ValueError."""
         decoder = StreamDecoder(self)
         return "".join(map(decoder.decode, ids)) + decoder.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, which may be a part of a character. Raises ValueError."""
+        """The UTF-8 that a token adds to a text, perhaps half a character. Raises ValueError."""
         i = operator.index(token_id)
         if not 0 <= i < self.vocab_size:
             raise ValueError(f"token id {i}; expected 0 to {self.vocab_size - 1}")
@@ -898,29 +915,30 @@ class Tokenizer:
         if piece_type == CONTROL or (piece_type == UNUSED and self.byte_level):
             return b""
         if piece_type == BYTE:
-            return bytes.fromhex(text[3:5])  # of <0xE2>
+            return bytes.fromhex(text[3:5])  # the piece is "<0xE2>"
         if piece_type == UNKNOWN:
-            return " \u2047 ".encode()
+            return " \u2047 ".encode()  # as SentencePiece does
         if not self.byte_level:
-            return text.replace("\u2581", " ").encode()
+            return text.replace("\u2581", " ").encode()  # SentencePiece's sign for a space
         if piece_type == NORMAL and BYTES.keys() >= {*text}:
             return bytes(map(BYTES.__getitem__, text))
         return text.encode()
 
 
-# The characters that stand for bytes in byte-level pieces: printable ones stand for themselves.
-OTHERS = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
-BYTES = {chr(byte): byte for byte in range(256) if byte not in OTHERS}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+# Byte-level BPE, as in GPT-2, writes a byte as one character: a printable byte as the character of
+# that number, any other byte as the next character from U+0100 on.
+UNPRINTABLE = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+BYTES = {chr(byte): byte for byte in range(256) if byte not in UNPRINTABLE}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern:
-    """What matches any of these texts, the longest of one beginning first."""
+    """A pattern that matches any of these texts, and the longest if several match."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, reverse=True))) or '(?!)'})")
 
 
 def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any:
-    """tokenizers' engine for a tokenizer.json, with marks for control tokens. Raises ValueError."""
+    """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
     import tokenizers
 
     model = dict(content["model"])
@@ -929,13 +947,13 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
         model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
     else:
         model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        # Texts like "a b", or pairs; none may make a control token.
+        # A merge is a text like "a b", or a pair. None may give the text of a control token.
         model["merges"] = [
             merge
             for merge in model["merges"]
             if (merge if isinstance(merge, str) else "".join(merge)).replace(" ", "") not in marks
         ]
-    added = [  # marks are found anywhere, whatever a normalizer writes in front of them
+    added = [  # not normalized, so that a mark is recognised whatever a normalizer does to the text
         {**t, "content": marks[t["content"]], "normalized": False} if t["content"] in marks else t
         for t in content["added_tokens"]
     ]
@@ -947,17 +965,18 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
 
 
 def open_sentencepiece(model: bytes) -> Any:
-    """SentencePiece's processor for a model. Raises ValueError."""
+    """The engine of sentencepiece for the bytes of a tokenizer.model. Raises ValueError."""
     import sentencepiece
 
-    sentencepiece.set_min_log_level(2)  # errors are raised, not printed as well
+    sentencepiece.set_min_log_level(2)  # else it also prints the errors that it raises
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise ValueError(f"not a SentencePiece model: {error}") from error
 
 
-# SentencePiece replaces malformed UTF-8 byte by byte; Python's "replace" once per broken sequence.
+# For malformed UTF-8, SentencePiece writes one U+FFFD for each byte, Python's "replace" one for
+# each sequence. StreamDecoder needs the former.
 codecs.register_error(
     "replace_each_byte",
     lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
@@ -965,9 +984,9 @@ codecs.register_error(
 
 
 class StreamDecoder:
-    """Ids -> text, one by one; a character of several byte tokens comes out once it is whole.
+    """Ids -> text, one id at a time. A character of several tokens comes with the last of them.
 
-    `first`: drop the space that encode() adds at the start of a text.
+    `first`: whether this is the start of a text, where the space that encode() adds is removed.
     """
 
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
@@ -982,7 +1001,7 @@ class StreamDecoder:
         piece_type = self.tokenizer.types[token_id]
         text = ""
         if piece_type != BYTE and not self.tokenizer.byte_level:
-            text = self.utf8.decode(b"", final=True)  # bytes before it stay incomplete
+            text = self.utf8.decode(b"", final=True)  # such a token completes no character
         if self.strip and piece_type not in (BYTE, UNKNOWN):
             data = data.removeprefix(b" ")
         if piece_type != CONTROL:
@@ -990,17 +1009,17 @@ class StreamDecoder:
         return text + self.utf8.decode(data)
 
     def flush(self) -> str:
-        """The rest at the end: U+FFFD for bytes that did not complete a character."""
+        """The end of the text: U+FFFD for the bytes of an incomplete character."""
         return self.utf8.decode(b"", final=True)
 
 
 # --------------------------------------------------------------------------------------------------
 # 12. Chat
 #
-# A model's chat template, in Jinja, writes a conversation as text. It is rendered as transformers
-# does it, in Jinja's sandbox: it sees roles and texts, no file and no object of ours.
+# A model's chat template is a program in Jinja that writes a conversation as text. It runs in
+# Jinja's sandbox, as in transformers: it sees roles and texts, but no files and no Python objects.
 
-CHAT_TEMPLATES = {  # for models that bring none, by name; every tag strips the white space around it
+CHAT_TEMPLATES = {  # for models without their own; "{%-" and "{{-" remove white space before them
     "llama-2": r"""
 {%- set system = '' %}
 {%- if messages[0].role == 'system' %}
@@ -1074,7 +1093,7 @@ CHAT_TEMPLATES = {  # for models that bring none, by name; every tag strips the 
 
 
 def find_template(tokenizer: Tokenizer, template: str | None) -> str:
-    """A template by its name in CHAT_TEMPLATES, a text in Jinja, or (None) the tokenizer's own."""
+    """The text of a template: a name in CHAT_TEMPLATES, Jinja, or None for the tokenizer's own."""
     if template is None:
         template = tokenizer.chat_template
         if not template.strip():
@@ -1090,7 +1109,7 @@ def find_template(tokenizer: Tokenizer, template: str | None) -> str:
 
 @functools.cache
 def compile_template(template: str) -> Any:
-    """A chat template in Jinja's sandbox, with what transformers gives it."""
+    """A chat template for Jinja's sandbox, with the functions that transformers offers to it."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -1112,7 +1131,7 @@ def compile_template(template: str) -> Any:
         raise_exception=raise_exception,
         strftime_now=lambda form: datetime.datetime.now().strftime(form),
     )
-    # transformers' tag around what an assistant says; it prints what is inside.
+    # transformers has a tag {% generation %} around what an assistant says. It prints its content.
     template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
     template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
     return environment.from_string(template)
@@ -1121,22 +1140,22 @@ def compile_template(template: str) -> Any:
 def render(
     tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], **variables: Any
 ) -> str:
-    """The text that a template makes of messages. Raises ValueError where it fails."""
+    """The text that a template makes of messages. Raises ValueError if the template fails."""
     variables = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         variables[name] = "" if token_id is None else tokenizer.pieces[token_id]
     try:
         return compile_template(template).render(messages=messages, **variables)
-    except Exception as error:  # whatever a template's expressions raise
+    except Exception as error:  # an expression in a template may raise anything
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
 def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages. Raises ValueError for what is none; it may be private: not quoted."""
+    """The messages as a list. Raises ValueError, which does not quote them: they may be private."""
     messages = [*messages]
     for message in messages:
         is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        # An assistant's call of a tool may have no content.
+        # The content may be missing, as where an assistant calls a tool.
         if not is_message or not isinstance(message.get("content") or "", str):
             raise ValueError("expected messages with a role, and text as content")
     if not messages:
@@ -1145,7 +1164,10 @@ def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def hide_control_texts(value: Any, tokenizer: Tokenizer) -> Any:
-    """Texts, and lists and dicts of them, in which a sign stands for each control token's text."""
+    """`value` (text, or lists and dicts of texts) with a placeholder for each control token's text.
+
+    encode_chat() puts the text back once the template is rendered. So it stays text.
+    """
     if isinstance(value, str):
         return tokenizer.control_texts.sub(
             lambda m: f"{tokenizer.secret};{tokenizer.special_ids[m[0]]};", value
@@ -1164,51 +1186,56 @@ def encode_chat(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> list[int]:
-    """Messages {"role", "content"} -> ids, those of transformers' apply_chat_template().
+    """Messages {"role", "content"} -> the ids that transformers' apply_chat_template() returns.
 
-    `template`: a name in CHAT_TEMPLATES or a text in Jinja (None: the tokenizer's own), which sees
-    `variables`, such as tools. The ids end where an answer begins, or with a final message that is
-    to be continued. Raises ValueError for messages that the template refuses.
+    `template` is a name in CHAT_TEMPLATES or Jinja (None: the tokenizer's own). It can use
+    `variables`, such as tools. The ids end where the answer begins, or within the final message if
+    that is to be continued. Raises ValueError for messages that the template refuses.
     """
-    end = f"{tokenizer.secret}!"
+    # 1. In the messages, placeholders replace the texts of control tokens.
+    end_mark = f"{tokenizer.secret}!"  # where a final message that is to be continued ends
     turns = hide_control_texts(check_messages(messages), tokenizer)
     if continue_final_message:
-        turns[-1]["content"] = f"{turns[-1].get('content') or ''}{end} "
+        turns[-1]["content"] = f"{turns[-1].get('content') or ''}{end_mark} "
     variables = hide_control_texts(variables, tokenizer)
+
+    # 2. The template writes the messages as one text.
     variables["add_generation_prompt"] = not continue_final_message
     text = render(tokenizer, find_template(tokenizer, template), turns, **variables)
     if continue_final_message:
-        text, shown, rest = text.rpartition(end)
-        if not shown:
+        text, separator, rest = text.rpartition(end_mark)
+        if not separator:
             raise ValueError("the chat template leaves out the final message")
-        if not rest.startswith(" "):  # it takes off white space at the end of a message
+        if not rest.startswith(" "):  # the template strips messages
             text = text.rstrip()
-    # What the template wrote becomes control tokens, what stands in messages does not.
+
+    # 3. The control tokens in it are now the template's own: marks replace them. Then the texts of
+    #    the messages return to their places, and stay text.
     text = tokenizer.control_texts.sub(lambda m: tokenizer.marks[m[0]], text)
     text = re.sub(f"{tokenizer.secret};(\\d+);", lambda m: tokenizer.pieces[int(m[1])], text)
     return tokenizer.encode_marked(text)
 
 
 class ChatStops(NamedTuple):
-    """What ends an answer besides EOS."""
+    """What ends an answer besides EOS: ids of tokens, and texts."""
 
     ids: list[int]
     texts: list[str]
 
 
 def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
-    """What a template (None: the tokenizer's own) writes behind an assistant's message."""
+    """What a template (None: the tokenizer's own) writes at the end of an assistant's message."""
     answer = f"{tokenizer.secret}!"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
     try:
         text = render(tokenizer, find_template(tokenizer, template), messages)
-    except ValueError:  # it refuses these roles
+    except ValueError:  # the template refuses these roles
         return ChatStops([], [])
-    end = text.rpartition(answer)[2].strip()
-    special = max((text for text in tokenizer.special_ids if end.startswith(text)), default="")
+    ending = text.rpartition(answer)[2].strip()
+    special = max((text for text in tokenizer.special_ids if ending.startswith(text)), default="")
     if special:
         return ChatStops([tokenizer.special_ids[special]], [])
-    return ChatStops([], [end] if end else [])
+    return ChatStops([], [ending] if ending else [])
 
 
 def chat(
@@ -1219,10 +1246,10 @@ def chat(
     stop: str | Sequence[str] = (),
     **options: Any,
 ) -> TextStream:
-    """The answer to messages as text, by the model's own template: see encode_chat().
+    """An iterator over the text of the answer to messages: see encode_chat() and stream_text().
 
-    It ends with EOS, where the template ends an answer, or before a text of `stop`. `options` are
-    generate()'s.
+    The answer ends at EOS, at what the template writes behind an answer, or before a text of
+    `stop`. `options` are those of generate().
     """
     ids = encode_chat(tokenizer, messages, template)
     ends = chat_stops(tokenizer, template)
@@ -1984,8 +2011,8 @@ def read_chat_template(folder: Path) -> str:
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
 #
-# SentencePiece runs a tokenizer.model and tokenizers a tokenizer.json, as they are. The columns of a
-# vocabulary in GGUF are put back into one of these; what other files say gets GGUF's keys.
+# SentencePiece runs a tokenizer.model and tokenizers a tokenizer.json, as they are. The columns of
+# a vocabulary in GGUF are put back into one of these; what other files say gets GGUF's keys.
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
