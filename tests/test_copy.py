@@ -123,6 +123,19 @@ def test_a_trained_model_is_saved_as_it_is(vocabulary, tmp_path):
     assert again.config == model.config
     assert same.chat_template == tokenizer.chat_template == "{{ messages }} [INST] <<SYS>>"
     assert same.encode("A fox.\n") == tokenizer.encode("A fox.\n")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)  # no longer the embeddings
+    llama2.save_gguf(model, tmp_path / "apart.gguf", tokenizer=tokenizer)
+    assert_close(llama2.load(tmp_path / "apart.gguf")[0](tokens), model(tokens), 1e-6)
+
+
+def test_widths_without_whole_blocks_are_saved_as_f16(vocabulary, tmp_path):
+    path, _ = quantised(
+        vocabulary, tmp_path / "x.gguf", ["F32"], replace(WIDE, intermediate_size=80)
+    )
+    llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / "q.gguf", "Q8_0")
+    weights = llama2.open_checkpoint(tmp_path / "q.gguf").weights
+    types = [weights[f"layers.0.mlp.{name}_proj.weight"].ggml_type for name in ("up", "down")]
+    assert types == ["Q8_0", "F16"]
 
 
 # --------------------------------------------------------------------------------------------------
