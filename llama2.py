@@ -1576,13 +1576,11 @@ def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
 
 def from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
     """What has Hugging Face's names -> by the names here; q_proj and k_proj are reordered."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = reorder(tensor)
-        if not name.endswith(".rotary_emb.inv_freq"):  # computed, not learned
-            renamed[name.removeprefix("model.")] = tensor
-    return renamed
+    return {
+        name.removeprefix("model."): reorder(t) if re.search(r"[qk]_proj\.weight$", name) else t
+        for name, t in tensors.items()
+        if not name.endswith(".rotary_emb.inv_freq")  # computed, not learned
+    }
 
 
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -2320,10 +2318,8 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
             raise ValueError(f"{len(ids)} pieces; the model has {config.vocab_size}")
         rows = (columns.get(i, (f"[PAD{i}]", UNUSED, 0.0)) for i in ids)
         pieces, types, scores = map(list, zip(*rows))
-        for i in (config.eos_token_id, *config.stop_token_ids):
-            if i in ids and types[i] == USER_DEFINED:
-                types[i] = CONTROL
-        keys |= {"tokens": pieces, "token_type": types, "scores": scores}
+        stop_ids = [i for i in (config.eos_token_id, *config.stop_token_ids) if i in ids]
+        keys |= {"tokens": pieces, "token_type": types, "scores": scores, "eos_token_ids": stop_ids}
         for role in ("bos", "eos"):
             token = settings.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
@@ -3239,6 +3235,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
 # ==================================================================================================
 
 import argparse
+import gc
 import io
 import os
 import signal
@@ -3585,6 +3582,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print any text
             stream.reconfigure(errors="backslashreplace")
+    gc.freeze()  # the 400,000 objects of torch are never garbage: 0.09 s of loading a model
     ranks = None
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ and "Ranks" in globals():
