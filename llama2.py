@@ -696,7 +696,7 @@ generate = Generation  # for token_id in generate(model, ids): ...
 
 
 def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
-    """The ids of a prompt (list, tensor or array) as a list. Raises ValueError if they are not ids."""
+    """A prompt's ids (list, tensor or array) as a list. Raises ValueError for anything else."""
     try:
         ids = [operator.index(i) for i in ids]
     except TypeError as error:
@@ -1280,32 +1280,39 @@ from typing import BinaryIO
 # --------------------------------------------------------------------------------------------------
 # 13. Quantised weights
 #
-# Rows of quantised matrices are stored in blocks of 32 or 256 weights: integers q of 2 to 8 bits,
-# and for every 16 or 32 of them a scale s and, in some types, a minimum m. A weight is s * q - m.
-# The results are bit for bit those of the gguf package.
+# A row of a quantised matrix is stored in blocks of 32 or 256 weights. A block has an integer q of
+# 2 to 8 bits for each weight and, for each group of 16 or 32 weights, a scale s and, in some types,
+# a minimum m. A weight is s * q - m. dequantize() gives the bits that the gguf package gives.
 
-# Dense (unblocked) types, as GGUF and safetensors name them.
+# The types that are plain numbers, without blocks, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
 
 
 class Bits(NamedTuple):
-    """Where a block keeps some bits of its integers: see unpack_bits()."""
+    """Where a block has its integers, or some bits of each. Q4_0 has Bits(at=2, width=16, bits=4):
 
-    at: int  # where they begin, in bytes
-    width: int  # a run of `width` bytes: byte i has integers i, i + width, ..., lowest bits first
-    bits: int  # bits of each integer
+        byte of the block    0      1     2    3    4   ...  17
+        low four bits        scale       q0   q1   q2   ... q15
+        high four bits       scale       q16  q17  q18  ... q31
+
+    A block of 256 weights has several such runs of `width` bytes, one behind the other.
+    """
+
+    at: int  # the first byte
+    width: int  # the bytes of a run
+    bits: int  # the bits of each integer; a byte has 8 / bits of them
 
 
 class BlockType(NamedTuple):
     """How a ggml type stores a block of weights."""
 
-    number: int  # ggml's, by which cpu.cpp knows it
-    weights: int
-    nbytes: int
-    low: Bits | None = None  # the lowest bits of the integers q
-    high: Bits | None = None  # the bits above them
-    zero_point: int = 0  # subtracted from q
+    number: int  # the number of the type in ggml, in GGUF files and in cpu.cpp
+    weights: int  # in a block
+    nbytes: int  # of a block
+    low: Bits | None = None  # the integers q, or their low bits
+    high: Bits | None = None  # their high bits, if these are stored apart
+    zero_point: int = 0  # is subtracted from q
 
 
 GGML_TYPES = {
@@ -1333,7 +1340,7 @@ def float16_at(b: Tensor, at: int) -> Tensor:
 
 
 def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
-    """`count` integers of each block: (n, bytes) -> uint8 (n, count)."""
+    """The `count` integers of each block at `where`: (n, bytes) -> uint8 (n, count)."""
     end = where.at + count * where.bits // 8
     b = b[:, where.at : end].contiguous().view(len(b), -1, where.width)
     shifted = [(b >> shift) & (2**where.bits - 1) for shift in range(0, 8, where.bits)]
@@ -1341,11 +1348,12 @@ def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
 
 
 def unpack_k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of Q4_K or Q5_K (n, bytes) -> 8 scales and 8 minima of 6 bits each, (n, 8).
-
-    The first four of either are whole; the last four have their top two bits in bytes 0 to 7.
-    """
-    packed = b[:, 4:16].T.contiguous()  # (12, n): the long axis last is faster
+    """Blocks of Q4_K or Q5_K (n, bytes) -> 8 scales and 8 minima of 6 bits each, (n, 8)."""
+    # packed byte    low bits                          high bits
+    # 0 to 3         6: scales 0 to 3                  2: the high bits of scales 4 to 7
+    # 4 to 7         6: minima 0 to 3                  2: the high bits of minima 4 to 7
+    # 8 to 11        4: the low bits of scales 4 to 7  4: the low bits of minima 4 to 7
+    packed = b[:, 4:16].T.contiguous()  # (12, n), because the long axis last is faster
     top = packed[:8] >> 6 << 4
     low_scale = packed[8:] & 15
     low_minimum = packed[8:] >> 4
@@ -1361,9 +1369,9 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
             return float16_at(b, 0), None
         case "Q4_1" | "Q5_1":
             return float16_at(b, 0), -float16_at(b, 2)
-        case "Q2_K":  # 16 scales and minima of 4 bits
+        case "Q2_K":  # 16 scales and 16 minima of 4 bits
             return float16_at(b, 80) * (b[:, :16] & 15), float16_at(b, 82) * (b[:, :16] >> 4)
-        case "Q3_K":  # 16 scales of 6 bits, the upper two stored apart
+        case "Q3_K":  # 16 scales of 6 bits, the high two of which are stored apart
             low = unpack_bits(b, 16, Bits(96, 8, 4))
             high = unpack_bits(b, 16, Bits(104, 4, 2))
             return float16_at(b, 108) * ((low | high << 4).view(torch.int8) - 32), None
@@ -1374,7 +1382,10 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
 
 
 def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
-    """uint8 (rows, bytes per row) -> float32 (rows, weights); rare types by gguf on the CPU."""
+    """uint8 (rows, bytes per row) -> float32 (rows, weights per row).
+
+    For types that are not in GGML_TYPES it calls the gguf package, which works on the CPU only.
+    """
     if ggml_type in DENSE:
         return blocks.view(DENSE[ggml_type]).float()
     if ggml_type not in GGML_TYPES:
@@ -1390,19 +1401,20 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
         q = q | unpack_bits(b, count, high) << low.bits
     scale, minimum = unpack_scales(b, ggml_type)
     w = (q.view(torch.int8) - zero_point).float()
-    w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, width)
+    w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, weights per group)
     if minimum is not None:
         w.sub_(minimum[..., None])
     return w.view(len(blocks), -1)
 
 
-CHUNK = 2**20  # weights dequantised at a time, so that they stay in the CPU's cache
+CHUNK = 2**20  # weights to dequantise at a time, few enough to stay in the CPU's cache
 
 
 class Quantized(nn.Module):
-    """A matrix W that stays in the file's blocks, uint8 (rows, bytes per row). Not trainable.
+    """A matrix W kept as in the file: uint8 (rows, bytes per row), F16 and BF16 included.
 
-    The name of its buffer is its ggml type: load_state_dict() refuses blocks of another one.
+    It cannot be trained. Its buffer is named by its ggml type, so that load_state_dict() refuses
+    blocks of another type.
     """
 
     def __init__(self, blocks: Tensor, ggml_type: str) -> None:
@@ -1433,17 +1445,17 @@ class Quantized(nn.Module):
 
 
 class QuantizedLinear(Quantized):
-    """y = x W^T with W (out, in) in blocks: nn.Linear for a quantised matrix."""
+    """nn.Linear for a quantised matrix: y = x W^T with W (out, in) in blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype: dequantise some rows of W, multiply, go on."""
+        """x (..., in) -> (..., out) of x's dtype. W is dequantised a few rows at a time."""
         chunks = self.blocks.split(max(1, CHUNK // self.in_features))
         y = [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks]
         return torch.cat(y, -1)
 
 
 class QuantizedEmbedding(Quantized):
-    """Rows of W, dequantised when they are looked up: nn.Embedding for a quantised matrix."""
+    """nn.Embedding for a quantised matrix: the rows that are looked up are dequantised."""
 
     def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> None:
         super().__init__(blocks, ggml_type)
@@ -1457,44 +1469,47 @@ class QuantizedEmbedding(Quantized):
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a checkpoint, not read yet."""
+    """One tensor of a checkpoint, which read() reads."""
 
     ggml_type: str
-    shape: tuple[int, ...]  # in torch's order, (out, in)
-    read: Callable[[], Tensor]  # -> uint8 (rows, bytes per row), in Meta's order of rows
+    shape: tuple[int, ...]  # in torch's order: (out, in)
+    read: Callable[[], Tensor]  # -> uint8 (rows, bytes per row); q_proj and k_proj in Meta's order
 
     @property
     def block(self) -> tuple[int, int]:
-        """Weights and bytes of one block: columns are cut between blocks only."""
+        """How many weights and how many bytes a block has."""
         import gguf
 
         return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """The size in the file."""
         weights, size = self.block
         return math.prod(self.shape) // weights * size
 
     def kept_type(self, dtype: torch.dtype) -> str | None:
-        """The ggml type to keep it in beside activations of `dtype`; None: make it dense."""
+        """In which ggml type a model with activations of `dtype` keeps it; None: as a dense tensor.
+
+        build_model() has a table.
+        """
         if len(self.shape) != 2 or self.ggml_type == "F32":
             return None
         if self.ggml_type in GGML_TYPES.keys() - DENSE:
             return self.ggml_type
-        # 16-bit numbers, and rare types, which become such: half the memory of float32.
+        # 16 bits need half the memory of float32. dequantize() is slow for other quantised types.
         kept = self.ggml_type if self.ggml_type in DENSE else "F16"
         return kept if dtype == torch.float32 else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a dense tensor, a few rows at a time; a view of the file if unchanged."""
+        """The weight as a dense tensor of `dtype`; a view of the file if that has this dtype."""
         rows = self.read()
         if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape)
         w = torch.empty(self.shape, dtype=dtype)
-        step = max(1, CHUNK // self.shape[-1])
-        for chunk, part in zip(rows.split(step), w.view(len(rows), -1).split(step)):
-            part.copy_(dequantize(chunk, self.ggml_type))
+        count = max(1, CHUNK // self.shape[-1])
+        for chunk, target in zip(rows.split(count), w.view(len(rows), -1).split(count)):
+            target.copy_(dequantize(chunk, self.ggml_type))
         return w
 
 
@@ -1504,16 +1519,17 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Seq
     def read() -> Tensor:
         import numpy
 
-        # Private ("c"): a model may be changed in place; the file and other models stay.
-        # The name of the file: memmap would resolve a Path, for each tensor anew.
+        # Mode "c" (copy on write): changes to the model do not reach the file or other models.
+        # str(path), because memmap resolves a Path each time, which is slow for many tensors.
         data = numpy.memmap(str(path), numpy.uint8, "c", offset, weight.nbytes)
         rows = torch.from_numpy(data).view(math.prod(shape[:-1]), -1)
-        # Old safetensors files begin tensors at any byte; torch's views need them aligned.
+        # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch
+        # needs.
         return rows.clone() if offset % 4 else rows
 
     weight = Weight(ggml_type, tuple(shape), read)
-    possible = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
-    if not possible or shape[-1] % weight.block[0]:
+    is_possible = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
+    if not is_possible or shape[-1] % weight.block[0]:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
     end = offset + weight.nbytes
     if end > size:
@@ -1525,7 +1541,7 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Seq
 # 14.1 Names, settings, files
 
 
-# The last word of a weight's name -> GGUF's word for it.
+# The name of a module -> its name in GGUF.
 GGUF_NAMES = {
     "embed_tokens": "token_embd",
     "input_layernorm": "attn_norm",
@@ -1541,15 +1557,15 @@ GGUF_NAMES = {
     "lm_head": "output",
 }
 
-# A setting's name here and in config.json -> GGUF's key. Where a file lacks it, it is as in Config.
-OPTIONAL = {
+# The name of a setting in Config and config.json -> its key in GGUF.
+OPTIONAL = {  # a file that lacks one of these means the default value of Config
     "num_key_value_heads": "llama.attention.head_count_kv",
     "rope_theta": "llama.rope.freq_base",
     "rope_scaling_factor": "llama.rope.scaling.factor",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
-SETTINGS = {  # the others must be there
+SETTINGS = {  # the optional ones, and those that a file must have
     "hidden_size": "llama.embedding_length",
     "intermediate_size": "llama.feed_forward_length",
     "num_hidden_layers": "llama.block_count",
@@ -1570,76 +1586,76 @@ def gguf_name(name: str) -> str:
 
 
 def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
-    """Rows of q_proj or k_proj in Hugging Face's order -> Meta's, which load_state_dict() needs."""
+    """q_proj or k_proj with its rows in Hugging Face's order -> with its rows in Meta's order."""
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
-    """What has Hugging Face's names -> by the names here; q_proj and k_proj are reordered."""
+def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
+    """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes rows."""
     return {
         name.removeprefix("model."): reorder(t) if re.search(r"[qk]_proj\.weight$", name) else t
         for name, t in tensors.items()
-        if not name.endswith(".rotary_emb.inv_freq")  # computed, not learned
+        if not name.endswith(".rotary_emb.inv_freq")  # in old files; it is computed here
     }
 
 
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The state dict of a Llama of transformers, for load_state_dict() of one of this file."""
-    return from_hf(state, partial(rows_from_hf, head_dim=config.head_dim))
+    """The state dict of transformers' Llama -> one for load_state_dict() of this file's Llama."""
+    return rename_from_hf(state, partial(rows_from_hf, head_dim=config.head_dim))
 
 
 @dataclass
 class Checkpoint:
-    """What a model file or directory holds, its tensors still unread."""
+    """The content of a model file or directory. Its tensors are read when they are needed."""
 
     path: str
     format: str  # such as "GGUF version 3"
     config: Config
-    weights: dict[str, Weight]  # by the names of this file
+    weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
-    file: GGUF | None = None  # where its metadata is
+    file: GGUF | None = None  # the GGUF file, with its metadata, if it is one
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer, read once."""
+        """The tokenizer, which is read when it is first asked for."""
         with naming(self.path):
             return self.read_tokenizer()
 
 
 class FileError(ValueError):
-    """What is wrong with a file; the message begins with its path."""
+    """A ValueError about a file. Its message begins with the path of the file."""
 
 
 def printable(text: str) -> str:
-    """Text from a file, safe for a terminal: unprintable characters become "?"."""
+    """Text from a file in one line that is safe to print: control characters become "?"."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 @contextmanager
 def naming(item: str | Path) -> Iterator[None]:
-    """Adds a file's name, or that of an item in it, to whatever its readers raise."""
+    """Puts the name of a file, or of an item in it, in front of errors raised while it is read."""
     try:
         yield
     except (ImportError, MemoryError):
         raise
-    except Exception as error:  # whatever damaged files make Python's modules raise
+    except Exception as error:  # a damaged file can make Python's modules raise anything
         text = str(error)
         if isinstance(error, OSError) and error.filename:
             raise
-        if isinstance(error, FileError) and text.startswith(str(item)):  # a folder's file
+        if isinstance(error, FileError) and text.startswith(str(item)):  # the path is there already
             raise
         if not isinstance(error, (ValueError, NotImplementedError)):
             text = f"damaged: {type(error).__name__} {text}"
         raise FileError(printable(f"{item}: {text}"[:400])) from error
 
 
-LIMIT = 2**25  # bytes of a file's header, JSON or vocabulary; Llama 3.2's tokenizer.json has 2**24
+LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokenizer.json has 2**24
 
 
 def read_head(path: Path) -> tuple[mmap.mmap, int]:
-    """The first bytes of a file, LIMIT at most, mapped, and its size. Raises ValueError."""
+    """The first bytes of a file (at most LIMIT, mapped) and its size. Raises ValueError."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # a pipe would block
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe could wait for ever
         raise ValueError("not a regular file")
     with path.open("rb") as file:
         head = mmap.mmap(file.fileno(), min(status.st_size, LIMIT), access=mmap.ACCESS_READ)
@@ -1658,7 +1674,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object, {} if there is no file. Raises ValueError on anything else."""
+    """The JSON object in a file; {} if there is no file. Raises ValueError for anything else."""
     with naming(path):
         content = json.loads(read_file(path)) if path.exists() else {}
         if not isinstance(content, dict):
@@ -1667,19 +1683,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
-    """The value of `key`, its default if absent or null. Raises ValueError for another type."""
+    """The value of `key`; `default` if it is absent or null. Raises ValueError for a wrong type."""
     value = settings.get(key)
     if value is None:
         value = default
     accepted = (int, float) if type_ is float else (type_,)
     if type(value) not in accepted:
-        found = "missing" if value is None else f"{value!r:.60}"
-        raise ValueError(f"{key} is {found}; expected {type_.__name__}")
+        actual = "missing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{key} is {actual}; expected {type_.__name__}")
     return value
 
 
 def require(settings: Mapping, key: str, accepted: Sequence, default: Any = None) -> Any:
-    """The value of `key`, which is one of those accepted. Raises ValueError if it is not."""
+    """The value of `key`. Raises ValueError unless it is one of the accepted values."""
     value = settings.get(key, default)
     if value not in accepted:
         expected = " or ".join("missing" if item is None else str(item) for item in accepted)
@@ -1688,7 +1704,7 @@ def require(settings: Mapping, key: str, accepted: Sequence, default: Any = None
 
 
 def read_config(settings: Mapping, keys: Mapping[str, str], known: dict[str, Any]) -> Config:
-    """A Config: the fields `known`, and the rest from the settings by their keys."""
+    """A Config of the values in `known`; all others are in `settings`, by the names in `keys`."""
     values = dict(known)
     for name, key in keys.items():
         default = getattr(Config, name)
@@ -1701,31 +1717,32 @@ def read_config(settings: Mapping, keys: Mapping[str, str], known: dict[str, Any
 
 
 def match_tensors(
-    weights: dict[str, Weight], config: Config, file_name: Callable[[str], str] = str
+    weights: dict[str, Weight], config: Config, name_in_file: Callable[[str], str] = str
 ) -> dict[str, Weight]:
-    """Weights by their names in a file -> by the names here, which file_name() translates.
+    """Weights by their names in a file -> by the names in the model's state_dict().
 
-    Raises ValueError unless all names and shapes fit.
+    name_in_file() translates the latter into the former. Raises ValueError unless the file has
+    exactly the tensors of the model, in their shapes.
     """
-    if config.num_hidden_layers > len(weights):  # before anything of that size is built
+    if config.num_hidden_layers > len(weights):  # said before anything of that size is built
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
-    with torch.device("meta"):  # all layers are like the first
+    with torch.device("meta"):  # one layer is enough: all have the same names and shapes
         model = Llama(replace(config, num_hidden_layers=1))
-    expected = {}  # by the file's names
+    expected = {}  # name in the file -> name in the model, shape
     for first, p in model.named_parameters():
         for i in range(config.num_hidden_layers if first.startswith("layers.") else 1):
             name = first.replace(".0.", f".{i}.")
-            expected[file_name(name)] = name, tuple(p.shape)
+            expected[name_in_file(name)] = name, tuple(p.shape)
     problems = {"unknown": weights.keys() - expected, "missing": expected.keys() - weights}
     for problem, names in problems.items():
         if names:
             listed = ", ".join(sorted(names))[:150]
             raise ValueError(f"{len(names)} tensors are {problem}: {listed}")
     matched = {}
-    for theirs, weight in weights.items():
-        name, shape = expected[theirs]
+    for stored_name, weight in weights.items():
+        name, shape = expected[stored_name]
         if weight.shape != shape:
-            raise ValueError(f"{theirs} is {list(weight.shape)}; expected {list(shape)}")
+            raise ValueError(f"{stored_name} is {list(weight.shape)}; expected {list(shape)}")
         matched[name] = weight
     return matched
 
@@ -1733,23 +1750,27 @@ def match_tensors(
 # --------------------------------------------------------------------------------------------------
 # 14.2 GGUF (docs/gguf.md of ggml)
 
-# GGUF's number of a type -> struct's letter.
+# The types of a value in GGUF. For numbers, the letter of Python's struct.
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 GGUF_STRING, GGUF_ARRAY = 8, 9
 REMOVED_TYPES = {31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 
 
 class GGUF:
-    """A GGUF file's metadata and tensors; gguf.GGUFReader takes seconds. Raises ValueError."""
+    """The metadata and the tensors of a GGUF file. Raises ValueError.
+
+    gguf.GGUFReader does the same, but takes seconds.
+    """
 
     def __init__(self, path: str | Path) -> None:
         import gguf
 
         self.metadata: dict[str, Any] = {}
-        self.types: dict[str, tuple[int, int]] = {}  # numbers: a value's, its items' in an array
+        self.types: dict[str, tuple[int, int]] = {}  # of each key: type of the value, of its items
         self.weights: dict[str, Weight] = {}
-        self.config: Config | None = None  # as which open_gguf() reads the metadata
+        self.config: Config | None = None  # what open_gguf() makes of the metadata
         with naming(path):
+            # 1. The head: magic, version, and two counts.
             self.file, size = read_head(Path(path))
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
@@ -1758,28 +1779,34 @@ class GGUF:
                     " or 3, little-endian"
                 )
             tensor_count, key_count = self.unpack("QQ")
+
+            # 2. The metadata: keys and values.
             for _ in range(key_count):
                 [key] = self.strings()
                 with naming(key):
                     if key in self.metadata:
                         raise ValueError("a duplicate key")
                     self.metadata[key], self.types[key] = self.value()
+
+            # 3. The name, type, shape and place of each tensor.
             infos: dict[str, tuple] = {}
             for _ in range(tensor_count):
                 [name] = self.strings()
                 with naming(name):
                     (n_dims,) = self.unpack("I")
-                    *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # dims: innermost first
+                    *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the columns come first
                     if number in REMOVED_TYPES:
                         raise ValueError(
                             f"ggml has removed its type {REMOVED_TYPES[number]}: take the file of Q4_0"
                         )
                     ggml_type = gguf.GGMLQuantizationType(number).name
                     infos[name] = offset, ggml_type, dims[::-1]
+
+            # 4. The tensors follow, in this order and without gaps, each at a multiple of `align`.
             align = get_typed(self.metadata, "general.alignment", int, 32)
             start = -(-self.file.tell() // align) * align
             end = 0
-            for name, (offset, ggml_type, shape) in infos.items():  # which follow without gaps
+            for name, (offset, ggml_type, shape) in infos.items():
                 with naming(name):
                     if offset != end:
                         raise ValueError(f"is at byte {offset} behind the header; expected {end}")
@@ -1788,14 +1815,14 @@ class GGUF:
                 self.weights[name] = weight
 
     def unpack(self, letters: str) -> tuple:
-        """The next little-endian values, as struct's letters name them."""
+        """The next values, little-endian, of the types that struct's letters name."""
         layout = struct.Struct(f"<{letters}")
         return layout.unpack(self.file.read(layout.size))
 
     def strings(self, count: int = 1) -> list[str]:
-        """The next strings: each has its length in 8 bytes, and UTF-8. Llama 3 has 400,000."""
+        """The next strings, each a length in 8 bytes and that many bytes of UTF-8."""
         values = []
-        read = self.file.read
+        read = self.file.read  # looked up once: Llama 3's vocabulary has 400,000 strings
         for _ in range(count):
             head = read(8)
             size = int.from_bytes(head, "little")
@@ -1806,7 +1833,7 @@ class GGUF:
         return values
 
     def value(self) -> tuple[Any, tuple[int, int]]:
-        """The next value of the metadata, a number, a string, or a list of either; its types."""
+        """The next value of the metadata (a number, a string, or a list of them) and its types."""
         (value_type,) = self.unpack("I")
         item_type, count = value_type, 1
         if value_type == GGUF_ARRAY:
@@ -1820,7 +1847,7 @@ class GGUF:
         return values if value_type == GGUF_ARRAY else values[0], (value_type, item_type)
 
 
-GGUF_ACCEPTED: dict[str, tuple] = {
+GGUF_ACCEPTED: dict[str, tuple] = {  # keys that must have one of these values; None: be absent
     "general.type": ("model", None),  # not an adapter, not a projector for images
     "general.architecture": ("llama",),
     "llama.expert_count": (0, None),
@@ -1832,6 +1859,7 @@ GGUF_ACCEPTED: dict[str, tuple] = {
 
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file of a Llama, or the first of its splits. Raises ValueError."""
+    # 1. The tensors of all splits; the metadata of the first.
     file = GGUF(path)
     metadata = file.metadata
     weights = file.weights
@@ -1841,9 +1869,11 @@ def open_gguf(path: Path) -> Checkpoint:
         raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
     for i in range(2, count + 1):
         weights |= GGUF(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")).weights
+
+    # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
+    factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # the key of old files
     factor = get_typed(metadata, "llama.rope.scaling.factor", float, factor)
     is_scaled = factor and metadata.get("llama.rope.scaling.type") != "none"
     known = {
@@ -1874,7 +1904,7 @@ def open_gguf(path: Path) -> Checkpoint:
 # 15. Hugging Face
 
 
-HF_ACCEPTED: dict[str, tuple] = {
+HF_ACCEPTED: dict[str, tuple] = {  # settings that must have one of these values; None: be absent
     "model_type": ("llama", "mistral", None),
     "quantization_config": (None,),  # GPTQ, AWQ, bitsandbytes, ...
     "attention_bias": (False, None),
@@ -1886,11 +1916,11 @@ HF_ACCEPTED: dict[str, tuple] = {
 
 
 def hf_settings(folder: Path) -> dict[str, Any]:
-    """config.json, and what transformers takes for settings that it lacks. Raises ValueError."""
+    """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
     path = folder / "config.json"
     with naming(path):
         settings = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | read_json(path)
-        # Two names for the settings of rotary embeddings; transformers obeys the first one alone.
+        # The settings of RoPE have two names; where a file has both, transformers uses the first.
         rope = get_typed(settings, "rope_scaling", dict, {})
         rope = rope or get_typed(settings, "rope_parameters", dict, {})
         settings |= {"rope_type": rope.get("type", "default")} | rope
@@ -1900,20 +1930,21 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         factor = get_typed(settings, "factor", float) if is_linear else 1.0
         context = int(get_typed(settings, "max_position_embeddings", int) * factor)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
-        if settings.get("model_type") == "mistral":  # which is Llama within a sliding window
+        if settings.get("model_type") == "mistral":  # is Llama as long as the window is not full
             context = min(context, get_typed(settings, "sliding_window", int, context))
         return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
 
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
-    """What Llama 3.1 divides rotary frequencies by: 1 for short waves, `factor` for long ones."""
+    """The divisors of Llama 3.1's rotary frequencies: 1 for high ones, `factor` for low ones."""
     names = ("factor", "low_freq_factor", "high_freq_factor")
     factor, low, high = (get_typed(rope, name, float) for name in names)
     context = config.max_position_embeddings
     original = get_typed(rope, "original_max_position_embeddings", int, context)
     pair = torch.arange(0, config.head_dim, 2) / config.head_dim
-    waves = original / (2 * math.pi * config.rope_theta**pair)  # in the original context
-    smooth = ((waves - low) / (high - low)).clamp(0, 1)
+    # How many full turns a pair makes in the original context: between low and high, interpolate.
+    turns = original / (2 * math.pi * config.rope_theta**pair)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
     divisors = 1 / ((1 - smooth) / factor + smooth)
     return tuple(divisors.tolist())
 
@@ -1922,7 +1953,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a folder's files with tensors, as transformers finds them. Raises ValueError."""
+    """The names of the files in a folder that have its tensors, as transformers finds them."""
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
     with naming(folder / INDEX):
@@ -1930,7 +1961,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def safetensors_weights(path: Path) -> dict[str, Weight]:
-    """The tensors of a .safetensors file: the size of a header, JSON, tensors without gaps."""
+    """The tensors of a .safetensors file: 8 bytes with a size, a JSON header, tensors, no gaps."""
     head, size = read_head(path)
     start = 8 + int.from_bytes(head[:8], "little")
     header = json.loads(head[8:start])
@@ -1952,11 +1983,12 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
 def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkpoint:
     """Open a Hugging Face directory. Raises ValueError.
 
-    `weights`: by its names, where it has them in another form than .safetensors.
+    `weights`: the tensors by Hugging Face's names, if they are not in .safetensors files.
     """
+    # 1. The Config. Two files may have ids that end a text; the first of all is EOS.
     with naming(folder / "config.json"):
         settings = hf_settings(folder)
-        ids: list[Any] = []  # that end a text: those of two files, EOS first
+        ids: list[Any] = []
         for source in (settings, read_json(folder / "generation_config.json")):
             value = source.get("eos_token_id")
             ids += value if isinstance(value, list) else [value]
@@ -1968,6 +2000,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         may_tie = get_typed(settings, "tie_word_embeddings", bool, False)
 
+    # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
         def read() -> Tensor:
             return rows_from_hf(weight.read(), config.head_dim).contiguous()
@@ -1979,7 +2012,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         for path in map(folder.joinpath, weight_files(folder)):
             with naming(path):
                 weights |= safetensors_weights(path)
-    weights = from_hf(weights, reorder)
+    weights = rename_from_hf(weights, reorder)
     tied = may_tie and "lm_head.weight" not in weights
     config = replace(config, tie_word_embeddings=tied)
     return Checkpoint(
@@ -1998,10 +2031,10 @@ def read_chat_template(folder: Path) -> str:
         return read_file(file).decode("utf-8", "replace")
     settings = read_json(folder / "tokenizer_config.json")
     template = settings.get("chat_template")
-    if isinstance(template, list):  # of several with names
+    if isinstance(template, list):  # several templates, which have names
         named = {t["name"]: t["template"].removesuffix("\n") for t in template}
         template = named.get("default", "")
-        if template and "tool_use" in named:  # which transformers takes where there are tools
+        if template and "tool_use" in named:  # transformers chooses this one if there are tools
             template = f"{{% if tools +%}}{named['tool_use']}{{%+ else +%}}{template}{{%+ endif %}}"
     return get_typed({"chat_template": template}, "chat_template", str, "")
 
@@ -2009,16 +2042,22 @@ def read_chat_template(folder: Path) -> str:
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
 #
-# SentencePiece runs a tokenizer.model and tokenizers a tokenizer.json, as they are. The columns of
-# a vocabulary in GGUF are put back into one of these; what other files say gets GGUF's keys.
+# A Vocabulary needs a tokenizer.model, which sentencepiece runs, or a tokenizer.json, which
+# tokenizers runs. Every format comes to it through the keys of GGUF:
+#
+#   GGUF file        its metadata --vocabulary_from_gguf()--> a tokenizer.model or tokenizer.json is
+#                    made of the lists of pieces, types, scores or merges
+#   other files      --read_vocabulary_file()--> GGUF's keys --vocabulary_from_gguf()-->
+#   Vocabulary       --vocabulary_keys()--> GGUF's keys, to be saved
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary in a GGUF file's metadata. Raises ValueError.
+    """The vocabulary that GGUF's keys describe. Raises ValueError.
 
-    What read_vocabulary_file() makes of a tokenizer.json has it in place of the model's name.
+    The value of tokenizer.ggml.model is "llama" (SentencePiece), "gpt2" (byte-level BPE) or, from
+    read_vocabulary_file(), the content of a tokenizer.json.
     """
-
+    # 1. The lists of pieces and types.
     get = partial(get_typed, metadata)
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre")
@@ -2028,19 +2067,23 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     bos = metadata.get("tokenizer.ggml.bos_token_id", 1 if is_llama else None)
     eos = metadata.get("tokenizer.ggml.eos_token_id", 2 if is_llama else None)
     unknown = get("tokenizer.ggml.unknown_token_id", int, 0)
-    # Converters mark some of these as NORMAL or USER_DEFINED: no text may become them.
+
+    # 2. Special tokens become CONTROL, so that no text gives them: converters write NORMAL or
+    #    USER_DEFINED for some.
     for token_id in {bos, eos, unknown, *gguf_stop_ids(metadata)} - {None}:
         if not 0 <= token_id < len(pieces):
             raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
         if token_id in (bos, eos) or types[token_id] == USER_DEFINED:
             types[token_id] = CONTROL
+
+    # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     if is_llama:
         types[unknown] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
-        normalizer = [
+        normalizer = [  # in protobuf: add_dummy_prefix, remove_extra_whitespaces
             0x18,
             prefix,
             0x20,
@@ -2053,6 +2096,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
             raise ValueError(NO_PRE_TOKENIZER)
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
         model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
+
+    # 4. What a text begins with.
     return Vocabulary(
         pieces,
         types,
@@ -2060,7 +2105,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         bos,
         eos,
         get("tokenizer.ggml.add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
-        # A key of ours. Where there is none, it is as in llama.cpp.
+        # Only save_gguf() writes this key. In other files a space is added as llama.cpp adds it.
         get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
         get("tokenizer.chat_template", str, ""),
         None if is_json else metadata,
@@ -2068,7 +2113,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
 
 
 def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids besides EOS that end a text: end of turn, end of message."""
+    """The ids besides EOS that end a text, such as "end of turn" and "end of message"."""
     eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
     ends += get_typed(metadata, "tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
     return tuple(dict.fromkeys(i for i in ends if i not in (None, eos)))
@@ -2079,7 +2124,8 @@ NO_PRE_TOKENIZER = (
     " gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf; llama.cpp takes 'default'"
 )
 
-# Steps of a tokenizer.json's pre_tokenizer, their keys sorted.
+# Steps of the pre_tokenizer in a tokenizer.json, as JSON with sorted keys, and regular expressions
+# for SPLIT.
 SPLIT = '{"behavior": "Isolated", "invert": false, "pattern": {"Regex": %s}, "type": "Split"}'
 DIGITS = '{"individual_digits": true, "type": "Digits"}'
 GPT_2 = '{"add_prefix_space": false, "trim_offsets": true, "type": "ByteLevel"}'
@@ -2096,7 +2142,7 @@ SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TEKKEN = (  # words begin with capitals
+TEKKEN = (  # Mistral's; a new word begins where a capital follows a small letter
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -2117,9 +2163,10 @@ LETTERS = (  # DeepSeek's
 )
 SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# How byte-level BPE cuts a text into words before it merges the bytes of each: llama.cpp's names,
-# and the steps in those models' own tokenizer.json, which llama.cpp's expressions say less exactly.
-# What an expression matches becomes a word, and so does what lies between.
+# How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
+# those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
+# expressions differ from them in details. Each match of an expression becomes a word, and so does
+# the text between two matches.
 PRE_TOKENIZERS = {
     name: [step if step[0] == "{" else SPLIT % json.dumps(step) for step in steps]
     for names, steps in {
@@ -2142,14 +2189,15 @@ PRE_TOKENIZERS = {
     }.items()
     for name in names.split()
 }
-# Of these, a word that is a piece is taken as it is, and a text begins with BOS.
+# With these, a word that is in the vocabulary becomes one token without any merges, and a text
+# begins with BOS.
 LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
 
 
 def bpe_json(
     pieces: Sequence[str], types: Sequence[int], pre: str, merges: Sequence[str]
 ) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE."""
+    """A tokenizer.json of byte-level BPE; `pre` is a name in PRE_TOKENIZERS."""
     vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
     steps = f"[{', '.join(PRE_TOKENIZERS[pre])}]"
     return {
@@ -2173,10 +2221,10 @@ FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
 def protobuf(number: int, value: bytes) -> bytes:
-    """A field of bytes or of a message; its length in three times seven bits.
+    """A field of protobuf that holds bytes: its number and type, its length as a varint, the bytes.
 
-    It is written and read by hand, because sentencepiece does not install the package protobuf,
-    which its own class needs. The numbers are those of sentencepiece_model.proto.
+    This file writes and reads protobuf itself, because the package that does it is not installed
+    with sentencepiece. The numbers of the fields are those of sentencepiece_model.proto.
     """
     size = len(value)
     return bytes([number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + value
@@ -2187,15 +2235,15 @@ def sentencepiece_model(
 ) -> bytes:
     """A tokenizer.model of BPE."""
     trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])  # model_type, byte_fallback
-    rows = [protobuf(2, trainer), protobuf(3, normalizer)]
+    messages = [protobuf(2, trainer), protobuf(3, normalizer)]
     for piece, score, t in zip(pieces, scores, types):
         piece_fields = protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t)
-        rows.append(protobuf(1, piece_fields))
-    return b"".join(rows)
+        messages.append(protobuf(1, piece_fields))
+    return b"".join(messages)
 
 
 def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message: their numbers, and an integer or bytes."""
+    """The fields of a message of protobuf: a number and a value, which is an integer or bytes."""
     file = io.BytesIO(message)
 
     def read_varint() -> int:
@@ -2211,7 +2259,10 @@ def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A tokenizer.model: pieces with their types by id, added tokens, other keys. ValueError."""
+    """A tokenizer.model as three things that read_vocabulary_file() needs. Raises ValueError.
+
+    They are its entries (id -> piece, type, score), the added tokens, and GGUF's other keys.
+    """
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
         raise ValueError(
@@ -2223,13 +2274,14 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, 
     # model_type, treat_whitespace_as_suffix, precompiled_charsmap
     if trainer.get(3) != 2 or trainer.get(24) or normalizer.get(2):
         raise ValueError("it is not BPE, or it changes characters; its tokenizer.json may be read")
-    types = [dict(read_protobuf(row)).get(3, NORMAL) for number, row in fields if number == 1]
+    types = [dict(read_protobuf(value)).get(3, NORMAL) for number, value in fields if number == 1]
     ids = [*range(len(types))]
     prefix = settings.get("add_prefix_space")
     prefix = bool(normalizer.get(3, True) if prefix is None else prefix)
-    older = read_json(path.with_name("added_tokens.json"))  # than transformers 4.34
-    older = {i: {"content": text, "special": True} for text, i in older.items()}
-    added = settings.get("added_tokens_decoder") or older
+    # Before version 4.34, transformers wrote added tokens to a file of their own.
+    old_file = read_json(path.with_name("added_tokens.json"))
+    old_file = {i: {"content": text, "special": True} for text, i in old_file.items()}
+    added = settings.get("added_tokens_decoder") or old_file
     added = [{**token, "id": int(i)} for i, token in added.items()]
     keys = {
         "model": "llama",
@@ -2240,41 +2292,51 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, 
         "remove_extra_whitespaces": bool(normalizer.get(4, True)),
         "prepend_scheme": ("always" if settings.get("legacy") else "first") if prefix else "never",
     }
-    return dict(zip(ids, zip(sp.id_to_piece(ids), types, sp.get_score(ids)))), added, keys
+    entries = zip(sp.id_to_piece(ids), types, sp.get_score(ids))
+    return dict(zip(ids, entries)), added, keys
 
 
 def read_tokenizer_json(path: Path, settings: dict[str, Any]) -> tuple[Any, ...]:
-    """A tokenizer.json: pieces with their types by id, added tokens, other keys. ValueError."""
+    """A tokenizer.json as three things that read_vocabulary_file() needs. Raises ValueError.
+
+    They are as those of read_tokenizer_model(), and BOS is added to `settings`.
+    """
+    # 1. The pieces and their types.
     content = {"added_tokens": [], **read_json(path)}
     vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):  # of Unigram, with scores
-        get_typed(content["model"], "unk_id", int)  # else it fails at an unknown character
+    if isinstance(vocab, list):  # Unigram: pairs of a piece and a score
+        get_typed(content["model"], "unk_id", int)  # without it tokenizers cannot encode every text
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    bytes_ = content["model"].get("byte_fallback")
-    columns = {
-        i: (piece, BYTE if bytes_ and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL, 0.0)
+    has_bytes = content["model"].get("byte_fallback")
+    entries = {
+        i: (piece, BYTE if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL, 0.0)
         for piece, i in vocab.items()
     }
+
+    # 2. Its decoder must be one that Tokenizer.token_bytes() knows.
     decoder = json.dumps(content.get("decoder"))
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
+
+    # 3. Where a space is added, and whether a text begins with a token, which then is BOS.
     steps = json_steps(content)
-    found = re.search('"(prepend|first|always)"', steps)
-    scheme = found[1] if found else "never"
+    match = re.search('"(prepend|first|always)"', steps)
+    scheme = match[1] if match else "never"
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
-    begins = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
-    if begins:  # with BOS, which other files may not name
-        settings["bos_token"] = settings.get("bos_token") or begins[1]
-    keys = {"model": content, "add_bos_token": bool(begins), "prepend_scheme": scheme}
-    return columns, content["added_tokens"], keys
+    bos = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
+    if bos:
+        settings["bos_token"] = settings.get("bos_token") or bos[1]
+    keys = {"model": content, "add_bos_token": bool(bos), "prepend_scheme": scheme}
+    return entries, content["added_tokens"], keys
 
 
 def json_steps(content: Mapping[str, Any]) -> str:
-    """What tokenizer.json does to a text before its model, as JSON without idle settings."""
+    """The steps of a tokenizer.json before its model, as JSON: equal steps are equal texts."""
     steps = []
-    for name, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        whole = content.get(name) or {parts: []}
-        steps += whole.get(parts, [whole])
+    for name, plural in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        step = content.get(name) or {plural: []}  # one step, or a Sequence of several
+        steps += step.get(plural, [step])
+    # Two settings need not be the same: one is a default, the other changes no id.
     return (
         json.dumps(steps, sort_keys=True)
         .replace(', "use_regex": true', "")
@@ -2287,13 +2349,14 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
     if not (folder / "tokenizer.json").exists():
         return read_vocabulary_file(folder / "tokenizer.model", config)
     vocabulary = read_vocabulary_file(folder / "tokenizer.json", config)
-    with suppress(ValueError, OSError):  # there may be none, or tiktoken's
-        # Of two that say the same, the one that was trained: SentencePiece runs it in less time,
-        # and it has GGUF's scores. transformers reads the other: that counts where they differ, of
-        # a Mistral in the spaces, too (of a Llama it goes by "legacy" instead), and where added
-        # tokens take the spaces beside them.
+    with suppress(ValueError, OSError):  # tokenizer.model may be missing, or be tiktoken's
+        # The tokenizer.json was converted from the tokenizer.model. If both have the same pieces,
+        # the latter is better: SentencePiece is faster, and only it has the scores that GGUF needs.
+        # transformers uses the tokenizer.json, which therefore decides where the two differ: where
+        # added tokens absorb the spaces beside them and, for Mistral, where a space is added (for
+        # Llama, transformers goes by "legacy" in tokenizer_config.json instead).
         trained = read_vocabulary_file(folder / "tokenizer.model", config)
-        if trained.pieces == vocabulary.pieces and not takes_spaces(vocabulary):
+        if trained.pieces == vocabulary.pieces and not absorbs_spaces(vocabulary):
             vocabulary.keys = trained.keys
             is_mistral = read_json(folder / "config.json").get("model_type") == "mistral"
             if trained.prepend_scheme == vocabulary.prepend_scheme or not is_mistral:
@@ -2302,24 +2365,33 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
 
 
 def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
-    """A tokenizer.model or tokenizer.json, and what the files beside it say. Raises ValueError."""
+    """The vocabulary of a tokenizer.model or tokenizer.json and the files beside it. ValueError."""
     with naming(path):
+        # 1. The settings beside it. Files with added_tokens_decoder are new: transformers then
+        #    ignores special_tokens_map.json.
         settings = read_json(path.with_name("tokenizer_config.json"))
-        if "added_tokens_decoder" not in settings:  # else it is out of date, as in transformers
+        if "added_tokens_decoder" not in settings:
             settings |= read_json(path.with_name("special_tokens_map.json"))
+
+        # 2. The entries, id -> (piece, type, score). Added tokens replace or extend them.
         read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
-        columns, added, keys = read(path, settings)
+        entries, added, keys = read(path, settings)
         for token in added:
-            if token["id"] < config.vocab_size:  # Llama 2's own folder names one that has no row
+            if token["id"] < config.vocab_size:  # Llama 2's folder has one that the model lacks
                 token_type = CONTROL if token.get("special") else USER_DEFINED
-                columns[token["id"]] = token["content"], token_type, 0.0
-        ids = range(max(columns) + 1)
+                entries[token["id"]] = token["content"], token_type, 0.0
+
+        # 3. Three lists by id, as in GGUF. An id without an entry is unused.
+        ids = range(max(entries) + 1)
         if len(ids) > config.vocab_size:
             raise ValueError(f"{len(ids)} pieces; the model has {config.vocab_size}")
-        rows = (columns.get(i, (f"[PAD{i}]", UNUSED, 0.0)) for i in ids)
-        pieces, types, scores = map(list, zip(*rows))
+        all_entries = (entries.get(i, (f"[PAD{i}]", UNUSED, 0.0)) for i in ids)
+        pieces, types, scores = map(list, zip(*all_entries))
         stop_ids = [i for i in (config.eos_token_id, *config.stop_token_ids) if i in ids]
         keys |= {"tokens": pieces, "token_type": types, "scores": scores, "eos_token_ids": stop_ids}
+
+        # 4. BOS and EOS: the settings name them by their texts; else the file's or the model's id,
+        #    if that is a control token.
         for role in ("bos", "eos"):
             token = settings.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
@@ -2331,6 +2403,8 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
             elif token_id not in ids or types[token_id] != CONTROL:
                 token_id = None
             keys[f"{role}_token_id"] = token_id
+
+        # 5. The rest of GGUF's keys.
         if settings.get("add_bos_token") is not None:
             keys["add_bos_token"] = settings["add_bos_token"]
         metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
@@ -2339,12 +2413,12 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
 
 
 def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
-    """GGUF's keys for a vocabulary, with unused pieces up to `count`. Raises ValueError."""
+    """GGUF's keys for a vocabulary, padded to `count` pieces. Raises ValueError."""
     pieces = vocabulary.pieces
-    more = range(len(pieces), count)
+    padding = range(len(pieces), count)
     keys = (vocabulary.keys or json_keys(vocabulary)) | {
-        "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in more],
-        "tokenizer.ggml.token_type": vocabulary.types + [UNUSED] * len(more),
+        "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in padding],
+        "tokenizer.ggml.token_type": vocabulary.types + [UNUSED] * len(padding),
         "tokenizer.ggml.bos_token_id": vocabulary.bos_id,
         "tokenizer.ggml.eos_token_id": vocabulary.eos_id,
         "tokenizer.ggml.add_bos_token": vocabulary.add_bos,
@@ -2353,25 +2427,28 @@ def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
         "tokenizer.chat_template": vocabulary.chat_template,
     }
     if scores := keys.get("tokenizer.ggml.scores"):
-        keys["tokenizer.ggml.scores"] = scores + [0.0] * len(more)
+        keys["tokenizer.ggml.scores"] = scores + [0.0] * len(padding)
     return {k: v for k, v in keys.items() if k.startswith("tokenizer.") and v is not None}
 
 
-def takes_spaces(vocabulary: Vocabulary) -> bool:
-    """Whether added tokens of a tokenizer.json take what is beside them, or are whole words."""
+def absorbs_spaces(vocabulary: Vocabulary) -> bool:
+    """Whether added tokens of a tokenizer.json absorb spaces beside them or must be whole words."""
     added = json.dumps(vocabulary.model.get("added_tokens"))
     return bool(re.search('"(single_word|lstrip|rstrip)": true', added))
 
 
 def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
-    """GGUF's keys for a tokenizer.json. Raises ValueError for what they cannot say."""
+    """GGUF's keys for a tokenizer.json. Raises ValueError if GGUF cannot describe it.
+
+    GGUF has only a name for the steps before the model: the name of the same steps is searched.
+    """
     content = vocabulary.model
     model, steps = content["model"], json_steps(content)
-    if takes_spaces(vocabulary):
+    if absorbs_spaces(vocabulary):
         raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
-    for pre, known in PRE_TOKENIZERS.items():
+    for pre, named_steps in PRE_TOKENIZERS.items():
         is_like_llama_3 = bool(model.get("ignore_merges"))
-        if steps == f"[{', '.join(known)}]" and is_like_llama_3 == (pre in LIKE_LLAMA_3):
+        if steps == f"[{', '.join(named_steps)}]" and is_like_llama_3 == (pre in LIKE_LLAMA_3):
             merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
             return {
                 "tokenizer.ggml.model": "gpt2",
@@ -2406,10 +2483,10 @@ HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]
 
 
 def find_model(name: str) -> Path:
-    """The path of a model by its name; what loading will read of a hub's repository is downloaded.
+    """The path of the model that a name means. If it is on the hub, its files are downloaded.
 
-    A name is that of an installed package that holds one GGUF file, or HUB_NAME. Raises ValueError
-    or FileNotFoundError.
+    The name is that of an installed package with one GGUF file, or as in HUB_NAME. Raises
+    ValueError or FileNotFoundError.
     """
     package = importlib.util.find_spec(name) if name.isidentifier() else None
     if package is not None:
@@ -2434,7 +2511,7 @@ def find_model(name: str) -> Path:
             names = hub.HfApi().list_repo_files(repository, revision=revision)
             fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
         except Exception:  # noqa: BLE001
-            # Without a network, what is in its cache; else this says what is wrong.
+            # Without a network: the files in the hub's cache. If there are none, this raises.
             folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[]))
             names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
             fetch = folder.joinpath
@@ -2448,7 +2525,7 @@ def find_model(name: str) -> Path:
         ) from error
 
 
-# What is read of a Hugging Face directory besides its weights.
+# The files of a Hugging Face directory that are read, besides the weights.
 HF_FILES = [
     "config.json",
     "generation_config.json",
@@ -2461,7 +2538,7 @@ HF_FILES = [
     INDEX,
 ]
 CONVERT = "python examples/convert.py FOLDER OUT.gguf"
-FOREIGN = {  # files of directories that are not read: patterns of their names
+FOREIGN = {  # patterns of the names of files in directories that cannot be loaded -> advice
     r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
     r"pytorch_model.*\.bin": f"a directory of pytorch_model.bin: {CONVERT}",
     r"adapter_model\..*": "an adapter, not a model: examples/lora.py adds it to its model",
@@ -2472,35 +2549,40 @@ FOREIGN = {  # files of directories that are not read: patterns of their names
 def locate(
     names: Iterable[str], fetch: Callable[[str], Any], source: str, pattern: str = ""
 ) -> Path:
-    """The Hugging Face directory, or else the GGUF file, that files of these names are.
+    """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
 
-    What loading will read of them is fetched. `pattern`: of a GGUF file's name. Raises FileError.
+    fetch() returns the path of a file, and is called for each that will be needed. `pattern` must
+    match the name of the GGUF file. Raises FileError.
     """
+    # 1. A Hugging Face directory, unless a GGUF file is asked for.
     names = sorted(names)
     if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
         paths = [Path(fetch(name)) for name in HF_FILES if name in names]
         folder = paths[0].parent
-        hf_settings(folder)  # what cannot be read is refused before anything large comes
+        hf_settings(folder)  # raises, if it must, before the weights are downloaded
         for name in [WEIGHTS] if WEIGHTS in names else weight_files(folder):
             fetch(name)
         return folder
 
-    models: dict[str, list[str]] = {}  # the first of a model's splits -> all of them
+    # 2. A GGUF file, if exactly one matches.
+    models: dict[str, list[str]] = {}  # the first split of a model -> all its splits
     for name in names:
         if re.fullmatch("(?!.*(mmproj|imatrix)).*[.]gguf", name):
             first = re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-00001-of-\1", name)
             models.setdefault(first, []).append(name)
-    chosen = [name for name in models if re.search(pattern, name)]
-    if len(chosen) == 1:
-        paths = [Path(fetch(name)) for name in models[chosen[0]]]
+    matching = [name for name in models if re.search(pattern, name)]
+    if len(matching) == 1:
+        paths = [Path(fetch(name)) for name in models[matching[0]]]
         return paths[0]
+
+    # 3. Say what there is instead.
     problem = (
         f"found {', '.join(names[:5]) or 'nothing'}; expected a .gguf file, or a directory with"
         " config.json and model.safetensors"
     )
-    for foreign, said in FOREIGN.items():
+    for foreign, advice in FOREIGN.items():
         if re.search(f"(?m)^{foreign}$", "\n".join(names)):
-            problem = said
+            problem = advice
     if models:
         listed = ", ".join(f"{source}/{name}" for name in models)
         problem = f"{len(models)} GGUF files; pass one of them: {listed}"
@@ -2508,7 +2590,7 @@ def locate(
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Recognise a model by its path or name and check its headers; no tensor is read yet."""
+    """Open a model by its path or name and check its headers. Tensors are read later."""
     path = Path(path) if Path(path).exists() else find_model(os.fspath(path))
     with naming(path):
         if path.is_dir():
@@ -2518,7 +2600,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_hf(path) if path.is_dir() else open_gguf(path)
 
 
-LARGE = 2**26  # bytes of matrices; kernels are compiled, and results rounded, for more
+LARGE = 2**26  # bytes of matrices; for larger models, kernels are compiled and may round
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
@@ -2528,33 +2610,33 @@ class Plan(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype  # of activations, and of matrices that are unpacked
-    kernels: bool  # part IV multiplies by the quantised matrices
-    fast: bool  # it rounds activations to 16-bit integers, and the cache has 16 bits
-    unpack: bool  # all matrices become dense
+    kernels: bool  # part IV computes the products with quantised matrices
+    fast: bool  # the kernels round activations to 16-bit integers; the cache has 16 bits
+    unpack: bool  # all matrices become dense, of `dtype`
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a process can allocate on a device; infinity if unknown (macOS, Windows)."""
+    """The bytes that are free on a device; infinity if that is unknown (macOS, Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
     with suppress(OSError):  # Linux
         (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
-    with suppress(ValueError, OSError):  # the limit of a container, if it has one
+    with suppress(ValueError, OSError):  # in a container that has a limit
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return free
 
 
 def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
-    """Bytes for the weights, a cache of `context` tokens and 5 % more."""
+    """The bytes for the weights and a KV cache of `context` tokens, and 5 % more."""
     size = 0
     for weight in checkpoint.weights.values():
         kept = None if plan.unpack else weight.kept_type(plan.dtype)
         size += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
     config = checkpoint.config
-    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    size += context * values * (2 if plan.fast else plan.dtype.itemsize)
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    size += context * numbers * (2 if plan.fast else plan.dtype.itemsize)
     return 1.05 * size
 
 
@@ -2565,13 +2647,14 @@ def plan_loading(
     trainable: bool = False,
     compile: bool | None = None,
 ) -> Plan:
-    """Decide how to load a checkpoint, as load() is asked to. Raises ValueError."""
+    """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
+    # 1. The device. MPS has no kernels for quantised matrices, so "auto" leaves them to the CPU.
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
-    if device == "auto":  # on MPS, quantised matrices would become dense
-        mps = torch.backends.mps.is_available() and not any(
+    if device == "auto":
+        use_mps = torch.backends.mps.is_available() and not any(
             w.kept_type(torch.half) for w in matrices
         )
-        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
@@ -2579,22 +2662,30 @@ def plan_loading(
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"device {str(device)!r} is not available: {reason}") from error
+    on_cpu = device.type == "cpu"
+
+    # 2. The dtype of the activations.
     name = str(dtype).removeprefix("torch.")
     accepted = ("float32",) if trainable else ("auto", *DTYPES)
     require({"dtype": name}, "dtype", accepted)
-    on_cpu = device.type == "cpu"
-    chosen = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
-    large = sum(weight.nbytes for weight in matrices) > LARGE
-    compile = large if compile is None else compile
-    packed = any(w.kept_type(chosen) for w in matrices) and not trainable
-    kernels = packed and compile and "accelerate" in globals()
-    if kernels:  # on other devices torch.compile makes them
+    activations = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
+
+    # 3. Kernels, if there are quantised matrices: those of kernels/ on a CPU, torch.compile's on
+    #    CUDA. Only "auto" lets them round.
+    is_large = sum(weight.nbytes for weight in matrices) > LARGE
+    compile = is_large if compile is None else compile
+    is_packed = any(w.kept_type(activations) for w in matrices) and not trainable
+    kernels = is_packed and compile and "accelerate" in globals()
+    if kernels:
         kernels = load_kernels() is not None if on_cpu else device.type == "cuda"
-    fast = kernels and large and on_cpu and name == "auto"
-    plan = Plan(device, chosen, kernels, fast, unpack=trainable)
-    if name == "auto" and packed and not kernels:  # torch would dequantise anew for every token
-        dense = torch.bfloat16 if large and on_cpu else chosen
-        unpacked = plan._replace(dtype=dense, unpack=True)
+    fast = kernels and is_large and on_cpu and name == "auto"
+    plan = Plan(device, activations, kernels, fast, unpack=trainable)
+
+    # 4. Without kernels, every matrix would be dequantised again for every token. "auto"
+    #    dequantises all of them once, if there is memory for that.
+    if name == "auto" and is_packed and not kernels:
+        dense_dtype = torch.bfloat16 if is_large and on_cpu else activations
+        unpacked = plan._replace(dtype=dense_dtype, unpack=True)
         if 1.5 * memory_needed(checkpoint, unpacked, 1) < free_memory(device):
             return unpacked
     return plan
@@ -2608,22 +2699,27 @@ def build_model(
     trainable: bool = False,
     progress: bool = False,
 ) -> Llama:
-    """Read the weights into a model, one at a time, for activations of `dtype`.
+    """Build the model of a checkpoint for activations of `dtype`. Its weights are kept as:
 
-    Blocks stay as they are (rare types become 16-bit ones), and so do 16-bit matrices beside
-    float32 activations: half the memory, the same numbers. `unpack`: all become dense.
+        type in the file             dtype float32      a dtype of 16 bits
+        norms, F32                   dense, float32     dense, dtype
+        F16, BF16                    as in the file     dense, dtype
+        Q4_0 ... Q6_K                as in the file     as in the file
+        other quantised types        F16                dense, dtype
+
+    With `unpack` all become dense. Only with `trainable` do they take gradients.
     """
-    with suppress(ImportError, ValueError, OSError):  # not on Windows
+    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
         import resource
 
-        # Each tensor that is mapped holds its file open, and macOS allows 256 open files.
+        # Each tensor that is mapped keeps its file open. macOS allows 256 open files by default.
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(hard, 4096)), hard))
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    disable = None if progress else True  # None: if stderr is no terminal
+    disable = None if progress else True  # None: shown if stderr is a terminal
     bar = tqdm(checkpoint.weights.items(), "loading", leave=False, disable=disable, unit="tensor")
     for name, weight in bar:
         module = name.removesuffix(".weight")
@@ -2658,12 +2754,12 @@ def load(
     compile: bool | None = None,
     progress: bool = False,
 ) -> tuple[Llama, Tokenizer]:
-    """A model file, directory or name (see README), or a Checkpoint -> model and tokenizer.
+    """Load a model file, directory or name (see README), or a Checkpoint: (model, tokenizer).
 
-    `dtype`: of the activations; "float32" is exact, "auto" may round them to 16-bit integers in
-    large models, which is faster. `trainable`: all weights are float32 parameters, else frozen.
-    `context`: tokens that must fit into memory. `compile`: use kernels, which are compiled once
-    (None: for models above 64 MiB).
+    `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
+    large models, which is faster. `trainable`: all weights become float32 parameters that take
+    gradients. `context`: the number of tokens for which there must be memory. `compile`: whether to
+    use kernels, which are compiled once (None: for models above 64 MiB). `progress`: show a bar.
     Raises ValueError or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -2672,7 +2768,7 @@ def load(
         raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
     needed, free = memory_needed(checkpoint, plan, context or 1), free_memory(plan.device)
-    if needed > free:  # said before anything is loaded
+    if needed > free:
         raise ValueError(
             f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"
             " --context, fewer bits (--save OUT.gguf --type Q4_0) or more devices (torchrun) may do"
@@ -2682,7 +2778,7 @@ def load(
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
     if plan.fast:
-        model.cache_dtype = torch.float16  # the kernels read it; torch would convert all of it
+        model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
     if plan.kernels:
         accelerate(model, plan.fast)
     return model, tokenizer
@@ -2695,15 +2791,18 @@ SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
 def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
-    """A model and its tokenizer, not copied. Raises ValueError for what a file cannot hold."""
+    """The Checkpoint of a model in memory, without a copy.
+
+    Raises ValueError if it has something that a file cannot hold.
+    """
     if tokenizer is None:
         raise ValueError("a model can only be saved with its tokenizer")
-    own = (Llama, nn.ModuleList, Block, CausalSelfAttention, MLP, RMSNorm)
+    accepted = (Llama, nn.ModuleList, Block, CausalSelfAttention, MLP, RMSNorm)
     for name, module in model.named_modules():
-        if not isinstance(module, (*own, nn.Linear, nn.Embedding, Quantized)):
+        if not isinstance(module, (*accepted, nn.Linear, nn.Embedding, Quantized)):
             raise ValueError(f"a file cannot hold {name}, a {type(module).__name__}")
     weights = {}
-    for name, w in model.state_dict().items():  # adapters and biases have no place: see below
+    for name, w in model.state_dict().items():  # match_tensors() refuses adapters and biases
         path, _, last = name.rpartition(".")
         name = f"{path}.weight" if last in GGML_TYPES else name
         weights[name] = memory_weight(w.detach().cpu().contiguous(), last)
@@ -2711,7 +2810,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
     with naming("the model, which a file cannot hold as it is"):
         weights = match_tensors(weights, config)
     embedding, head = weights["embed_tokens.weight"], weights["lm_head.weight"]
-    # Training or a replaced module may have ended that they are one.
+    # The two are one tensor in a new model. Training or a replaced module may have changed that.
     if model.config.tie_word_embeddings and torch.equal(embedding.read(), head.read()):
         del weights["lm_head.weight"]
         config = model.config
@@ -2719,7 +2818,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
 
 
 def memory_weight(w: Tensor, ggml_type: str) -> Weight:
-    """A weight in memory: blocks, or else a dense tensor."""
+    """A Weight for a tensor in memory: blocks of `ggml_type`, or else a dense tensor."""
     if ggml_type in GGML_TYPES:
         block = GGML_TYPES[ggml_type]
         shape = len(w), w.shape[1] // block.nbytes * block.weights
@@ -2729,8 +2828,11 @@ def memory_weight(w: Tensor, ggml_type: str) -> Weight:
     return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), lambda: rows)
 
 
-def converted(weight: Weight, ggml_type: str | None) -> Weight:
-    """A weight as it is saved: a matrix as `ggml_type` (None: as it is), if it has whole blocks."""
+def convert_weight(weight: Weight, ggml_type: str | None) -> Weight:
+    """The Weight to save: a matrix becomes `ggml_type` (None: it stays as it is), norms F32.
+
+    Where the rows of a matrix are not whole blocks of that type, it becomes F16.
+    """
     target = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
     if weight.shape[-1] % replace(weight, ggml_type=target).block[0]:
         target = "F16"
@@ -2749,9 +2851,9 @@ def converted(weight: Weight, ggml_type: str | None) -> Weight:
 
 @contextmanager
 def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` when the block succeeds, and is deleted when it fails.
+    """A new file that becomes `path` if the `with` block succeeds, and is deleted if it fails.
 
-    A link stays a link; a file that is replaced hands on its permissions.
+    A link stays a link. The new file gets the permissions of the file that it replaces.
     """
     path = path.resolve()
     exists = path.exists()
@@ -2766,7 +2868,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError as error:  # a full disk does not say where, and numpy's error has no number
+    except OSError as error:  # add the path of a full disk, and the number that numpy leaves out
         number, text = error.errno or errno.ENOSPC, error.strerror or str(error)
         raise OSError(number, text, error.filename or str(path)) from error
     finally:
@@ -2774,7 +2876,10 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a GGUF file says of a checkpoint: what its own says, while it is true. ValueError."""
+    """The metadata for a GGUF file of a checkpoint. Raises ValueError.
+
+    If the checkpoint comes from a GGUF file and its Config is unchanged, it is that of the file.
+    """
     config, file = checkpoint.config, checkpoint.file
     if file is not None and file.config == config:
         return file.metadata
@@ -2791,11 +2896,11 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
             metadata[key] = type(getattr(Config, name))(getattr(config, name))
     ends = [*dict.fromkeys((vocabulary.eos_id, *config.stop_token_ids, config.eos_token_id))][1:]
     metadata["tokenizer.ggml.eos_token_ids"] = ends
-    for end, token_id in zip(("eot", "eom"), ends):  # all that llama.cpp reads
+    for end, token_id in zip(("eot", "eom"), ends):  # llama.cpp reads these two only
         metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
         metadata[f"llama.{key}"] = config.head_dim
-    metadata["llama.rope.scaling.type"] = "linear"  # a factor of 1 is none
+    metadata["llama.rope.scaling.type"] = "linear"  # a factor of 1 changes nothing
     return metadata
 
 
@@ -2808,9 +2913,9 @@ def save_gguf(
 ) -> None:
     """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
 
-    Matrices become `ggml_type`; None: they stay as they are. `tokenizer`: the model's; a checkpoint
-    has its own. The file appears once it is complete.
-    Raises ValueError for what a GGUF file cannot hold, and if it exists, unless `overwrite`.
+    Matrices become `ggml_type` (None: they stay as they are). A model needs its `tokenizer`; a
+    checkpoint has one. The file appears when it is complete. Raises ValueError for what a GGUF file
+    cannot hold, and if there is a file of this name, unless `overwrite`.
     """
     import gguf
     import numpy
@@ -2823,7 +2928,7 @@ def save_gguf(
     types = checkpoint.file.types if checkpoint.file else {}
     weights = {}
     for name, weight in checkpoint.weights.items():
-        weights[gguf_name(name)] = converted(weight, ggml_type)
+        weights[gguf_name(name)] = convert_weight(weight, ggml_type)
     if factors := checkpoint.config.rope_freq_factors:
         weights["rope_freqs.weight"] = memory_weight(torch.tensor(factors), "")
     with (
@@ -2832,7 +2937,8 @@ def save_gguf(
     ):
         writer.data_alignment = metadata.get("general.alignment", 32)
         for key, value in metadata.items():
-            # The new file is not split, its types may be others; the writer sets the architecture.
+            # The new file is not split, and its types may be others. The writer adds the
+            # architecture itself.
             left_out = key.startswith("split.") or key == "general.architecture"
             if left_out or value in ("", []) or (ggml_type and key == "general.file_type"):
                 continue
@@ -2842,7 +2948,7 @@ def save_gguf(
             writer.add_key_value(key, value, *types.get(key, (number, None)))
         for name, weight in weights.items():
             raw = gguf.GGMLQuantizationType[weight.ggml_type]
-            f4 = numpy.dtype("f4")  # with uint8 the writer would take the shape for bytes
+            f4 = numpy.dtype("f4")  # the writer would take the shape of a uint8 tensor for bytes
             writer.add_tensor_info(name, weight.shape, f4, weight.nbytes, raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
