@@ -2973,15 +2973,15 @@ __all__ += ["accelerate", "load_kernels"]
 # 19. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 7  # of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 7  # the version of the interface between kernels/cpu.cpp and this file
 
 
 @functools.cache
 def load_kernels() -> Any:
-    """kernels/cpu.cpp as a library, compiled once per machine; None, and a warning, if that fails.
+    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
-    It runs on torch's own threads. Up to `load_kernels().gemv_tokens` tokens in a pass have, each,
-    the bits of one that is alone.
+    It runs on torch's threads. In a pass of at most `load_kernels().gemv_tokens` tokens, the result
+    for each has the bits that a pass of this token alone gives.
     """
     try:
         path = KERNELS / "build.py"
@@ -2999,10 +2999,10 @@ def load_kernels() -> Any:
 def accelerate(model: Llama, fast: bool = False) -> Llama:
     """Make a model faster by changing the classes of its modules; returns the model.
 
-    On a CPU, quantised layers then run by kernels/cpu.cpp, if it compiles: see load_kernels().
-    Activations stay float32 (1e-6 relative per layer); with `fast`, products of quantised matrices
-    round them to 16-bit integers with a scale per group (6e-5). On CUDA, torch.compile makes the
-    steps of one token.
+    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
+    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
+    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (6e-5).
+    On CUDA, decode steps are compiled by torch.compile.
     """
     device = model.norm.weight.device.type
     if device == "cuda" and importlib.util.find_spec("triton"):
@@ -3021,30 +3021,30 @@ def accelerate(model: Llama, fast: bool = False) -> Llama:
 
 
 def change_classes(model: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """Give modules of these classes others, which add methods: weights, hooks and names stay."""
+    """Replace the classes of modules by subclasses; the weights, hooks and names stay."""
     for module in model.modules():
         module.__class__ = classes.get(type(module), type(module))
 
 
-def readable(tensors: Sequence[Tensor]) -> bool:
-    """Whether C++ can read tensors at their addresses: all are contiguous and on a CPU."""
+def have_addresses(tensors: Sequence[Tensor]) -> bool:
+    """Whether C++ can use tensors by their addresses: all are contiguous and on a CPU."""
     on_cpu = {*map(Tensor.get_device, tensors)} == {-1}
     return on_cpu and all(map(Tensor.is_contiguous, tensors))
 
 
 def unhooked(modules: Iterable[Any]) -> bool:
-    """Whether calling each of the modules is nothing but the forward() of its class."""
-    of_all = nn.modules.module  # which keeps the hooks that every module has
+    """Whether calling each of the modules runs the forward() of its class and nothing else."""
+    of_all = nn.modules.module  # hooks for every module
     hooks: list[Any] = [of_all._global_forward_hooks, of_all._global_forward_pre_hooks]
-    for own in map(vars, modules):
+    for own in map(vars, modules):  # those of one module, and a forward() that was set on it
         hooks += own["_forward_hooks"], own["_forward_pre_hooks"], own.get("forward")
     return not any(hooks)
 
 
 def run_kernel(name: str, matrix: Quantized, x: Tensor, y: Tensor, *sizes: int) -> bool:
-    """Call a kernel that makes y of a matrix and x; False if it cannot serve them."""
+    """Call a kernel that writes y, computed from a matrix and x; False if it cannot."""
     tensors = matrix.blocks, x, y
-    if torch.compiler.is_compiling() or not load_kernels() or not readable(tensors):
+    if torch.compiler.is_compiling() or not load_kernels() or not have_addresses(tensors):
         return False
     numbers = GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes, *sizes
     kernel = getattr(load_kernels(), name)
@@ -3052,15 +3052,15 @@ def run_kernel(name: str, matrix: Quantized, x: Tensor, y: Tensor, *sizes: int) 
 
 
 class NativeLinear(QuantizedLinear):
-    """QuantizedLinear by the kernels; gradients, other devices and dtypes by plain torch."""
+    """QuantizedLinear by the kernels. With gradients or on other devices, torch computes it."""
 
     fast = False
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
         N, K = self.out_features, self.in_features
-        learns = torch.is_grad_enabled() and x.requires_grad
-        if not learns and x.dtype in DENSE_NAMES and x.shape[-1:] == (K,):
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        if not needs_grad and x.dtype in DENSE_NAMES and x.shape[-1:] == (K,):
             x32 = x.float().contiguous()
             y = x32.new_empty(*x.shape[:-1], N)
             if run_kernel("linear", self, x32, y, x.numel() // K, N, K, self.fast):
@@ -3069,7 +3069,7 @@ class NativeLinear(QuantizedLinear):
 
 
 class NativeEmbedding(QuantizedEmbedding):
-    """QuantizedEmbedding by the kernels, which dequantise a row in one call."""
+    """QuantizedEmbedding by the kernels, which dequantise the rows in one call."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C)."""
@@ -3088,14 +3088,14 @@ BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7
 
 
 class NativeBlock(Block):
-    """Block in one call of the kernels, if all that it consists of is as it was built."""
+    """Block in one call of the kernels, as long as its modules are those that Block made."""
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or not load_kernels()
-        if not plain and type(cache) is Cache:
+        by_torch = torch.is_grad_enabled() or torch.compiler.is_compiling() or not load_kernels()
+        if not by_torch and type(cache) is Cache:
             y = torch.empty_like(x)
             layer = self.pack(x, cos, sin, mask, cache, y)
             if layer and not load_kernels().run_block(layer):
@@ -3105,8 +3105,12 @@ class NativeBlock(Block):
     def pack(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache, y: Tensor
     ) -> bytes:
-        """struct Layer of kernels/cpu.cpp; empty if that is not all that forward() would do."""
-        # As attributes, modules and parameters would take 0.5 us each: 5 % of a small model's time.
+        """The struct Layer of kernels/cpu.cpp; empty if the kernel cannot stand for forward().
+
+        The code avoids nn.Module's attributes, because each takes 0.5 us: together 5 % of the time
+        of a small model.
+        """
+        # 1. Are all modules of the classes that the kernel stands for, without hooks?
         children: Any = self._modules
         attention, mlp = children["self_attn"], children["mlp"]
         norms = [children["input_layernorm"], children["post_attention_layernorm"]]
@@ -3115,20 +3119,27 @@ class NativeBlock(Block):
         modules = [attention, mlp, *norms, *matrices]
         if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
-        half = cache.k.dtype == cache.v.dtype == torch.float16  # else float32, by their bytes
-        seen = cache.mask(x.shape[1])
-        if mask is not seen and (mask is None or seen is None or not mask.equal(seen)):
+
+        # 2. Is the mask the causal one? The kernel knows no other.
+        causal = cache.mask(x.shape[1])
+        if mask is not causal and (mask is None or causal is None or not mask.equal(causal)):
             return b""
+
+        # 3. Addresses and sizes in bytes of all tensors, in the order of the struct.
         weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
         scales = [norm._parameters["weight"] for norm in norms]
         tensors = [x, cos, sin, cache.k, cache.v, *scales, *weights]
-        numbers = [*map(Tensor.data_ptr, tensors), y.data_ptr()]
-        if not readable(tensors):
+        if not have_addresses(tensors):
             return b""
+        numbers = [*map(Tensor.data_ptr, tensors), y.data_ptr()]
         numbers += [t.nbytes for t in tensors]
+
+        # 4. Rows and types of the matrices, sizes, the position. The kernel compares all sizes with
+        #    the bytes: so it finds out if a cache that is not float16 is not float32 either.
         numbers += [w.shape[0] for w in weights]
         for matrix in matrices:
             numbers += GGML_TYPES[matrix.ggml_type].number, matrix.fast
+        half = cache.k.dtype == cache.v.dtype == torch.float16
         numbers += [*x.shape, attention.head_dim, *cache.k.shape]
         numbers += [cache.pos, attention.layer, half]
         return struct.pack("62n2d", *numbers, *[norm.eps for norm in norms])
@@ -3137,21 +3148,22 @@ class NativeBlock(Block):
 # --------------------------------------------------------------------------------------------------
 # 20. Compiled steps
 #
-# For a GPU: torch.compile makes one graph of a Block, for steps of one token, which serves all
-# Blocks. It has never run on a GPU; the tests compile it for a CPU.
+# For a GPU: torch.compile compiles the decode step of a Block once for all Blocks. This has never
+# run on a GPU; the tests compile it for a CPU.
 
 
 @functools.cache
 def compiled(function: Callable) -> Callable:
-    """A function by torch.compile, which takes seconds when it is called first."""
-    # By default Inductor writes what took many operations to memory: here that would be all of W.
+    """A function by torch.compile. Its first call takes seconds."""
+    # By default Inductor stores a value that took many operations to compute. Here that would be
+    # all of the dequantised W.
     options: Any = {"realize_reads_threshold": 64, "realize_opcount_threshold": 1000}
     return torch.compile(function, dynamic=True, options=options)
 
 
-def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
-    """One row x (..., in) times W^T, summed as W is dequantised: compiled, W is never in memory."""
-    # Views of another size keep x from being computed anew for each row of W.
+def multiply_vector(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
+    """One vector x (..., in) times W^T. Once compiled, the dequantised W is never in memory."""
+    # The two views make Inductor store x32; else it would compute x again for each row of W.
     x32 = x.float().flatten()
     x32 = x32.view(torch.int16).view(torch.float32)
     w = dequantize(blocks, ggml_type)
@@ -3160,19 +3172,19 @@ def multiply_row(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
 
 
 class CompiledLinear(QuantizedLinear):
-    """QuantizedLinear for a GPU: one row is multiplied as W is dequantised."""
+    """QuantizedLinear for a GPU: a single vector is multiplied while W is dequantised."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
         if x.numel() != self.in_features or torch.is_grad_enabled():
             return super().forward(x)
-        inside = torch.compiler.is_compiling()  # of a Block, which is compiled as a whole
-        multiply = multiply_row if inside else compiled(multiply_row)
+        in_block = torch.compiler.is_compiling()  # then the Block is compiled as a whole
+        multiply = multiply_vector if in_block else compiled(multiply_vector)
         return multiply(x, self.blocks, self.ggml_type)
 
 
 class LayerCache:
-    """One layer of a Cache with a slot for the next token, in tensors alone: S is a dimension."""
+    """One layer of a Cache, for a compiled decode step: its position is the size of its tensors."""
 
     def __init__(self, cache: Cache, layer: int) -> None:
         S = cache.slots(1).stop
@@ -3187,7 +3199,7 @@ class LayerCache:
 
 
 class CompiledBlock(Block):
-    """Block whose steps of one token are compiled."""
+    """Block whose decode steps are compiled."""
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
@@ -3195,7 +3207,7 @@ class CompiledBlock(Block):
         """x (B, T, C) -> (B, T, C)."""
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
         is_step = x.shape[1] == 1 and type(cache) is Cache
-        # What is compiled does not hear of hooks that come later.
+        # Compiled code ignores hooks that are added after its compilation.
         if plain or not is_step or not unhooked(self.modules()):
             return super().forward(x, cos, sin, mask, cache)
         layer_cache = LayerCache(cache, self.self_attn.layer)
@@ -3205,7 +3217,8 @@ class CompiledBlock(Block):
 # --------------------------------------------------------------------------------------------------
 # 21. Several devices
 
-AXES = {  # along which ranks divide matrices: 0 rows, 1 columns (Megatron-LM, arXiv:1909.08053)
+# Tensor parallelism as in Megatron-LM (arXiv:1909.08053): each rank has a share of every matrix.
+AXES = {  # what a rank has of a matrix (out, in): 0: some of its rows, 1: some of its columns
     "embed_tokens": 1,
     "q_proj": 0,
     "k_proj": 0,
@@ -3223,9 +3236,9 @@ class Ranks:
 
     def __init__(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        # A process that waits for the others runs no Python: signals end it at once.
+        # While a process waits for the others, Python cannot handle signals: they must end it.
         handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)}
-        # In a chat, the others wait for rank 0's reader: patience.
+        # The timeout is long, because in a chat the others wait for the person who types at rank 0.
         distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -3233,34 +3246,40 @@ class Ranks:
         self.count = distributed.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process has as `value`, by rank."""
+        """The `value` of each rank, in a list."""
         values = [None] * self.count
         distributed.all_gather_object(values, value)
         return values
 
-    def share(self, function: Callable[[], Any]) -> Any:
-        """What function() returns on rank 0, on all ranks."""
+    def broadcast(self, function: Callable[[], Any]) -> Any:
+        """Call function() on rank 0, and return its result on all ranks."""
         return self.gather(None if self.rank else function())[0]
 
     def close(self) -> None:
-        """Leave the group: its threads could otherwise abort the process at exit."""
-        time.sleep(0.1)  # torch 2.6 waits for them holding the GIL, which they may still need
+        """Leave the group, whose threads could otherwise abort the process at exit."""
+        time.sleep(0.1)  # torch 2.6 waits for them with the GIL, which they may still need
         distributed.destroy_process_group()
 
 
 def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, count: int) -> Weight:
-    """One of `count` ranks' share of a tensor. Raises ValueError if it cannot be divided."""
+    """The share of a weight that one of `count` ranks has. Raises ValueError if there is none."""
     weight = weights[name]
     axis = AXES.get(name.split(".")[-2])
-    if axis is None:  # a norm
+    if axis is None:  # a norm: every rank has all of it
         return weight
+
+    # 1. The unit: how many rows or columns must stay together on one rank. Those of a block; in
+    #    attention those of a key/value head and its query heads; in gate_proj and up_proj the rows
+    #    that a block of down_proj has as columns.
     block, nbytes = weight.block
     size = weight.shape[axis]
-    unit = block if axis == 1 else 1  # the fewest rows or columns that must stay together
-    if ".self_attn." in name:  # those of a key/value head, with its query heads
+    unit = block if axis == 1 else 1
+    if ".self_attn." in name:
         unit = size // kv_heads
-    if ".mlp." in name:  # the columns of a block of down_proj
+    if ".mlp." in name:
         unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
+
+    # 2. From where to where this rank has rows or columns.
     units = size // unit
     start = units * rank // count * unit
     stop = units * (rank + 1) // count * unit
@@ -3268,23 +3287,26 @@ def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, co
     if start == stop or cuts_block:
         actual = f"{size} cannot be divided by {count} ranks into units of {unit}"
         raise ValueError(f"{name} ({weight.ggml_type}): {actual}")
+
+    # 3. The same in bytes: read() returns uint8 (rows, bytes per row).
     shape = [*weight.shape]
     shape[axis] = stop - start
-    part = slice(start, stop), slice(None)
+    share = slice(start, stop), slice(None)
     if axis == 1:
-        part = slice(None), slice(start // block * nbytes, stop // block * nbytes)
+        share = slice(None), slice(start // block * nbytes, stop // block * nbytes)
 
     def read() -> Tensor:
-        return weight.read()[part].contiguous()
+        return weight.read()[share].contiguous()
 
     return replace(weight, shape=tuple(shape), read=read)
 
 
-def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
-    """One of `count` ranks' share of a model (Megatron-LM, arXiv:1909.08053, section 3).
+def rank_share(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
+    """The share of a model that one of `count` ranks has (Megatron-LM, section 3).
 
-    Attention is divided by key/value heads, the MLP by its width: rows of the first matrices, the
-    same columns of the last. Raises ValueError unless heads and blocks can be divided by them.
+    Attention is divided by its key/value heads, the MLP by its width: a rank has rows of gate_proj
+    and up_proj, and the same columns of down_proj. Raises ValueError unless the heads and the
+    blocks can be divided.
     """
     config = checkpoint.config
     kv_heads = config.num_key_value_heads
@@ -3305,12 +3327,12 @@ def rank_part(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
 
 
 def connect_ranks(model: Llama, ranks: Ranks) -> None:
-    """Join a model of rank_part() with those of the other ranks: all give rank 0's logits.
+    """Add hooks to a model of rank_share() by which it computes together with the other ranks.
 
-    They come on the CPU, where all draw the same ids from them, if they are given the same seed.
+    All ranks return the logits of rank 0, on the CPU. With the same seed, they sample the same ids.
     """
 
-    def share(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
+    def broadcast(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
         logits = logits.cpu()
         distributed.broadcast(logits, 0)
         return logits
@@ -3320,14 +3342,14 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
         return y
 
     def concatenate(start: int, size: int, module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        zeros = start, size - start - y.shape[-1]  # on both sides; adding them is exact
+        zeros = start, size - start - y.shape[-1]  # on both sides; adding zeros changes no bit
         return add(module, args, F.pad(y, zeros))
 
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj")):
             module.register_forward_hook(add)
-    model.register_forward_hook(share)
-    model.cache_dtype = None  # the hooks leave attention to torch, which would convert float16
+    model.register_forward_hook(broadcast)
+    model.cache_dtype = None  # with hooks, torch computes attention, and it would convert float16
     weight = model.norm.weight
     token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
     for module, x in ((model.embed_tokens, token), (model.lm_head, weight[None])):
@@ -3629,7 +3651,7 @@ def run(args: argparse.Namespace, ranks: Any) -> int:
             note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", args.quiet)
         return 0
     if ranks:
-        checkpoint = rank_part(checkpoint, ranks.rank, ranks.count)
+        checkpoint = rank_share(checkpoint, ranks.rank, ranks.count)
     context = args.context or checkpoint.config.max_position_embeddings
     if args.info:
         plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
@@ -3643,8 +3665,8 @@ def write_text(
 ) -> int:
     """Continue the prompt, or converse; returns the exit status."""
     # 1. The prompt's tokens and the answer's say how much memory the cache needs.
-    share = ranks.share if ranks else lambda function: function()
-    prompt = share(functools.partial(read_prompt, args))
+    on_rank_0 = ranks.broadcast if ranks else lambda function: function()
+    prompt = on_rank_0(functools.partial(read_prompt, args))
     max_new_tokens = args.max_new_tokens
     ids: list[int] = []
     if args.chat:
@@ -3663,13 +3685,13 @@ def write_text(
     load_seconds = time.perf_counter() - start
 
     # 3. Write the answers.
-    seed = share(torch.seed) % 2**31 if args.seed == -1 else args.seed
+    seed = on_rank_0(torch.seed) % 2**31 if args.seed == -1 else args.seed
     sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING_LIMITS} | {"seed": seed})
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
     options["cache"] = model.new_cache(size)
     if args.chat:
         first = [] if prompt is None else [prompt]
-        ask = functools.partial(share, lambda: first.pop() if first else read_question())
+        ask = functools.partial(on_rank_0, lambda: first.pop() if first else read_question())
         generations = converse(model, tokenizer, args, ask, options)
     else:
         stream = stream_text(model, tokenizer, ids, **options)

@@ -20,7 +20,7 @@ import llama2
 from test_llama2 import CONFIG, PROMPT, SCRIPT, TOKENS, assert_close, needs, quantised
 
 pytestmark = [
-    needs("rank_part"),
+    needs("rank_share"),
     pytest.mark.skipif(os.name == "nt", reason="never tried there"),
 ]
 RANK_FORMS = ("hf_index", "q4.gguf", "tied.gguf", "wide.gguf")
@@ -51,7 +51,7 @@ def run_rank(root, out):
     assert group.gather(rank) == list(range(RANKS))
     found = {}
     for form in RANK_FORMS:
-        part = llama2.rank_part(llama2.open_checkpoint(root / form), rank, RANKS)
+        part = llama2.rank_share(llama2.open_checkpoint(root / form), rank, RANKS)
         model = llama2.build_model(part)
         held = bytes_held(model)
         llama2.connect_ranks(model, group)
@@ -116,7 +116,7 @@ def test_shares_that_are_refused(forms):
     """More ranks than heads; a share that ends within a block of 256."""
     checkpoint = llama2.open_checkpoint(forms[0] / "hf")
     with pytest.raises(ValueError, match=r"8 ranks for 4 key/value heads; expected \[1, 2, 4\]"):
-        llama2.rank_part(checkpoint, 0, 8)
+        llama2.rank_share(checkpoint, 0, 8)
     for layer, size, unit in (
         ("layers.0.mlp.down_proj", 160, 256),
         ("layers.0.self_attn.o_proj", 128, 32),
@@ -127,7 +127,7 @@ def test_shares_that_are_refused(forms):
         weights = checkpoint.weights | {name: weight}
         actual = f"{layer}.*: {size} cannot be divided by 2 ranks into units of {unit}"
         with pytest.raises(ValueError, match=actual):
-            llama2.rank_part(dataclasses.replace(checkpoint, weights=weights), 0, 2)
+            llama2.rank_share(dataclasses.replace(checkpoint, weights=weights), 0, 2)
 
 
 def test_waiting_for_others_can_be_ended():
