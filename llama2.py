@@ -3374,11 +3374,11 @@ from typing import NoReturn
 # 22. Options
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
-CHAT_CONTEXT = 8192  # the context of a chat without --context: a file may claim any number
+CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, without the usage, and exits with status 2."""
+    """A parser whose errors are one line, without the usage; it then exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {printable(message)}\n")
@@ -3393,67 +3393,106 @@ def in_range(cast: type, low: float, high: float = 2**31) -> Callable[[str], Any
             raise argparse.ArgumentTypeError(f"{text}; expected {low:.10g} to {high:.10g}")
         return value
 
-    convert.__name__ = cast.__name__  # of which argparse says "invalid int value"
+    convert.__name__ = cast.__name__  # argparse shows it: "invalid int value"
     return convert
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options on the command line. Raises ValueError for those that do not go together."""
-    parser = Parser(prog="llama2.py", description="Run Llama 2 and 3 models.")
-    text: Any = {"metavar": "TEXT"}
+    """The options of the command line. Raises ValueError for one that needs another."""
+    about = "Run a Llama 2 or 3 model: continue a text, chat, or convert the model to GGUF."
+    parser = Parser(prog="llama2.py", description=about)
+    add_group = parser.add_argument_group
 
-    group = parser.add_argument_group("what to do")
-    add = group.add_argument
-    model_help = "a .gguf file, directory, installed package, or ORG/NAME of the Hugging Face hub"
-    add("--model", metavar="PATH", default=str(DEFAULT_MODEL), help=model_help)
-    prompt = group.add_mutually_exclusive_group().add_argument
-    prompt("--prompt", **text, help="text to continue (default: stdin)")
-    prompt("--prompt-file", metavar="FILE", type=Path, help="read the prompt from a file")
-    add("--chat", action="store_true", help="converse; a prompt is the first question")
-    add("--system", **text, help="with --chat: the system prompt")
-    template_help = f"with --chat: {', '.join(CHAT_TEMPLATES)}, or a file in Jinja"
-    add("--chat-template", metavar="NAME|FILE", help=f"{template_help} (default: the model's)")
-    add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file and exit")
+    add = add_group("model").add_argument
+    add(
+        "--model",
+        metavar="PATH",
+        default=str(DEFAULT_MODEL),
+        help="a .gguf file, a directory, an installed package, or ORG/NAME of the Hugging Face hub"
+        " (default: a small model that tells stories)",
+    )
+    add("--info", action="store_true", help="describe the model and the memory it needs, and exit")
+    add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file, and exit")
     add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
     add("--force", action="store_true", help="with --save: replace an existing file")
-    add("--info", action="store_true", help="describe the model and the memory it needs, and exit")
-    version = f"llama2.py {__version__}, torch {torch.__version__}"
-    add("--version", action="version", version=version)
 
-    add = parser.add_argument_group("the text").add_argument
-    add("--max-new-tokens", metavar="N", type=in_range(int, 0), help="default: 256; in a chat all")
-    add("--stop", **text, action="append", default=[], help="stop before this text; repeatable")
-    add("--no-echo", action="store_true", help="do not repeat the prompt")
+    group = add_group("prompt and chat")
+    prompt = group.add_mutually_exclusive_group().add_argument
+    prompt("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
+    prompt("--prompt-file", metavar="FILE", type=Path, help="a file with the text to continue")
+    add = group.add_argument
+    add("--chat", action="store_true", help="chat; a prompt is the first question")
+    add("--system", metavar="TEXT", help="with --chat: the system prompt")
+    add(
+        "--chat-template",
+        metavar="NAME|FILE",
+        help=f"with --chat: {', '.join(CHAT_TEMPLATES)}, or a file in Jinja (default: the model's)",
+    )
+
+    add = add_group("generation and sampling").add_argument
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=in_range(int, 0),
+        help="stop after N tokens (default: 256; in a chat there is no limit)",
+    )
+    add(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="stop before this text; may be given several times",
+    )
     sampling_help = {
-        "temperature": "default: %(default)s; 0 always takes the likeliest token",
-        "top_k": "only the K likeliest tokens (default: 0, all)",
-        "top_p": "only the likeliest, up to this probability (%(default)s)",
-        "min_p": "only tokens with this share of the highest probability (0)",
-        "repetition_penalty": "divides the logits of recent tokens (1: off)",
+        "temperature": "higher is more varied; 0: the likeliest token (default: %(default)s)",
+        "top_k": "sample from the K likeliest tokens; 0: from all (default: %(default)s)",
+        "top_p": "sample from the fewest tokens with this probability (default: %(default)s)",
+        "min_p": "minimum probability, relative to the likeliest token's (default: %(default)s)",
+        "repetition_penalty": "divides logits of recent tokens; 1: off (default: %(default)s)",
     }
     for name, help_text in sampling_help.items():
         default = getattr(Sampling, name)
         option = f"--{name.replace('_', '-')}"
         add(option, metavar="X", type=type(default), default=default, help=help_text)
-    add("--seed", metavar="N", type=int, default=0, help="default: 0; -1: a random one")
+    add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0; -1: a new one)")
 
-    add = parser.add_argument_group("the machine").add_argument
-    context_help = "maximum number of tokens in all (default: the model's)"
-    add("--context", metavar="N", type=in_range(int, 1), help=context_help)
+    add = add_group("speed and memory").add_argument
+    add(
+        "--context",
+        metavar="N",
+        type=in_range(int, 1),
+        help="tokens of the context, prompt and answer (default: the model's)",
+    )
     add(
         "--device",
         choices=("auto", "cpu", "cuda", "mps"),
         default="auto",
-        help="auto: CUDA, MPS, CPU",
+        help="auto: CUDA if there is one, else MPS, else CPU",
     )
-    dtype_help = "of activations; on a CPU auto is fastest, bfloat16 and float16 are slow"
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype_help)
-    threads_help = "CPU threads (default: torch's choice); 1 if others are busy"
-    threads = in_range(int, 1, os.cpu_count() or 1)
-    add("--threads", metavar="N", type=threads, help=threads_help)
-    compile_help = "compile kernels (default: for models above 64 MiB)"
-    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+    add(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of activations; auto is fastest; on a CPU, bfloat16 and float16 are slow",
+    )
+    add(
+        "--threads",
+        metavar="N",
+        type=in_range(int, 1, os.cpu_count() or 1),
+        help="CPU threads (default: torch's choice; 1 may be best if other programs are busy)",
+    )
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="use kernels that are compiled once (default: for models above 64 MiB)",
+    )
+
+    add = add_group("output").add_argument
+    add("--no-echo", action="store_true", help="do not repeat the prompt")
     add("--quiet", action="store_true", help="print only errors to stderr")
+    add(
+        "--version", action="version", version=f"llama2.py {__version__}, torch {torch.__version__}"
+    )
 
     args = parser.parse_args(argv)
     for option, needed in (("system", "chat"), ("chat_template", "chat"), ("type", "save")):
@@ -3463,7 +3502,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
-    """The prompt, of a file or standard input; None where there is none."""
+    """The prompt: an option, a file, or standard input; None if a chat has none."""
     if args.prompt_file is not None:
         return args.prompt_file.read_bytes().decode("utf-8", "replace")
     if args.prompt is not None or args.chat:
@@ -3474,44 +3513,44 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 
 
 def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str | None:
-    """The chat template that is asked for; None: the tokenizer's own."""
+    """The chat template that --chat-template names; None: the tokenizer's own."""
     template = args.chat_template
     if template is None and not tokenizer.chat_template.strip():
         note("the model has no chat template: llama-2 is assumed", args.quiet)
         template = "llama-2"
     if template is not None and Path(template).is_file():
         template = read_file(Path(template)).decode("utf-8", "replace")
-    encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # or say what is wrong
+    encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # raises if it is wrong
     return template
 
 
 # --------------------------------------------------------------------------------------------------
 # 23. What is printed
 
-write = functools.partial(print, end="", flush=True)  # to stdout, as it is and at once
+write = functools.partial(print, end="", flush=True)  # print to stdout at once, without a new line
 
 
 def note(text: str, quiet: bool = False) -> None:
-    """Print a line to stderr, if it can be written to."""
+    """Print a line to stderr, unless stderr is closed."""
     if not quiet:
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
 
 def fail(message: object) -> int:
-    """Print an error as one line; returns 2, the exit status for wrong input."""
+    """Print an error as one line. Returns 2, the exit status for wrong input."""
     note(f"llama2.py: error: {printable(str(message) or type(message).__name__)}")
     return 2
 
 
 def show(stream: TextStream) -> str:
-    """Write a text as it comes, and return it; Ctrl-C ends it early."""
+    """Write a text while it is generated, and return it. Ctrl-C stops it."""
     shown = ""
     controls = re.compile(r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]")
     try:
         for text in stream:
             shown += text
-            if sys.stdout.isatty():  # control characters from a model could steer a terminal
+            if sys.stdout.isatty():  # a terminal would obey control characters
                 text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
@@ -3521,19 +3560,19 @@ def show(stream: TextStream) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak of the bytes in use: of the device for CUDA, else of the process. 0: unknown."""
+    """The most bytes in use so far: on the device for CUDA, else of the process. 0: unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         import resource
-    except ImportError:  # Windows does not tell
+    except ImportError:  # Windows
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def describe_tensors(checkpoint: Checkpoint) -> str:
-    """How many tensors a checkpoint has of each type, and their size."""
+    """How many tensors of each type a checkpoint has, and the size of all."""
     types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
     counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
     size = sum(weight.nbytes for weight in checkpoint.weights.values())
@@ -3545,7 +3584,8 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str
     parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
     items = {"format": checkpoint.format, "parameters": f"{parameters:,}"}
     for name, value in vars(checkpoint.config).items():
-        items[name] = f"{value:.7g}" if isinstance(value, float) else str(value)  # float32
+        # GGUF has float32: more than 7 digits would show its rounding.
+        items[name] = f"{value:.7g}" if isinstance(value, float) else str(value)
     items["chat template"] = "yes" if checkpoint.tokenizer.chat_template.strip() else "none"
     items["tensors"] = describe_tensors(checkpoint)
     needed = memory_needed(checkpoint, plan, context)
@@ -3554,7 +3594,7 @@ def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str
 
 
 def describe_run(generations: list[Generation], device: torch.device) -> str:
-    """A run's last line: speed, memory, and why it stopped."""
+    """The last line of a run: speed, memory, and why it stopped."""
     prompt_tokens = sum(generation.prompt_tokens for generation in generations)
     new_tokens = sum(len(generation.new_ids) for generation in generations)
     prefills = sum(sum(generation.seconds[:1]) for generation in generations)
@@ -3563,7 +3603,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
     if prefills:
         report += f", {prompt_tokens / prefills:.1f} tokens/s"
     report += f"; generated {new_tokens} tokens"
-    if steps:  # a token each, with the one that stops
+    if steps:  # each gave one token, the stop token included
         report += f", {len(steps) / sum(steps):.1f} tokens/s"
     if peak := peak_memory(device):
         report += f"; peak memory {peak / 1e9:.2f} GB"
@@ -3577,17 +3617,17 @@ CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all"
 
 
 def read_question() -> str | None:
-    """The next question from standard input, edited if it is typed; None at the end of input."""
+    """The next question from standard input, with line editing; None at the end of input."""
     if not sys.stdin.isatty():
         line = sys.stdin.buffer.readline().decode("utf-8", "replace")
         return line.rstrip("\r\n") if line else None
     try:
         if sys.stdout.isatty():
-            return input("> ")  # by readline
-        print("> ", end="", file=sys.stderr, flush=True)  # stdout is for answers alone
+            return input("> ")  # with readline
+        print("> ", end="", file=sys.stderr, flush=True)  # stdout gets the answers only
         return input()
     except (EOFError, KeyboardInterrupt) as end:
-        note("")  # what comes next begins on a line of its own
+        note("")  # ends the line of the prompt
         return "" if isinstance(end, KeyboardInterrupt) else None
 
 
@@ -3598,7 +3638,7 @@ def converse(
     ask: Callable[[], str | None],
     options: dict[str, Any],
 ) -> list[Generation]:
-    """Answer what ask() returns, until it returns None; `options` are chat()'s.
+    """Answer the questions that ask() returns, until it returns None; `options` are for chat().
 
     When the context is full, the oldest turns are dropped until half of it is free.
     """
@@ -3627,7 +3667,7 @@ def converse(
                     kept = kept[2:]
                     limit = size // 2
                 stream = chat(model, tokenizer, [*system, *kept], template, **options)
-            except (ValueError, KeyboardInterrupt) as error:  # as of a template without an end
+            except (ValueError, KeyboardInterrupt) as error:  # Ctrl-C may stop an endless template
                 fail(str(error) or "interrupted")
                 continue
             if dropped := (len(turns) + 1 - len(kept)) // 2:
@@ -3636,13 +3676,13 @@ def converse(
             generations.append(stream.generation)
             if stream.stop_reason in ("context full", "max new tokens"):
                 note(f"{stream.stop_reason}: the answer ends here", args.quiet)
-            seed = options["sampling"].seed + 1  # the next answer draws other random numbers
+            seed = options["sampling"].seed + 1  # the next answer gets other random numbers
             options["sampling"] = replace(options["sampling"], seed=seed % 2**63)
     return generations
 
 
 def run(args: argparse.Namespace, ranks: Any) -> int:
-    """Do what the command line says; returns the exit status."""
+    """Do what the options ask for; returns the exit status."""
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model)
     if args.save is not None:
@@ -3664,7 +3704,7 @@ def write_text(
     args: argparse.Namespace, ranks: Any, checkpoint: Checkpoint, context: int, start: float
 ) -> int:
     """Continue the prompt, or converse; returns the exit status."""
-    # 1. The prompt's tokens and the answer's say how much memory the cache needs.
+    # 1. Read the prompt. The cache needs room for its tokens and the new ones.
     on_rank_0 = ranks.broadcast if ranks else lambda function: function()
     prompt = on_rank_0(functools.partial(read_prompt, args))
     max_new_tokens = args.max_new_tokens
@@ -3677,14 +3717,14 @@ def write_text(
         max_new_tokens = 256 if max_new_tokens is None else max_new_tokens
         size = max(1, min(context, len(ids) + max_new_tokens))
 
-    # 2. Load the weights.
+    # 2. Load the model.
     loading = {"context": args.context or size, "compile": args.compile, "progress": not args.quiet}
     model, tokenizer = load(checkpoint, args.device, args.dtype, **loading)
     if ranks:
         connect_ranks(model, ranks)
     load_seconds = time.perf_counter() - start
 
-    # 3. Write the answers.
+    # 3. Generate and print the text, or hold the chat.
     seed = on_rank_0(torch.seed) % 2**31 if args.seed == -1 else args.seed
     sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING_LIMITS} | {"seed": seed})
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
@@ -3708,14 +3748,14 @@ def write_text(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # print any text
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
             stream.reconfigure(errors="backslashreplace")
     gc.freeze()  # the 400,000 objects of torch are never garbage: 0.09 s of loading a model
     ranks = None
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ and "Ranks" in globals():
             ranks = Ranks()
-            if ranks.rank:  # rank 0 alone prints
+            if ranks.rank:  # only rank 0 prints
                 sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         args = parse_args(argv)
         if args.threads is not None:
@@ -3724,7 +3764,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with suppress(ImportError):  # Windows edits lines itself
                 import readline
 
-                readline.parse_and_bind("set enable-bracketed-paste on")  # one question
+                # Pasted text of several lines is one question.
+                readline.parse_and_bind("set enable-bracketed-paste on")
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_: note(f"llama2.py: {message}", args.quiet)
@@ -3734,25 +3775,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as in `| head`: the reader has closed the pipe
+    except BrokenPipeError:  # the reader of the pipe has ended, as in `| head`
         return 0
     except ImportError as error:
         return fail(f"{error}; pip install {error.name}")
     except (ValueError, OSError, MemoryError) as error:
         return fail(error)
-    except RuntimeError as error:  # torch's, as out of memory: each rank reports its own
+    except RuntimeError as error:  # torch's, such as out of memory; every rank reports its own
         sys.stderr = sys.__stderr__ if ranks else sys.stderr
         return fail(error)
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # a full disk or a closed pipe must not raise once more at exit
+            except OSError:  # a full disk or a closed pipe would raise again when Python exits
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, on_interrupt)
-    # Exit by an exception, so that unfinished files are deleted.
+    # On SIGTERM, exit by an exception, so that unfinished files are deleted.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
