@@ -1,12 +1,22 @@
 // The CPU kernels of llama2.py: products with matrices that stay in the format of the file (ggml's
-// blocks of quantised weights), and whole layers made of them.
+// blocks of quantised weights), and whole layers made of them. Python calls linear (y = x W^T: gemv
+// for up to GEMV_TOKENS tokens, gemm for more), run_block (what Block.forward does) and embed (some
+// rows of W). Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
+// numbers, in gemm each 128 (relative error 3e-5, gemm of Q6_K 6e-5), unless the weights are dense.
 //
-//   linear      y = x W^T: gemv up to GEMV_TOKENS rows of x (reads W once), gemm above
-//   run_block   what Block.forward does
-//   embed       some rows of W
+// gemv reads W once. Threads take groups of HIGH rows of W in parallel. Before that, x is cut into
+// slices: 256 numbers of a token, in the order in which weights are unpacked.
+//             slice 0   slice 1          for each group, for each 4 tokens:
+//           +---------+---------+--        for each NW rows, for each slice (dot):
+//   group 0 | HIGH rows         | ...        unpack 256 weights of each row, and multiply them by
+//           +---------+---------+--          the slices of the 4 tokens (dot_slice)
 //
-// Two precisions. Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
-// numbers, for gemm each 128 (3e-5 relative, gemm of Q6_K 6e-5); for dense weights it stays as is.
+// gemm, as in Goto and BLIS, first packs x into panels of MR tokens: for each column, the numbers
+// of the MR tokens, which are V vectors. Threads take strips of W in parallel.
+//             KC columns  KC columns     for each strip, for up to PANELS panels:
+//           +-----------+-----------+--    for each KC columns: unpack STRIP x KC weights;
+//   strip 0 | NR rows   |           | ...    for each panel, for each NR rows: a tile, whose
+//           | NR rows   |           |          NR x MR sums the microkernel has in registers
 #include "formats.h"
 #ifdef _OPENMP
 extern "C" int omp_get_max_threads();
@@ -15,8 +25,7 @@ constexpr int OPENMP = 1;
 constexpr int OPENMP = 0;
 static int omp_get_max_threads() { return 1; }
 #endif
-// f(0), f(1), ... f(n - 1). Without work for several threads a parallel region would take 0.3 us,
-// even if its `if` is false. The code is the same in either case, and so are the bits.
+// f(0), f(1), ... f(n - 1). A parallel region would take 0.3 us even if its `if` is false.
 template <class F>
 __attribute__((noinline)) static void run_range(int64_t from, int64_t to, const F &f) {
   for (int64_t i = from; i < to; i++) f(i);
@@ -28,17 +37,16 @@ template <class F> static void for_all(int64_t n, bool parallel, const F &f) {
   for (int64_t i = 0; i < n; i += step) run_range(i, std::min(i + step, n), f);
 }
 
-// ---- gemv: few rows of x; the bits of a row do not depend on how many there are -----------------
+// ---- gemv: few tokens; the bits of one do not depend on how many there are ----------------------
 
-// The border between gemv and gemm, by measuring both on either side of it. gemv takes 4 rows at a
-// time, and unpacks W for each 4; the 13th row would cost more than gemm of 16, with AVX2 the 7th.
+// As measured: gemv unpacks W again for each 4 tokens; gemm is faster from 13 on, with AVX2 from 7
 constexpr int64_t GEMV_TOKENS = VL == 16 ? 12 : 6;
 
 // SPAN numbers of x -> integers q, a scale, and sums of each GROUP (for gemv: of q). q are as
-// large as int16 allows, and small enough that a sum of them all times `most` stays within int32.
+// large as int16 allows, and so small that the sum of all, times `weight`, stays within int32.
 template <int SPAN, int GROUP>
-static float quantize(const float *x, int most, int16_t *q, float *sums) {
-  f32 v[SPAN / VL], top = {}, sizes = {}, some[SPAN / GROUP] = {};
+static float quantize(const float *x, int weight, int16_t *q, float *sums) {
+  f32 v[SPAN / VL], top = {}, sizes = {}, groups[SPAN / GROUP] = {};
   for (int i = 0; i < SPAN / VL; i++) {
     v[i] = load<f32>(x + VL * i);
     f32 size = v[i] < 0 ? -v[i] : v[i];
@@ -46,15 +54,15 @@ static float quantize(const float *x, int most, int16_t *q, float *sums) {
   }
   float limit = top[0], all = sum(sizes);  // NaN if an x is
   for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
-  const float least = all / (0x7fff0000 / most - SPAN / 2);
-  const float scale = limit / 32639 > least ? limit / 32639 : least;  // 127.5 * 256
+  const float smallest = all / (0x7fff0000 / weight - SPAN / 2);
+  const float scale = limit / 32639 > smallest ? limit / 32639 : smallest;  // 127.5 * 256
   const float inverse = limit > 1e-30f ? 1 / scale : 0;
   for (int i = 0; i < SPAN / VL; i++) {
     v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer
-    some[i * VL / GROUP] += v[i];
+    groups[i * VL / GROUP] += v[i];
     store(q + VL * i, __builtin_convertvector(__builtin_convertvector(v[i], i32), i16_half));
   }
-  for (int i = 0; i < SPAN / GROUP; i++) sums[i] = sum(some[i]) * (SPAN < 256 ? scale : 1);
+  for (int i = 0; i < SPAN / GROUP; i++) sums[i] = sum(groups[i]) * (SPAN < 256 ? scale : 1);
   return scale;
 }
 // Each UNIT of n numbers q, in place: the even ones, then the odd ones
@@ -69,8 +77,7 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
   }
 }
 
-// 256 numbers of a row of x for gemv: integers in the order of the weights, their scale, and sums
-// of the groups
+// 256 numbers of a token: integers in the order of unpacked weights, sums of groups, their scale
 struct alignas(64) Slice {
   int16_t q[256];
   float sums[16], scale;
@@ -93,27 +100,27 @@ template <int ORDER> static void slice(const float *x, Slice &to) {
   split<W>(to.q, 256);
 #endif
 }
-// Rows of x in parts of 256 numbers, sliced or not: (K / 256, stride), of which some are too many
-struct Rows {
+// x for gemv, as slices or float32: (K / 256, stride, 256); tokens from `count` on are zeros
+struct Input {
   int64_t count, K, stride;
   Array<float> x;
   Array<Slice> slices;
-  Rows(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
+  Input(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
       : count(count), K(K), stride(count) {
     if (count > 2) stride = slice ? count + 1 : (count + 3) / 4 * 4;
-    const int64_t parts = (K + 255) / 256 * stride;
-    if (slice) slices = array<Slice>(parts);
-    else x = array<float>(256 * parts);
-    for_all(parts, count > 1, [=](int64_t i) {
+    const int64_t blocks = (K + 255) / 256 * stride;
+    if (slice) slices = array<Slice>(blocks);
+    else x = array<float>(256 * blocks);
+    for_all(blocks, count > 1, [=](int64_t i) {
       const int64_t k = i / stride * 256, r = i % stride;
       const int64_t there = r < count ? std::min<int64_t>(K - k, 256) : 0;
-      float some[256], *part = slice ? some : &x[256 * i];
-      std::fill(std::copy_n(from + (there ? r * K + k : 0), there, part), part + 256, 0.f);
-      if (slice) slice(part, slices[i]);
+      float buffer[256], *to = slice ? buffer : &x[256 * i];
+      std::fill(std::copy_n(from + (there ? r * K + k : 0), there, to), to + 256, 0.f);
+      if (slice) slice(to, slices[i]);
     });
   }
 };
-// N vectors of W weights times numbers of one of R rows of x; each lane is the sum of 4 N products
+// N vectors of W weights times the numbers of one of R tokens; each lane sums up 4 N products
 template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   i32 high = {}, low = {};
 #ifdef VNNI
@@ -129,7 +136,7 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   return (high << 8) + low;
 }
 
-// total (N, R) += the first `there` of 256 weights of N rows of W times R rows of x
+// total (N, R) += the first `there` of 256 weights of N rows of W times the slices of R tokens
 template <class T, int N, int R>
 INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]) {
   constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>;
@@ -138,7 +145,7 @@ INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]
   EACH (n, N) {
     f32x8 minima[GROUPS / 8];
     read_scales<T>(w[n], (float *)scales[n], (float *)minima);
-    if (there < 256) {  // the next row follows
+    if (there < 256) {  // behind them is the next row
       const i32x8 in_row = i32x8{0, 1, 2, 3, 4, 5, 6, 7} < there / T::BLOCK;
       scales[n][0] = (f32x8)((i32x8)scales[n][0] & in_row);
       minima[0] = (f32x8)((i32x8)minima[0] & in_row);
@@ -167,27 +174,27 @@ INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]
   EACH (r, R)
     EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
 }
-// `high` rows of W (K), NW at a time, times R rows of x, from `row` on, of which `count` are wanted
-// -> y (count, high), rows `stride` numbers apart. The matrix ends at `end`. With more than two
-// rows of x all of W take the same COLUMNS, then the next, so that these stay in L1.
+// `high` rows of W (K), NW at a time, times R tokens from `first_token` on -> y (count, high),
+// whose rows are `stride` numbers apart; `count` may be less than R. W ends at `end`. For more than
+// two tokens, COLUMNS of all rows come first, then the next: so the tokens' slices stay in L1.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
 constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
 template <class T, int R>
-static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row, int64_t count,
-                float *y, int64_t stride) {
+static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t first_token,
+                int64_t count, float *y, int64_t stride) {
   constexpr int N = R == 1 ? 1 : NW;
-  const int64_t K = rows.K, size = K / T::BLOCK * T::SIZE, some = R > 2 && N < HIGH ? COLUMNS : K;
-  const int64_t far = some < K ? 2 * size : AHEAD;  // the same columns two rows on
+  const int64_t K = input.K, size = K / T::BLOCK * T::SIZE, cols = R > 2 && N < HIGH ? COLUMNS : K;
+  const int64_t far = cols < K ? 2 * size : AHEAD;  // the same columns two rows on
   f32 totals[HIGH][R] = {};
-  for (int64_t start = 0; start < K; start += some)
+  for (int64_t start = 0; start < K; start += cols)
     for (int first = 0; first < high; first += N) {
       f32 total[N][R];  // in registers
       memcpy(total, totals[first], sizeof total);
-      const Slice *x = &rows.slices[row + start / 256 * rows.stride];
-      const int64_t width = std::min(K - start, some), down = first + 1 < high ? size : 0;
+      const Slice *x = &input.slices[first_token + start / 256 * input.stride];
+      const int64_t width = std::min(K - start, cols), down = first + 1 < high ? size : 0;
       Bytes line = w + first * size + start / 256 * T::SIZE256;
       Bytes ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
-      for (int64_t k = 256; k <= width; k += 256, x += rows.stride, line += T::SIZE256) {
+      for (int64_t k = 256; k <= width; k += 256, x += input.stride, line += T::SIZE256) {
         Bytes b[N];
         EACH (n, N) {
           b[n] = line + n * down;
@@ -213,7 +220,7 @@ static void dot(Bytes w, Bytes end, int64_t high, const Rows &rows, int64_t row,
 
 // ---- The table of formats -----------------------------------------------------------------------
 
-// W (N, K) of a product y (rows, N) = x (rows, K) W^T
+// W (N, K) of a product y (tokens, N) = x (tokens, K) W^T
 struct Matrix {
   const struct Format *format;
   Bytes w;
@@ -221,15 +228,15 @@ struct Matrix {
   float *y;
   bool fast;
 };
-template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Rows &x);
+template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Input &x);
 struct Format {
   int64_t type, block, size, span, max, minimum;
   decltype(&::unpack<F32>) unpack = nullptr;
   decltype(&dot_exact<F32>) exact = nullptr;
-  decltype(&dot<Q8_0, 1>) fast[4] = {};                    // of 1 to 4 rows; null: as if exact
+  decltype(&dot<Q8_0, 1>) fast[4] = {};                    // for 1 to 4 tokens; null: as if exact
   decltype(&::slice<NATURAL>) slice = nullptr;             // for these
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
-  // By a shift, of powers of two: gemv asks for each few rows
+  // A division by a power of two, as a shift, because gemv calls it often
   int64_t bytes(int64_t weights) const { return (weights >> __builtin_ctzll(block)) * size; }
 };
 template <class T> static constexpr Format format(int64_t type) {
@@ -256,10 +263,10 @@ static const Format *find_format(int64_t type, int64_t K) {  // null if there is
   return nullptr;
 }
 
-// Up to `high` rows of W, from the n-th on, times all rows of x in float32. The rows of W take
-// turns, 256 weights each, unpacked if they are not of a dense type D, so that x stays in L1.
-constexpr int STRIP = 16, SOME = VL == 16 ? 4 : 2;  // AVX2 has not enough registers for more
-template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Rows &x) {
+// Up to `high` rows of W, from the n-th on, times all tokens in float32. For 256 columns after the
+// other, all rows are multiplied, so that x stays in L1. If D is not their type, they are unpacked.
+constexpr int STRIP = 16, TILE = VL == 16 ? 4 : 2;  // tokens, whose sums fit into the registers
+template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Input &x) {
   const int64_t K = x.K, size = m.format->bytes(256), row = m.format->bytes(K);
   const auto unpack = m.format->slice ? m.format->unpack : nullptr;
   const Bytes w = m.w + n * row;
@@ -279,8 +286,8 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
         prefetch(ahead, size);
         if (unpack) unpack(b[i], line[i]), b[i] = (Bytes)line[i];
       }
-      auto multiply = [&](auto some, int64_t r) INLINE_LAMBDA {
-        constexpr int R = some;
+      auto multiply = [&](auto count, int64_t r) INLINE_LAMBDA {
+        constexpr int R = count;
         const float *from = &x.x[k * x.stride + 256 * r];
         f32 sums[NW][R][32 / VL] = {};
         for (int at = 0; at < 256; at += 32)
@@ -297,41 +304,39 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
             EACH (part, 32 / VL) total[r + j][first + i] += sums[i][j][part];
       };
       int64_t r = 0;
-      for (; x.count - r > SOME / 2; r += SOME) multiply(std::integral_constant<int, SOME>(), r);
+      for (; x.count - r > TILE / 2; r += TILE) multiply(std::integral_constant<int, TILE>(), r);
       for (; r < x.count; r++) multiply(std::integral_constant<int, 1>(), r);
     }
   for (int64_t r = 0; r < x.count; r++)
     for (int64_t i = 0; i < high; i++) m.y[r * m.N + n + i] = sum(total[r][i]);
 }
 
-// Several matrices, for which x is prepared alike, times the same rows of x, in one parallel loop
-static void gemv(const Matrix *matrices, int count, const float *x, int64_t rows, int64_t K) {
+// Several matrices that need x in the same form, times the same tokens, in one parallel loop
+static void gemv(const Matrix *matrices, int count, const float *x, int64_t tokens, int64_t K) {
   const bool integers = matrices->fast && matrices->format->slice;
-  const int64_t high = integers ? HIGH : rows > 2 ? STRIP : 4;  // one row waits for memory
+  const int64_t high = integers ? HIGH : tokens > 2 ? STRIP : 4;  // one token waits for memory
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += (matrices[i].N + high - 1) / high;
-  const Rows vectors(x, rows, K, integers ? matrices->format->slice : nullptr);
+  const Input vectors(x, tokens, K, integers ? matrices->format->slice : nullptr);
 #pragma omp parallel for schedule(guided, high > 4 ? 1 : 4) if (total * high * K > 1 << 17)
-  for (int64_t i = 0; i < total; i++) {  // by long runs of memory
+  for (int64_t i = 0; i < total; i++) {  // a long run of memory each
     const Matrix *m = matrices;
     int64_t n = i * high;
     for (; n >= m->N; m++) n -= (m->N + high - 1) / high * high;
     const Format *f = m->format;
     if (!integers) f->exact(*m, n, high, vectors);
-    for (int64_t r = 0; integers && r < rows; r += 4) {
-      const int64_t some = std::min<int64_t>(rows - r, 4);
-      f->fast[some - 1](m->w + n * f->bytes(K), m->w + m->N * f->bytes(K), std::min(high, m->N - n),
-                        vectors, r, some, m->y + r * m->N + n, m->N);
+    for (int64_t r = 0; integers && r < tokens; r += 4) {
+      const int64_t four = std::min<int64_t>(tokens - r, 4);
+      f->fast[four - 1](m->w + n * f->bytes(K), m->w + m->N * f->bytes(K), std::min(high, m->N - n),
+                        vectors, r, four, m->y + r * m->N + n, m->N);
     }
   }
 }
 
-// ---- gemm, as in Goto and BLIS ------------------------------------------------------------------
-// x is packed in panels of V vectors; strips of W are unpacked, KC columns at a time; the
-// microkernel multiplies some of their rows by a panel. Both consist of words of 32 bits: one
-// float32 or two int16. A row of x has S lanes of a panel, which take words in turn: integers only,
-// whose sums do not depend on that. They are scaled span by span; minima are added for HELD columns
-// at a time.
+// ---- gemm ---------------------------------------------------------------------------------------
+// Panels and strips consist of words of 32 bits: one float32 or two int16. A token has S lanes of a
+// panel, which take its words in turn: only integers, whose sums do not depend on that. These are
+// scaled span by span; minima are added for HELD columns at a time.
 
 constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
 constexpr int KC = 256, HELD = 1024, LANES = 16 * MR;
@@ -372,20 +377,20 @@ static void turn(const void *rows, int64_t count, int64_t n, int64_t stride, voi
     }
 }
 
-// x (rows, K): words (panels, K / PER_WORD, MR); for int16 scales and sums (panels, K / 32, lanes)
+// x (tokens, K): words (panels, K / PER_WORD, MR); of int16 scales, sums (panels, K / 32, lanes)
 template <class X, int V, int S> struct Panels {
   enum { LANES = V * VL, MR = LANES / S };
-  int64_t rows, K, count;
+  int64_t tokens, K, count;
   Array<uint32_t> words;
   Array<float> scales, sums;
-  Panels(const float *x, int64_t rows, int64_t K, int max)
-      : rows(rows), K(K), count((rows + MR - 1) / MR) {
+  Panels(const float *x, int64_t tokens, int64_t K, int max)
+      : tokens(tokens), K(K), count((tokens + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
-    const int64_t rounded = is_int16<X> ? rows : 0,
+    const int64_t rounded = is_int16<X> ? tokens : 0,
                   groups = is_int16<X> ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
     const auto q = array<int16_t>(rounded * K);
-    const auto s = array<float>(rounded * K / 16);  // scales, then sums of rows
+    const auto s = array<float>(rounded * K / 16);  // scales, then sums of tokens
     float *scale = s.get(), *sum = scale + rounded * K / 32;
     const int64_t span = K % 128 ? 32 : 128;
     const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
@@ -397,7 +402,7 @@ template <class X, int V, int S> struct Panels {
     }
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++) {
-      const int64_t r = p * MR, n = std::min<int64_t>(rows - r, MR);
+      const int64_t r = p * MR, n = std::min<int64_t>(tokens - r, MR);
       if constexpr (!is_int16<X>) turn<S>(x + r * K, n, K, K, &words[r * K], LANES);
       else {
         const int64_t from = r * K / 32, to = p * LANES * K / 32;
@@ -433,12 +438,12 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
     EACH (j, NR<V>) {
       f32 scale = splat(scales[j][g]);
       EACH (i, V) {
-        i32 some = sums[j][i];
+        i32 products = sums[j][i];
 #ifdef MM
-        if (S == 2) some += (i32)MM(shuffle_epi32)((Mi)some, _MM_PERM_CDAB);
+        if (S == 2) products += (i32)MM(shuffle_epi32)((Mi)products, _MM_PERM_CDAB);
 #endif
         f32 old = load<f32>(&total[j][i * VL]);
-        store(&total[j][i * VL], old + to_f32(some) * scale * x_scale[i]);
+        store(&total[j][i * VL], old + to_f32(products) * scale * x_scale[i]);
       }
     }
     asm volatile("" : : : "memory");  // GCC would keep some of total in registers, others not
@@ -493,18 +498,17 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
               }
             }
         }
-        for (int64_t r = first * MR; r < x.rows && r < (first + panels) * MR; r++)
+        for (int64_t r = first * MR; r < x.tokens && r < (first + panels) * MR; r++)
           for (int i = 0; i < high; i++)
             m.y[r * m.N + n + i] = s.total[r / MR - first][i][r % MR * S];
       }
     }
   }
 }
-// In the panels that leave the fewest rows empty; where several do, wide ones, for integers with
-// AVX2 narrow ones rather than middle
+// Panels of the width that leaves fewest lanes empty, else wide ones (int16, AVX2: before middle)
 template <class X>
-static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64_t K, int max) {
-  auto filled = [=](int64_t panel) { return (rows + panel - 1) / panel * panel; };
+static void gemm(const Matrix *m, int count, const float *x, int64_t tokens, int64_t K, int max) {
+  auto filled = [=](int64_t panel) { return (tokens + panel - 1) / panel * panel; };
   constexpr int S = is_int16<X> ? 2 : 1;
   const int64_t narrow = filled(VL), middle = filled(3 * VL / S), wide = filled(2 * VL);
   auto by = [=](const auto &panels) {
@@ -512,34 +516,34 @@ static void gemm(const Matrix *m, int count, const float *x, int64_t rows, int64
   };
   if constexpr (VL == 8 || (VL == 16 && S == 2)) {
     const bool fuller = VL == 8 && S == 2 ? middle < narrow : middle <= narrow;
-    if (fuller && middle < wide) return by(Panels<X, 3, S>(x, rows, K, max));
+    if (fuller && middle < wide) return by(Panels<X, 3, S>(x, tokens, K, max));
   }
-  if (narrow < wide) by(Panels<X, 1, 1>(x, rows, K, max));
-  else by(Panels<X, 2, 1>(x, rows, K, max));
+  if (narrow < wide) by(Panels<X, 1, 1>(x, tokens, K, max));
+  else by(Panels<X, 2, 1>(x, tokens, K, max));
 }
 
-// Each of the matrices times x (rows, K)
-static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t rows, int64_t K) {
+// Each of the matrices times x (tokens, K)
+static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t tokens, int64_t K) {
   auto integers = [](const Matrix &m) { return m.fast && m.format->unpack_int16; };
   for (const Matrix *m = all.begin(), *next = m; m < all.end(); m = next) {
-    auto alike = [&](const Matrix &other) {  // x is prepared once for both
-      if (rows > GEMV_TOKENS) return integers(other) == integers(*m);
+    auto alike = [&](const Matrix &other) {  // they need x in the same form
+      if (tokens > GEMV_TOKENS) return integers(other) == integers(*m);
       return other.format->slice == m->format->slice && other.fast == m->fast;
     };
     int max = 0;
     for (; next < all.end() && alike(*next); next++) max = std::max(max, (int)next->format->max);
     const int count = (int)(next - m);
-    if (rows <= GEMV_TOKENS) gemv(m, count, x, rows, K);
-    else if (integers(*m)) gemm<i16>(m, count, x, rows, K, max);
-    else gemm<f32>(m, count, x, rows, K, max);
+    if (tokens <= GEMV_TOKENS) gemv(m, count, x, tokens, K);
+    else if (integers(*m)) gemm<i16>(m, count, x, tokens, K, max);
+    else gemm<f32>(m, count, x, tokens, K, max);
   }
 }
 
 // ---- Layers: what Block.forward does ------------------------------------------------------------
 
-// RMSNorm: x (rows, C) -> y (rows, C)
-static void norm(const float *x, const float *w, double eps, float *y, int64_t rows, int64_t C) {
-  for_all(rows, rows > 16, [=](int64_t r) {
+// RMSNorm: x (tokens, C) -> y (tokens, C)
+static void norm(const float *x, const float *w, double eps, float *y, int64_t tokens, int64_t C) {
+  for_all(tokens, tokens > 16, [=](int64_t r) {
     f32 squares = {};
     for (int64_t i = r * C; i < (r + 1) * C; i += VL)
       squares += load<f32>(x + i) * load<f32>(x + i);
@@ -548,7 +552,6 @@ static void norm(const float *x, const float *w, double eps, float *y, int64_t r
       store(y + r * C + i, load<f32>(x + r * C + i) * scale * load<f32>(w + i));
   });
 }
-// y (n) = a (n) + b (n)
 static void add(const float *a, const float *b, float *y, int64_t n) {
   for_all(n / VL, n > 1 << 16,
           [=](int64_t i) { store(y + i * VL, load<f32>(a + i * VL) + load<f32>(b + i * VL)); });
@@ -561,8 +564,7 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t D) {
   }
 }
 
-// Attention of one token: J heads q (J, D) that share keys and values (length, D) -> y (J, D), with
-// J length + 16 numbers of scratch memory
+// Attention of one token: J heads q (J, D) of one key/value head -> y (J, D); p has J length + 16
 template <int J, class E>
 static void attend(const float *q, const E *keys, const E *values, float *y, float *p,
                    int64_t length, int64_t D) {
@@ -654,9 +656,7 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
   Bytes weights[7];            // of q, k, v, o, gate, up, down
   float *y;                    // as large as x
   int64_t bytes[14], rows[7];  // that all but y have; of the weights
-  struct {
-    int64_t type, fast;
-  } matrices[7];
+  int64_t matrices[7][2];      // type, fast
   int64_t B, T, C, D, L, cache_B, G, S, cache_D, pos, index, half;
   double eps[2];
 };
@@ -737,10 +737,10 @@ extern "C" {
 int32_t kernels_version() { return 7; }
 int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
 int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int64_t bytes,
-               int64_t rows, int64_t N, int64_t K, int32_t fast) try {
+               int64_t tokens, int64_t N, int64_t K, int32_t fast) try {
   const Matrix m = {find_format(type, K), weights, N, y, fast != 0};
   if (!weights || !x || !m.format || bytes != N * m.format->bytes(K)) return NOT_SUPPORTED;
-  multiply({m}, x, rows, K);
+  multiply({m}, x, tokens, K);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t type, int64_t bytes,
@@ -761,7 +761,7 @@ int32_t run_block(const Layer &l) try {
   const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
   int64_t bytes[14] = {x, angles, angles, all, all, 4 * C, 4 * C};
   for (int i = 0; i < 14; i++) {
-    const Format *f = i < 7 ? nullptr : find_format(l.matrices[i - 7].type, columns[i - 7]);
+    const Format *f = i < 7 ? nullptr : find_format(l.matrices[i - 7][0], columns[i - 7]);
     if (f) bytes[i] = rows[i - 7] * f->bytes(columns[i - 7]);
     if (bytes[i] < 1 || bytes[i] != l.bytes[i] || !((void **)&l)[i]) return NOT_SUPPORTED;
   }

@@ -1,10 +1,21 @@
-// The blocks of ggml: weight = scale * (value - ZERO) + minimum, each shared by a group
+// The blocks of ggml: weight = scale * (value - ZERO) + minimum. A group of weights has one scale
+// and one minimum. Q4_0 has 32 weights in 18 bytes, which are one group, and no minimum:
+//   byte               0     1     2    3    ...  17
+//   low four bits      scale       w0   w1   ... w15
+//   high four bits     scale       w16  w17  ... w31
+//
+// Q4_K has 256 weights in 144 bytes, eight groups; D and Dm are factors of all scales and minima:
+//   byte               0 1   2 3   4 ... 15    16  17  ... 47    48  ... 79     80 ... 143
+//   low four bits      D     Dm    8 scales,   w0  w1  ... w31   w64 ... w95    the next 128
+//   high four bits     D     Dm    8 minima    w32 w33 ... w63   w96 ... w127   in the same way
+//
+// values() unpacks W weights to bytes, 16 by 16: any 16 in a row are in 16 bytes in a row.
 #pragma once
 #include "vectors.h"
 
-// The order in which gemv takes 256 weights. Groups of 32 are taken by halves, so that two vectors
-// have the same groups in the same lanes and share an addition. PARITY: of K types, which have two
-// groups in the same bytes.
+// The order in which gemv takes 256 weights. HALVES: groups of 32 by halves, so that two vectors
+// have the same groups in the same lanes. PARITY: the same for K types, whose bytes have two
+// groups.
 enum { NATURAL, HALVES, PARITY };
 struct Sixteens {  // that are unpacked to the i-th vector of bytes
   int i, order;
@@ -19,10 +30,9 @@ template <class F> INLINE u32 by_lanes(F f) {  // f(0), f(1) ..., as one constan
   return load<u32>(lanes);
 }
 
-// BLOCK weights in SIZE bytes, in groups of GROUP; those of dense types are numbers. Scales (and
-// minima) of blocks of 32 are float16, which begin the block. Those of 256, the K types, are
-// integers of 8 bits for each group times one float16 of the block each, at byte D and behind it;
-// no value times its scale is more than MAX. SPAN: columns of int16 that share a scale
+// BLOCK weights in SIZE bytes, in groups of GROUP. Blocks of 32 begin with float16: the scale and
+// the minimum. Blocks of 256 (K types) have an integer for each group, and at byte D a float16 by
+// which all are multiplied. MAX: of a value times its integer. SPAN: columns with one scale in gemm
 constexpr int NO_ZERO = -1;  // of dense types
 template <int BLOCK_, int SIZE_, int ZERO_ = 0, bool MINIMUM_ = false, int GROUP_ = 32,
           int MAX_ = 128, int D_ = 0>
@@ -33,7 +43,7 @@ struct Block {
   enum { ORDER = GROUP_ == 16 ? NATURAL : BLOCK_ == 32 ? HALVES : PARITY };
 };
 
-// Where 16 weights have some of their bits: the first of 16 bytes, the lowest bit in each
+// Where 16 weights have some of their bits: in 16 bytes from `at` on, from `bit` on
 struct Piece {
   int at, bit;
 };
@@ -45,8 +55,7 @@ INLINE __m256i load_pieces(Bytes b, int first, int second) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(v), load<__m128i>(b + second), 1);
 }
 #endif
-// Bits `mask` of W weights, moved to bit `to` of a byte each; piece(j): of the j-th 16. All but the
-// bytes is constant where vectors are wide.
+// Bits `mask` of W weights, moved to bit `to` of a byte each; piece(j) says where the j-th 16 are
 template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to = 0) {
   const int first = piece(w[0]).at;
 #ifdef MM
@@ -79,7 +88,7 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
 template <int SIZE> INLINE u8 nibbles(Bytes b, Sixteens w) {
   return bits(b, w, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
 }
-// Of blocks of 256 in which 32 weights have the lowest bits of 32 bytes, the next 32 those above
+// Of K types: 32 weights have the lowest bits of 32 bytes, the next 32 the bits above them
 template <int BITS> INLINE u8 stacked(Bytes b, Sixteens w, int to = 0) {
   constexpr int PER = 8 / BITS;  // weights in a byte
   auto piece = [](int j) { return Piece{j / 2 / PER * 32 + j % 2 * 16, j / 2 % PER * BITS}; };
@@ -177,8 +186,7 @@ struct Q6_K : Block<256, 210, 32, false, 16, 32 * 128, 208> {
   }
 };
 
-// Scales and minima of 256 weights
-template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {
+template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {  // of 256 weights
   if constexpr (T::BLOCK == 256) {
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
@@ -263,7 +271,6 @@ __attribute__((noinline, cold)) static Bytes pad(Bytes w, int64_t there, int64_t
 
 // ---- 256 weights as numbers ---------------------------------------------------------------------
 
-// 256 weights -> float32
 template <class T> static void unpack(Bytes w, float *y) {
   if constexpr (T::DENSE) {
     for (int i = 0; i < 256; i += VL) store(y + i, T::load(w, i));

@@ -56,18 +56,14 @@ constexpr int VL = 4;
 #endif
 #define VECTOR(bytes) __attribute__((vector_size(bytes)))
 typedef const uint8_t *Bytes;
-typedef float f32 VECTOR(4 * VL);
-typedef int32_t i32 VECTOR(4 * VL);
+typedef float f32 VECTOR(4 * VL), f32x4 VECTOR(16), f32x8 VECTOR(32);
+typedef int32_t i32 VECTOR(4 * VL), i32x8 VECTOR(32);
 typedef uint32_t u32 VECTOR(4 * VL);
-typedef int16_t i16 VECTOR(4 * VL);
-typedef uint16_t u16 VECTOR(4 * VL);
-typedef uint8_t u8 VECTOR(4 * VL);
+typedef int16_t i16 VECTOR(4 * VL), i16_half VECTOR(2 * VL);
+typedef uint16_t u16 VECTOR(4 * VL), u16_half VECTOR(2 * VL);
 typedef int8_t i8_half VECTOR(2 * VL);
-typedef int16_t i16_half VECTOR(2 * VL);
-typedef uint16_t u16_half VECTOR(2 * VL);
-typedef float f32x4 VECTOR(16);
-typedef float f32x8 VECTOR(32);
-typedef int32_t i32x8 VECTOR(32);
+typedef uint8_t u8 VECTOR(4 * VL);
+typedef uint64_t u64 VECTOR(4 * VL);
 constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
 template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
 template <class X> using Sum = std::conditional_t<is_int16<X>, i32, f32>;  // of products
@@ -78,7 +74,6 @@ template <class V> INLINE V load(const void *p) {
   return v;
 }
 template <class V> INLINE void store(void *p, const V &v) { memcpy(p, &v, sizeof v); }
-typedef uint64_t u64 VECTOR(4 * VL);
 template <class V, int WORDS = 1> INLINE V splat(const void *p) {  // one after the other
   return WORDS == 2 ? (V)(load<uint64_t>(p) - u64{}) : (V)(load<uint32_t>(p) - u32{});
 }
@@ -137,8 +132,7 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
 #endif
 }
 
-// VL bytes -> int32
-INLINE i32 widen(const void *p) {
+INLINE i32 widen(const void *p) {  // VL bytes -> int32
 #if defined(AVX512)
   return (i32)_mm512_cvtepu8_epi32(load<__m128i>(p));
 #elif defined(AVX2)
@@ -148,9 +142,8 @@ INLINE i32 widen(const void *p) {
   return __builtin_convertvector(load<Part>(p), i32);
 #endif
 }
-// 8 signed bytes -> int32
-INLINE i32x8 widen8(const uint64_t &bytes) {
-#ifdef MM  // which GCC does byte by byte
+INLINE i32x8 widen8(const uint64_t &bytes) {  // 8 signed bytes; GCC would do it one by one
+#ifdef MM
   return (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
 #else
   typedef int8_t i8x8 VECTOR(8);
@@ -197,8 +190,8 @@ INLINE void store_f32(float16 *p, f32 v) {
 }
 INLINE f32 exp(f32 x) {  // 2e-7 relative: 2^n e^r
   constexpr float TERMS[] = {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1, 1};
-  const f32 least = keep<true>(splat(-87)), most = keep<true>(splat(88));
-  x = max(least, x), x = most < x ? most : x;  // NaN stays NaN; GCC compares with constants
+  const f32 low = keep<true>(splat(-87)), high = keep<true>(splat(88));
+  x = max(low, x), x = high < x ? high : x;  // NaN stays NaN; GCC compares with constants
   f32 n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
   f32 p = splat(1.f / 720);
   EACH (i, 6) p = p * r + TERMS[i];
