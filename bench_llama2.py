@@ -217,8 +217,8 @@ def run_suite(args):
     result = {}
     for T in SIZES:
         for name, call in suite_calls(model, T).items():
-            found = measure(call)
-            result[f"{name}/{T}"] = {"median": found.median, "iqr": found.iqr}
+            measured = measure(call)
+            result[f"{name}/{T}"] = {"median": measured.median, "iqr": measured.iqr}
     rows = [(name, *(f"{1e3 * t:.4g}" for t in row.values())) for name, row in result.items()]
     table(("benchmark", "median, ms", "IQR, ms"), rows)
     return {"suite": result}
@@ -313,18 +313,18 @@ def time_token(args, model, tokenizer, depth):
 def run_token(args):
     """Where the time of a token goes that is sampled and decoded, as the command line does."""
     model, tokenizer = load(args, args.model) if args.model else (random_model(args), None)
-    found = {depth: time_token(args, model, tokenizer, depth) for depth in args.depth}
+    measured = {depth: time_token(args, model, tokenizer, depth) for depth in args.depth}
     header = ["part of a token"]
-    for depth in found:
+    for depth in measured:
         header += [f"ms behind {depth}", "share"]
     rows = []
-    for part in found[args.depth[0]]:
+    for part in measured[args.depth[0]]:
         rows.append([part])
-        for times in found.values():
+        for times in measured.values():
             share = times[part] / sum(times.values())
             rows[-1] += [f"{1e3 * times[part]:.3f}", f"{share:.1%}"]
     table(header, rows)
-    return found
+    return measured
 
 
 def run_breakdown(args):
@@ -525,10 +525,10 @@ def run_claims(args):
     print(f"{len(model.layers)} layers and the head")
     result = {}
     for claim, measure_claim in CLAIMS.items():
-        found = measure_claim(args, model)
-        cases = ", ".join(f"{value:.3g} {name}" for name, value in found.cases.items())
-        print(f"{claim}: {found.verdict().upper()}\n    {found.what}: {cases}")
-        result[claim] = {**found._asdict(), "verdict": found.verdict()}
+        measured = measure_claim(args, model)
+        cases = ", ".join(f"{value:.3g} {name}" for name, value in measured.cases.items())
+        print(f"{claim}: {measured.verdict().upper()}\n    {measured.what}: {cases}")
+        result[claim] = {**measured._asdict(), "verdict": measured.verdict()}
     return {"claims": result}
 
 
@@ -691,17 +691,17 @@ def run_models(args):
     models = {}
     for path in args.table or [args.model]:
         name = path.name if path else args.config
-        found = models[name] = run_model(args, path)
-        rows = found["tokens/s"]
+        measured = models[name] = run_model(args, path)
+        rows = measured["tokens/s"]
         tests = [*rows["llama2.py"]]
         cells = []
         for engine, row in rows.items():
             digits = ".2f" if engine == "ours / best" else ".4g"
             cells.append((engine, *(f"{row[test]:{digits}}" for test in tests)))
         table((f"{name}, tokens/s", *tests), cells)
-        reached, given = found["reached"] / 1e9, found["bandwidth"] / 1e9
+        reached, given = measured["reached"] / 1e9, measured["bandwidth"] / 1e9
         print(f"A token reads its weights at {reached:.1f} GB/s; memory gives {given:.1f}.")
-        memory = found["bytes per token of context"] / 1e3
+        memory = measured["bytes per token of context"] / 1e3
         print(f"1,000 tokens of context take {memory:.1f} MB.\n")
     return {"models": models}
 
@@ -722,10 +722,10 @@ def windows(tokenizer, text, context):
     count = len(ids) // context
     if count < 2:
         raise ValueError(f"a text of {len(ids)} tokens; expected twice --context {context}")
-    found = ids[: count * context].view(count, context)
+    chunks = ids[: count * context].view(count, context)
     if tokenizer.add_bos:
-        found[:, 0] = tokenizer.bos_id
-    return found
+        chunks[:, 0] = tokenizer.bos_id
+    return chunks
 
 
 def run_perplexity(args):
@@ -866,11 +866,11 @@ def read_texts(readers, texts):
     sums = {name: Counter() for name, reader in readers.items() if reader.logits}
     for text in texts.split(1):
         exact = readers["exact"].logits(text)[:-1].double().log_softmax(-1)
-        for name, found in sums.items():
+        for name, measured in sums.items():
             logprobs = readers[name].logits(text)[:-1].double().log_softmax(-1)
             kl = F.kl_div(logprobs, exact, reduction="batchmean", log_target=True)
-            found["KL"] += kl.item() / len(texts)
-            found["loss"] += F.nll_loss(logprobs, text[0, 1:]).item() / len(texts)
+            measured["KL"] += kl.item() / len(texts)
+            measured["loss"] += F.nll_loss(logprobs, text[0, 1:]).item() / len(texts)
     return {k: (f"{v['KL']:.1e}", f"{math.exp(v['loss']):.4f}") for k, v in sums.items()}
 
 
@@ -902,8 +902,8 @@ def run_fidelity(args):
     text = read_text(args.text) if args.text else "\n".join(answers["exact"])
     texts = read_texts(readers, windows(tokenizer, text, args.context))
     rows = []
-    for name, found in answers.items():
-        pairs = [pair for pair in zip(found, answers["exact"]) if pair[0] != pair[1]]
+    for name, answer in answers.items():
+        pairs = [pair for pair in zip(answer, answers["exact"]) if pair[0] != pair[1]]
         common = [tokenizer.encode(os.path.commonprefix(pair), bos=False) for pair in pairs]
         equal = f"{len(prompts) - len(pairs)} of {len(prompts)}"
         parted = median(map(len, common)) if pairs else ""

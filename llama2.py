@@ -829,7 +829,7 @@ class Vocabulary:
     # Where SentencePiece adds a space, which its words begin with:
     #   "never"    nowhere
     #   "first"    at the start of a text
-    #   "always"   there and behind each special token, unless a space follows ("legacy")
+    #   "always"   there and behind each special token, unless a space follows (transformers)
     #   "prepend"  there and behind each special token, even if a space follows (llama.cpp)
     prepend_scheme: str = "first"
     chat_template: str = ""  # in Jinja; "": the model's files have none
@@ -2042,13 +2042,13 @@ def read_chat_template(folder: Path) -> str:
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
 #
-# A Vocabulary needs a tokenizer.model, which sentencepiece runs, or a tokenizer.json, which
-# tokenizers runs. Every format comes to it through the keys of GGUF:
+# sentencepiece runs a tokenizer.model, tokenizers runs a tokenizer.json. A GGUF file has neither,
+# but lists of pieces, types, scores or merges, of which one of them is made. The keys of GGUF are
+# the form that all formats pass through:
 #
-#   GGUF file        its metadata --vocabulary_from_gguf()--> a tokenizer.model or tokenizer.json is
-#                    made of the lists of pieces, types, scores or merges
-#   other files      --read_vocabulary_file()--> GGUF's keys --vocabulary_from_gguf()-->
-#   Vocabulary       --vocabulary_keys()--> GGUF's keys, to be saved
+#   tokenizer.model, tokenizer.json  --read_vocabulary_file()-->  GGUF's keys
+#   GGUF's keys                      --vocabulary_from_gguf()-->  Vocabulary
+#   Vocabulary                       --vocabulary_keys()------->  GGUF's keys, to be saved
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
@@ -2097,7 +2097,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
         model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
 
-    # 4. What a text begins with.
+    # 4. The rest: what a text begins with, and the chat template.
     return Vocabulary(
         pieces,
         types,
@@ -2365,7 +2365,7 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
 
 
 def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
-    """The vocabulary of a tokenizer.model or tokenizer.json and the files beside it. ValueError."""
+    """The vocabulary in a tokenizer file and the files beside it. Raises ValueError."""
     with naming(path):
         # 1. The settings beside it. Files with added_tokens_decoder are new: transformers then
         #    ignores special_tokens_map.json.
@@ -2398,7 +2398,7 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
             token_id = keys.get(f"{role}_token_id", getattr(config, f"{role}_token_id"))
             if text in pieces:
                 token_id = pieces.index(text)
-                if types[token_id] != CONTROL:
+                if types[token_id] != CONTROL:  # the engine must know it as a special token, too
                     added.append({**FLAGS, "id": token_id, "content": text, "special": True})
             elif token_id not in ids or types[token_id] != CONTROL:
                 token_id = None
@@ -2440,7 +2440,7 @@ def absorbs_spaces(vocabulary: Vocabulary) -> bool:
 def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
     """GGUF's keys for a tokenizer.json. Raises ValueError if GGUF cannot describe it.
 
-    GGUF has only a name for the steps before the model: the name of the same steps is searched.
+    For the steps before the model GGUF has only a name: that of equal steps in PRE_TOKENIZERS.
     """
     content = vocabulary.model
     model, steps = content["model"], json_steps(content)
@@ -3134,8 +3134,8 @@ class NativeBlock(Block):
         numbers = [*map(Tensor.data_ptr, tensors), y.data_ptr()]
         numbers += [t.nbytes for t in tensors]
 
-        # 4. Rows and types of the matrices, sizes, the position. The kernel compares all sizes with
-        #    the bytes: so it finds out if a cache that is not float16 is not float32 either.
+        # 4. Rows and types of the matrices, sizes, the position. A cache that is not `half` is
+        #    taken for float32. The kernel compares sizes and bytes, and refuses any other dtype.
         numbers += [w.shape[0] for w in weights]
         for matrix in matrices:
             numbers += GGML_TYPES[matrix.ggml_type].number, matrix.fast
@@ -3205,10 +3205,10 @@ class CompiledBlock(Block):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        by_torch = torch.is_grad_enabled() or torch.compiler.is_compiling()
         is_step = x.shape[1] == 1 and type(cache) is Cache
         # Compiled code ignores hooks that are added after its compilation.
-        if plain or not is_step or not unhooked(self.modules()):
+        if by_torch or not is_step or not unhooked(self.modules()):
             return super().forward(x, cos, sin, mask, cache)
         layer_cache = LayerCache(cache, self.self_attn.layer)
         return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)

@@ -28,7 +28,7 @@ import pytest
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GGMLType
 
 import llama2
 
@@ -130,7 +130,7 @@ def gguf_name(name):
 def vocabulary_keys(sp):
     """The metadata keys of a SentencePiece vocabulary, as converters write them."""
     n = sp.vocab_size()
-    kinds = [
+    ggml_types = [
         3 if sp.is_control(i) else 2 if sp.is_unknown(i) else 6 if sp.is_byte(i) else 1
         for i in range(n)
     ]
@@ -138,7 +138,7 @@ def vocabulary_keys(sp):
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [sp.id_to_piece(i) for i in range(n)],
         "tokenizer.ggml.scores": [sp.get_score(i) for i in range(n)],
-        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.token_type": ggml_types,
         "tokenizer.ggml.bos_token_id": sp.bos_id(),
         "tokenizer.ggml.eos_token_id": sp.eos_id(),
         "tokenizer.ggml.unknown_token_id": sp.unk_id(),
@@ -179,15 +179,15 @@ def write_gguf(path, keys, tensors=None, arch="llama", **options):
     """A GGUF file. Values of None are left out; a value may be (value, types), a tensor (blocks, type)."""
     writer, types = gguf.GGUFWriter(path, arch, **options), gguf.GGUFValueType
     writer.data_alignment = keys.get("general.alignment", 32)
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    ggml_types = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
     for key, value in keys.items():
         if value is not None:
-            typed = value if isinstance(value, tuple) else (value, types[kinds[type(value)]])
+            typed = value if isinstance(value, tuple) else (value, types[ggml_types[type(value)]])
             writer.add_key_value(key, *typed)
     for name, tensor in (tensors or {}).items():
-        blocks, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
+        blocks, ggml_type = tensor if isinstance(tensor, tuple) else (tensor, None)
         if blocks is not None:
-            writer.add_tensor(name, blocks, raw_dtype=kind)
+            writer.add_tensor(name, blocks, raw_dtype=ggml_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -203,43 +203,48 @@ SCALES |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ
 SCALES |= dict.fromkeys(("MXFP4", "NVFP4", "IQ1_M"), ())
 
 
-def random_blocks(kind, rows, columns, seed):
+def random_blocks(ggml_type, rows, columns, seed):
     """Random blocks (rows, bytes) of a type, with weights of a sensible size."""
-    state, (elements, size) = np.random.RandomState(seed), gguf.GGML_QUANT_SIZES[Kind[kind]]
+    state, (elements, size) = (
+        np.random.RandomState(seed),
+        gguf.GGML_QUANT_SIZES[GGMLType[ggml_type]],
+    )
     blocks = state.randint(0, 256, (rows, columns // elements, size)).astype(np.uint8)
-    if kind == "MXFP4":
+    if ggml_type == "MXFP4":
         blocks[..., 0] = 120 + blocks[..., 0] % 4  # an exponent
-    elif kind == "NVFP4":
+    elif ggml_type == "NVFP4":
         blocks[..., :4] = 16 + blocks[..., :4] % 16
-    elif kind == "IQ1_M":
+    elif ggml_type == "IQ1_M":
         blocks[..., 55] = blocks[..., 55] % 16 + 16  # the top of a scattered float16
-    scales = {o: state.uniform(0.5, 1.5, blocks.shape[:2]) for o in SCALES[kind]}
+    scales = {o: state.uniform(0.5, 1.5, blocks.shape[:2]) for o in SCALES[ggml_type]}
     for factor in (1.0, None):
         if factor is None:
-            factor = 0.05 / gguf.quants.dequantize(blocks.reshape(rows, -1), Kind[kind]).std()
+            factor = (
+                0.05 / gguf.quants.dequantize(blocks.reshape(rows, -1), GGMLType[ggml_type]).std()
+            )
         for offset, scale in scales.items():
             half = (factor * scale).astype("<f2")[..., None]
             blocks[..., offset : offset + 2] = half.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
-def quantised(vocabulary, path, kinds, config=WIDE, keys=None):
+def quantised(vocabulary, path, ggml_types, config=WIDE, keys=None):
     """A file with blocks of these types in turn, and its weights as gguf dequantises them."""
     keys = config_keys(config) | vocabulary_keys(vocabulary[1]) | (keys or {})
     weights, stored = make_weights(config), {}
     for i, name in enumerate(sorted(weights)):
-        blocks, kind = weights[name], None
+        blocks, ggml_type = weights[name], None
         if "norm" not in name:
-            kind = Kind[kinds[i % len(kinds)]]
-            if kind.name in SCALES:
-                blocks = random_blocks(kind.name, *weights[name].shape, seed=i)
+            ggml_type = GGMLType[ggml_types[i % len(ggml_types)]]
+            if ggml_type.name in SCALES:
+                blocks = random_blocks(ggml_type.name, *weights[name].shape, seed=i)
             else:
-                blocks = gguf.quants.quantize(weights[name], kind)
-            weights[name] = gguf.quants.dequantize(blocks, kind)
-            if kind.name not in llama2.GGML_TYPES:  # these are kept in 16 bits
+                blocks = gguf.quants.quantize(weights[name], ggml_type)
+            weights[name] = gguf.quants.dequantize(blocks, ggml_type)
+            if ggml_type.name not in llama2.GGML_TYPES:  # these are kept in 16 bits
                 weights[name] = weights[name].astype(np.float16).astype(np.float32)
             assert np.isfinite(weights[name]).all()
-        stored[gguf_name(name)] = (blocks, kind)
+        stored[gguf_name(name)] = (blocks, ggml_type)
     if config.tie_word_embeddings:
         assert "output.weight" not in stored
     write_gguf(path, keys, stored)
@@ -359,13 +364,13 @@ def forms(tmp_path_factory, vocabulary):
     return root, weights
 
 
-TOKENS = torch.tensor(np.random.RandomState(1).randint(0, 320, (3, 40)))  # rows of any ids
+TOKENS = torch.tensor(np.random.RandomState(1).randint(0, 320, (3, 40)))  # sequences of random ids
 
 
-def assert_close(found, wanted, tolerance=1e-4):
-    """Equal to `tolerance` of the largest value wanted."""
-    assert found.shape == wanted.shape
-    worst, largest = (found - wanted).abs().max().item(), max(1, wanted.abs().max().item())
+def assert_close(actual, expected, tolerance=1e-4):
+    """Equal to `tolerance` of the largest expected value."""
+    assert actual.shape == expected.shape
+    worst, largest = (actual - expected).abs().max().item(), max(1, expected.abs().max().item())
     assert worst <= tolerance * largest
 
 
@@ -454,8 +459,8 @@ def write_files(path, files):
 def added_tokens_decoder(tokens, start):
     """As tokenizer_config.json has it: texts, and whether they are special."""
     flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
-    rows = [{"content": text, "special": special, **flags} for text, special in tokens.items()]
-    return {str(i): row for i, row in enumerate(rows, start)}
+    entries = [{"content": text, "special": special, **flags} for text, special in tokens.items()]
+    return {str(i): entry for i, entry in enumerate(entries, start)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -575,17 +580,17 @@ def test_rope_turns_each_pair_as_a_complex_number():
     angles = torch.outer(torch.arange(9), 10000.0**-exponents)
     turns = torch.polar(torch.ones_like(angles), angles)
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
-    wanted = torch.view_as_real(pairs * turns[:, None]).flatten(-2).float()
+    expected = torch.view_as_real(pairs * turns[:, None]).flatten(-2).float()
     cos, sin = llama2.rope_tables(CONFIG, 9)
-    assert_close(llama2.apply_rotary_emb(x, cos, sin), wanted, 1e-6)
+    assert_close(llama2.apply_rotary_emb(x, cos, sin), expected, 1e-6)
 
 
 def test_rope_tables_stay_exact_far_out():
     """Catches tables in 16 bits, in which neighbouring positions become the same."""
     cos, _ = llama2.rope_tables(CONFIG, 4096)
     assert cos.dtype == torch.float32
-    wanted = math.cos(4095 * 10000 ** (-2 / CONFIG.head_dim))
-    assert abs(cos[4095, 1].item() - wanted) < 1e-3
+    expected = math.cos(4095 * 10000 ** (-2 / CONFIG.head_dim))
+    assert abs(cos[4095, 1].item() - expected) < 1e-3
 
 
 # --------------------------------------------------------------------------------------------------
@@ -653,7 +658,7 @@ def test_cache_is_allocated_once_to_the_length_asked_for():
 
 @torch.no_grad()
 def test_cache_knows_its_ids(model):
-    """In every row; what was cut off is not known any more."""
+    """In every sequence; what was cut off is forgotten."""
     cache = llama2.Cache(CONFIG, 2)
     model(TOKENS[:2, :9], cache)
     assert torch.equal(cache.tokens[:, :9], TOKENS[:2, :9])
@@ -689,8 +694,8 @@ def test_rms_norm_is_the_formula():
     norm.weight.data.normal_()
     x = torch.randn(2, 3, 64)
     weight = norm.weight.double()
-    wanted = F.rms_norm(x.double(), (64,), weight, 0.5)
-    assert_close(norm(x), wanted.float(), 1e-6)
+    expected = F.rms_norm(x.double(), (64,), weight, 0.5)
+    assert_close(norm(x), expected.float(), 1e-6)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -728,9 +733,9 @@ def test_attention_is_the_formula(kv_heads):
         g = h * kv_heads // 4
         scores = k[b, : t + 1, g] @ q[b, t, h] / math.sqrt(config.head_dim)
         heads[b, t, h] = scores.softmax(0) @ v[b, : t + 1, g]
-    wanted = attention.o_proj(heads.flatten(2))
+    expected = attention.o_proj(heads.flatten(2))
     mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    assert_close(attention(x, cos, sin, mask, None), wanted, 1e-5)
+    assert_close(attention(x, cos, sin, mask, None), expected, 1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -742,8 +747,8 @@ def test_mlp_is_the_formula(model):
     mlp = model.layers[0].mlp
     x = torch.randn(3, 64)
     gate = mlp.gate_proj(x)
-    wanted = mlp.down_proj(gate * torch.sigmoid(gate) * mlp.up_proj(x))
-    assert_close(mlp(x), wanted, 1e-5)
+    expected = mlp.down_proj(gate * torch.sigmoid(gate) * mlp.up_proj(x))
+    assert_close(mlp(x), expected, 1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -760,17 +765,17 @@ GOLDEN = {
 @torch.no_grad()
 def test_logits_equal_transformers(weights, model):
     tokens = TOKENS[:, :32]
-    wanted = make_hf(CONFIG, weights)(tokens).logits
-    assert wanted.std() > 0.5  # flat logits would prove nothing
-    assert_close(model(tokens), wanted)
+    expected = make_hf(CONFIG, weights)(tokens).logits
+    assert expected.std() > 0.5  # flat logits would prove nothing
+    assert_close(model(tokens), expected)
 
 
 @torch.no_grad()
 def test_logits_equal_frozen_ones(model):
     """The same without transformers, so that a run without it proves the pairing and the groups."""
-    found = model(TOKENS[:1, :32])[0]
-    for position, wanted in GOLDEN.items():
-        assert_close(found[position, : len(wanted)], torch.tensor(wanted))
+    actual = model(TOKENS[:1, :32])[0]
+    for position, expected in GOLDEN.items():
+        assert_close(actual[position, : len(expected)], torch.tensor(expected))
 
 
 @pytest.mark.parametrize(
@@ -787,14 +792,14 @@ def test_logits_equal_frozen_ones(model):
 def test_cache_in_any_steps_equals_one_pass(model, steps):
     """Catches positions that are off by one and masks that are wrong when something is stored."""
     tokens = TOKENS[:, :32]
-    wanted = model(tokens)
+    expected = model(tokens)
     cache = llama2.Cache(CONFIG, len(tokens))
-    assert_close(in_steps(model, tokens, steps, cache), wanted)
+    assert_close(in_steps(model, tokens, steps, cache), expected)
     assert cache.pos == 32
     cache.reset()
     for part in tokens.split(steps, dim=1):
         last = model(part, cache)
-    assert_close(last, wanted[:, -1])
+    assert_close(last, expected[:, -1])
 
 
 @pytest.mark.parametrize("kept", [0, 1, 10, 31])
@@ -805,17 +810,17 @@ def test_second_turn_after_truncate(model, kept):
     model(TOKENS[:1, :32], cache)
     cache.truncate(kept)
     turn = torch.cat([TOKENS[:1, :kept], TOKENS[1:2, :20]], dim=1)
-    found = in_steps(model, turn[:, kept:], [7, 1, 12], cache)
-    assert_close(found, model(turn)[:, kept:])
+    actual = in_steps(model, turn[:, kept:], [7, 1, 12], cache)
+    assert_close(actual, model(turn)[:, kept:])
 
 
 @torch.no_grad()
 def test_bfloat16_is_near_float32(model):
-    wanted = model(TOKENS[:1, :32])
+    expected = model(TOKENS[:1, :32])
     cache = llama2.Cache(CONFIG, dtype=torch.bfloat16)
-    found = in_steps(make_model().bfloat16(), TOKENS[:1, :32], [20] + [1] * 12, cache)
-    assert found.dtype == torch.float32
-    assert (found - wanted).std() < 0.05 * wanted.std()
+    actual = in_steps(make_model().bfloat16(), TOKENS[:1, :32], [20] + [1] * 12, cache)
+    assert actual.dtype == torch.float32
+    assert (actual - expected).std() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -826,8 +831,8 @@ def test_autograd_reaches_every_parameter_and_training_lowers_the_loss(tied):
     for _ in range(8):
         logits = model(TOKENS[:, :-1])
         assert logits.shape == (3, 39, 320)
-        wanted = TOKENS[:, 1:].flatten()
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted)
+        expected = TOKENS[:, 1:].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), expected)
         loss.backward()
         losses.append(loss.item())
         for name, p in model.named_parameters():
@@ -878,21 +883,21 @@ def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
     assert not re.search("gguf|ggml|quant|file", text.lower())
     alone = cut.Llama(cut.Config(**SHAPE)).eval()
     alone.load_state_dict(model.state_dict())
-    found = alone(TOKENS[:1, :9], cut.Cache(alone.config))
-    assert_close(found, model(TOKENS[:1, :9])[:, -1])
+    actual = alone(TOKENS[:1, :9], cut.Cache(alone.config))
+    assert_close(actual, model(TOKENS[:1, :9])[:, -1])
 
 
 # --------------------------------------------------------------------------------------------------
 # 9. Weights
 
 
-@pytest.mark.parametrize("kind", [name for name in SCALES if hasattr(Kind, name)])
+@pytest.mark.parametrize("ggml_type", [name for name in SCALES if hasattr(GGMLType, name)])
 @torch.no_grad()
 def test_every_type_gives_the_logits_of_dequantised_weights(
-    tmp_path, vocabulary, monkeypatch, kind
+    tmp_path, vocabulary, monkeypatch, ggml_type
 ):
     """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
-    path, weights = quantised(vocabulary, tmp_path / "x.gguf", [kind])
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", [ggml_type])
     monkeypatch.setattr(llama2, "CHUNK", 2**16)  # several chunks in each matrix
     for name, weight in llama2.open_checkpoint(path).weights.items():
         same = np.array_equal(weight.dense(torch.float32), weights[name])  # to the last bit
@@ -906,9 +911,9 @@ def test_every_type_gives_the_logits_of_dequantised_weights(
                 x = torch.randn(*shape, module.in_features)
                 assert_close(loaded.get_submodule(name)(x), module(x), 1e-5)
     assert_close(loaded.embed_tokens(ROWS), dense.embed_tokens(ROWS), 1e-6)
-    wanted = dense(ROWS)
-    assert wanted.std() > 0.1
-    assert_close(loaded(ROWS), wanted)
+    expected = dense(ROWS)
+    assert expected.std() > 0.1
+    assert_close(loaded(ROWS), expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 18, 1), (2, 17), (2, 19), (2, 18)])
@@ -920,29 +925,29 @@ def test_blocks_of_another_size_are_refused(shape):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "kinds", [["F32"], ["F16"], ["BF16"], ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"]], ids=str
+    "ggml_types", [["F32"], ["F16"], ["BF16"], ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"]], ids=str
 )
 @torch.no_grad()
-def test_types_are_read_per_tensor(tmp_path, vocabulary, kinds, tied):
+def test_types_are_read_per_tensor(tmp_path, vocabulary, ggml_types, tied):
     """A file called Q4_K_M holds several; only the absence of the output matrix ties it."""
     config = dataclasses.replace(WIDE, tie_word_embeddings=tied)
-    path, weights = quantised(vocabulary, tmp_path / "x.gguf", kinds, config)
+    path, weights = quantised(vocabulary, tmp_path / "x.gguf", ggml_types, config)
     assert llama2.open_checkpoint(path).config == config
-    wanted = make_model(config, weights)(ROWS)
-    assert_close(logits_of(path), wanted, 1e-5)
+    expected = make_model(config, weights)(ROWS)
+    assert_close(logits_of(path), expected, 1e-5)
     for dtype in ("bfloat16", "float16"):
-        found = logits_of(path, dtype=dtype)
-        assert found.dtype == torch.float32
-        assert (found - wanted).std() < 0.05 * wanted.std()
+        actual = logits_of(path, dtype=dtype)
+        assert actual.dtype == torch.float32
+        assert (actual - expected).std() < 0.05 * expected.std()
 
 
-@pytest.mark.parametrize("kind", ["I8", "I32", "F64", "Q8_1"])
-def test_types_that_hold_no_weights_are_refused(write_tiny, kind):
+@pytest.mark.parametrize("ggml_type", ["I8", "I32", "F64", "Q8_1"])
+def test_types_that_hold_no_weights_are_refused(write_tiny, ggml_type):
     """gguf cannot dequantise them: known when the model is loaded, not at the first token."""
-    elements, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    elements, size = gguf.GGML_QUANT_SIZES[GGMLType[ggml_type]]
     blocks = np.zeros((320, 64 // elements * size), np.uint8)
-    path = write_tiny(None, {"output.weight": (blocks, Kind[kind])})
-    with pytest.raises(ValueError, match=rf"x\.gguf: lm_head.weight: .*{kind}"):
+    path = write_tiny(None, {"output.weight": (blocks, GGMLType[ggml_type])})
+    with pytest.raises(ValueError, match=rf"x\.gguf: lm_head.weight: .*{ggml_type}"):
         llama2.load(path)
 
 
@@ -976,18 +981,18 @@ def test_reader_equals_gguf_reader(tmp_path, vocabulary):
     for key, field in saved.fields.items():
         assert field.types == theirs.fields[key].types, key
     for tensor, again in zip(theirs.tensors, saved.tensors, strict=True):
-        found = ours.weights[tensor.name]
-        assert found.ggml_type == tensor.tensor_type.name == again.tensor_type.name
-        assert list(found.shape) == tensor.shape.tolist()[::-1]
+        actual = ours.weights[tensor.name]
+        assert actual.ggml_type == tensor.tensor_type.name == again.tensor_type.name
+        assert list(actual.shape) == tensor.shape.tolist()[::-1]
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert np.array_equal(found.dense(torch.float32), expected), tensor.name
+        assert np.array_equal(actual.dense(torch.float32), expected), tensor.name
         assert (again.name, again.data_offset % 1024) == (tensor.name, 0)
         assert np.array_equal(again.data, tensor.data)
 
 
 def test_keys_that_may_be_absent(write_tiny):
-    least = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos", "unknown")}
-    checkpoint = llama2.open_checkpoint(write_tiny(least))
+    no_ids = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos", "unknown")}
+    checkpoint = llama2.open_checkpoint(write_tiny(no_ids))
     assert checkpoint.config == CONFIG  # with theta 10000, factor 1, BOS 1, EOS 2
     assert checkpoint.tokenizer.encode("fox")[0] == 1
     heads = llama2.Config(**SHAPE | {"num_key_value_heads": 4, "eos_token_id": 5})
@@ -1024,8 +1029,8 @@ def test_rope_freqs_divide_the_frequencies(write_tiny, weights):
     plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     divisors = plain / hf.model.rotary_emb.inv_freq
     assert divisors.max() > 4
-    found = logits_of(write_tiny(None, {"rope_freqs.weight": divisors.numpy()}))
-    assert_close(found, hf(ROWS).logits)
+    actual = logits_of(write_tiny(None, {"rope_freqs.weight": divisors.numpy()}))
+    assert_close(actual, hf(ROWS).logits)
 
 
 @torch.no_grad()
@@ -1091,26 +1096,26 @@ def test_directories_that_transformers_wrote(forms, hf_model, tmp_path, vocabula
     """One file or several with an index; only the absence of an output matrix ties it."""
     if tied:
         hf_model = make_hf(dataclasses.replace(FORMS, tie_word_embeddings=True), forms[1])
-    wanted = hf_model(ROWS).logits
+    expected = hf_model(ROWS).logits
     for folder, size in (("one", "1GB"), ("several", "300KB")):
         hf_model.save_pretrained(tmp_path / folder, max_shard_size=size)
         shutil.copy(vocabulary[0], tmp_path / folder)
         ours, _ = llama2.load(tmp_path / folder)
         assert (ours.lm_head.weight is ours.embed_tokens.weight) == tied
-        assert_close(ours(ROWS), wanted, 2e-6)
+        assert_close(ours(ROWS), expected, 2e-6)
     assert (tmp_path / "several" / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.parametrize("kind", [None, *llama2.SAVE_TYPES])
+@pytest.mark.parametrize("ggml_type", [None, *llama2.SAVE_TYPES])
 @torch.no_grad()
-def test_save_round_trip(forms, tmp_path, kind):
+def test_save_round_trip(forms, tmp_path, ggml_type):
     """Matrices become what gguf makes of them, norms stay; so does the vocabulary."""
     checkpoint = llama2.open_checkpoint(forms[0] / "hf_index")
-    llama2.save_gguf(checkpoint, tmp_path / "out.gguf", kind)
+    llama2.save_gguf(checkpoint, tmp_path / "out.gguf", ggml_type)
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
     saved = llama2.open_checkpoint(tmp_path / "out.gguf")
     assert saved.config == checkpoint.config
-    raw = Kind[kind or "F32"]
+    raw = GGMLType[ggml_type or "F32"]
     for name, weight in saved.weights.items():
         values = checkpoint.weights[name].dense(torch.float32)
         if len(weight.shape) > 1:
@@ -1156,11 +1161,11 @@ def test_one_file_of_a_directory_is_no_model(forms):
 
 
 def test_vocabulary_smaller_than_the_embedding(tmp_path, vocabulary):
-    """What it lacks is never drawn, and filled up when it is saved; a larger one is refused."""
+    """Ids that it lacks are never sampled, and padded when it is saved; a larger one is refused."""
     for size in (322, 319):
         config = llama2.Config(**SHAPE | {"vocab_size": size})
         weights = make_weights(config)
-        weights["lm_head.weight"][320:] *= 50  # these would be drawn all the time
+        weights["lm_head.weight"][320:] *= 50  # these would be sampled all the time
         write_hf(tmp_path / f"{size}", config, weights)
         shutil.copy(vocabulary[0], tmp_path / f"{size}")
     model, _ = llama2.load(tmp_path / "322")
@@ -1235,13 +1240,13 @@ def test_tokenizer_from_gguf_equals_sentencepiece(vocabulary, tokenizer, rebuilt
     assert rebuilt.vocab_size == 320
     words = [*ODD_TEXTS, *re.findall(r"\w+|\W+", TALE)]
     for text in ["", *TALE.splitlines(), *random_texts(words, 500)]:
-        wanted = sp.encode(text)
-        assert rebuilt.encode(text, bos=False) == wanted
-        assert tokenizer.encode(text, bos=False) == wanted
-        assert rebuilt.encode(text) == [1, *wanted]
-        assert rebuilt.decode(wanted) == streamed(rebuilt, [1, *wanted]) == sp.decode(wanted)
+        expected = sp.encode(text)
+        assert rebuilt.encode(text, bos=False) == expected
+        assert tokenizer.encode(text, bos=False) == expected
+        assert rebuilt.encode(text) == [1, *expected]
+        assert rebuilt.decode(expected) == streamed(rebuilt, [1, *expected]) == sp.decode(expected)
         if "\u2581" not in text:  # which is how SentencePiece writes a space
-            assert rebuilt.decode(wanted) == text
+            assert rebuilt.decode(expected) == text
 
 
 def streamed(tokenizer, ids, first=True):
@@ -1359,9 +1364,9 @@ SHORT = {
 @pytest.mark.parametrize("text", CHATS)
 def test_chat_ids(real, text):
     """Meta's encoding, frozen. Catches BOS only once, joined strings, and a lost 29871 before EOS."""
-    wanted = " ".join(SHORT.get(word, word) for word in CHATS[text].split())
-    found = llama2.encode_chat(real, dialogue(text), "llama-2")
-    assert " ".join(map(str, found)) == wanted
+    expected = " ".join(SHORT.get(word, word) for word in CHATS[text].split())
+    actual = llama2.encode_chat(real, dialogue(text), "llama-2")
+    assert " ".join(map(str, actual)) == expected
 
 
 def test_chat_is_the_template_of_the_model(cli_model):
@@ -1415,17 +1420,19 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize(("kind", "chunk"), [(list, 512), (torch.tensor, 4), (np.array, 512)])
+@pytest.mark.parametrize(("container", "chunk"), [(list, 512), (torch.tensor, 4), (np.array, 512)])
 @torch.no_grad()
-def test_greedy_equals_argmax_of_the_whole_text_each_time(model, monkeypatch, prompt, kind, chunk):
-    """Catches any mistake of positions or cache, since no cache is used for the wanted ids."""
+def test_greedy_equals_argmax_of_the_whole_text_each_time(
+    model, monkeypatch, prompt, container, chunk
+):
+    """Catches any mistake of positions or cache, since no cache is used for the expected ids."""
     monkeypatch.setattr(llama2, "PREFILL_CHUNK", chunk)
     text = list(prompt)
     for _ in range(12):
         logits = model(torch.tensor([text]))[0, -1]
         text.append(logits.argmax().item())
-    found = llama2.generate(model, kind(prompt), GREEDY, 12, stop_ids=())
-    assert prompt + list(found) == text
+    actual = llama2.generate(model, container(prompt), GREEDY, 12, stop_ids=())
+    assert prompt + list(actual) == text
 
 
 def test_seeds():
@@ -1493,10 +1500,10 @@ def test_generate_continues_a_cache(model):
     first = list(llama2.generate(model, prompt, GREEDY, 4, stop_ids=(), cache=cache))
     turn = [*prompt, *first, 17, 18]
     second = llama2.generate(model, turn, GREEDY, 5, stop_ids=(), cache=cache)
-    wanted, _ = generated(model, turn, max_new_tokens=5, stop_ids=())
+    expected, _ = generated(model, turn, max_new_tokens=5, stop_ids=())
     lengths = []
     with model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1])):
-        assert list(second) == wanted
+        assert list(second) == expected
     assert second.prompt_tokens == 3  # the last of the first is not in the cache, either
     assert lengths == [3, 1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"31.*30"):
@@ -1506,12 +1513,12 @@ def test_generate_continues_a_cache(model):
 def test_generations_that_take_turns_on_one_cache_are_both_right(model):
     cache = llama2.Cache(CONFIG)
     streams = []
-    wanted = []
+    expected = []
     for prompt in ([1, 5, 9, 31], [1, 5, 200]):
         options = {"max_new_tokens": 8, "stop_ids": ()}
-        wanted.append(generated(model, prompt, **options)[0])
+        expected.append(generated(model, prompt, **options)[0])
         streams.append(llama2.generate(model, prompt, GREEDY, cache=cache, **options))
-    assert list(zip(*streams, strict=True)) == list(zip(*wanted, strict=True))
+    assert list(zip(*streams, strict=True)) == list(zip(*expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -1547,28 +1554,28 @@ def test_score_is_the_log_softmax_of_one_pass(model, monkeypatch, chunk):
     monkeypatch.setattr(llama2, "SCORE_CHUNK", chunk)
     ids = TOKENS[0]
     logprobs = model(ids[None])[0, :-1].log_softmax(-1)
-    wanted = logprobs[range(39), ids[1:]]
-    assert_close(llama2.score(model, ids.tolist()), wanted)
+    expected = logprobs[range(39), ids[1:]]
+    assert_close(llama2.score(model, ids.tolist()), expected)
     assert llama2.score(model, [5]).shape == (0,)
 
 
 @pytest.mark.parametrize(
-    ("stop", "wanted"),
+    ("stop", "expected"),
     [
         ((), "the fox saw the moon and laughed"),
         (["moon and"], "the fox saw the "),  # a stop text of several tokens
         (["laughed!"], "the fox saw the moon and laughed"),  # held back, then shown
     ],
 )
-def test_stop_texts(tokenizer, stop, wanted):
-    """What is shown never holds a part of the stop text, whichever way tokens cut it."""
+def test_stop_texts(tokenizer, stop, expected):
+    """The text never shows a part of the stop text, whichever way tokens cut it."""
     script = [*tokenizer.encode("the fox saw the moon and laughed", bos=False), 2]
     model = scripted(script, 1)
     stream = llama2.stream_text(model, tokenizer, [1], stop=stop, sampling=GREEDY)
     pieces = list(stream)
-    assert "".join(pieces) == wanted
+    assert "".join(pieces) == expected
     assert "" not in pieces
-    reason = "stop token 2" if wanted.endswith("laughed") else "stop text"
+    reason = "stop token 2" if expected.endswith("laughed") else "stop text"
     assert stream.stop_reason.startswith(reason)
 
 
@@ -1594,30 +1601,30 @@ def continuation(cli_model, prompt, n):
 def test_text_goes_to_stdout_and_the_report_to_stderr(cli, cli_model, monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    wanted = continuation(cli_model, "The fox", 20)
+    expected = continuation(cli_model, "The fox", 20)
     options = ("--prompt", "The fox", "--max-new-tokens", 20, "--threads", 1)
     status, out, err = cli(*options)
-    assert (status, out, threads) == (0, f"The fox{wanted}\n", [1])
+    assert (status, out, threads) == (0, f"The fox{expected}\n", [1])
     for word in ("load", "prompt", "generated 20 tokens", "tokens/s", "memory", "max new"):
         assert word in err
     assert len(err.splitlines()) == 1
-    assert cli(*options, "--quiet", "--no-echo") == (0, f"{wanted}\n", "")
+    assert cli(*options, "--quiet", "--no-echo") == (0, f"{expected}\n", "")
 
 
 @pytest.mark.parametrize("prompt", ["The fox", "", " two\nlines ", "\u65e5\u672c \U0001f999"])
 def test_prompt_from_argument_file_and_pipe_are_one(cli, cli_model, tmp_path, prompt):
     (tmp_path / "prompt.txt").write_bytes(prompt.encode())
     options = ("--quiet", "--max-new-tokens", 9)
-    found = cli("--prompt", prompt, *options)
-    assert found == cli("--prompt-file", tmp_path / "prompt.txt", *options)
-    assert found == cli(*options, stdin=prompt.encode())
-    assert found[0] == 0
+    actual = cli("--prompt", prompt, *options)
+    assert actual == cli("--prompt-file", tmp_path / "prompt.txt", *options)
+    assert actual == cli(*options, stdin=prompt.encode())
+    assert actual[0] == 0
     if prompt:
-        assert found[1] == prompt + continuation(cli_model, prompt, 9) + "\n"
+        assert actual[1] == prompt + continuation(cli_model, prompt, 9) + "\n"
 
 
 def test_report_of_known_times(model):
-    """The step that reads the prompt is apart from the others; three more, of half a second each."""
+    """The prefill is told apart from the decode steps: three, of half a second each."""
     generation = llama2.generate(model, [5] * 50)
     generation.new_ids = [5, 6, 7, 8]
     generation.seconds = [2.0, 0.5, 0.5, 0.5]
@@ -1636,8 +1643,8 @@ def test_seed_stop_and_sampling_options(cli):
     text = say("--seed", 5)
     assert text == say("--seed", 5) != say("--seed", 6)
     stop = text.rstrip("\n")[30:33]
-    wanted = text[: text.index(stop, len("The fox"))] + "\n"
-    assert say("--seed", 5, "--stop", "\x00\x01", "--stop", stop) == wanted
+    expected = text[: text.index(stop, len("The fox"))] + "\n"
+    assert say("--seed", 5, "--stop", "\x00\x01", "--stop", stop) == expected
     greedy = say("--temperature", 0)
     assert say("--top-k", 1) == say("--top-p", 1e-9) == say("--min-p", 1) == greedy
 
@@ -1664,7 +1671,7 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, size):
     model, tokenizer = cli_model
     messages = [{"role": "system", "content": "Be brief"}]
     cache = llama2.Cache(model.config)
-    wanted = ""
+    expected = ""
     read = 0
     for question in ("hi", "and you?", " so? "):
         messages.append({"role": "user", "content": question})
@@ -1672,12 +1679,12 @@ def test_chat_keeps_its_cache_between_turns(cli, cli_model, size):
         answer = llama2.generate(model, ids, GREEDY, size, cache=cache)
         text = tokenizer.decode(list(answer)).lstrip()
         messages.append({"role": "assistant", "content": text})
-        wanted += text + "\n"
+        expected += text + "\n"
         read += answer.prompt_tokens
     assert read < 1.5 * len(ids)  # the first question at least is not computed again
     options = ("--chat", "--system", "Be brief", "--max-new-tokens", size, "--prompt", "hi")
     status, out, err = cli(*options, stdin=b"\nand you?\n so? ")
-    assert (status, out) == (0, wanted)
+    assert (status, out) == (0, expected)
     assert f"prompt {read} tokens" in err
 
 

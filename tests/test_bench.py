@@ -70,8 +70,8 @@ def test_engines_take_turns_and_the_best_of_the_others_counts():
 
 
 def test_suite_times_each_name_at_each_size(run):
-    found = run("--suite", "--config", "tiny")["suite"]
-    assert len(found) == 10 * len(bench.SIZES) and "causal_mask/512" in found
+    actual = run("--suite", "--config", "tiny")["suite"]
+    assert len(actual) == 10 * len(bench.SIZES) and "causal_mask/512" in actual
 
 
 def test_copied_alone_beside_llama2(tmp_path):
@@ -86,9 +86,9 @@ def test_copied_alone_beside_llama2(tmp_path):
 
 
 def test_claims(run):
-    found = run("--claims", "--config", "tiny")["claims"]
-    assert [*found] == [*bench.CLAIMS]
-    for row in found.values():
+    actual = run("--claims", "--config", "tiny")["claims"]
+    assert [*actual] == [*bench.CLAIMS]
+    for row in actual.values():
         assert row.pop("verdict") == bench.Finding(**row).verdict()
 
 
@@ -102,20 +102,20 @@ def test_a_model_of_functions_computes_the_same():
 def test_breakdown_adds_up_and_profile_is_a_trace(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "clock", itertools.count().__next__)
     path = tmp_path / "trace.json"
-    found = run("--breakdown", "--profile", path, "--config", "tiny", "--depth", 0, 9)
-    for times in found["token"].values():  # a tick for each part, and one between two
+    actual = run("--breakdown", "--profile", path, "--config", "tiny", "--depth", 0, 9)
+    for times in actual["token"].values():  # a tick for each part, and one between two
         around = times.pop("Python around")
         assert times["layers"] == 2 and around == sum(times.values()) + 1
-    assert [*found["breakdown"]] == ["1", "32", "128"]
-    for row in found["breakdown"].values():
+    assert [*actual["breakdown"]] == ["1", "32", "128"]
+    for row in actual["breakdown"].values():
         assert sum(row.values()) == pytest.approx(1)
     assert json.loads(path.read_text())["traceEvents"]
 
 
 def test_whole_model_beside_transformers(run):
     pytest.importorskip("transformers")
-    found = run("--model", FILE, *SHORT, "--depth", 0, 4, "--compare", "transformers")
-    _, theirs, _ = found["models"][FILE.name]["tokens/s"].values()
+    actual = run("--model", FILE, *SHORT, "--depth", 0, 4, "--compare", "transformers")
+    _, theirs, _ = actual["models"][FILE.name]["tokens/s"].values()
     assert [*theirs] == ["pp8", "pp16", "tg", "pp8@4", "pp16@4", "tg@4"]
 
 
@@ -125,8 +125,8 @@ def test_table_beside_two_peers(run, tmp_path, capsys):
     tests = [{"n_prompt": n, "n_depth": 16, "avg_ts": n + 9} for n in (8, 0)]
     peer = script(tmp_path / "llama-bench", f"echo '{json.dumps(tests)}'")
     (tmp_path / "ik").mkdir()
-    row = '{"n_kv": 16, "speed_pp": 5, "speed_tg": 4}'
-    sweep = script(tmp_path / "ik" / "llama-sweep-bench", f"echo 'PP\n{row}\n{{\"n_kv\": 8}}' >&2")
+    line = '{"n_kv": 16, "speed_pp": 5, "speed_tg": 4}'
+    sweep = script(tmp_path / "ik" / "llama-sweep-bench", f"echo 'PP\n{line}\n{{\"n_kv\": 8}}' >&2")
     argv = ("--table", FILE, *SHORT, "--prompt-tokens", 8, "--depth", 16)
     argv += ("--llama-bench", f"llama.cpp={peer}", f"ik={sweep}")
     _, *peers, _ = run(*argv)["models"][FILE.name]["tokens/s"].values()
@@ -138,14 +138,14 @@ def test_table_beside_two_peers(run, tmp_path, capsys):
 
 def test_perplexity_equals_a_direct_computation(run, tmp_path):
     (tmp_path / "text").write_text(STORY)
-    found = run("--perplexity", tmp_path / "text", "--context", 32)["perplexity"]
+    actual = run("--perplexity", tmp_path / "text", "--context", 32)["perplexity"]
     model, tokenizer = llama2.load(FILE)
     windows = bench.windows(tokenizer, STORY, 32)  # (N, 32)
     assert windows[:, 0].eq(tokenizer.bos_id).all()
     logits = model(windows)[:, 16:-1].flatten(0, 1)
     loss = F.cross_entropy(logits, windows[:, 17:].flatten())
-    assert found["tokens"] == len(logits)
-    assert found["value"] == pytest.approx(loss.exp().item(), rel=1e-4)
+    assert actual["tokens"] == len(logits)
+    assert actual["value"] == pytest.approx(loss.exp().item(), rel=1e-4)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script")

@@ -19,7 +19,9 @@ import llama2
 from test_llama2 import SCALES, needs
 
 pytestmark = needs("accelerate")
-KINDS = [kind for kind in llama2.GGML_TYPES if kind in SCALES or kind in llama2.DENSE]
+KINDS = [
+    ggml_type for ggml_type in llama2.GGML_TYPES if ggml_type in SCALES or ggml_type in llama2.DENSE
+]
 TOKENS = torch.arange(60).view(1, 60)
 
 
@@ -36,60 +38,60 @@ def threads():
     torch.set_num_threads(threads)
 
 
-def model_of(kind, fast):
+def model_of(ggml_type, fast):
     """A model all of whose matrices are of one type, with the kernels."""
-    return llama2.accelerate(test_kernels.model_of([kind]), fast)
+    return llama2.accelerate(test_kernels.model_of([ggml_type]), fast)
 
 
 def logits(model, parts, batch=1, half=True):
-    """Of all positions of TOKENS, read in these parts, the same in each row of a batch."""
+    """Of all positions of TOKENS, prefilled in these chunks, the same in each sequence of a batch."""
     cache = llama2.Cache(model.config, batch, 64, torch.float16 if half else torch.float32)
     tokens = TOKENS[:, : sum(parts)].expand(batch, -1)
-    found = [model(part, cache, all_positions=True) for part in tokens.split(parts, 1)]
-    return torch.cat(found, 1)
+    actual = [model(part, cache, all_positions=True) for part in tokens.split(parts, 1)]
+    return torch.cat(actual, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ggml_type", KINDS)
 @torch.no_grad()
-def test_products_do_not_depend_on_how_many_rows_there_are(kind, fast, native):
+def test_products_do_not_depend_on_how_many_tokens_there_are(ggml_type, fast, native):
     """On one side of the border; of any width, by one thread or several."""
     few = native.gemv_tokens
     assert 4 <= few <= 16
-    for K in (512, 288) if llama2.GGML_TYPES[kind].weights <= 32 else (512,):
-        layer = layer_of(wide_blocks(kind, 331, K)[0], kind, fast)
+    for K in (512, 288) if llama2.GGML_TYPES[ggml_type].weights <= 32 else (512,):
+        layer = layer_of(wide_blocks(ggml_type, 331, K)[0], ggml_type, fast)
         torch.manual_seed(2)
         x = torch.randn(130, K) * torch.logspace(-1, 1, 130)[:, None]
-        alone, many = torch.cat([layer(row) for row in x.split(1)]), layer(x)
+        alone, many = torch.cat([layer(token) for token in x.split(1)]), layer(x)
         assert (alone - many).abs().max() <= 1e-3 * many.abs().max()
-        for rows in (*range(2, 27), 31, 32, 33, 40, 48, 49, 64, 65, 127):
-            wanted = alone if rows <= few else many
-            for x_part, y_part in zip(x.split(rows), wanted.split(rows), strict=True):
-                if (len(x_part) <= few) == (rows <= few):
-                    assert torch.equal(layer(x_part), y_part), (K, rows)
+        for tokens in (*range(2, 27), 31, 32, 33, 40, 48, 49, 64, 65, 127):
+            expected = alone if tokens <= few else many
+            for x_part, y_part in zip(x.split(tokens), expected.split(tokens), strict=True):
+                if (len(x_part) <= few) == (tokens <= few):
+                    assert torch.equal(layer(x_part), y_part), (K, tokens)
         for count in (1, 3):
             torch.set_num_threads(count)
             assert torch.equal(layer(x), many) and torch.equal(layer(x[:2]), alone[:2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ggml_type", KINDS)
 @torch.no_grad()
-def test_logits_do_not_depend_on_threads_batch_or_split(kind, fast, native):
+def test_logits_do_not_depend_on_threads_batch_or_split(ggml_type, fast, native):
     """Steps on one side of the border, then larger ones."""
     few = native.gemv_tokens
-    model = model_of(kind, fast)
-    wanted, many = logits(model, [1] * 24), logits(model, [60])
+    model = model_of(ggml_type, fast)
+    expected, many = logits(model, [1] * 24), logits(model, [60])
     for parts in ([few, 24 - few], [2, 3, 4, 5, 6, 4], [6, 6, 6, 6]):
-        assert max(parts) > few or torch.equal(logits(model, parts), wanted)
-    assert torch.equal(logits(model, [2] * 12, batch=2)[1], wanted[0])
-    assert torch.equal(logits(model, [1] * 24, batch=4)[3], wanted[0])
+        assert max(parts) > few or torch.equal(logits(model, parts), expected)
+    assert torch.equal(logits(model, [2] * 12, batch=2)[1], expected[0])
+    assert torch.equal(logits(model, [1] * 24, batch=4)[3], expected[0])
     for parts in ([30, 30], [17, 30, 13], [few + 1, 59 - few], [few + 1, few + 1, 58 - 2 * few]):
         assert torch.equal(logits(model, parts), many), parts
     assert torch.equal(logits(model, [30, 30], batch=3)[2], many[0])
-    largest = wanted.abs().max()
-    assert (wanted - many[:, :24]).abs().max() <= (2e-2 if kind != "F32" else 1e-3) * largest
+    largest = expected.abs().max()
+    assert (expected - many[:, :24]).abs().max() <= (2e-2 if ggml_type != "F32" else 1e-3) * largest
     torch.set_num_threads(1)
     assert torch.equal(logits(model, [60]), many)
-    assert torch.equal(logits(model, [1] * 24), wanted)
+    assert torch.equal(logits(model, [1] * 24), expected)
 
 
 SMALL_STACKS = """
@@ -100,11 +102,11 @@ import llama2
 import test_bits
 models = [test_bits.model_of(kind, fast) for kind in ("Q4_K", "F16") for fast in (False, True)]
 with torch.no_grad():
-    wanted = [test_bits.logits(model, [60]) for model in models]
+    expected = [test_bits.logits(model, [60]) for model in models]
     def work():
         try:
             with torch.no_grad():
-                for model, y in zip(models, wanted):
+                for model, y in zip(models, expected):
                     assert torch.equal(test_bits.logits(model, [60]), y)
                     test_bits.logits(model, [1, 3, 9])
                     layer = model.layers[0].mlp.down_proj

@@ -47,15 +47,15 @@ def outcome(act, *arguments):
         return type(error)
 
 
-def agree(expected, found, tolerance=1e-5):
+def agree(expected, actual, tolerance=1e-5):
     """Both are the same error, or the same numbers."""
-    if isinstance(expected, type) or isinstance(found, type):
-        assert found == expected
+    if isinstance(expected, type) or isinstance(actual, type):
+        assert actual == expected
     elif expected.is_meta:
-        assert found.is_meta and found.shape == expected.shape
+        assert actual.is_meta and actual.shape == expected.shape
     else:
-        assert found.dtype == expected.dtype and found.shape == expected.shape
-        assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        assert torch.allclose(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def frozen(weight):
 
 
 def flipped(model):
-    """Rows in another order."""
+    """The sequences of the batch in another order."""
     state = {name: t.flip(0) for name, t in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
@@ -184,7 +184,7 @@ def test_changed_models(models, blocks, name):
 
 @torch.no_grad()
 def test_hooks_are_called_on_every_path(models):
-    """Each once a pass, with and without a cache; and those that are for all modules."""
+    """Each once a pass, with and without a cache; and hooks for all modules."""
     model = copy.deepcopy(models[1])
 
     def heard_by(register):
@@ -212,9 +212,9 @@ def test_the_tree_of_modules_stays(models, blocks):
     assert native.state_dict().keys() == plain.state_dict().keys()
     dumped = pickle.dumps(native)
     assert len(dumped) < 1.1 * len(pickle.dumps(plain))
-    wanted = native(TOKENS, llama2.Cache(CONFIG))
+    expected = native(TOKENS, llama2.Cache(CONFIG))
     for model in (copy.deepcopy(native), pickle.loads(dumped)):
-        assert torch.equal(model(TOKENS, llama2.Cache(CONFIG)), wanted)
+        assert torch.equal(model(TOKENS, llama2.Cache(CONFIG)), expected)
     assert not blocks
     assert copy.deepcopy(native).to("meta")(TOKENS.to("meta")).is_meta
 

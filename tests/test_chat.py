@@ -249,14 +249,14 @@ def assert_as_transformers(ours, theirs, messages, final, **variables):
     """The ids of a chat, or of one whose final message is to be continued; or both refuse."""
     options = {"continue_final_message": final, **variables}
     try:
-        wanted = theirs.apply_chat_template(
+        expected = theirs.apply_chat_template(
             messages, add_generation_prompt=not final, return_dict=False, **options
         )
     except Exception:  # noqa: BLE001
         with pytest.raises(ValueError):
             llama2.encode_chat(ours, messages, **options)
     else:
-        assert llama2.encode_chat(ours, messages, **options) == wanted, (messages, final)
+        assert llama2.encode_chat(ours, messages, **options) == expected, (messages, final)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

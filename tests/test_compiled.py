@@ -112,30 +112,30 @@ def test_what_was_changed_counts(model, monkeypatch):
     ):
         change(plain)
         change(fast)
-        wanted = plain(TOKENS[:1, :1], llama2.Cache(CONFIG))
-        assert_close(fast(TOKENS[:1, :1], llama2.Cache(CONFIG)), wanted, 1e-5)
-        assert (wanted - before).abs().max() > 1e-4
-        before = wanted
+        expected = plain(TOKENS[:1, :1], llama2.Cache(CONFIG))
+        assert_close(fast(TOKENS[:1, :1], llama2.Cache(CONFIG)), expected, 1e-5)
+        assert (expected - before).abs().max() > 1e-4
+        before = expected
 
 
-@pytest.mark.parametrize("kind", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
+@pytest.mark.parametrize("ggml_type", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
 @torch.no_grad()
-def test_products_compile_as_one_graph(kind, steps):
-    """What a GPU runs for one row, traced whole."""
-    blocks = torch.from_numpy(random_blocks(kind, 40, 256, seed=0))
-    layer = llama2.CompiledLinear(blocks, kind)
+def test_products_compile_as_one_graph(ggml_type, steps):
+    """What a GPU runs for one token, traced as a whole."""
+    blocks = torch.from_numpy(random_blocks(ggml_type, 40, 256, seed=0))
+    layer = llama2.CompiledLinear(blocks, ggml_type)
     torch.compiler.reset()  # the limit on recompilations is for all tests together
     traced = torch.compile(layer, backend="eager", fullgraph=True)
-    wanted = llama2.dequantize(blocks, kind)
+    expected = llama2.dequantize(blocks, ggml_type)
     for shape in ((1, 1, 256), (256,), (4, 256)):
         x = torch.randn(shape)
-        assert_close(layer(x), F.linear(x, wanted), 1e-5)
+        assert_close(layer(x), F.linear(x, expected), 1e-5)
         assert layer(x.bfloat16()).dtype == torch.bfloat16
-    assert_close(traced(x[:1]), F.linear(x[:1], wanted), 1e-5)
+    assert_close(traced(x[:1]), F.linear(x[:1], expected), 1e-5)
     x.requires_grad_()
     with torch.enable_grad():
         layer(x[:1]).sum().backward()
-    assert_close(x.grad[:1], wanted.sum(0, keepdim=True), 1e-5)
+    assert_close(x.grad[:1], expected.sum(0, keepdim=True), 1e-5)
 
 
 @pytest.mark.parametrize("triton", [True, False])

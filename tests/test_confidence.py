@@ -26,8 +26,8 @@ def test_numbers_in_a_pipe_and_shades_in_a_terminal():
     numbers, _, table = out.partition("\n\nThe least certain")
     assert re.sub(r"\(\d+%\)", "", numbers) == text
     shown = re.findall(r"([\d.]+)% \|", table)
-    least = chances.sort().values[:5] * 100
-    assert [*map(float, shown)] == pytest.approx(least.tolist(), abs=0.1)
+    lowest = chances.sort().values[:5] * 100
+    assert [*map(float, shown)] == pytest.approx(lowest.tolist(), abs=0.1)
 
     pty = pytest.importorskip("pty")
     outer, inner = pty.openpty()

@@ -38,12 +38,12 @@ ROWS = TOKENS[:2, :20]
 def table(heading):
     """A table of docs/usage.md: {name: what is done with it}."""
     text = USAGE[USAGE.index(heading) :]
-    rows = {}
+    entries = {}
     for names, verdict in re.findall(
         r"(?m)^\| (`.*`.*) \| (\w+).*\|$", text[: text.index("\n\n**")]
     ):
-        rows |= dict.fromkeys(re.findall(r"`([\w.]+)`", names), verdict)
-    return rows
+        entries |= dict.fromkeys(re.findall(r"`([\w.]+)`", names), verdict)
+    return entries
 
 
 def write_model(path, vocabulary, change, config=FORMS):
@@ -101,14 +101,14 @@ def test_the_table_has_all_fields_of_transformers():
     fields = {
         name for name in fields if not re.search("_map|_plan|model_type|keys_to|strict", name)
     }
-    rows = table("**config.json.**")
-    assert fields - {"architectures"} <= rows.keys()
+    entries = table("**config.json.**")
+    assert fields - {"architectures"} <= entries.keys()
     for name in fields & {*FOLLOWED, *SHAPES}:
-        assert rows[name] == "followed", name
+        assert entries[name] == "followed", name
     for name in fields & {*IGNORED}:
-        assert rows[name] == "ignored", name
+        assert entries[name] == "ignored", name
     for name in fields & {*REFUSED} - {"hidden_act"}:
-        assert rows[name] == "refused", name
+        assert entries[name] == "refused", name
 
 
 @pytest.mark.parametrize("name", [*FOLLOWED, *IGNORED])
@@ -132,7 +132,7 @@ def test_fields_that_are_refused(tmp_path, vocabulary, name):
 
 
 def test_settings_that_are_absent_are_transformers_own(tmp_path, vocabulary):
-    """Old files lack some: eps is 1e-6 then, not Llama 2's."""
+    """Old files lack settings: eps is 1e-6 then, not Llama 2's."""
     absent = ("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act")
     path = write_model(tmp_path / "hf", vocabulary, dict.fromkeys(absent))
     theirs, ours = assert_as_transformers(path)

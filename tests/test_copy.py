@@ -85,14 +85,14 @@ def test_weights_without_sense_are_named(tmp_path, vocabulary, value, said):
 def test_few_files_may_be_open(forms):
     """Each tensor that is mapped holds one; macOS allows 256, of which a 7B model needs 291."""
     resource = pytest.importorskip("resource")  # not on Windows
-    wanted = llama2.load(forms[0] / "hf")[0](TOKENS[:1, :9])
+    expected = llama2.load(forms[0] / "hf")[0](TOKENS[:1, :9])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)  # the next number
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 4, limits[1]))
     try:
         model, _ = llama2.load(forms[0] / "hf")
-        assert torch.equal(model(TOKENS[:1, :9]), wanted)
+        assert torch.equal(model(TOKENS[:1, :9]), expected)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -146,7 +146,7 @@ def test_widths_without_whole_blocks_are_saved_as_f16(vocabulary, tmp_path):
 def test_copies_hold_the_file_once(small):
     """Not once for every tensor that lies in it."""
     model, _ = llama2.load(small)
-    wanted = model(TOKENS[:1, :9])
+    expected = model(TOKENS[:1, :9])
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -155,7 +155,7 @@ def test_copies_hold_the_file_once(small):
     sizes = [len(file.getvalue())]
     for other in (copy.deepcopy(model), pickled, stored, model.share_memory()):
         sizes.append(len(pickle.dumps(other)))
-        assert torch.equal(other(TOKENS[:1, :9]), wanted)
+        assert torch.equal(other(TOKENS[:1, :9]), expected)
     assert max(sizes) < 1.2 * small.stat().st_size
 
 
@@ -167,19 +167,19 @@ def test_models_of_one_checkpoint_are_their_own(tmp_path, vocabulary):
     checkpoint = llama2.open_checkpoint(path)
     one, _ = llama2.load(checkpoint)
     two, _ = llama2.load(checkpoint)
-    wanted = two(TOKENS[:1, :9])
+    expected = two(TOKENS[:1, :9])
     for t in (*one.parameters(), *one.buffers()):
         t.zero_()
     for model in (two, llama2.load(checkpoint)[0]):
-        assert torch.equal(model(TOKENS[:1, :9]), wanted)
+        assert torch.equal(model(TOKENS[:1, :9]), expected)
     assert path.read_bytes() == content
 
 
 def test_states_of_other_types_are_refused(tmp_path, vocabulary):
     """Q4_0 and Q4_K have as many bytes per row."""
     models = []
-    for kind in ("Q4_0", "Q4_K", "F32"):
-        path, _ = quantised(vocabulary, tmp_path / f"{kind}.gguf", [kind])
+    for ggml_type in ("Q4_0", "Q4_K", "F32"):
+        path, _ = quantised(vocabulary, tmp_path / f"{ggml_type}.gguf", [ggml_type])
         models.append(llama2.load(path)[0])
     first, *others = models
     first.load_state_dict(first.state_dict())
@@ -201,16 +201,16 @@ def test_state_dicts_of_transformers():
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("kind", [None, "F32", "Q8_0"])
+@pytest.mark.parametrize("ggml_type", [None, "F32", "Q8_0"])
 @torch.no_grad()
-def test_a_model_becomes_a_gguf_file(small, tmp_path, kind, compile):
+def test_a_model_becomes_a_gguf_file(small, tmp_path, ggml_type, compile):
     model, tokenizer = llama2.load(small, compile=compile)
-    llama2.save_gguf(model, tmp_path / "out.gguf", kind, tokenizer=tokenizer)
+    llama2.save_gguf(model, tmp_path / "out.gguf", ggml_type, tokenizer=tokenizer)
     again, same = llama2.load(tmp_path / "out.gguf")
     assert same.encode("a fox") == tokenizer.encode("a fox")
-    tolerance = 0.02 if kind == "Q8_0" else 1e-4
+    tolerance = 0.02 if ggml_type == "Q8_0" else 1e-4
     assert_close(again(TOKENS[:1, :9]), model(TOKENS[:1, :9]), tolerance)
-    if kind is None:
+    if ggml_type is None:
         blocks = dict(model.named_buffers())
         for name, value in again.named_buffers():
             assert torch.equal(value, blocks[name]), name
@@ -367,12 +367,12 @@ def test_the_command_line_says_what_it_wrote(small, tmp_path, cli):
 
 
 @pytest.mark.skipif(not BUNDLED.exists(), reason="the bundled model is not here")
-@pytest.mark.parametrize("kind", [None, "F16", "Q8_0"])
-def test_llama_cpp_writes_the_same_text(tmp_path, kind):
+@pytest.mark.parametrize("ggml_type", [None, "F16", "Q8_0"])
+def test_llama_cpp_writes_the_same_text(tmp_path, ggml_type):
     """Greedy; it reads what is saved of the bundled model."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not here")
     path = tmp_path / "saved.gguf"
-    llama2.save_gguf(llama2.open_checkpoint(BUNDLED), path, kind)
+    llama2.save_gguf(llama2.open_checkpoint(BUNDLED), path, ggml_type)
     theirs = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, verbose=False)
     model, tokenizer = llama2.load(path)
     prompt = "The princess opened the door and"

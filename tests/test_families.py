@@ -46,37 +46,37 @@ TEXTS = [
 DIALOGUES = [dialogue(text) for text in ("u:hi", "u:the~fox a:it~ran~ u:so", "s:S u:hi a:ran")]
 
 
-def write_family(path, row):
+def write_family(path, family):
     """A directory as it is published, with random weights."""
-    if "pre" in row:  # llama.cpp's name for how words are cut
-        steps = json.loads(f"[{', '.join(llama2.PRE_TOKENIZERS[row['pre']])}]")
+    if "pre" in family:  # llama.cpp's name for how words are cut
+        steps = json.loads(f"[{', '.join(llama2.PRE_TOKENIZERS[family['pre']])}]")
         content = published_json("gpt-2", added=())
         content["pre_tokenizer"]["pretokenizers"] = steps
-        content["model"]["ignore_merges"] = row["pre"] in llama2.LIKE_LLAMA_3
+        content["model"]["ignore_merges"] = family["pre"] in llama2.LIKE_LLAMA_3
     else:
-        trained(path, **row.get("trained", {}))
+        trained(path, **family.get("trained", {}))
         ours = llama2.Tokenizer.from_file(path / "tokenizer.model")
-        content = llama2_json(ours, row.get("json") == "legacy")
+        content = llama2_json(ours, family.get("json") == "legacy")
     engine = tokenizers.Tokenizer.from_str(json.dumps(content))
     for name in ("special", "plain"):
-        for text in row.get(name, []):
+        for text in family.get(name, []):
             token = tokenizers.AddedToken(text, special=name == "special", normalized=False)
             engine.add_tokens([token])
-    if "post" in row:
-        bos = tuple(row["post"])
+    if "post" in family:
+        bos = tuple(family["post"])
         engine.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{bos[0]} $A", special_tokens=[bos]
         )
-    if "pre" in row or "json" in row:
+    if "pre" in family or "json" in family:
         engine.save(str(path / "tokenizer.json"))
     added = {i: token.__getstate__() for i, token in engine.get_added_tokens_decoder().items()}
-    template = TEMPLATES.get(row.get("template"))
-    settings = row["settings"] | {"added_tokens_decoder": added, "chat_template": template}
-    sizes = {name: row["config"].get(name) for name in (*SHAPE, "head_dim")}
-    tied = row["config"].get("tie_word_embeddings", False)
+    template = TEMPLATES.get(family.get("template"))
+    settings = family["settings"] | {"added_tokens_decoder": added, "chat_template": template}
+    sizes = {name: family["config"].get(name) for name in (*SHAPE, "head_dim")}
+    tied = family["config"].get("tie_word_embeddings", False)
     config = llama2.Config(**sizes, tie_word_embeddings=tied)
-    files = {"config.json": row["config"], "tokenizer_config.json": settings}
-    files["generation_config.json"] = row.get("generation", {})
+    files = {"config.json": family["config"], "tokenizer_config.json": settings}
+    files["generation_config.json"] = family.get("generation", {})
     files["model.safetensors"] = safetensors(hf_state(config, make_weights(config, scale=0.15)))
     write_files(path, files)
 
@@ -93,24 +93,24 @@ def ends(model, tokenizer):
 @torch.no_grad()
 def test_families_that_run(tmp_path, name):
     """Logits and ids are transformers', those of the GGUF file that is saved of it, too."""
-    row = FAMILIES[name]
-    write_family(tmp_path, row)
+    family = FAMILIES[name]
+    write_family(tmp_path, family)
     model, tokenizer = llama2.load(tmp_path)
     llama2.save_gguf(llama2.open_checkpoint(tmp_path), tmp_path / "x.gguf")
     again, same = llama2.load(tmp_path / "x.gguf")
     tokens = TOKENS[:2] % model.config.vocab_size
     assert_close(again(tokens), model(tokens), 1e-6)
-    assert ends(model, tokenizer) == ends(again, same) == row["ends"]
-    assert tokenizer.add_bos is same.add_bos is row["bos"]
+    assert ends(model, tokenizer) == ends(again, same) == family["ends"]
+    assert tokenizer.add_bos is same.add_bos is family["bos"]
     transformers = pytest.importorskip("transformers")
     load = transformers.AutoModelForCausalLM.from_pretrained
     assert_close(model(tokens), load(tmp_path, dtype=torch.float32).eval()(tokens).logits, 1e-5)
-    theirs = getattr(transformers, row.get("class", "AutoTokenizer")).from_pretrained(tmp_path)
+    theirs = getattr(transformers, family.get("class", "AutoTokenizer")).from_pretrained(tmp_path)
     for ours in (tokenizer, same):
         for text in TEXTS:
             ids = theirs.encode(text, add_special_tokens=False)
             assert ours.encode(text, bos=False) == ids, text
-        for messages in DIALOGUES if "template" in row else []:
+        for messages in DIALOGUES if "template" in family else []:
             for tools in (None, [TOOL]):
                 assert_as_transformers(ours, theirs, messages, False, tools=tools)
 
@@ -118,11 +118,11 @@ def test_families_that_run(tmp_path, name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_families_that_are_refused(tmp_path, keys, tensors, name):
     """By what their config.json says, and by a key or a tensor of their GGUF files."""
-    row = REFUSED[name]
-    write_files(tmp_path, {"config.json": row["config"], "model.safetensors": b""})
-    with pytest.raises(ValueError, match=f"config.json: {row['key']} is"):
+    family = REFUSED[name]
+    write_files(tmp_path, {"config.json": family["config"], "model.safetensors": b""})
+    with pytest.raises(ValueError, match=f"config.json: {family['key']} is"):
         llama2.open_checkpoint(tmp_path)
-    for key, value in row["gguf"].items():
+    for key, value in family["gguf"].items():
         arch = value if key == "general.architecture" else "llama"
         biases = {key: np.zeros(64, "f4")} if key.startswith("blk.") else {}
         path = write_gguf(tmp_path / "x.gguf", keys | {key: value}, tensors | biases, arch)
@@ -131,14 +131,14 @@ def test_families_that_are_refused(tmp_path, keys, tensors, name):
 
 
 def test_the_table_is_what_was_tried():
-    rows = [
+    entries = [
         *(
-            (name, row.get("state", "random weights"), row["note"])
-            for name, row in FAMILIES.items()
+            (name, family.get("state", "random weights"), family["note"])
+            for name, family in FAMILIES.items()
         ),
-        *((name, "refused", row["note"]) for name, row in REFUSED.items()),
+        *((name, "refused", family["note"]) for name, family in REFUSED.items()),
     ]
     table = USAGE[USAGE.index("\n| family | ") :]
     assert table[: table.index("\n\n")].splitlines()[3:] == [
-        "| {} | {} | {} |".format(*row) for row in rows
+        "| {} | {} | {} |".format(*entry) for entry in entries
     ]

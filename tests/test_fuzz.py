@@ -173,7 +173,7 @@ def gguf_files(draw, content):
 
 
 def test_gguf(parts, tmp_path):  # noqa: F811
-    """Keys and tensors are those that gguf reads."""
+    """Keys and tensors are the same as gguf reads."""
     path = tmp_path / "a.gguf"
     llama3 = taken_apart(write_gguf(path, bpe_keys()))
 

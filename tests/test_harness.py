@@ -56,9 +56,9 @@ def server(tmp_path_factory):
     checkpoint = llama2.open_checkpoint(llama2.DEFAULT_MODEL)
     llama2.save_gguf(checkpoint, path / "model.gguf", "F32")
     convert.save_folder(checkpoint, path / "hf", "F32")
-    rows = [line.split(": ") for line in QUESTIONS.strip().splitlines()]
-    rows = [{"question": question, "choices": ends.split(", ")} for question, ends in rows]
-    (path / "questions.json").write_text("\n".join(map(json.dumps, rows)))
+    entries = [line.split(": ") for line in QUESTIONS.strip().splitlines()]
+    entries = [{"question": question, "choices": ends.split(", ")} for question, ends in entries]
+    (path / "questions.json").write_text("\n".join(map(json.dumps, entries)))
     (path / "ten_questions.yaml").write_text(TASK.format(path / "questions.json"))
     server = Running("--model", str(path / "model.gguf"), "--quiet")
     yield server, path
@@ -72,7 +72,7 @@ def test_harness_agrees_with_score(server, backend):
     if backend == "local-completions":
         arguments = {"base_url": f"{running.url}/v1/completions", "model": "stories"}
         arguments |= {"tokenizer": str(path / "hf"), "add_bos_token": True, "batch_size": 8}
-    found = lm_eval.simple_evaluate(
+    actual = lm_eval.simple_evaluate(
         model=backend,
         model_args=arguments,
         tasks=["ten_questions"],
@@ -81,7 +81,7 @@ def test_harness_agrees_with_score(server, backend):
     )
     model, tokenizer = llama2.load(path / "model.gguf")
     verdicts = []
-    for sample in found["samples"]["ten_questions"]:
+    for sample in actual["samples"]["ten_questions"]:
         doc = sample["doc"]
         for choice, ((logprob, is_greedy, *_),) in zip(
             doc["choices"], sample["resps"], strict=True
@@ -94,4 +94,4 @@ def test_harness_agrees_with_score(server, backend):
             assert float(logprob) == pytest.approx(expected, abs=1e-4), (doc, choice)
             assert verdicts[-1] == (likeliest.tolist() == ids[start + 1 :]), (doc, choice)
     assert len(verdicts) == 40 and any(verdicts) and not all(verdicts)
-    assert found["results"]["ten_questions"]["acc,none"] >= 0.8
+    assert actual["results"]["ten_questions"]["acc,none"] >= 0.8

@@ -36,10 +36,10 @@ def taken_apart(path):
     reader = gguf.GGUFReader(path)
     keys = []
     for name, field in reader.fields.items():
-        kind, *inner = map(int, field.types[:2])
+        value_type, *inner = map(int, field.types[:2])
         value = field.contents()
         if not name.startswith("GGUF."):
-            keys.append([name, kind, [*inner, value] if inner else value])
+            keys.append([name, value_type, [*inner, value] if inner else value])
     tensors = []
     for t in reader.tensors:
         tensors.append([t.name, t.shape.tolist(), int(t.tensor_type), t.data.tobytes()])
@@ -64,34 +64,34 @@ def string(text):
     return u64(len(data)) + data
 
 
-def value_fields(kind, value):
+def value_fields(value_type, value):
     """The bytes of a value, a field at a time; the items of an array are one."""
-    if kind == STRING:
+    if value_type == STRING:
         data = string(value)
         yield from (data[:8], data[8:])
-    elif kind == ARRAY:
+    elif value_type == ARRAY:
         inner, values = value
         yield from (u32(inner), u64(len(values)))
         yield b"".join(field for item in values for field in value_fields(inner, item))
-    elif kind in SIZES:
-        yield integer(value, SIZES[kind])
+    elif value_type in SIZES:
+        yield integer(value, SIZES[value_type])
     else:
-        yield struct.pack("<f" if kind == F32 else "<d", value)
+        yield struct.pack("<f" if value_type == F32 else "<d", value)
 
 
 def header_fields(keys, tensors):
     """The bytes of a header, a field at a time."""
     yield from (b"GGUF", u32(3), u64(len(tensors)), u64(len(keys)))
-    for name, kind, value in keys:
+    for name, value_type, value in keys:
         yield from value_fields(STRING, name)
-        yield u32(kind)
-        yield from value_fields(kind, value)
+        yield u32(value_type)
+        yield from value_fields(value_type, value)
     offset = 0
-    for name, dims, kind, data in tensors:
+    for name, dims, value_type, data in tensors:
         yield from value_fields(STRING, name)
         yield u32(len(dims))
         yield from map(u64, dims)
-        yield from (u32(kind), u64(offset))
+        yield from (u32(value_type), u64(offset))
         offset += len(data) + -len(data) % 32
 
 
@@ -107,9 +107,9 @@ def written(path, keys, tensors):
     return path
 
 
-def changed(keys, name, kind, value):
+def changed(keys, name, value_type, value):
     """The keys with another value of one."""
-    return [entry for entry in keys if entry[0] != name] + [[name, kind, value]]
+    return [entry for entry in keys if entry[0] != name] + [[name, value_type, value]]
 
 
 @pytest.fixture(scope="module")
@@ -258,10 +258,10 @@ VALUES_OF_KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "kind", "value", "word"), VALUES_OF_KEYS)
-def test_hostile_values(parts, tmp_path, key, kind, value, word):
+@pytest.mark.parametrize(("key", "value_type", "value", "word"), VALUES_OF_KEYS)
+def test_hostile_values(parts, tmp_path, key, value_type, value, word):
     """A count is believed only as far as the file bears it out."""
-    keys = changed(parts[0], key, kind, value)
+    keys = changed(parts[0], key, value_type, value)
     refused(written(tmp_path / "a.gguf", keys, parts[1]), word)
 
 
@@ -269,10 +269,10 @@ def test_hostile_values(parts, tmp_path, key, kind, value, word):
 # Numbers
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "F16", "BF16", "F32"])
-def test_scales_that_are_no_numbers(vocabulary, tmp_path, kind):
+@pytest.mark.parametrize("ggml_type", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "F16", "BF16", "F32"])
+def test_scales_that_are_no_numbers(vocabulary, tmp_path, ggml_type):
     """They are told at the logits."""
-    quantised(vocabulary, tmp_path / "good.gguf", [kind])
+    quantised(vocabulary, tmp_path / "good.gguf", [ggml_type])
     keys, tensors = taken_apart(tmp_path / "good.gguf")
     for tensor in tensors:
         if tensor[0] in ("blk.0.ffn_up.weight", "output.weight"):
@@ -285,18 +285,18 @@ def test_scales_that_are_no_numbers(vocabulary, tmp_path, kind):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
-@pytest.mark.parametrize("kind", ["FIFO", "/dev/zero", "sparse"])
+@pytest.mark.parametrize("file_type", ["FIFO", "/dev/zero", "sparse"])
 @pytest.mark.parametrize(
     "name",
     ["model-00001-of-00002.safetensors", "tokenizer.model", "tokenizer_config.json", "a.gguf"],
 )
-def test_only_regular_files_are_read(directory, tmp_path, name, kind):
+def test_only_regular_files_are_read(directory, tmp_path, name, file_type):
     """A FIFO blocks for ever, /dev/zero has no end."""
     path = write_files(tmp_path / "model", directory) / name
     path.unlink(missing_ok=True)
-    if kind == "FIFO":
+    if file_type == "FIFO":
         os.mkfifo(path)
-    elif kind == "/dev/zero":
+    elif file_type == "/dev/zero":
         path.symlink_to("/dev/zero")
     else:
         with path.open("wb") as stream:
@@ -312,9 +312,9 @@ def test_a_file_may_be_saved_to_itself(parts, tmp_path):
     """Its weights are mapped, and stay so until all are written."""
     path = written(tmp_path / "a.gguf", *parts)
     tokens = torch.tensor([[1, 5, 9]])
-    wanted = llama2.load(path)[0](tokens)
+    expected = llama2.load(path)[0](tokens)
     llama2.save_gguf(llama2.open_checkpoint(path), path, overwrite=True)
-    assert torch.equal(llama2.load(path)[0](tokens), wanted)
+    assert torch.equal(llama2.load(path)[0](tokens), expected)
     assert os.listdir(tmp_path) == ["a.gguf"]
 
 

@@ -40,11 +40,11 @@ def copied(request, tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_quantised_models_run(copied, tmp_path, vocabulary, capsys):
-    """By torch; where kernels are wanted, with one line that it is slow."""
+    """By torch; if kernels are asked for, with one line that it is slow."""
     path, weights = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0"])
     model, _ = copied.load(path)
-    wanted = make_model(model.config, weights)
-    assert_close(model(TOKENS[:2, :9]), wanted(TOKENS[:2, :9]))
+    expected = make_model(model.config, weights)
+    assert_close(model(TOKENS[:2, :9]), expected(TOKENS[:2, :9]))
     argv = ["--model", str(path), "--prompt", "fox", "--max-new-tokens", "3", "--temperature", "0"]
     assert copied.main(argv) == 0
     text, error = capsys.readouterr()
@@ -58,17 +58,17 @@ def test_quantised_models_run(copied, tmp_path, vocabulary, capsys):
 def test_import_is_quick(monkeypatch):
     """`import llama2` imports torch and what comes with Python, nothing else."""
     original = builtins.__import__
-    found = set()
+    actual = set()
 
     def spy(name, env=None, *args):
         if env and env["__name__"] == "llama2":
-            found.add(name.partition(".")[0])
+            actual.add(name.partition(".")[0])
         return original(name, env, *args)
 
     monkeypatch.delitem(sys.modules, "llama2")
     monkeypatch.setattr(builtins, "__import__", spy)
     importlib.import_module("llama2")
-    assert found - sys.stdlib_module_names == {"torch"}
+    assert actual - sys.stdlib_module_names == {"torch"}
 
 
 def test_loading_imports_no_compiler():
@@ -86,7 +86,7 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (150, 11.5),
     "I": (2750, 11.5),
     "II": (4500, 10.5),
-    "III": (11420, 10.5),  # 11,200 are wanted
+    "III": (11420, 10.5),  # the aim is 11,200
     "IV": (2750, 11.0),
     "V": (2900, 10.0),
 }
@@ -124,8 +124,8 @@ def test_parts_keep_their_budgets(part):
         names.append(re.match(r"# Part (\w+)", text)[1])
     assert names == list(BUDGETS)
     lines = code_lines(texts[names.index(part)])
-    most, density = BUDGETS[part]
-    assert len(lines) <= most, ADVICE
+    limit, density = BUDGETS[part]
+    assert len(lines) <= limit, ADVICE
     assert len(lines) / len({*lines}) <= density, ADVICE
 
 

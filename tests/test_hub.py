@@ -184,7 +184,7 @@ GGUFS = {
     ],
 )
 def test_gguf_files(hub, tmp_path, keys, tensors, published, name, asked):
-    """One by its type or its name, all parts of a split one."""
+    """One file by its type or its name, and all splits of one that is split."""
     split = {} if len(asked) == 1 else {"split_max_tensors": 8}
     write_gguf(tmp_path / "x.gguf", keys, tensors, **split)
     contents = [path.read_bytes() for path in sorted(tmp_path.glob("x*.gguf"))]
@@ -269,11 +269,11 @@ def test_the_cache_serves_without_a_network(hub, forms, model_path, monkeypatch,
         hub.files[file.name] = file.read_bytes()
     hub.files["x-Q4_0.gguf"] = model_path.read_bytes()
     names = ("org/name", "org/name:Q4_0", "org/name/x-Q4_0.gguf")
-    wanted = [llama2.load(name)[0].config for name in names]
+    expected = [llama2.load(name)[0].config for name in names]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     hub.shutdown()
     hub.server_close()
-    assert [llama2.load(name)[0].config for name in names] == wanted
+    assert [llama2.load(name)[0].config for name in names] == expected
     refused("org/other", "org/other")
 
 

@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 import torch.nn.functional as F
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GGMLType
 
 import llama2
 import test_llama2
@@ -26,34 +26,36 @@ SHAPE = test_llama2.SHAPE | {
 }
 
 
-def layer_of(blocks, kind, fast=False):
+def layer_of(blocks, ggml_type, fast=False):
     """A linear layer with the kernels."""
-    layer = llama2.NativeLinear(blocks, kind)
+    layer = llama2.NativeLinear(blocks, ggml_type)
     layer.fast = fast
     return layer
 
 
-def model_of(kinds, **change):
+def model_of(ggml_types, **change):
     """A model whose matrices have random blocks of these types in turn, by plain torch."""
     torch.manual_seed(0)
     model = llama2.Llama(llama2.Config(**SHAPE | change)).eval().requires_grad_(False)
     linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     for i, name in enumerate(linears):
-        kind = kinds[i % len(kinds)]
-        blocks, _ = wide_blocks(kind, *model.get_submodule(name).weight.shape, i)
-        model.set_submodule(name, llama2.QuantizedLinear(blocks, kind))
+        ggml_type = ggml_types[i % len(ggml_types)]
+        blocks, _ = wide_blocks(ggml_type, *model.get_submodule(name).weight.shape, i)
+        model.set_submodule(name, llama2.QuantizedLinear(blocks, ggml_type))
     return model
 
 
-def wide_blocks(kind, rows=48, columns=512, seed=1):
+def wide_blocks(ggml_type, rows=48, columns=512, seed=1):
     """Blocks of a type that GGML_TYPES has, and what they mean."""
-    if kind in llama2.DENSE:
+    if ggml_type in llama2.DENSE:
         torch.manual_seed(seed)
         dense = 0.05 * torch.randn(rows, columns)
-        blocks = gguf.quants.quantize(dense.numpy(), Kind[kind]).view("uint8")
+        blocks = gguf.quants.quantize(dense.numpy(), GGMLType[ggml_type]).view("uint8")
     else:
-        blocks = random_blocks(kind, rows, columns, seed)
-    return torch.from_numpy(blocks), torch.from_numpy(gguf.quants.dequantize(blocks, Kind[kind]))
+        blocks = random_blocks(ggml_type, rows, columns, seed)
+    return torch.from_numpy(blocks), torch.from_numpy(
+        gguf.quants.dequantize(blocks, GGMLType[ggml_type])
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -63,83 +65,83 @@ def wide_blocks(kind, rows=48, columns=512, seed=1):
 LARGEST = {"Q4_K": 15 * 63, "Q5_K": 31 * 63, "Q6_K": 32 * 128}  # integers of W, where they matter
 
 
-def rounded(x, kind):
-    """x (rows, K) as fast products round it: to integers of 16 bits, with a scale for each span."""
+def rounded(x, ggml_type):
+    """x (tokens, K) as fast products round it: to integers of 16 bits, with a scale for each span."""
     few = len(x) <= llama2.load_kernels().gemv_tokens
     parts = x.unflatten(1, (-1, 256 if few else 128))
     sizes = parts.abs()
     scale = sizes.amax(2, True) / 32639
-    if kind in LARGEST and not few:  # sums of products stay within 32 bits
-        scale = scale.maximum(sizes.sum(2, True) / (0x7FFF0000 // LARGEST[kind] - 64))
+    if ggml_type in LARGEST and not few:  # sums of products stay within 32 bits
+        scale = scale.maximum(sizes.sum(2, True) / (0x7FFF0000 // LARGEST[ggml_type] - 64))
     return ((parts.double() * (1 / scale)).round() * scale).flatten(1).float()
 
 
-@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
+@pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
 @torch.no_grad()
-def test_precision(kind):
+def test_precision(ggml_type):
     """Exact: float32. Fast: the same with x rounded to 16-bit integers, but for dense types.
 
     The largest number of each 128 is 32639 times a power of two, and sums of the others are exact.
     So scales have the same bits here and there, no number rounds to another integer, and only sums
     in float32 differ: by 1e-6. Rounding itself changes y by 7e-6 to 1e-4, with 15 bits by twice that.
     """
-    blocks, weight = wide_blocks(kind, rows=53)
-    exact = layer_of(blocks, kind)
-    fast = layer_of(blocks, kind, fast=True)
+    blocks, weight = wide_blocks(ggml_type, rows=53)
+    exact = layer_of(blocks, ggml_type)
+    fast = layer_of(blocks, ggml_type, fast=True)
     torch.manual_seed(2)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 33, 49, 64, 65, 130):
-        x = 4.0 * torch.randint(-130_000, 130_000, (rows, 4, 128))
+    for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 33, 49, 64, 65, 130):
+        x = 4.0 * torch.randint(-130_000, 130_000, (tokens, 4, 128))
         x[:, :, 0] = 16 * 32639
-        x = (x * 2.0 ** torch.randint(-9, 9, (rows, 4, 1))).flatten(1)  # large beside small
+        x = (x * 2.0 ** torch.randint(-9, 9, (tokens, 4, 1))).flatten(1)  # large beside small
         assert_close(exact(x), F.linear(x, weight), 3e-6)
         if torch.equal(exact(x), fast(x)):  # gemm has no such integers for some types
-            assert rows > 4 or kind in llama2.DENSE
+            assert tokens > 4 or ggml_type in llama2.DENSE
         else:
-            assert_close(fast(x), F.linear(rounded(x, kind), weight), 3e-6)
+            assert_close(fast(x), F.linear(rounded(x, ggml_type), weight), 3e-6)
         x[-1, 500] = math.nan
         for layer in (exact, fast):
             assert layer(x)[-1].isnan().all() and layer(x)[:-1].isfinite().all()
-            assert not layer(torch.zeros(2, rows, 512)).any()
+            assert not layer(torch.zeros(2, tokens, 512)).any()
 
 
 @pytest.mark.parametrize("fill", [0, 128, 255])
-@pytest.mark.parametrize("kind", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
+@pytest.mark.parametrize("ggml_type", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
 @torch.no_grad()
-def test_sums_of_the_largest_integers(kind, fill):
+def test_sums_of_the_largest_integers(ggml_type, fill):
     """All weights and scales at an end of their range, all of x alike: no sum leaves 32 bits."""
-    block = llama2.GGML_TYPES[kind]
+    block = llama2.GGML_TYPES[ggml_type]
     blocks = torch.full((8, 512 // block.weights, block.nbytes), fill, dtype=torch.uint8)
-    for at in SCALES[kind]:
+    for at in SCALES[ggml_type]:
         blocks[:, :, at : at + 2] = torch.tensor([0, 60])  # 1.0 in float16
     blocks = blocks.flatten(1)
-    for rows in (1, 4, 40):
-        for x in (torch.full((rows, 512), 3.0), torch.full((rows, 512), -1e-3)):
-            wanted = llama2.QuantizedLinear(blocks, kind)(x)
-            assert_close(layer_of(blocks, kind, fast=True)(x), wanted, 1e-4)
+    for tokens in (1, 4, 40):
+        for x in (torch.full((tokens, 512), 3.0), torch.full((tokens, 512), -1e-3)):
+            expected = llama2.QuantizedLinear(blocks, ggml_type)(x)
+            assert_close(layer_of(blocks, ggml_type, fast=True)(x), expected, 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("ggml_type", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @torch.no_grad()
-def test_widths_that_are_no_multiple_of_the_kernels(kind):
+def test_widths_that_are_no_multiple_of_the_kernels(ggml_type):
     """Where a kernel reads 32 or 256 at a time, it would read the next row, which is NaN."""
     for K in (40, 72, 32, 96, 288, 480):
-        if K % llama2.GGML_TYPES[kind].weights:
+        if K % llama2.GGML_TYPES[ggml_type].weights:
             continue
-        blocks, weight = wide_blocks(kind, 11, K)
-        for rows in (1, 3, 20):
-            x = torch.randn(rows, K)
-            wanted = F.linear(x, weight)
+        blocks, weight = wide_blocks(ggml_type, 11, K)
+        for tokens in (1, 3, 20):
+            x = torch.randn(tokens, K)
+            expected = F.linear(x, weight)
             x[2:] = math.nan
             for fast, tolerance in ((False, 1e-5), (True, 1e-4)):
-                assert_close(layer_of(blocks, kind, fast)(x)[:2], wanted[:2], tolerance)
+                assert_close(layer_of(blocks, ggml_type, fast)(x)[:2], expected[:2], tolerance)
 
 
-@pytest.mark.parametrize("kind", llama2.GGML_TYPES)
-def test_embeddings_are_rows_of_the_matrix(kind, monkeypatch):
+@pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
+def test_embeddings_are_rows_of_the_matrix(ggml_type, monkeypatch):
     """By the kernel alone, whatever their width; ids out of range are errors."""
-    columns = 288 if llama2.GGML_TYPES[kind].weights <= 32 else 512
-    blocks, weight = wide_blocks(kind, 11, columns)
-    layer = llama2.NativeEmbedding(blocks, kind, torch.float32)
+    columns = 288 if llama2.GGML_TYPES[ggml_type].weights <= 32 else 512
+    blocks, weight = wide_blocks(ggml_type, 11, columns)
+    layer = llama2.NativeEmbedding(blocks, ggml_type, torch.float32)
     for bad in (-1, 11):
         with pytest.raises(IndexError):
             layer(torch.tensor([bad]))
@@ -193,13 +195,13 @@ def test_blocks_equal_plain_ones(monkeypatch, heads, dtype, fast):
         ours, theirs = (llama2.Cache(plain.config, B, 201, dtype) for _ in range(2))
         for T in chunks:
             tokens = torch.randint(64, (B, T))
-            wanted = plain(tokens, theirs, all_positions=True)
+            expected = plain(tokens, theirs, all_positions=True)
             with monkeypatch.context() as patch:
                 patch.delattr(llama2.Block, "forward")
-                assert_close(native(tokens, ours, all_positions=True), wanted, tolerance)
-        for found, wanted in ((ours.k, theirs.k), (ours.v, theirs.v)):
-            assert wanted[:, :, :, : ours.pos].any() and not found[:, :, :, ours.pos :].any()
-            assert_close(found.float(), wanted.float(), tolerance)
+                assert_close(native(tokens, ours, all_positions=True), expected, tolerance)
+        for actual, expected in ((ours.k, theirs.k), (ours.v, theirs.v)):
+            assert expected[:, :, :, : ours.pos].any() and not actual[:, :, :, ours.pos :].any()
+            assert_close(actual.float(), expected.float(), tolerance)
     native.embed_tokens.weight[7] = math.nan  # is not lost
     x = native(torch.arange(20)[None], llama2.Cache(plain.config), all_positions=True)
     assert x[0, 7:].isnan().all()
@@ -210,13 +212,13 @@ def test_precision_is_each_layers_own():
     """Accelerating again changes it; one layer may have another than its neighbours."""
     model = model_of(KINDS)
     tokens = TOKENS[:1, :5] % 64
-    wanted = model(tokens, model.new_cache())
+    expected = model(tokens, model.new_cache())
     assert llama2.accelerate(model, fast=True) is model  # in place
     rounded = model(tokens, model.new_cache())
     model.layers[0].self_attn.v_proj.fast = False
     mixed = model(tokens, model.new_cache())
     exact = llama2.accelerate(model)(tokens, model.new_cache())
-    assert_close(exact, wanted, 1e-5)
+    assert_close(exact, expected, 1e-5)
     assert not torch.equal(exact, rounded) and not torch.equal(mixed, rounded)
 
 
@@ -251,10 +253,10 @@ def test_large_models_are_accelerated_and_rounded_if_told(
 def test_without_kernels_a_line_says_what_is_missing(monkeypatch, tmp_path, vocabulary):
     """And the model runs all the same."""
     path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_0"])
-    wanted = llama2.load(path)[0](TOKENS[:1, :7])
+    expected = llama2.load(path)[0](TOKENS[:1, :7])
     monkeypatch.setattr(llama2, "KERNELS", tmp_path / "none")
     monkeypatch.setattr(llama2, "load_kernels", llama2.load_kernels.__wrapped__)
     for dtype in ("float32", "auto"):
         with pytest.warns(UserWarning, match=r"will be slow: .*build.py is missing"):
             model, _ = llama2.load(path, dtype=dtype, compile=True)
-        assert_close(model(TOKENS[:1, :7]), wanted, 1e-6)
+        assert_close(model(TOKENS[:1, :7]), expected, 1e-6)

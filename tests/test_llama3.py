@@ -1,4 +1,4 @@
-"""Byte-level BPE: Llama 3 and its kind, from GGUF files and from tokenizer.json.
+"""Byte-level BPE, as Llama 3 has it, from GGUF files and from tokenizer.json.
 
 The words and ids were checked with llama.cpp, Meta's and Mistral's own tokenizers; where tokenizers
 is installed, random texts are compared with what it makes of the published form of each file.
@@ -243,14 +243,14 @@ def test_stream_and_decode_agree(llama3):
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "smollm"])
 def test_bos_is_the_vocabularys(tmp_path, pre):
-    """Once if a key, a post-processor, tokenizer_config.json or the kind says so; else never."""
+    """Once if a key, a post-processor, tokenizer_config.json or the pre-tokenizer says so; else never."""
     content = published_json(pre)
     settings = {"add_bos_token": pre == "smollm"}
-    found = [from_keys(pre), read(tmp_path, content)]
-    found += [from_keys(pre, **settings), read(tmp_path, content, tokenizer_config=settings)]
+    actual = [from_keys(pre), read(tmp_path, content)]
+    actual += [from_keys(pre, **settings), read(tmp_path, content, tokenizer_config=settings)]
     is_llama = pre == "llama-bpe"
     says = [is_llama, is_llama, not is_llama, not is_llama]
-    assert [tokenizer.encode("the").count(BOS) for tokenizer in found] == says
+    assert [tokenizer.encode("the").count(BOS) for tokenizer in actual] == says
 
 
 OLD = {"eos_token": "<|eot_id|>"}  # in special_tokens_map.json
@@ -343,18 +343,18 @@ def hf_model(path, content, config=CONFIG):
 
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_saved_and_read_back(tmp_path, pre):
-    """Tokens, merges, types and the kind of words stay, from a folder and from a GGUF file."""
+    """Tokens, merges, types and the pre-tokenizer stay, from a folder and from a GGUF file."""
     config = dataclasses.replace(CONFIG, vocab_size=SIZE + 1)
     path = hf_model(tmp_path / "hf", published_json(pre, as_pairs=True), config)
     first = llama2.open_checkpoint(path).tokenizer
-    wanted = bpe_keys(pre)
-    wanted["tokenizer.ggml.tokens"] += [f"[PAD{SIZE}]"]
-    wanted["tokenizer.ggml.token_type"] += [5]
+    expected = bpe_keys(pre)
+    expected["tokenizer.ggml.tokens"] += [f"[PAD{SIZE}]"]
+    expected["tokenizer.ggml.token_type"] += [5]
     for name in ("a.gguf", "b.gguf"):
         llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / name)
         path = tmp_path / name
         again = llama2.open_checkpoint(path)
-        assert {key: again.file.metadata[key] for key in wanted} == wanted
+        assert {key: again.file.metadata[key] for key in expected} == expected
         assert again.config.stop_token_ids == (EOT, EOM, HEADER)
         assert again.tokenizer.add_bos == first.add_bos
         assert again.tokenizer.decode([SIZE]) == ""

@@ -99,7 +99,7 @@ def test_what_does_not_fit(folder, changes, said):
 
 
 def test_other_models(folder):
-    """An adapter of another shape, and one of another kind of model."""
+    """An adapter of another shape, and one of another type of model."""
     write_adapter(folder)
     for layers, said in ((1, r"layers\.1\..* has no place"), (9, "which does not fit")):
         model = llama2.Llama(llama2.Config(64, 128, layers, 4, 4, 512))

@@ -111,8 +111,8 @@ SCRIPTS = [
 def test_wrong_values(run, monkeypatch, script):
     assert run(script)[0] in (0, 1)  # schema.py: cut at --max-new-tokens
     for option in options_of(run, script, monkeypatch):
-        rows = [values for values, options in RIGHT.items() if option in options.split()]
-        right = RIGHT_HERE.get((script, option), rows[0] if rows else "")
+        matching = [values for values, options in RIGHT.items() if option in options.split()]
+        right = RIGHT_HERE.get((script, option), matching[0] if matching else "")
         for value in VALUES.split():
             status, err = run(script, option, value)
             case = f"{script} {option} {value}: {status}, {err}"

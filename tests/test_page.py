@@ -199,7 +199,7 @@ def test_a_story_by_mouse(servers, visit):
 
 
 def test_markup_stays_text(servers, visit):
-    """Of questions and answers; of one that comes byte by byte, parts of characters, too."""
+    """Of questions and answers, even if a character comes byte by byte."""
     page = visit(servers[1], permissions=["clipboard-read", "clipboard-write"])
     events = [{"error": {"message": "<i>broken</i>"}}]
     for byte in reversed(MARKUP.encode()):
@@ -218,7 +218,7 @@ def test_markup_stays_text(servers, visit):
     page.locator(TOKEN).nth(MARKUP.index("&")).click()
     options = page.get_by_role("option")
     assert [text.split()[0] for text in options.all_inner_texts()] == ["&", "\ufffd", "</s>"]
-    expect(options.nth(1)).to_be_disabled()  # no text has a part of a character
+    expect(options.nth(1)).to_be_disabled()  # no text has half a character
     options.nth(2).click()
     assert answers(page) == [MARKUP.partition("&")[0]]
 

