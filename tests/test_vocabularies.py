@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import sentencepiece
 
 import llama2
-
-sys.path.insert(0, str(Path(llama2.__file__).resolve().parent / "examples"))
-from convert import sentencepiece_keys
-
 from test_llama2 import TALE, added_tokens_decoder, some_pieces, write_files, write_gguf
 
 SIZE = 300
@@ -245,6 +241,13 @@ FIRST = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
+def sentencepiece_keys(vocabulary, monkeypatch):
+    """Those that examples/convert.py writes."""
+    pytest.importorskip("safetensors")
+    monkeypatch.syspath_prepend(Path(llama2.__file__).resolve().parent / "examples")
+    return importlib.import_module("convert").sentencepiece_keys(vocabulary)
+
+
 def llama2_json(tokenizer, legacy):
     """Llama 2's tokenizer.json: its merges are all pairs of pieces that make another one."""
     pieces = tokenizer.pieces
@@ -271,7 +274,7 @@ def read_json(path, content):
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_llama_2_as_json(tmp_path, tokenizer, legacy):
+def test_llama_2_as_json(tmp_path, tokenizer, legacy, monkeypatch):
     """The ids are tokenizers' and, but for spaces at the start, those of a GGUF file made of it."""
     tokenizers = pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy)
@@ -281,7 +284,7 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy):
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
     with pytest.raises(ValueError, match=r"examples/convert\.py"):
         llama2.vocabulary_keys(ours.vocabulary, 330)
-    ours.vocabulary.keys = sentencepiece_keys(ours.vocabulary)
+    ours.vocabulary.keys = sentencepiece_keys(ours.vocabulary, monkeypatch)
     keys = llama2.vocabulary_keys(ours.vocabulary, 330)
     again = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
     for text in [*random_texts(300), *("a" + " " * n + "the" for n in range(40))]:
@@ -295,13 +298,13 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy):
         assert marked(again, text) == marked(ours, text)
 
 
-def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
+def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer, monkeypatch):
     """Merges that were trained otherwise are refused: the ids would be others, silently."""
     pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy=True)
     content["model"]["merges"].pop()
     with pytest.raises(ValueError, match="GGUF cannot say that .* are not merged"):
-        sentencepiece_keys(read_json(tmp_path, content).vocabulary)
+        sentencepiece_keys(read_json(tmp_path, content).vocabulary, monkeypatch)
 
 
 @pytest.mark.parametrize(
