@@ -133,8 +133,9 @@ def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
     values = {}
     for item in fields(llama2.Sampling):
         if item.name in LIMITS:
-            value_type = int if item.name == "seed" else type(item.default)
-            values[item.name] = take(body, item.name, value_type, item.default)
+            values[item.name] = take(
+                body, item.name, int if item.name == "seed" else type(item.default), item.default
+            )
     if values["seed"] is not None:
         values["seed"] %= 2**63
     bias = torch.zeros(vocab_size)
@@ -373,8 +374,9 @@ class Job:
 
     def reply(self, *choices: dict, **usage: dict) -> None:
         """Send an event, or the whole answer, from the model's thread."""
-        reply = JSONResponse({**self.about, "choices": choices, **usage})
-        anyio.from_thread.run_sync(self.replies.put_nowait, reply)
+        anyio.from_thread.run_sync(
+            self.replies.put_nowait, JSONResponse({**self.about, "choices": choices, **usage})
+        )
 
     def complete(self) -> None:
         """Continue the prompts, in the model's thread."""
@@ -439,8 +441,14 @@ class Job:
             return []
         self.call = None
         function = {"name": json.loads(head + "}")["name"], "arguments": arguments}
-        call_id = f"call_{secrets.token_hex(12)}"
-        return [{"index": 0, "id": call_id, "type": "function", "function": function}]
+        return [
+            {
+                "index": 0,
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": function,
+            }
+        ]
 
     def entries(self, score: Score) -> list[dict]:
         """A token, and then the likeliest ones in its place. No two have the same name."""
@@ -461,12 +469,13 @@ class Job:
         content = [{**token[0], "top_logprobs": token} for token in tokens if token]
         if self.chat:
             return {"content": content, "refusal": None}
-        tops = [{e["token"]: e["logprob"] for e in token} for token in tokens]
         return {
             "content": content,  # has bytes: the names below do not tell </s> from text
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.top.get(score.token_id) for score in scores],
-            "top_logprobs": [top or None for top in tops],  # nothing comes before a first token
+            "top_logprobs": [  # nothing comes before a first token
+                {e["token"]: e["logprob"] for e in token} or None for token in tokens
+            ],
             "text_offset": [score.start for score in scores],
         }
 
@@ -483,12 +492,14 @@ def open_page() -> Response:
     for tag, content in re.findall(r"<(script|style)>(.*?)</", text, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         policy += f"; {tag}-src 'sha256-{digest}'"
-    headers = {
-        "Content-Security-Policy": policy,
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
-    return HTMLResponse(text, headers=headers)
+    return HTMLResponse(
+        text,
+        headers={
+            "Content-Security-Policy": policy,
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        },
+    )
 
 
 async def post(handle: Any, field: str, request: Any) -> Any:
@@ -546,8 +557,11 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         ("/detokenize", detokenize, "tokens"),
     ):
         routes.append(Route(path, partial(post, handle, prompt), methods=["POST"]))
-    errors = {HTTPException: refuse, Exception: refuse}
-    app = Starlette(routes=routes, exception_handlers=errors, max_body_size=MAX_BODY)
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: refuse, Exception: refuse},
+        max_body_size=MAX_BODY,
+    )
     return guard(app, refuse, Refusal, (lambda text: None) if args.quiet else say, args)
 
 
@@ -582,16 +596,10 @@ def parse_args() -> argparse.Namespace:
         help="required for every path but / and /health",
     )
     add("--cors", metavar="ORIGIN", help="a site whose pages may use the server; *: any")
-    context_help = "maximum tokens of a prompt and its answer"
-    add("--context", metavar="N", type=number(int, 1), help=context_help)
-    add("--threads", metavar="N", type=number(int, 1, os.cpu_count() or 1), help="CPU threads")
+    add("--context", metavar="N", type=number(int, 1), help="tokens of a prompt and its answer")
+    add("--threads", metavar="N", type=number(int, 1, 1024), help="CPU threads")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="of the activations",
-    )
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(
         "--no-prompt-cache",
         dest="prompt_cache",
@@ -613,7 +621,7 @@ def main() -> int:
         name = utf8(path.name.removesuffix(".gguf") if path.exists() else args.model)
         app = make_app(session, name, args)
         listener = socket.create_server((args.host, args.port))
-    except (ValueError, OverflowError, OSError, MemoryError, RuntimeError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         say(f"server.py: error: {utf8(str(error))}")
         return 2
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms

@@ -54,10 +54,9 @@ class Session:
 
     def __init__(self, args: Any) -> None:
         """Load a model as the command line says. Raises ValueError or OSError."""
-        context = args.context
         checkpoint = llama2.open_checkpoint(args.model)
-        if context is None:
-            context = min(checkpoint.config.max_position_embeddings, MAX_CONTEXT)
+        limit = checkpoint.config.max_position_embeddings
+        context = args.context or min(limit, MAX_CONTEXT)
         self.model, self.tokenizer = llama2.load(
             checkpoint, args.device, args.dtype, context=context, progress=not args.quiet
         )
