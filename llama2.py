@@ -38,9 +38,10 @@ How a text becomes more text:
                         x = x + MLP(RMSNorm(x))
       x --RMSNorm, lm_head--> logits (B, V) --sample--> next id --StreamDecoder--> text
 
-How a weight is loaded: a Weight says where it lies in a file (offset, type, shape). build_model()
-maps its bytes into memory (mmap). A module of the model holds these bytes, in blocks, as they are
-in the file. forward() dequantises a few rows at a time, or a kernel of part IV uses the blocks.
+How a quantised weight is loaded: a Weight says where it lies in a file (offset, type, shape).
+build_model() maps its bytes into memory (mmap). A module of the model holds them as they are in the
+file, in quantised blocks. forward() dequantises a few rows at a time, or a kernel of part IV uses
+the blocks.
 
 docs/tour.md shows the model at work, in numbers and pictures.
 
@@ -129,7 +130,7 @@ class Config:
             object.__setattr__(self, "head_dim", C // H)  # assignment fails: the class is frozen
         D = self.head_dim
         if type(D) is not int or not 0 < D <= 2**28 // H or D % 2:
-            raise ValueError(f"head_dim is {D!r}; it must be even and above 0")
+            raise ValueError(f"head_dim is {D!r}; expected an even number from 2 to {2**28 // H}")
         if H % G:
             raise ValueError(
                 f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
@@ -142,7 +143,7 @@ class Config:
 
     @classmethod
     def llama2_7b(cls) -> "Config":
-        """Llama 2 7B: LLaMA paper, table 2. The MLP's size is in Meta's model.py, params.json."""
+        """Llama 2 7B: LLaMA paper, table 2; 11008 follows from Meta's model.py and params.json."""
         return cls()
 
     @classmethod
@@ -164,7 +165,7 @@ def rope_tables(
     config: Config, length: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * theta^(-2i/D), each (length, D/2) (RoPE paper, section 3.2.2)."""
-    # float32 island 1 of 4: in 16 bits, neighbouring positions become equal after a few hundred.
+    # float32 island 1 of 4: bfloat16 cannot tell positions above 256 apart, float16 above 2048.
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = config.rope_theta ** (-pair / config.head_dim)  # (D/2,)
     if config.rope_freq_factors is not None:
@@ -209,6 +210,7 @@ class Cache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        # In this method S is the capacity; elsewhere it counts the visible tokens.
         S = config.max_position_embeddings if max_seq_len is None else max_seq_len
         if batch_size < 1 or S < 1 or not dtype.is_floating_point:
             raise ValueError(
@@ -259,7 +261,7 @@ class Cache:
 
         (is_causal=True of scaled_dot_product_attention would put the triangle at the upper left,
         which is wrong as soon as pos is above 0.) The mask for any pos and T is cut from the lower
-        right corner of a larger one, `band` (T, max_seq_len), which is made once for the largest T.
+        right corner of a larger one, `band`, which is made again only when T exceeds all before.
         """
         S = self.slots(T).stop
         if T == 1:
@@ -284,10 +286,10 @@ class Cache:
         self.pos = where.stop
 
     def common_prefix(self, tokens: Tensor) -> int:
-        """With how many tokens both the cache and `tokens` (B, T) begin, in every sequence."""
+        """Length of the prefix that the cache and `tokens` (B, T) share, in every sequence."""
         n = min(self.pos, tokens.shape[1])
         stored, given = self.tokens[:, :n], tokens[:, :n].to(self.tokens.device)
-        if torch.equal(stored, given):  # a short cut: this is so in every decode step
+        if torch.equal(stored, given):  # a shortcut: this is so in every decode step
             return n
         return int((stored == given).all(dim=0).cumprod(0).sum())
 
@@ -428,7 +430,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the weights
-        self.vocab_size = config.vocab_size  # only ids below it are sampled; load() may lower it
+        self.vocab_size = config.vocab_size  # only lower ids are sampled; load(): the tokenizer's
         self.name_or_path = "the model"  # where it came from, for messages
         C, V = config.hidden_size, config.vocab_size
         # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
@@ -477,7 +479,7 @@ class Llama(nn.Module):
                 x = block(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the logits of the last position are enough
-            # float32 island 4 of 4: probabilities are computed from the logits.
+            # float32 island 4 of 4: from the logits on, softmax and sampling are float32.
             logits = self.lm_head(self.norm(x)).float()  # (B, V) or (B, T, V)
 
         if cache is not None:
@@ -519,15 +521,16 @@ PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled. The command line and the server have the same defaults.
+    """How the next token is sampled. The command line and the server have the same defaults, except
+    that --seed is 0 there.
 
-    They are applied in this order: repetition_penalty, logits_processor, temperature, top_k, top_p,
+    They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
     min_p. Raises ValueError for values out of range.
     """
 
     temperature: float = 0.8  # divides the logits; 0: always the likeliest token (greedy)
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
-    # The likeliest tokens, as few as have this probability together (arXiv:1904.09751); 1: all.
+    # Nucleus sampling: the fewest likeliest tokens whose probabilities have this sum (1904.09751).
     top_p: float = 0.95
     # The tokens with at least this share of the likeliest one's probability (arXiv:2407.01082).
     min_p: float = 0.0
@@ -586,8 +589,8 @@ def sample(
 def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
     """Apply top_p and min_p to the probabilities (V,) of all ids, and draw one of the ids left.
 
-    `u` is a random number from 0 to 1: the id is the first at which the sum of the probabilities up
-    to it exceeds u times the sum of all.
+    `u` is a random number from 0 to 1: the id is the first whose cumulative probability exceeds u
+    times the total.
     """
     p = probabilities.cpu().numpy()  # numpy sorts many times as fast as torch
     threshold = 0.0  # ids with a lower probability are excluded
@@ -598,6 +601,7 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
         ordered = p[(p >= bound).nonzero()]
         ordered.sort()
         sums = ordered[::-1].astype(float).cumsum()  # from the likeliest on
+        # Without the last: rounding may keep the sum below top_p.
         count = 1 + sums[:-1].searchsorted(sampling.top_p)
         threshold = ordered[-count]
     if sampling.min_p:
@@ -615,7 +619,8 @@ SCORE_CHUNK = 128  # tokens per forward pass in score(), which needs the logits 
 
 
 class Generation(Iterator[int]):
-    """generate(): an iterator over the ids that continue a prompt, without the final stop token.
+    """What generate() returns: an iterator over the ids that continue a prompt, without the final
+    stop token.
 
     `stop_ids` end the text (default: EOS and the model's further stop ids). Tokens that `cache`
     stores already are not computed again; call cache.reset() after you have changed weights.
@@ -653,7 +658,8 @@ class Generation(Iterator[int]):
         self.step = step or functools.partial(prefill, model)
         self.tokens = torch.tensor([self.ids])  # (1, n), self.ids as a tensor
         stored = cache.common_prefix(self.tokens)
-        # How many tokens the prefill computes: at least the last one, for its logits.
+        # How many tokens the prefill computes: those that the cache lacks, and at least the last
+        # one, for its logits.
         self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)
         seed = secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         self.generator = torch.Generator().manual_seed(seed)
@@ -676,7 +682,7 @@ class Generation(Iterator[int]):
         try:
             token_id = sample(logits, self.sampling, self.ids, self.generator)
         except ValueError as error:
-            if logits.max().isfinite():
+            if logits.max().isfinite():  # the logits_processor left no token
                 raise
             reason = f"{self.model.name_or_path}: {why_not_finite(self.model)}"
             raise ValueError(f"the logits are not finite: {reason}") from error
@@ -710,7 +716,10 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
 
 
 def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
-    """Run the model on the tokens (B, n) that the cache lacks; returns the last's logits (B, V)."""
+    """Run the model on the tokens (B, n) that the cache lacks; returns the last's logits (B, V).
+
+    A decode step is the same: the cache lacks one token.
+    """
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
     cache.truncate(start)
     device = model.norm.weight.device
@@ -739,7 +748,7 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
     logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
-        # The logits of each token are for the one behind it, which the chunk holds as well.
+        # The logits at a token predict the next one, so the chunk has one token more.
         chunk = tokens[:, start : start + SCORE_CHUNK + 1]  # (1, t + 1)
         logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (t, V)
         logprobs[start : cache.pos] = -F.cross_entropy(logits, chunk[0, 1:], reduction="none")
@@ -747,7 +756,7 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
 
 
 class TextStream(Iterator[str]):
-    """stream_text(): an iterator over the text of a Generation, which ends before a stop text.
+    """What stream_text() returns: an iterator over the text of a Generation, up to a stop text.
 
     The strings that it returns, joined, continue the text of the prompt. `strip` leaves out white
     space at the beginning, as for an answer in a chat. `options` are those of generate().
@@ -829,8 +838,8 @@ class Vocabulary:
     # Where SentencePiece adds a space, which its words begin with:
     #   "never"    nowhere
     #   "first"    at the start of a text
-    #   "always"   there and behind each special token, unless a space follows (transformers)
-    #   "prepend"  there and behind each special token, even if a space follows (llama.cpp)
+    #   "always"   there and after each special token, unless a space follows (transformers)
+    #   "prepend"  there and after each special token, even if a space follows (llama.cpp)
     prepend_scheme: str = "first"
     chat_template: str = ""  # in Jinja; "": the model's files have none
     keys: Any = None  # the metadata of GGUF from which part III saves it
@@ -839,8 +848,8 @@ class Vocabulary:
 class Tokenizer:
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
-    What stands for a control token is its mark, not its text: "</s>" in a text is four characters.
-    A mark contains a random number, so no text can contain one. Only encode_chat() writes marks.
+    In a text to encode, a control token is written as its mark, a string with a random number,
+    which no text can contain: "</s>" is just four characters. Only encode_chat() writes marks.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -860,6 +869,7 @@ class Tokenizer:
                 if piece_type == CONTROL:
                     self.marks[piece] = f"{self.secret}:{i}\u00a7"
                 self.marked_ids[self.marks.get(piece, piece)] = i
+        # Two patterns: the texts of control tokens; the texts that become a token as they are.
         self.control_texts = any_of(self.marks)
         self.marked_texts = any_of(self.marked_ids)
         model = vocabulary.model
@@ -976,7 +986,7 @@ def open_sentencepiece(model: bytes) -> Any:
 
 
 # For malformed UTF-8, SentencePiece writes one U+FFFD for each byte, Python's "replace" one for
-# each sequence. StreamDecoder needs the former.
+# each sequence. StreamDecoder needs the former for SentencePiece's vocabularies.
 codecs.register_error(
     "replace_each_byte",
     lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
@@ -1001,7 +1011,7 @@ class StreamDecoder:
         piece_type = self.tokenizer.types[token_id]
         text = ""
         if piece_type != BYTE and not self.tokenizer.byte_level:
-            text = self.utf8.decode(b"", final=True)  # such a token completes no character
+            text = self.utf8.decode(b"", final=True)  # bytes before it that are no character
         if self.strip and piece_type not in (BYTE, UNKNOWN):
             data = data.removeprefix(b" ")
         if piece_type != CONTROL:
@@ -1248,7 +1258,7 @@ def chat(
 ) -> TextStream:
     """An iterator over the text of the answer to messages: see encode_chat() and stream_text().
 
-    The answer ends at EOS, at what the template writes behind an answer, or before a text of
+    The answer ends at EOS, at what the template writes after an answer, or before a text of
     `stop`. `options` are those of generate().
     """
     ids = encode_chat(tokenizer, messages, template)
@@ -1282,7 +1292,7 @@ from typing import BinaryIO
 #
 # A row of a quantised matrix is stored in blocks of 32 or 256 weights. A block has an integer q of
 # 2 to 8 bits for each weight and, for each group of 16 or 32 weights, a scale s and, in some types,
-# a minimum m. A weight is s * q - m. dequantize() gives the bits that the gguf package gives.
+# a minimum m. A weight is s * q - m. dequantize() is bit-identical to the gguf package.
 
 # The types that are plain numbers, without blocks, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -1296,7 +1306,7 @@ class Bits(NamedTuple):
         low four bits        scale       q0   q1   q2   ... q15
         high four bits       scale       q16  q17  q18  ... q31
 
-    A block of 256 weights has several such runs of `width` bytes, one behind the other.
+    A block of 256 weights has several such runs of `width` bytes, one after another.
     """
 
     at: int  # the first byte
@@ -1342,7 +1352,7 @@ def float16_at(b: Tensor, at: int) -> Tensor:
 def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
     """The `count` integers of each block at `where`: (n, bytes) -> uint8 (n, count)."""
     end = where.at + count * where.bits // 8
-    b = b[:, where.at : end].contiguous().view(len(b), -1, where.width)
+    b = b[:, where.at : end].contiguous().view(len(b), -1, where.width)  # (n, runs, width)
     shifted = [(b >> shift) & (2**where.bits - 1) for shift in range(0, 8, where.bits)]
     return torch.stack(shifted, 2).flatten(1)
 
@@ -1368,7 +1378,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
         case "Q4_0" | "Q5_0" | "Q8_0":
             return float16_at(b, 0), None
         case "Q4_1" | "Q5_1":
-            return float16_at(b, 0), -float16_at(b, 2)
+            return float16_at(b, 0), -float16_at(b, 2)  # ggml adds this minimum
         case "Q2_K":  # 16 scales and 16 minima of 4 bits
             return float16_at(b, 80) * (b[:, :16] & 15), float16_at(b, 82) * (b[:, :16] >> 4)
         case "Q3_K":  # 16 scales of 6 bits, the high two of which are stored apart
@@ -1477,7 +1487,7 @@ class Weight:
 
     @property
     def block(self) -> tuple[int, int]:
-        """How many weights and how many bytes a block has."""
+        """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
         import gguf
 
         return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
@@ -1489,15 +1499,15 @@ class Weight:
         return math.prod(self.shape) // weights * size
 
     def kept_type(self, dtype: torch.dtype) -> str | None:
-        """In which ggml type a model with activations of `dtype` keeps it; None: as a dense tensor.
+        """The ggml type in which a model with activations of `dtype` keeps it; None: it is dense.
 
-        build_model() has a table.
+        The table is at build_model().
         """
         if len(self.shape) != 2 or self.ggml_type == "F32":
             return None
         if self.ggml_type in GGML_TYPES.keys() - DENSE:
             return self.ggml_type
-        # 16 bits need half the memory of float32. dequantize() is slow for other quantised types.
+        # Beside float32, 16 bits take half the memory. Types that dequantise slowly become F16.
         kept = self.ggml_type if self.ggml_type in DENSE else "F16"
         return kept if dtype == torch.float32 else None
 
@@ -1538,7 +1548,7 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Seq
 
 
 # --------------------------------------------------------------------------------------------------
-# 14.1 Names, settings, files
+# 14. GGUF, and what all formats share: names, settings, reading files
 
 
 # The name of a module -> its name in GGUF.
@@ -1558,7 +1568,7 @@ GGUF_NAMES = {
 }
 
 # The name of a setting in Config and config.json -> its key in GGUF.
-OPTIONAL = {  # a file that lacks one of these means the default value of Config
+OPTIONAL = {  # a file without one means Config's default, or as many key/value heads as heads
     "num_key_value_heads": "llama.attention.head_count_kv",
     "rope_theta": "llama.rope.freq_base",
     "rope_scaling_factor": "llama.rope.scaling.factor",
@@ -1633,7 +1643,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def naming(item: str | Path) -> Iterator[None]:
-    """Puts the name of a file, or of an item in it, in front of errors raised while it is read."""
+    """Prefixes errors with the name of the file, or of the item in it, that is being read."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -1721,8 +1731,8 @@ def match_tensors(
 ) -> dict[str, Weight]:
     """Weights by their names in a file -> by the names in the model's state_dict().
 
-    name_in_file() translates the latter into the former. Raises ValueError unless the file has
-    exactly the tensors of the model, in their shapes.
+    name_in_file() gives the file's name for one of the model's. Raises ValueError unless the file
+    has exactly the tensors of the model, in their shapes.
     """
     if config.num_hidden_layers > len(weights):  # said before anything of that size is built
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
@@ -1748,7 +1758,7 @@ def match_tensors(
 
 
 # --------------------------------------------------------------------------------------------------
-# 14.2 GGUF (docs/gguf.md of ggml)
+# 14.2 The format of GGUF (docs/gguf.md of ggml)
 
 # The types of a value in GGUF. For numbers, the letter of Python's struct.
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -1809,7 +1819,7 @@ class GGUF:
             for name, (offset, ggml_type, shape) in infos.items():
                 with naming(name):
                     if offset != end:
-                        raise ValueError(f"is at byte {offset} behind the header; expected {end}")
+                        raise ValueError(f"is at byte {offset} after the header; expected {end}")
                     weight = stored_weight(Path(path), start + end, size, ggml_type, shape)
                 end += -(-weight.nbytes // align) * align
                 self.weights[name] = weight
@@ -1928,6 +1938,7 @@ def hf_settings(folder: Path) -> dict[str, Any]:
             require(settings, key, accepted)
         is_linear = settings["rope_type"] == "linear"
         factor = get_typed(settings, "factor", float) if is_linear else 1.0
+        # Linear scaling extends the context for which the model was trained.
         context = int(get_typed(settings, "max_position_embeddings", int) * factor)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
         if settings.get("model_type") == "mistral":  # is Llama as long as the window is not full
@@ -2042,9 +2053,9 @@ def read_chat_template(folder: Path) -> str:
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
 #
-# sentencepiece runs a tokenizer.model, tokenizers runs a tokenizer.json. A GGUF file has neither,
-# but lists of pieces, types, scores or merges, of which one of them is made. The keys of GGUF are
-# the form that all formats pass through:
+# sentencepiece runs a tokenizer.model, tokenizers runs a tokenizer.json. A GGUF file holds lists of
+# pieces, types, scores or merges instead; a tokenizer.model or tokenizer.json is built from them.
+# GGUF's metadata, keys and values, is the form that all formats pass through:
 #
 #   tokenizer.model, tokenizer.json  --read_vocabulary_file()-->  GGUF's keys
 #   GGUF's keys                      --vocabulary_from_gguf()-->  Vocabulary
@@ -2059,7 +2070,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     """
     # 1. The lists of pieces and types.
     get = partial(get_typed, metadata)
-    model = metadata.get("tokenizer.ggml.model")
+    model = metadata.get("tokenizer.ggml.model")  # a name; from step 3 on, the file's content
     pre = metadata.get("tokenizer.ggml.pre")
     is_llama, is_json = model == "llama", isinstance(model, dict)
     pieces = get("tokenizer.ggml.tokens", list)
@@ -2068,8 +2079,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     eos = metadata.get("tokenizer.ggml.eos_token_id", 2 if is_llama else None)
     unknown = get("tokenizer.ggml.unknown_token_id", int, 0)
 
-    # 2. Special tokens become CONTROL, so that no text gives them: converters write NORMAL or
-    #    USER_DEFINED for some.
+    # 2. Special tokens become CONTROL, so that no text gives them: BOS and EOS whatever type the
+    #    converter wrote, others if it wrote USER_DEFINED.
     for token_id in {bos, eos, unknown, *gguf_stop_ids(metadata)} - {None}:
         if not 0 <= token_id < len(pieces):
             raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
@@ -2226,7 +2237,7 @@ def protobuf(number: int, value: bytes) -> bytes:
     This file writes and reads protobuf itself, because the package that does it is not installed
     with sentencepiece. The numbers of the fields are those of sentencepiece_model.proto.
     """
-    size = len(value)
+    size = len(value)  # always as three bytes of seven bits each: up to 2 MiB
     return bytes([number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + value
 
 
@@ -2234,7 +2245,9 @@ def sentencepiece_model(
     pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], normalizer: bytes
 ) -> bytes:
     """A tokenizer.model of BPE."""
-    trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])  # model_type, byte_fallback
+    trainer = bytes(
+        [0x18, 2, 0x98, 2, types.count(BYTE) == 256]
+    )  # model_type 2 (BPE), byte_fallback
     messages = [protobuf(2, trainer), protobuf(3, normalizer)]
     for piece, score, t in zip(pieces, scores, types):
         piece_fields = protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t)
@@ -2320,6 +2333,7 @@ def read_tokenizer_json(path: Path, settings: dict[str, Any]) -> tuple[Any, ...]
 
     # 3. Where a space is added, and whether a text begins with a token, which then is BOS.
     steps = json_steps(content)
+    # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme.
     match = re.search('"(prepend|first|always)"', steps)
     scheme = match[1] if match else "never"
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
@@ -2352,9 +2366,9 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
     with suppress(ValueError, OSError):  # tokenizer.model may be missing, or be tiktoken's
         # The tokenizer.json was converted from the tokenizer.model. If both have the same pieces,
         # the latter is better: SentencePiece is faster, and only it has the scores that GGUF needs.
-        # transformers uses the tokenizer.json, which therefore decides where the two differ: where
-        # added tokens absorb the spaces beside them and, for Mistral, where a space is added (for
-        # Llama, transformers goes by "legacy" in tokenizer_config.json instead).
+        # But transformers uses the tokenizer.json. So that one is taken where the two differ: if
+        # added tokens absorb the spaces beside them, or, for Mistral, if the two add spaces in
+        # different places. (For Llama, transformers adds them by "legacy" in tokenizer_config.json.)
         trained = read_vocabulary_file(folder / "tokenizer.model", config)
         if trained.pieces == vocabulary.pieces and not absorbs_spaces(vocabulary):
             vocabulary.keys = trained.keys
@@ -2390,8 +2404,8 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
         stop_ids = [i for i in (config.eos_token_id, *config.stop_token_ids) if i in ids]
         keys |= {"tokens": pieces, "token_type": types, "scores": scores, "eos_token_ids": stop_ids}
 
-        # 4. BOS and EOS: the settings name them by their texts; else the file's or the model's id,
-        #    if that is a control token.
+        # 4. BOS and EOS: by their texts in the settings; else by the id that the tokenizer's file,
+        #    or config.json, has, if that is a control token.
         for role in ("bos", "eos"):
             token = settings.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
@@ -2458,6 +2472,7 @@ def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
     raise ValueError(f"GGUF has no name for {steps:.150}; if it is SentencePiece's: {CONVERT}")
 
 
+# Attached to Tokenizer below, so that part II knows no files. 262144: more than any vocabulary has.
 def tokenizer_from_file(path: str | Path, config: Config = Config(vocab_size=262144)) -> Tokenizer:
     """The tokenizer of a tokenizer.model or tokenizer.json. Raises ValueError."""
     with naming(path):
@@ -2675,7 +2690,7 @@ def plan_loading(
     is_large = sum(weight.nbytes for weight in matrices) > LARGE
     compile = is_large if compile is None else compile
     is_packed = any(w.kept_type(activations) for w in matrices) and not trainable
-    kernels = is_packed and compile and "accelerate" in globals()
+    kernels = is_packed and compile and "accelerate" in globals()  # part IV may be deleted
     if kernels:
         kernels = load_kernels() is not None if on_cpu else device.type == "cuda"
     fast = kernels and is_large and on_cpu and name == "auto"
@@ -2684,6 +2699,7 @@ def plan_loading(
     # 4. Without kernels, every matrix would be dequantised again for every token. "auto"
     #    dequantises all of them once, if there is memory for that.
     if name == "auto" and is_packed and not kernels:
+        # On a CPU, bfloat16 is slower than float32, but it takes half the memory.
         dense_dtype = torch.bfloat16 if is_large and on_cpu else activations
         unpacked = plan._replace(dtype=dense_dtype, unpack=True)
         if 1.5 * memory_needed(checkpoint, unpacked, 1) < free_memory(device):
@@ -2758,8 +2774,9 @@ def load(
 
     `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
     large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `context`: the number of tokens for which there must be memory. `compile`: whether to
-    use kernels, which are compiled once (None: for models above 64 MiB). `progress`: show a bar.
+    gradients. `context`: the number of tokens for which there must be memory; new_cache() makes the
+    cache. `compile`: whether to use kernels, which are compiled once (None: for models above 64
+    MiB). `progress`: show a bar.
     Raises ValueError or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -2868,7 +2885,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError as error:  # add the path of a full disk, and the number that numpy leaves out
+    except OSError as error:  # on a full disk: name the path, add the number that numpy leaves out
         number, text = error.errno or errno.ENOSPC, error.strerror or str(error)
         raise OSError(number, text, error.filename or str(path)) from error
     finally:
@@ -2893,6 +2910,7 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         metadata |= {k: value for k, value in file.metadata.items() if k.startswith("general.")}
     for name, key in SETTINGS.items():
         if not key.startswith("tokenizer."):
+            # An int that was given for a float becomes one.
             metadata[key] = type(getattr(Config, name))(getattr(config, name))
     ends = [*dict.fromkeys((vocabulary.eos_id, *config.stop_token_ids, config.eos_token_id))][1:]
     metadata["tokenizer.ggml.eos_token_ids"] = ends
@@ -2943,7 +2961,7 @@ def save_gguf(
             if left_out or value in ("", []) or (ggml_type and key == "general.file_type"):
                 continue
             number = gguf.GGUFValueType.get_type(value)
-            if number == gguf.GGUFValueType.INT32:
+            if number == gguf.GGUFValueType.INT32:  # as converters write counts and ids
                 number = gguf.GGUFValueType.UINT32
             writer.add_key_value(key, value, *types.get(key, (number, None)))
         for name, weight in weights.items():
@@ -2980,8 +2998,8 @@ KERNELS_VERSION = 7  # the version of the interface between kernels/cpu.cpp and 
 def load_kernels() -> Any:
     """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
-    It runs on torch's threads. In a pass of at most `load_kernels().gemv_tokens` tokens, the result
-    for each has the bits that a pass of this token alone gives.
+    It runs on torch's threads. In a pass of at most `load_kernels().gemv_tokens` tokens, each token's
+    result is bit-identical to that of a pass of this token alone.
     """
     try:
         path = KERNELS / "build.py"
@@ -3236,7 +3254,8 @@ class Ranks:
 
     def __init__(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        # While a process waits for the others, Python cannot handle signals: they must end it.
+        # While a process waits for the others, Python's handlers do not run: the default action
+        # must end it.
         handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)}
         # The timeout is long, because in a chat the others wait for the person who types at rank 0.
         distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
@@ -3268,9 +3287,9 @@ def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, co
     if axis is None:  # a norm: every rank has all of it
         return weight
 
-    # 1. The unit: how many rows or columns must stay together on one rank. Those of a block; in
+    # 1. The smallest run of rows or columns that must stay on one rank: those of a block; in
     #    attention those of a key/value head and its query heads; in gate_proj and up_proj the rows
-    #    that a block of down_proj has as columns.
+    #    that feed one block of down_proj.
     block, nbytes = weight.block
     size = weight.shape[axis]
     unit = block if axis == 1 else 1
@@ -3279,7 +3298,7 @@ def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, co
     if ".mlp." in name:
         unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
 
-    # 2. From where to where this rank has rows or columns.
+    # 2. This rank's range of rows or columns.
     units = size // unit
     start = units * rank // count * unit
     stop = units * (rank + 1) // count * unit
@@ -3352,6 +3371,7 @@ def connect_ranks(model: Llama, ranks: Ranks) -> None:
     model.cache_dtype = None  # with hooks, torch computes attention, and it would convert float16
     weight = model.norm.weight
     token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+    # Any input tells how wide a rank's share of the embedding and of the logits is.
     for module, x in ((model.embed_tokens, token), (model.lm_head, weight[None])):
         widths = ranks.gather(module(x).shape[-1])
         start = sum(widths[: ranks.rank])
@@ -3446,7 +3466,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     sampling_help = {
         "temperature": "higher is more varied; 0: the likeliest token (default: %(default)s)",
         "top_k": "sample from the K likeliest tokens; 0: from all (default: %(default)s)",
-        "top_p": "sample from the fewest tokens with this probability (default: %(default)s)",
+        "top_p": "nucleus: the fewest tokens that sum to this probability (default: %(default)s)",
         "min_p": "minimum probability, relative to the likeliest token's (default: %(default)s)",
         "repetition_penalty": "divides logits of recent tokens; 1: off (default: %(default)s)",
     }
@@ -3659,6 +3679,7 @@ def converse(
             fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
         elif command:
             kept = [*turns, {"role": "user", "content": question}]
+            # Room for the answer, of a quarter at most.
             limit = size - min(options["max_new_tokens"], size // 4)
             try:
                 while len(encode_chat(tokenizer, [*system, *kept], template)) > limit:
@@ -3750,7 +3771,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
             stream.reconfigure(errors="backslashreplace")
-    gc.freeze()  # the 400,000 objects of torch are never garbage: 0.09 s of loading a model
+    gc.freeze()  # the 400,000 objects of torch need no collection, which would take 0.09 s
     ranks = None
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ and "Ranks" in globals():
