@@ -963,8 +963,11 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
             for merge in model["merges"]
             if (merge if isinstance(merge, str) else "".join(merge)).replace(" ", "") not in marks
         ]
-    added = [  # not normalized, so that a mark is recognised whatever a normalizer does to the text
-        {**t, "content": marks[t["content"]], "normalized": False} if t["content"] in marks else t
+    # A mark must be recognised whatever a normalizer does to the text, and within a word.
+    added = [
+        {**t, "content": marks[t["content"]], "normalized": False, "single_word": False}
+        if t["content"] in marks
+        else t
         for t in content["added_tokens"]
     ]
     try:
@@ -1002,8 +1005,9 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
         self.tokenizer = tokenizer
         self.strip = first and tokenizer.strips_space
-        errors = "replace" if tokenizer.byte_level else "replace_each_byte"
-        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(
+            "replace" if tokenizer.byte_level else "replace_each_byte"
+        )
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""

@@ -298,6 +298,15 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy, monkeypatch):
         assert marked(again, text) == marked(ours, text)
 
 
+def test_a_mark_within_a_word_is_its_token(tmp_path, tokenizer):
+    """Also if tokenizer.json asks for whole words: else the model would read the mark's text."""
+    pytest.importorskip("tokenizers")
+    content = llama2_json(tokenizer, legacy=True)
+    content["added_tokens"][2]["single_word"] = True
+    found = read_json(tmp_path, content)
+    assert marked(found, "the</s>fox").count(found.eos_id) == 1
+
+
 def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer, monkeypatch):
     """Merges that were trained otherwise are refused: the ids would be others, silently."""
     pytest.importorskip("tokenizers")
