@@ -21,7 +21,7 @@ Five parts, in a reader's order:
          generator for any Llama in memory.
     III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading, saving.
     IV   Faster and larger: CPU kernels, compiled steps, several devices. Delete it, and kernels/
-         beside it, and everything still works.
+         beside it, and all else still works, on one device and more slowly.
     V    The command line.
 
 Letters in shape comments:
@@ -77,7 +77,8 @@ if __name__ == "__main__":  # Two settings that must be made before torch is imp
 # ==================================================================================================
 #
 # The model runs in any floating point dtype. Four places always compute in float32, because 16 bits
-# are too few there. Each has a comment, "float32 island 1 of 4" to "4 of 4".
+# are too few there: RoPE, RMSNorm, attention's softmax, and all that follows the logits. Each has a
+# comment, "float32 island 1 of 4" to "4 of 4".
 
 import math
 from dataclasses import dataclass, fields
@@ -153,7 +154,9 @@ class Config:
 
     @classmethod
     def llama2_70b(cls) -> "Config":
-        """Llama 2 70B: LLaMA paper, table 2 (65B). 8 key/value heads: Llama 2 paper, A.2.1."""
+        """Llama 2 70B: as 65B in the LLaMA paper, table 2, but the MLP's 28672 follows from Meta's
+        params.json (65B: 22016). 8 key/value heads: Llama 2 paper, A.2.1.
+        """
         return cls(8192, 28672, 80, 64, 8)
 
 
@@ -183,6 +186,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     weights the rows of q_proj and k_proj are in another order to match. Such rows must be permuted
     before they are used here, as state_dict_from_hf() does; else the model writes gibberish.
     """
+    # Island 1, too: the rotation is in float32.
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for all heads
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -430,7 +434,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the weights
-        self.vocab_size = config.vocab_size  # only lower ids are sampled; load(): the tokenizer's
+        # Higher ids only pad the matrices and are never sampled: load() sets the tokenizer's size.
+        self.vocab_size = config.vocab_size
         self.name_or_path = "the model"  # where it came from, for messages
         C, V = config.hidden_size, config.vocab_size
         # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
@@ -479,7 +484,8 @@ class Llama(nn.Module):
                 x = block(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the logits of the last position are enough
-            # float32 island 4 of 4: from the logits on, softmax and sampling are float32.
+            # float32 island 4 of 4: lm_head multiplies in the weights' dtype; what follows, softmax
+            # and sampling, is float32.
             logits = self.lm_head(self.norm(x)).float()  # (B, V) or (B, T, V)
 
         if cache is not None:
@@ -522,7 +528,7 @@ PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is sampled. The command line and the server have the same defaults, except
-    that --seed is 0 there.
+    the command line's --seed, which is 0.
 
     They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
     min_p. Raises ValueError for values out of range.
@@ -530,7 +536,8 @@ class Sampling:
 
     temperature: float = 0.8  # divides the logits; 0: always the likeliest token (greedy)
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
-    # Nucleus sampling: the fewest likeliest tokens whose probabilities have this sum (1904.09751).
+    # Nucleus sampling (arXiv:1904.09751): the fewest likeliest tokens whose probabilities reach
+    # this sum. Tokens as likely as the last of them are kept, too.
     top_p: float = 0.95
     # The tokens with at least this share of the likeliest one's probability (arXiv:2407.01082).
     min_p: float = 0.0
@@ -557,8 +564,9 @@ def sample(
 ) -> int:
     """Sample the id that follows `ids` from its logits (V,).
 
-    Without a `generator`, sampling.seed makes one; without a seed, it is torch's own. Raises
-    ValueError if logits / temperature are not finite or logits_processor has excluded every id.
+    Without a `generator`, sampling.seed makes a new one at each call, which so draws the same
+    number: pass a generator in a loop. Without a seed, it is torch's own. Raises ValueError if a
+    logit / temperature is NaN or infinity, or all are -infinity, as if every id were excluded.
     """
     logits = logits.float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
@@ -601,7 +609,7 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
         ordered = p[(p >= bound).nonzero()]
         ordered.sort()
         sums = ordered[::-1].astype(float).cumsum()  # from the likeliest on
-        # Without the last: rounding may keep the sum below top_p.
+        # [:-1]: if rounding keeps all sums below top_p, all ids are kept.
         count = 1 + sums[:-1].searchsorted(sampling.top_p)
         threshold = ordered[-count]
     if sampling.min_p:
@@ -624,8 +632,9 @@ class Generation(Iterator[int]):
 
     `stop_ids` end the text (default: EOS and the model's further stop ids). Tokens that `cache`
     stores already are not computed again; call cache.reset() after you have changed weights.
-    `step(tokens, cache)` replaces prefill(): it gets all tokens so far (1, n) and returns the
-    logits (1, V) of the next. Raises ValueError for arguments out of range.
+    `step(tokens, cache)` runs the model instead of prefill(), for the prompt and for every decode
+    step: it gets all tokens so far (1, n) and returns the logits (1, V) of the next. Raises
+    ValueError for arguments out of range.
     """
 
     def __init__(
@@ -848,8 +857,10 @@ class Vocabulary:
 class Tokenizer:
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
-    In a text to encode, a control token is written as its mark, a string with a random number,
-    which no text can contain: "</s>" is just four characters. Only encode_chat() writes marks.
+    Special tokens are of two types: control tokens, which no text gives, and user-defined ones,
+    which their own text gives. In a text to encode, a control token is written as its mark, a
+    string with a random number that no text can guess: "</s>" is just four characters. Only
+    encode_chat() writes marks.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -887,7 +898,8 @@ class Tokenizer:
     def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
         """Text -> ids. `bos`: whether they begin with BOS (None: as the vocabulary says).
 
-        `first`: whether this is the start of a text, where SentencePiece may add a space.
+        `first`: whether this is the start of a text, where SentencePiece may add a space (a
+        tokenizer.json decides that itself).
         """
         ids = self.encode_marked(text, first)
         if self.bos_id is not None and (self.add_bos if bos is None else bos):
@@ -908,6 +920,7 @@ class Tokenizer:
             elif segment:
                 if ids:
                     first = scheme == "prepend" or scheme == "always" and segment[0] != " "
+                # With the scheme "never", the engine itself adds no space either.
                 ids += (self.engine if first else self.engine_no_prefix).encode(segment)
         return ids
 
@@ -943,7 +956,10 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern:
-    """A pattern that matches any of these texts, and the longest if several match."""
+    """A pattern that matches any of these texts, and the longest if several match.
+
+    In reverse order a text comes before its own beginnings, and the first that matches counts.
+    """
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, reverse=True))) or '(?!)'})")
 
 
@@ -1200,13 +1216,15 @@ def encode_chat(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> list[int]:
-    """Messages {"role", "content"} -> the ids that transformers' apply_chat_template() returns.
+    """Messages {"role", "content"} -> ids, as transformers' apply_chat_template() returns them with
+    add_generation_prompt=True; but the text of a control token in a message stays text.
 
     `template` is a name in CHAT_TEMPLATES or Jinja (None: the tokenizer's own). It can use
     `variables`, such as tools. The ids end where the answer begins, or within the final message if
     that is to be continued. Raises ValueError for messages that the template refuses.
     """
-    # 1. In the messages, placeholders replace the texts of control tokens.
+    # 1. In the messages, placeholders replace the texts of control tokens. The space after end_mark
+    #    shows in step 2 whether the template strips messages.
     end_mark = f"{tokenizer.secret}!"  # where a final message that is to be continued ends
     turns = hide_control_texts(check_messages(messages), tokenizer)
     if continue_final_message:
@@ -1296,7 +1314,8 @@ from typing import BinaryIO
 #
 # A row of a quantised matrix is stored in blocks of 32 or 256 weights. A block has an integer q of
 # 2 to 8 bits for each weight and, for each group of 16 or 32 weights, a scale s and, in some types,
-# a minimum m. A weight is s * q - m. dequantize() is bit-identical to the gguf package.
+# a minimum m. A weight is s * q - m, or s * (q - zero_point) in types without minima. dequantize()
+# is bit-identical to the gguf package.
 
 # The types that are plain numbers, without blocks, as GGUF and safetensors name them.
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -1511,7 +1530,8 @@ class Weight:
             return None
         if self.ggml_type in GGML_TYPES.keys() - DENSE:
             return self.ggml_type
-        # Beside float32, 16 bits take half the memory. Types that dequantise slowly become F16.
+        # Beside float32 activations, F16 and BF16 stay as they are: half the memory. Types that
+        # dequantise slowly become F16.
         kept = self.ggml_type if self.ggml_type in DENSE else "F16"
         return kept if dtype == torch.float32 else None
 
@@ -1937,6 +1957,7 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
         rope = get_typed(settings, "rope_scaling", dict, {})
         rope = rope or get_typed(settings, "rope_parameters", dict, {})
+        # Its items (factor, rope_theta, ...) join the settings.
         settings |= {"rope_type": rope.get("type", "default")} | rope
         for key, accepted in HF_ACCEPTED.items():
             require(settings, key, accepted)
@@ -2372,7 +2393,7 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
         # the latter is better: SentencePiece is faster, and only it has the scores that GGUF needs.
         # But transformers uses the tokenizer.json. So that one is taken where the two differ: if
         # added tokens absorb the spaces beside them, or, for Mistral, if the two add spaces in
-        # different places. (For Llama, transformers adds them by "legacy" in tokenizer_config.json.)
+        # different places. (For Llama, it adds them by "legacy" in tokenizer_config.json.)
         trained = read_vocabulary_file(folder / "tokenizer.model", config)
         if trained.pieces == vocabulary.pieces and not absorbs_spaces(vocabulary):
             vocabulary.keys = trained.keys
@@ -2642,7 +2663,7 @@ def free_memory(device: torch.device) -> float:
     with suppress(OSError):  # Linux
         (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
-    with suppress(ValueError, OSError):  # in a container that has a limit
+    with suppress(ValueError, OSError):  # a container's limit, of which some may be in use
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return free
 
@@ -2778,9 +2799,9 @@ def load(
 
     `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
     large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `context`: the number of tokens for which there must be memory; new_cache() makes the
-    cache. `compile`: whether to use kernels, which are compiled once (None: for models above 64
-    MiB). `progress`: show a bar.
+    gradients. `context` is only checked: ValueError if there is no memory for so many tokens;
+    new_cache() makes the cache. `compile`: whether to use kernels, which are compiled once (None:
+    for models above 64 MiB). `progress`: show a bar.
     Raises ValueError or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -3002,8 +3023,8 @@ KERNELS_VERSION = 7  # the version of the interface between kernels/cpu.cpp and 
 def load_kernels() -> Any:
     """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
-    It runs on torch's threads. In a pass of at most `load_kernels().gemv_tokens` tokens, each token's
-    result is bit-identical to that of a pass of this token alone.
+    It runs on torch's threads. In a pass of at most `load_kernels().gemv_tokens` tokens, the result
+    of each is bit-identical to that of a pass of this token alone.
     """
     try:
         path = KERNELS / "build.py"
@@ -3023,7 +3044,8 @@ def accelerate(model: Llama, fast: bool = False) -> Llama:
 
     On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
     load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
-    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (6e-5).
+    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
+    in the worst case 6e-5).
     On CUDA, decode steps are compiled by torch.compile.
     """
     device = model.norm.weight.device.type
@@ -3157,7 +3179,8 @@ class NativeBlock(Block):
         numbers += [t.nbytes for t in tensors]
 
         # 4. Rows and types of the matrices, sizes, the position. A cache that is not `half` is
-        #    taken for float32. The kernel compares sizes and bytes, and refuses any other dtype.
+        #    taken for float32: the kernel compares 2 or 4 bytes times its size with the bytes that
+        #    it has, and so refuses any other dtype.
         numbers += [w.shape[0] for w in weights]
         for matrix in matrices:
             numbers += GGML_TYPES[matrix.ggml_type].number, matrix.fast
@@ -3683,7 +3706,7 @@ def converse(
             fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
         elif command:
             kept = [*turns, {"role": "user", "content": question}]
-            # Room for the answer, of a quarter at most.
+            # Leave room for the answer: max_new_tokens, but at most a quarter of the context.
             limit = size - min(options["max_new_tokens"], size // 4)
             try:
                 while len(encode_chat(tokenizer, [*system, *kept], template)) > limit:
