@@ -59,8 +59,8 @@ __all__ = [
     "TextStream", "stream_text", "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES",
     "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
     "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
-    "open_hf", "state_dict_from_hf", "bpe_json", "json_steps", "save_gguf", "naming",
-    "DEFAULT_MODEL", "Parser", "in_range", "main",
+    "open_hf", "state_dict_from_hf", "llama3_divisors", "bpe_json", "json_steps", "save_gguf",
+    "naming", "DEFAULT_MODEL", "Parser", "in_range", "main",
 ]  # fmt: skip
 
 if __name__ == "__main__":  # Two settings that must be made before torch is imported.

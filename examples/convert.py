@@ -14,7 +14,6 @@ Pickles are read by torch.load(weights_only=True): as safe as your version of to
 import argparse
 import base64
 import json
-import math
 import re
 import sys
 from dataclasses import replace
@@ -132,18 +131,20 @@ def meta_config(folder: Path, weights: dict[str, llama2.Weight]) -> llama2.Confi
     if scaled:
         # Meta's code has 8 for all; 32 is right for Llama 3.2 1B and 3B (llama-models, issue 166).
         factor = 32.0 if config.hidden_size in (2048, 3072) else 8.0
-        config = replace(config, rope_freq_factors=llama3_divisors(config, factor))
+        divisors = llama2.llama3_divisors(llama3_rope(factor), config)
+        config = replace(config, rope_freq_factors=divisors)
     return config
 
 
-def llama3_divisors(config: llama2.Config, factor: float) -> tuple[float, ...]:
-    """Llama 3.1's divisors of the rotary frequencies: 1 for waves of up to 8192 / 4 tokens, `factor`
-    for waves of 8192 / 1 tokens and more, interpolated in between.
-    """
-    exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
-    waves = 2 * math.pi * config.rope_theta**exponents
-    smooth = ((8192 / waves - 1) / (4 - 1)).clamp(0, 1)
-    return tuple((1 / ((1 - smooth) / factor + smooth)).tolist())
+def llama3_rope(factor: float) -> dict[str, Any]:
+    """The `rope_scaling` of Llama 3.1 and later, as in their config.json."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
 
 
 def meta_weights(folder: Path) -> dict[str, llama2.Weight]:
@@ -311,17 +312,11 @@ def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
     settings["model_type"] = "llama"
     settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     if divisors:
-        scale = round(max(divisors), 3)
-        published = llama3_divisors(config, scale)
+        rope = llama3_rope(round(max(divisors), 3))
+        published = llama2.llama3_divisors(rope, config)
         if factor != 1 or any(abs(a - b) > 1e-4 for a, b in zip(divisors, published)):
             raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
-        settings["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scale,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+        settings["rope_scaling"] = rope
     elif factor != 1:
         settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return settings
