@@ -58,13 +58,41 @@ def measure_all(args: argparse.Namespace) -> dict:
     }
 
 
+def show(rate: float) -> str:
+    """Tokens/s, to about three digits."""
+    return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+
+
+def compare(result: dict) -> str:
+    """A line for each model: its tokens/s, those of the faster peer, and their ratio."""
+    lines = []
+    for name, model in result["models"].items():
+        rates = dict(model["tokens/s"])
+        ours = rates.pop("llama2.py")
+        rates.pop("ours / best", None)
+        cells = [name.removesuffix(".gguf")]
+        for test, rate in ours.items():
+            peer = max((peer[test] for peer in rates.values()), default=rate)
+            cells.append(f"{show(rate)} / {show(peer)} = {rate / peer:.2f}")
+        reached, given = model["reached"] / 1e9, model["bandwidth"] / 1e9
+        cells += [
+            f"{reached:.0f} of {given:.0f}",
+            f"{model['bytes per token of context'] / 1e3:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    header = ["tokens/s", *ours, "GB/s of memory's", "MB per 1,000 tokens"]
+    lines[:0] = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    return "\n".join([result["machine"], "", *lines, "", ""])
+
+
 def write(page: Path, results: dict) -> None:
-    """Put what was printed between the page's marks."""
+    """Put the tables between the page's marks."""
+    tables = {name: compare(results[name]) for name in ("passes", "contexts")}
     text = page.read_text("utf-8")
-    for name, result in results.items():
+    for name, table in (tables | {"token": results["token"]["text"]}).items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
-        text = before + mark + result["text"] + end + after
+        text = before + mark + table + end + after
     page.write_text(text, "utf-8")
 
 
@@ -111,16 +139,18 @@ def draw_panel(ax: Any, part: str, rows: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = bench.llama2.Parser(description=__doc__.partition("\n")[0])
+    number = bench.llama2.in_range
     add = parser.add_argument
     add("files", metavar="FILE", type=Path, nargs="*", help="GGUF files")
     add(
         "--long", metavar="FILE", type=Path, nargs="+", help="of them with long contexts: the first"
     )
-    add("--depth", metavar="N", type=int, nargs="+", default=[0, 512, 4096, 16384])
+    depth = number(int, 0)
+    add("--depth", metavar="N", type=depth, nargs="+", default=[0, 512, 4096, 16384])
     add("--llama-bench", metavar="NAME=PATH", nargs="+", default=["llama-bench"])
-    add("--rounds", type=int, default=3)
-    add("--long-rounds", type=int, default=2)
+    add("--rounds", type=number(int, 1), default=3)
+    add("--long-rounds", type=number(int, 1), default=2)
     add("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
     bench.note = show_progress
