@@ -87,7 +87,7 @@ PUBLISHED = {  # pre_tokenizers
 }  # fmt: skip
 
 
-FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+FLAGS = llama2.FLAGS
 NAME = CONTROL[0]
 POST = {"type": "TemplateProcessing", "pair": []}
 POST |= {"special_tokens": {NAME: {"id": NAME, "ids": [BOS], "tokens": [NAME]}}}

@@ -238,7 +238,7 @@ def test_hostile_added_tokens(tmp_path, files):
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, REPLACE]}
 FIRST = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
-FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+FLAGS = llama2.FLAGS
 
 
 def sentencepiece_keys(vocabulary, monkeypatch):
