@@ -178,12 +178,12 @@ INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]
 // whose rows are `stride` numbers apart; `count` may be less than R. W ends at `end`. For more than
 // two tokens, COLUMNS of all rows come first, then the next: so the tokens' slices stay in L1.
 constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
-constexpr int HIGH = VL == 16 ? NW : 8, COLUMNS = 2048;
+constexpr int HIGH = 8, COLUMNS = 2048;
 template <class T, int R>
 static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t first_token,
                 int64_t count, float *y, int64_t stride) {
   constexpr int N = R == 1 ? 1 : NW;
-  const int64_t K = input.K, size = K / T::BLOCK * T::SIZE, cols = R > 2 && N < HIGH ? COLUMNS : K;
+  const int64_t K = input.K, size = K / T::BLOCK * T::SIZE, cols = R > 2 && VL < 16 ? COLUMNS : K;
   const int64_t far = cols < K ? 2 * size : AHEAD;  // the same columns two rows on
   f32 totals[HIGH][R] = {};
   for (int64_t start = 0; start < K; start += cols)
@@ -214,8 +214,12 @@ static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t fi
       }
       memcpy(totals[first], total, sizeof total);
     }
-  for (int r = 0; r < (R > 2 ? count : R); r++)  // a constant keeps totals in registers
-    for (int n = 0; n < high; n++) y[r * stride + n] = sum(totals[n][r]);
+  for (int r = 0; r < (R > 2 ? count : R); r++) {
+    f32 rows[HIGH];
+    EACH (n, HIGH) rows[n] = totals[n][r];
+    const f32x8 all = sums(rows);
+    for (int n = 0; n < high; n++) y[r * stride + n] = all[n];
+  }
 }
 
 // ---- The table of formats -----------------------------------------------------------------------

@@ -196,6 +196,16 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {  // of
       if constexpr (T::MINIMUM)
         store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d_minimum);
     }
+#ifdef AVX512
+  } else if constexpr (T::SIZE <= 20) {  // four blocks begin within a vector, the others in another
+    auto word = [](int i) INLINE_LAMBDA { return i % 4 * T::SIZE / 2 + i / 4 % 2 * 32 + i / 8; };
+    auto words = [=](int l) INLINE_LAMBDA { return word(2 * l) | word(2 * l + 1) << 16; };
+    const Mi first = load<Mi>(b), last = load<Mi>(b + 4 * T::SIZE);
+    const Mi all = _mm512_permutex2var_epi16(first, (Mi)by_lanes(words), last);
+    const __m512 numbers = _mm512_cvtph_ps(_mm512_castsi512_si256(all));
+    store(s, _mm512_castps512_ps256(numbers));
+    if (T::MINIMUM) store(m, _mm512_extractf32x8_ps(numbers, 1));
+#endif
   } else {
     auto halves = [&](Bytes p) INLINE_LAMBDA {
 #ifdef MM  // joined as scalars: vectors have enough to do
