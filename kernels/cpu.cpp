@@ -109,8 +109,7 @@ struct Input {
       : count(count), K(K), stride(count) {
     if (count > 2) stride = slice ? count + 1 : (count + 3) / 4 * 4;
     const int64_t blocks = (K + 255) / 256 * stride;
-    if (slice) slices = array<Slice>(blocks);
-    else x = array<float>(256 * blocks);
+    x = array<float>(slice ? 0 : 256 * blocks), slices = array<Slice>(slice ? blocks : 0);
     for_all(blocks, count > 1, [=](int64_t i) {
       const int64_t k = i / stride * 256, r = i % stride;
       const int64_t there = r < count ? std::min<int64_t>(K - k, 256) : 0;
@@ -175,16 +174,14 @@ INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]
     EACH (n, N) total[n][r] += part[n][r] * x[r].scale;
 }
 // `high` rows of W (K), NW at a time, times R tokens from `first_token` on -> y (count, high),
-// whose rows are `stride` numbers apart; `count` may be less than R. W ends at `end`. For more than
-// two tokens, COLUMNS of all rows come first, then the next: so the tokens' slices stay in L1.
-constexpr int NW = VL == 16 ? 2 : 1;  // with fewer registers they would push one another out
-constexpr int HIGH = 8, COLUMNS = 2048;
+// whose rows are `stride` numbers apart; `count` may be less than R. W ends at `end`. With AVX2 and
+// more than two tokens, COLUMNS of all rows come first: so the tokens' slices stay in L1.
+constexpr int NW = VL == 16 ? 2 : 1, HIGH = 8, COLUMNS = 2048;  // NW: few registers hold one row
 template <class T, int R>
 static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t first_token,
                 int64_t count, float *y, int64_t stride) {
   constexpr int N = R == 1 ? 1 : NW;
   const int64_t K = input.K, size = K / T::BLOCK * T::SIZE, cols = R > 2 && VL < 16 ? COLUMNS : K;
-  const int64_t far = cols < K ? 2 * size : AHEAD;  // the same columns two rows on
   f32 totals[HIGH][R] = {};
   for (int64_t start = 0; start < K; start += cols)
     for (int first = 0; first < high; first += N) {
@@ -193,12 +190,12 @@ static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t fi
       const Slice *x = &input.slices[first_token + start / 256 * input.stride];
       const int64_t width = std::min(K - start, cols), down = first + 1 < high ? size : 0;
       Bytes line = w + first * size + start / 256 * T::SIZE256;
-      Bytes ahead = line + std::max<int64_t>(N * size, AHEAD);  // AHEAD may be in another row
+      Bytes ahead = line + (cols < K ? 2 * size : std::max<int64_t>(N * size, AHEAD));  // a row on
       for (int64_t k = 256; k <= width; k += 256, x += input.stride, line += T::SIZE256) {
         Bytes b[N];
         EACH (n, N) {
           b[n] = line + n * down;
-          prefetch(N > 1 ? ahead : line + far, T::SIZE256), ahead += T::SIZE256;
+          prefetch(ahead, T::SIZE256), ahead += T::SIZE256;
         }
         dot_slice<T, N, R>(b, x, 256, total);
       }
@@ -390,8 +387,7 @@ template <class X, int V, int S> struct Panels {
   Panels(const float *x, int64_t tokens, int64_t K, int max)
       : tokens(tokens), K(K), count((tokens + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
-    const int64_t rounded = is_int16<X> ? tokens : 0,
-                  groups = is_int16<X> ? count * LANES * K / 32 : 0;
+    const int64_t rounded = is_int16<X> ? tokens : 0, groups = rounded ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
     const auto q = array<int16_t>(rounded * K);
     const auto s = array<float>(rounded * K / 16);  // scales, then sums of tokens

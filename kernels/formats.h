@@ -69,9 +69,8 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
     all =
         first % 32 ? _mm512_shuffle_i64x2(low, high, 0xdd) : _mm512_shuffle_i64x2(low, high, 0x88);
   } else {
-    const __m256i v = load_pieces(b, first, second);
-    if (third == first && last == second) all = _mm512_broadcast_i64x4(v);
-    else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
+    const Mi half = _mm512_castsi256_si512(load_pieces(b, first, second));
+    all = _mm512_inserti64x4(half, load_pieces(b, third, last), 1);
   }
 #else
   const Mi all = load_pieces(b, first, second);
@@ -207,22 +206,15 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {  // of
     if (T::MINIMUM) store(m, _mm512_extractf32x8_ps(numbers, 1));
 #endif
   } else {
-    auto halves = [&](Bytes p) INLINE_LAMBDA {
+    EACH (i, 1 + T::MINIMUM) {
 #ifdef MM  // joined as scalars: vectors have enough to do
-      auto four = [&](Bytes p) INLINE_LAMBDA {
-        uint64_t bits = load<uint16_t>(p);
-        for (int i = 1; i < 4; i++) bits |= (uint64_t)load<uint16_t>(p + i * T::SIZE) << 16 * i;
-        return (int64_t)bits;
-      };
-      return (f32x8)_mm256_cvtph_ps(_mm_set_epi64x(four(p + 4 * T::SIZE), four(p)));
+      uint64_t four[2] = {};
+      EACH (j, 8) four[j / 4] |= load<uint16_t>(b + 2 * i + j * T::SIZE) * (1ull << j % 4 * 16);
+      store(i ? m : s, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
 #else
-      f32x8 v;
-      EACH (i, 8) v[i] = half(p + i * T::SIZE);
-      return v;
+      EACH (j, 8) (i ? m : s)[j] = half(b + 2 * i + j * T::SIZE);
 #endif
-    };
-    store(s, halves(b));
-    if (T::MINIMUM) store(m, halves(b + 2));
+    }
   }
 }
 // Of all groups' numbers those of the lanes, whose groups are group(0), group(1), ...
@@ -273,8 +265,7 @@ INLINE void prefetch(Bytes p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 // The last blocks of a row that are fewer than 256 weights, and zeros in place of the others
-__attribute__((noinline, cold)) static Bytes pad(Bytes w, int64_t there, int64_t whole,
-                                                 uint8_t *padded) {
+__attribute__((noinline, cold)) static Bytes pad(Bytes w, int there, int whole, uint8_t *padded) {
   memset(padded + there, 0, whole - there);
   return (Bytes)memcpy(padded, w, there);
 }

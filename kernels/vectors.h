@@ -86,15 +86,14 @@ template <bool SHARED> INLINE f32 keep(f32 v) {  // a register; GCC would load i
 INLINE f32 splat(float f) { return f - f32{}; }
 INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
 INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
+using Narrow = std::conditional_t<VL == 16, f32x8, f32>;  // of at most 8 lanes
 INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
 #ifdef AVX512
-typedef f32x8 Narrow;  // of at most 8 lanes
 INLINE f32 with_zeros(f32x8 v) { return (f32)_mm512_zextps256_ps512((__m256)v); }
 INLINE f32x8 halves(f32 v) {  // added
   return (f32x8)_mm512_castps512_ps256((Mf)v) + (f32x8)_mm512_extractf32x8_ps((Mf)v, 1);
 }
 #else
-typedef f32 Narrow;
 INLINE f32 with_zeros(f32 v) { return v; }
 INLINE f32 halves(f32 v) { return v; }
 #endif
