@@ -1301,9 +1301,8 @@ import importlib.util
 import io
 import mmap
 import os
-import stat
+import shutil
 import struct
-from collections import Counter
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -1380,21 +1379,6 @@ def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
     return torch.stack(shifted, 2).flatten(1)
 
 
-def unpack_k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of Q4_K or Q5_K (n, bytes) -> 8 scales and 8 minima of 6 bits each, (n, 8)."""
-    # packed byte    low bits                          high bits
-    # 0 to 3         6: scales 0 to 3                  2: the high bits of scales 4 to 7
-    # 4 to 7         6: minima 0 to 3                  2: the high bits of minima 4 to 7
-    # 8 to 11        4: the low bits of scales 4 to 7  4: the low bits of minima 4 to 7
-    packed = b[:, 4:16].T.contiguous()  # (12, n), because the long axis last is faster
-    top = packed[:8] >> 6 << 4
-    low_scale = packed[8:] & 15
-    low_minimum = packed[8:] >> 4
-    scale = torch.cat((packed[:4] & 63, low_scale | top[:4]))
-    minimum = torch.cat((packed[4:8] & 63, low_minimum | top[4:]))
-    return scale.T, minimum.T
-
-
 def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     """Blocks (n, bytes) -> scales (n, groups), and minima if the type has them."""
     match ggml_type:
@@ -1410,8 +1394,16 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
             return float16_at(b, 108) * ((low | high << 4).view(torch.int8) - 32), None
         case "Q6_K":  # 16 scales of 8 bits
             return float16_at(b, 208) * b[:, 192:208].view(torch.int8), None
-    scale, minimum = unpack_k_scales(b)  # Q4_K and Q5_K
-    return float16_at(b, 0) * scale, float16_at(b, 2) * minimum
+    # Q4_K and Q5_K: 8 scales and 8 minima of 6 bits
+    # packed byte    low bits                          high bits
+    # 0 to 3         6: scales 0 to 3                  2: the high bits of scales 4 to 7
+    # 4 to 7         6: minima 0 to 3                  2: the high bits of minima 4 to 7
+    # 8 to 11        4: the low bits of scales 4 to 7  4: the low bits of minima 4 to 7
+    packed = b[:, 4:16].T.contiguous()  # (12, n), because the long axis last is faster
+    low, top, last = packed[:8] & 63, packed[:8] >> 6 << 4, packed[8:]
+    scale = torch.cat((low[:4], last & 15 | top[:4]))
+    minimum = torch.cat((low[4:], last >> 4 | top[4:]))
+    return float16_at(b, 0) * scale.T, float16_at(b, 2) * minimum.T
 
 
 def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
@@ -1428,7 +1420,7 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
     _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
     assert low is not None
-    b = blocks.reshape(-1, nbytes)
+    b = blocks.unflatten(1, (-1, nbytes)).flatten(0, 1)
     q = b[:, low.at :] if low.bits == 8 else unpack_bits(b, count, low)  # (n, weights)
     if high is not None:
         q = q | unpack_bits(b, count, high) << low.bits
@@ -1447,16 +1439,13 @@ class Quantized(nn.Module):
     """A matrix W kept as in the file: uint8 (rows, bytes per row), F16 and BF16 included.
 
     It cannot be trained. Its buffer is named by its ggml type, so that load_state_dict() refuses
-    blocks of another type.
+    blocks of another type. `dtype` is that of an embedding; a linear layer has that of its input.
     """
 
-    def __init__(self, blocks: Tensor, ggml_type: str) -> None:
+    def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         block = GGML_TYPES[ggml_type]
-        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block.nbytes:
-            raise ValueError(
-                f"{ggml_type} needs uint8 (rows, n * {block.nbytes}), not {[*blocks.shape]}"
-            )
+        self.dtype = dtype
         self.ggml_type = ggml_type
         self.register_buffer(ggml_type, blocks)
         self.in_features = blocks.shape[1] // block.nbytes * block.weights
@@ -1483,16 +1472,13 @@ class QuantizedLinear(Quantized):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype. W is dequantised a few rows at a time."""
         chunks = self.blocks.split(max(1, CHUNK // self.in_features))
-        y = [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks]
-        return torch.cat(y, -1)
+        return torch.cat(
+            [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks], -1
+        )
 
 
 class QuantizedEmbedding(Quantized):
     """nn.Embedding for a quantised matrix: the rows that are looked up are dequantised."""
-
-    def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype) -> None:
-        super().__init__(blocks, ggml_type)
-        self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
@@ -1511,6 +1497,8 @@ class Weight:
     @property
     def block(self) -> tuple[int, int]:
         """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
+        if self.ggml_type in GGML_TYPES:
+            return GGML_TYPES[self.ggml_type][1:3]
         import gguf
 
         return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
@@ -1562,8 +1550,8 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Seq
         return rows.clone() if offset % 4 else rows
 
     weight = Weight(ggml_type, tuple(shape), read)
-    is_possible = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
-    if not is_possible or shape[-1] % weight.block[0]:
+    are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
+    if not are_sizes or shape[-1] % weight.block[0]:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
     end = offset + weight.nbytes
     if end > size:
@@ -1643,7 +1631,6 @@ class Checkpoint:
     """The content of a model file or directory. Its tensors are read when they are needed."""
 
     path: str
-    format: str  # such as "GGUF version 3"
     config: Config
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
@@ -1688,14 +1675,14 @@ LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokeni
 
 def read_head(path: Path) -> tuple[mmap.mmap, int]:
     """The first bytes of a file (at most LIMIT, mapped) and its size. Raises ValueError."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # reading a pipe could wait for ever
+    if path.exists() and not path.is_file():  # reading a pipe could wait for ever
         raise ValueError("not a regular file")
     with path.open("rb") as file:
-        head = mmap.mmap(file.fileno(), min(status.st_size, LIMIT), access=mmap.ACCESS_READ)
+        size = file.seek(0, 2)
+        head = mmap.mmap(file.fileno(), min(size, LIMIT), access=mmap.ACCESS_READ)
     if head[:23] == b"version https://git-lfs":
         raise ValueError("a pointer of git-lfs, not the file: git lfs pull, or download it again")
-    return head, status.st_size
+    return head, size
 
 
 def read_file(path: Path) -> bytes:
@@ -1732,8 +1719,8 @@ def require(settings: Mapping, key: str, accepted: Sequence, default: Any = None
     """The value of `key`. Raises ValueError unless it is one of the accepted values."""
     value = settings.get(key, default)
     if value not in accepted:
-        expected = " or ".join("missing" if item is None else str(item) for item in accepted)
-        raise ValueError(f"{key} is {value!r:.60}; expected {expected}")
+        expected = ("missing" if item is None else str(item) for item in accepted)
+        raise ValueError(f"{key} is {value!r:.60}; expected {' or '.join(expected)}")
     return value
 
 
@@ -1745,8 +1732,9 @@ def read_config(settings: Mapping, keys: Mapping[str, str], known: dict[str, Any
         if name == "num_key_value_heads":
             default = values["num_attention_heads"]
         if name not in values:
-            type_ = type(default)
-            values[name] = get_typed(settings, key, type_, default if name in OPTIONAL else None)
+            values[name] = get_typed(
+                settings, key, type(default), default if name in OPTIONAL else None
+            )
     return Config(**values)
 
 
@@ -1770,8 +1758,7 @@ def match_tensors(
     problems = {"unknown": weights.keys() - expected, "missing": expected.keys() - weights}
     for problem, names in problems.items():
         if names:
-            listed = ", ".join(sorted(names))[:150]
-            raise ValueError(f"{len(names)} tensors are {problem}: {listed}")
+            raise ValueError(f"{len(names)} tensors are {problem}: {', '.join(sorted(names)):.150}")
     matched = {}
     for stored_name, weight in weights.items():
         name, shape = expected[stored_name]
@@ -1797,8 +1784,6 @@ class GGUF:
     """
 
     def __init__(self, path: str | Path) -> None:
-        import gguf
-
         self.metadata: dict[str, Any] = {}
         self.types: dict[str, tuple[int, int]] = {}  # of each key: type of the value, of its items
         self.weights: dict[str, Weight] = {}
@@ -1822,7 +1807,9 @@ class GGUF:
                         raise ValueError("a duplicate key")
                     self.metadata[key], self.types[key] = self.value()
 
-            # 3. The name, type, shape and place of each tensor.
+            # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
+            #    it takes 0.1 s.
+            types = {block.number: name for name, block in GGML_TYPES.items()}
             infos: dict[str, tuple] = {}
             for _ in range(tensor_count):
                 [name] = self.strings()
@@ -1833,8 +1820,11 @@ class GGUF:
                         raise ValueError(
                             f"ggml has removed its type {REMOVED_TYPES[number]}: take the file of Q4_0"
                         )
-                    ggml_type = gguf.GGMLQuantizationType(number).name
-                    infos[name] = offset, ggml_type, dims[::-1]
+                    if number not in types:
+                        import gguf
+
+                        types[number] = gguf.GGMLQuantizationType(number).name
+                    infos[name] = offset, types[number], dims[::-1]
 
             # 4. The tensors follow, in this order and without gaps, each at a multiple of `align`.
             align = get_typed(self.metadata, "general.alignment", int, 32)
@@ -1926,7 +1916,6 @@ def open_gguf(path: Path) -> Checkpoint:
     file.config = config
     return Checkpoint(
         str(path),
-        f"GGUF version {file.version}",
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
@@ -1955,14 +1944,16 @@ def hf_settings(folder: Path) -> dict[str, Any]:
     with naming(path):
         settings = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | read_json(path)
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
-        rope = get_typed(settings, "rope_scaling", dict, {})
-        rope = rope or get_typed(settings, "rope_parameters", dict, {})
+        rope = get_typed(settings, "rope_scaling", dict, {}) or get_typed(
+            settings, "rope_parameters", dict, {}
+        )
         # Its items (factor, rope_theta, ...) join the settings.
         settings |= {"rope_type": rope.get("type", "default")} | rope
         for key, accepted in HF_ACCEPTED.items():
             require(settings, key, accepted)
-        is_linear = settings["rope_type"] == "linear"
-        factor = get_typed(settings, "factor", float) if is_linear else 1.0
+        factor = 1.0
+        if settings["rope_type"] == "linear":
+            factor = get_typed(settings, "factor", float)
         # Linear scaling extends the context for which the model was trained.
         context = int(get_typed(settings, "max_position_embeddings", int) * factor)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
@@ -2034,7 +2025,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         config = read_config(settings, dict(zip(SETTINGS, SETTINGS)), known)
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
-        may_tie = get_typed(settings, "tie_word_embeddings", bool, False)
+        tied = get_typed(settings, "tie_word_embeddings", bool, False)
 
     # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
@@ -2049,11 +2040,10 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
             with naming(path):
                 weights |= safetensors_weights(path)
     weights = rename_from_hf(weights, reorder)
-    tied = may_tie and "lm_head.weight" not in weights
+    tied &= "lm_head.weight" not in weights
     config = replace(config, tie_word_embeddings=tied)
     return Checkpoint(
         str(folder),
-        "Hugging Face directory",
         config,
         weights=match_tensors(weights, config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
@@ -2314,8 +2304,7 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, 
         raise ValueError("it is not BPE, or it changes characters; its tokenizer.json may be read")
     types = [dict(read_protobuf(value)).get(3, NORMAL) for number, value in fields if number == 1]
     ids = [*range(len(types))]
-    prefix = settings.get("add_prefix_space")
-    prefix = bool(normalizer.get(3, True) if prefix is None else prefix)
+    prefix = get_typed(settings, "add_prefix_space", bool, bool(normalizer.get(3, True)))
     # Before version 4.34, transformers wrote added tokens to a file of their own.
     old_file = read_json(path.with_name("added_tokens.json"))
     old_file = {i: {"content": text, "special": True} for text, i in old_file.items()}
@@ -2542,11 +2531,7 @@ def find_model(name: str) -> Path:
     repository, revision, ggml_type, file = match.groups()
     try:
         import huggingface_hub as hub
-    except ImportError:
-        raise FileNotFoundError(
-            f"{name}: no such file; to download models, pip install huggingface_hub"
-        ) from None
-    try:
+
         try:
             names = hub.HfApi().list_repo_files(repository, revision=revision)
             fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
@@ -2561,7 +2546,7 @@ def find_model(name: str) -> Path:
         raise
     except Exception as error:
         raise ValueError(
-            f"{name}: no such file, and the hub says: {printable(str(error)[:300])}"
+            f"{name}: no such file, and huggingface_hub says: {printable(str(error)[:300])}"
         ) from error
 
 
@@ -2695,19 +2680,17 @@ def plan_loading(
             w.kept_type(torch.half) for w in matrices
         )
         device = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device {str(device)!r} is not available: {reason}") from error
+        raise ValueError(
+            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
+        ) from error
     on_cpu = device.type == "cpu"
 
     # 2. The dtype of the activations.
     name = str(dtype).removeprefix("torch.")
-    accepted = ("float32",) if trainable else ("auto", *DTYPES)
-    require({"dtype": name}, "dtype", accepted)
+    require({"dtype": name}, "dtype", ("float32",) if trainable else ("auto", *DTYPES))
     activations = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
 
     # 3. Kernels, if there are quantised matrices: those of kernels/ on a CPU, torch.compile's on
@@ -2760,8 +2743,13 @@ def build_model(
         model = Llama(checkpoint.config)
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    disable = None if progress else True  # None: shown if stderr is a terminal
-    bar = tqdm(checkpoint.weights.items(), "loading", leave=False, disable=disable, unit="tensor")
+    bar = tqdm(
+        checkpoint.weights.items(),
+        "loading",
+        leave=False,
+        disable=None if progress else True,  # None: shown if stderr is a terminal
+        unit="tensor",
+    )
     for name, weight in bar:
         module = name.removesuffix(".weight")
         ggml_type = None if unpack else weight.kept_type(dtype)
@@ -2770,17 +2758,16 @@ def build_model(
                 w = weight.dense(dtype).to(device)
                 model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
                 continue
-            is_kept = ggml_type == weight.ggml_type
-            rows = weight.read() if is_kept else weight.dense(torch.float16).view(torch.uint8)
-            layer: nn.Module = QuantizedLinear(rows.to(device), ggml_type)
-            if module == "embed_tokens":
-                layer = QuantizedEmbedding(rows.to(device), ggml_type, dtype)
-            model.set_submodule(module, layer)
-    embedding: Any = model.embed_tokens
+            if ggml_type == weight.ggml_type:
+                rows = weight.read()
+            else:
+                rows = weight.dense(torch.float16).view(torch.uint8)
+            layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
+            model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
     if checkpoint.config.tie_word_embeddings:
+        embedding: Any = model.embed_tokens
         if isinstance(embedding, Quantized):
-            head = QuantizedLinear(embedding.blocks, embedding.ggml_type)
-            model.set_submodule("lm_head", head)
+            model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
         else:
             model.lm_head.weight = embedding.weight
     return model.train(trainable)
@@ -2791,7 +2778,7 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = "float32",
     trainable: bool = False,
-    context: int | None = None,
+    context: int = 1,
     compile: bool | None = None,
     progress: bool = False,
 ) -> tuple[Llama, Tokenizer]:
@@ -2806,10 +2793,10 @@ def load(
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     limit = checkpoint.config.max_position_embeddings
-    if context is not None and not 1 <= context <= limit:
+    if not 1 <= context <= limit:
         raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
-    needed, free = memory_needed(checkpoint, plan, context or 1), free_memory(plan.device)
+    needed, free = memory_needed(checkpoint, plan, context), free_memory(plan.device)
     if needed > free:
         raise ValueError(
             f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"
@@ -2856,7 +2843,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
     if model.config.tie_word_embeddings and torch.equal(embedding.read(), head.read()):
         del weights["lm_head.weight"]
         config = model.config
-    return Checkpoint("the model", "a model", config, weights, lambda: tokenizer)
+    return Checkpoint("the model", config, weights, lambda: tokenizer)
 
 
 def memory_weight(w: Tensor, ggml_type: str) -> Weight:
@@ -2905,7 +2892,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     try:
         with unfinished.open("xb") as file:
             if exists:
-                unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
+                shutil.copymode(path, unfinished)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -2930,9 +2917,7 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ValueError(
             f"the tokenizer has {len(vocabulary.pieces)} pieces, the model {config.vocab_size} rows"
         )
-    metadata = vocabulary_keys(vocabulary, config.vocab_size)
-    if file is not None:
-        metadata |= {k: value for k, value in file.metadata.items() if k.startswith("general.")}
+    metadata = dict(file.metadata) if file else vocabulary_keys(vocabulary, config.vocab_size)
     for name, key in SETTINGS.items():
         if not key.startswith("tokenizer."):
             # An int that was given for a float becomes one.
@@ -2969,9 +2954,7 @@ def save_gguf(
     metadata = {"general.quantization_version": gguf.GGML_QUANT_VERSION}
     metadata |= gguf_metadata(checkpoint)
     types = checkpoint.file.types if checkpoint.file else {}
-    weights = {}
-    for name, weight in checkpoint.weights.items():
-        weights[gguf_name(name)] = convert_weight(weight, ggml_type)
+    weights = {gguf_name(n): convert_weight(w, ggml_type) for n, w in checkpoint.weights.items()}
     if factors := checkpoint.config.rope_freq_factors:
         weights["rope_freqs.weight"] = memory_weight(torch.tensor(factors), "")
     with (
@@ -3280,7 +3263,10 @@ class Ranks:
     """The processes that torchrun started, one per device."""
 
     def __init__(self) -> None:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "gloo"
+        if torch.cuda.is_available():
+            backend = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # which "cuda" then means
         # While a process waits for the others, Python's handlers do not run: the default action
         # must end it.
         handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -3415,6 +3401,7 @@ import io
 import os
 import signal
 import sys
+from collections import Counter
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
@@ -3629,7 +3616,9 @@ def describe_tensors(checkpoint: Checkpoint) -> str:
 def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str:
     """What --info prints."""
     parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-    items = {"format": checkpoint.format, "parameters": f"{parameters:,}"}
+    file = checkpoint.file
+    file_format = f"GGUF version {file.version}" if file else "Hugging Face directory"
+    items = {"format": file_format, "parameters": f"{parameters:,}"}
     for name, value in vars(checkpoint.config).items():
         # GGUF has float32: more than 7 digits would show its rounding.
         items[name] = f"{value:.7g}" if isinstance(value, float) else str(value)

@@ -72,7 +72,7 @@ def open_pickles(folder: Path) -> llama2.Checkpoint:
     weights = {}
     for path in sorted(folder.glob("pytorch_model*.bin")):
         weights |= {name: make_weight(name, [w]) for name, w in read_pickle(path).items()}
-    return replace(llama2.open_hf(folder, weights), format="Hugging Face directory, .bin")
+    return llama2.open_hf(folder, weights)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def open_meta(folder: Path) -> llama2.Checkpoint:
         eos_token_id=tokenizer.eos_id,
         stop_token_ids=tuple(i for i in stops if i is not None),
     )
-    return llama2.Checkpoint(str(folder), "Meta directory", config, weights, lambda: tokenizer)
+    return llama2.Checkpoint(str(folder), config, weights, lambda: tokenizer)
 
 
 def meta_tokenizer(folder: Path, config: llama2.Config) -> llama2.Tokenizer:
