@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import random
 from pathlib import Path
 
 import pytest
 import sentencepiece
 
 import llama2
-from test_llama2 import TALE, added_tokens_decoder, some_pieces, write_files, write_gguf
+from test_llama2 import TALE, added_tokens_decoder, random_texts, some_pieces, write_files
 
 SIZE = 300
 PIECES = ["\u2581", *"abcdefgh", "ab", "\u2581a", "\u2581ab"]
@@ -33,6 +32,12 @@ def read(path, config=CONFIG, added=(), **files):
     return llama2.Tokenizer.from_file(path / "tokenizer.model", config)
 
 
+def saved(tokenizer, count):
+    """The tokenizer of a GGUF file that is saved with it."""
+    keys = llama2.vocabulary_keys(tokenizer.vocabulary, count)
+    return llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
+
+
 def marked(tokenizer, text):
     """What encode_chat() makes of a text that a template wrote."""
     text = tokenizer.control_texts.sub(lambda match: tokenizer.marks[match[0]], text)
@@ -49,57 +54,41 @@ def test_text_inside_others_has_no_space_in_front(tokenizer):
 # Models that SentencePiece trained
 
 
+WORDS = [*TALE.split(), "\u2581", "<s>", "\u65e5", "\0", "the fox"]
+WORDS += ["<|tag|>", " ", "  ", "\n", "\t"] * 30
+LIKE_LLAMA = json.loads("""{"model_type": "bpe", "vocab_size": 320, "byte_fallback": true,
+"character_coverage": 0.98, "normalization_rule_name": "identity", "remove_extra_whitespaces": false,
+"minloglevel": 2, "hard_vocab_limit": false}""")
+
+
 def trained(path, **options):
     """A tokenizer.model, and SentencePiece's own processor for it."""
     model = io.BytesIO()
-    like_llama = {
-        "model_type": "bpe",
-        "vocab_size": 320,
-        "byte_fallback": True,
-        "character_coverage": 0.98,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-    }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TALE.splitlines() * 3),
-        model_writer=model,
-        minloglevel=2,
-        hard_vocab_limit=False,
-        **like_llama | options,
+        sentence_iterator=iter(TALE.splitlines() * 3), model_writer=model, **LIKE_LLAMA | options
     )
-    (path / "tokenizer.model").write_bytes(model.getvalue())
+    write_files(path, {"tokenizer.model": model.getvalue()})
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def random_texts(count):
-    chance = random.Random(0)
-    words = [*TALE.split(), "\u2581", "<s>", "\u65e5", "\0", "<|tag|>", "the fox"]
-    words += [" ", "  ", "\n", "\t"] * 30
-    for _ in range(count):
-        yield "".join(chance.choices(words, k=chance.randrange(12)))
+TRAINED = """\
+{}
+{"add_dummy_prefix": false}
+{"remove_extra_whitespaces": true}
+{"byte_fallback": false}
+{"user_defined_symbols": ["<|tag|>", "[fox]"]}
+{"control_symbols": ["<pad>", "<|tag|>"]}
+{"bos_piece": "<start>", "unk_id": 2, "bos_id": 0, "eos_id": 1}"""
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"add_dummy_prefix": False},
-        {"remove_extra_whitespaces": True},
-        {"byte_fallback": False},
-        {"user_defined_symbols": ["<|tag|>", "[fox]"]},
-        {"control_symbols": ["<pad>", "<|tag|>"]},
-        {"bos_piece": "<start>", "unk_id": 2, "bos_id": 0, "eos_id": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", TRAINED.splitlines())
 def test_what_was_read_can_be_saved(tmp_path, options):
     """The ids are SentencePiece's: read, and from the keys that a GGUF file gets."""
-    sp = trained(tmp_path, **options)
+    sp = trained(tmp_path, **json.loads(options))
     ours = llama2.Tokenizer.from_file(str(tmp_path / "tokenizer.model"))
-    keys = llama2.vocabulary_keys(ours.vocabulary, 330)
-    again = llama2.Tokenizer.from_gguf(write_gguf(tmp_path / "saved.gguf", keys))
-    assert again.vocab_size == 330 and again.pieces[-1] == "[PAD329]"
-    for text in random_texts(200):
+    again = saved(ours, 330)
+    assert (again.vocab_size, again.pieces[-1], again.eos_id) == (330, "[PAD329]", sp.eos_id())
+    for text in random_texts(WORDS, 200):
         ids = sp.encode(text)
         if "remove_extra_whitespaces" not in options:  # then SentencePiece strips more
             assert ours.decode(ids) == sp.decode(ids)
@@ -109,33 +98,31 @@ def test_what_was_read_can_be_saved(tmp_path, options):
                 assert tokenizer.encode(text) == [sp.bos_id(), *ids], text
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"model_type": "unigram"},
-        {"treat_whitespace_as_suffix": True},
-        {"normalization_rule_name": "nmt_nfkc"},
-    ],
-    ids=str,
-)
+OTHERS = """\
+{"model_type": "unigram"}
+{"treat_whitespace_as_suffix": true}
+{"normalization_rule_name": "nmt_nfkc"}"""
+
+
+@pytest.mark.parametrize("options", OTHERS.splitlines())
 def test_other_models_are_refused(tmp_path, options):
-    trained(tmp_path, **options)
+    trained(tmp_path, **json.loads(options))
     with pytest.raises(ValueError, match=r"tokenizer\.model: it is not BPE, or it changes"):
         llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
 
 
-GOOD = tokenizer_model()
-DAMAGED = [b"", b"\0", GOOD[:-5], GOOD[:3000] + b"\xff" * 9 + GOOD[3009:], b"IQ== 0\nIg== 1\n"]
+DAMAGED = {
+    "tiktoken's, .*examples/convert.py": b"IQ== 0\nIg== 1\n",
+    "not a SentencePiece model": tokenizer_model()[:-5],
+}
 
 
-@pytest.mark.parametrize("data", DAMAGED, ids=lambda data: str(data[-9:]))
-def test_damaged_tokenizer_model(tmp_path, data, capfd):
-    write_files(tmp_path, {"tokenizer.model": data})
-    with pytest.raises(ValueError, match="tokenizer.model: ") as caught:
+@pytest.mark.parametrize("said", DAMAGED)
+def test_damaged_tokenizer_model(tmp_path, said, capfd):
+    write_files(tmp_path, {"tokenizer.model": DAMAGED[said]})
+    with pytest.raises(ValueError, match=f"tokenizer.model: {said}"):
         llama2.read_vocabulary(tmp_path, CONFIG)
-    assert str(caught.value).isprintable() and capfd.readouterr().err == ""
-    if data == DAMAGED[-1]:
-        assert "tiktoken's" in str(caught.value) and "examples/convert.py" in str(caught.value)
+    assert capfd.readouterr().err == ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,25 +136,22 @@ OLDER = {"added_tokens": {"<|im_start|>": SIZE + 1, "<s>": 1, "<|im_end|>": SIZE
 def test_added_tokens(tmp_path, files):
     """Control tokens are silent and are never typed, user-defined ones are text."""
     tokenizer = read(tmp_path, **files)
-    start = 4 if files == IN_CONFIG else 3
-    assert tokenizer.types[SIZE:] == [3, start]
-    assert tokenizer.special_ids["<|im_end|>"] == SIZE and SIZE not in tokenizer.encode(
-        "<|im_end|>"
-    )
-    assert (SIZE + 1 in tokenizer.encode("ab<|im_start|>")) is (start == 4)
-    assert tokenizer.decode([A, SIZE, AB, SIZE + 1]) == "aab" + "<|im_start|>" * (start == 4)
+    is_text = files == IN_CONFIG
+    assert tokenizer.types[SIZE:] == [3, 3 + is_text]
+    assert SIZE not in tokenizer.encode("<|im_end|>")
+    assert (SIZE + 1 in tokenizer.encode("ab<|im_start|>")) is is_text
+    assert tokenizer.decode([A, SIZE, AB, SIZE + 1]) == "aab" + "<|im_start|>" * is_text
 
 
 def test_gaps_and_ids_beyond_the_model(tmp_path):
-    """A gap is filled; a padding token that the model has no row for, as Llama 2's, is left out."""
-    decoder = added_tokens_decoder({"<a>": False, "b c": False, "<pad>": True}, SIZE + 1)
-    settings = {"added_tokens_decoder": decoder}
+    """A gap is filled; a token that the model has no row for is left out."""
+    decoder = added_tokens_decoder({"<a>": False, "<a>b c": False}, SIZE + 1)
+    decoder |= added_tokens_decoder({"<far>": True}, 10**12)
     config = llama2.Config(vocab_size=SIZE + 3)
-    tokenizer = read(tmp_path, config, tokenizer_config=settings)
-    assert tokenizer.types[SIZE:] == [5, 4, 4] and "<pad>" not in tokenizer.special_ids
-    ids = tokenizer.encode("ab<a>b c", bos=False)
-    assert ids[-2:] == [SIZE + 1, SIZE + 2] and tokenizer.decode(ids) == "ab<a>b c"
-    assert read(tmp_path / "far", added_tokens={"<far>": 10**12}).vocab_size == SIZE
+    tokenizer = read(tmp_path, config, tokenizer_config={"added_tokens_decoder": decoder})
+    assert tokenizer.types[SIZE:] == [5, 4, 4]
+    ids = tokenizer.encode("ab<a><a>b c", bos=False)  # the longest one
+    assert ids[-2:] == [SIZE + 1, SIZE + 2] and tokenizer.decode(ids) == "ab<a><a>b c"
 
 
 @pytest.mark.parametrize("end", ["bos_token", "eos_token", "stop_token_ids", "eom"])
@@ -185,13 +169,6 @@ def test_no_text_becomes_what_ends_a_text(tmp_path, end):
     assert tokenizer.types[SIZE] == 3 and tokenizer.decode([A, SIZE, B]) == "ab"
 
 
-def test_bos_as_tokenizer_config_says(tmp_path):
-    for says in (None, True, False):
-        actual = read(tmp_path, tokenizer_config={"add_bos_token": says})
-        assert actual.encode("a").count(1) == (says is not False)
-        assert actual.encode("a", bos=True)[0] == 1
-
-
 @pytest.mark.parametrize("legacy", [False, None, True])
 @pytest.mark.parametrize("prefix", [None, False])
 def test_spaces_behind_special_tokens(tmp_path, legacy, prefix):
@@ -199,8 +176,7 @@ def test_spaces_behind_special_tokens(tmp_path, legacy, prefix):
     settings = IN_CONFIG["tokenizer_config"] | {"legacy": legacy, "add_prefix_space": prefix}
     settings |= {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     ours = read(tmp_path, tokenizer_config=settings)
-    keys = llama2.vocabulary_keys(ours.vocabulary, SIZE + 2)
-    again = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
+    again = saved(ours, SIZE + 2)
     first = A if prefix is False else SPACE_A
     a = first if legacy else A
     for text, ids in (
@@ -213,31 +189,15 @@ def test_spaces_behind_special_tokens(tmp_path, legacy, prefix):
         assert theirs.encode(text, add_special_tokens=False) == ids
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"added_tokens": {"<a>": None}},
-        {"added_tokens": {"a": SIZE}},
-        {"added_tokens": ["<a>"]},
-        {"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "<a>"}}}},
-        {"tokenizer_config": {"add_bos_token": "no"}},
-    ],
-    ids=lambda files: str(files)[:60],
-)
-def test_hostile_added_tokens(tmp_path, files):
-    with pytest.raises(ValueError, match=r"(tokenizer\.model|\.json): ") as caught:
-        read(tmp_path, **files)
-    message = str(caught.value)
-    assert message.startswith(str(tmp_path)) and len(message) < 500 and message.isprintable()
-
-
 # --------------------------------------------------------------------------------------------------
 # tokenizer.json
 
 
-REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, REPLACE]}
-FIRST = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+REPLACE = json.loads(r"""{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}""")
+PREPEND = json.loads(r"""{"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"},
+{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]}""")
+FIRST = json.loads(r"""{"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first",
+"split": false}""")
 FLAGS = llama2.FLAGS
 
 
@@ -283,11 +243,10 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy, monkeypatch):
     assert not ours.byte_level and not ours.is_sentencepiece
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
     with pytest.raises(ValueError, match=r"examples/convert\.py"):
-        llama2.vocabulary_keys(ours.vocabulary, 330)
+        saved(ours, 330)
     ours.vocabulary.keys = sentencepiece_keys(ours.vocabulary, monkeypatch)
-    keys = llama2.vocabulary_keys(ours.vocabulary, 330)
-    again = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
-    for text in [*random_texts(300), *("a" + " " * n + "the" for n in range(40))]:
+    again = saved(ours, 330)
+    for text in [*random_texts(WORDS, 300), *("a" + " " * n + "the" for n in range(40))]:
         if "<s>" not in text:
             ids = ours.encode(text, bos=False)
             assert ids == theirs.encode(text, add_special_tokens=False).ids
