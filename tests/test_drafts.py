@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import sys
 
 import pytest
@@ -32,7 +31,6 @@ def model(request, native):
 def test_whatever_is_drafted(model, monkeypatch, native, temperature):
     """What comes, something else, what comes for a while, nothing; up to the end of the cache."""
     sampling = llama2.Sampling(temperature, top_p=1, seed=7)
-    rng = random.Random(0)
 
     def generated(step):
         """A text, and the logits that it was sampled from."""
@@ -50,7 +48,7 @@ def test_whatever_is_drafted(model, monkeypatch, native, temperature):
     for name, change in {
         "right": lambda ids: ids,
         "wrong": lambda ids: [63 - i for i in ids],
-        "mixed": lambda ids: [*ids[: rng.randint(0, 3)], 3, 4],
+        "mixed": lambda ids: [*ids[: len(ids) % 4], 3, 4],
         "none": lambda ids: [],
     }.items():
 
@@ -71,24 +69,19 @@ def test_whatever_is_drafted(model, monkeypatch, native, temperature):
 
 
 def test_drafts_that_are_not_used(model):
-    """Another text in another cache; the text itself in a cache that was reset for new weights."""
+    """The text in a cache that was reset for new weights; another text in another cache."""
     model = copy.deepcopy(model)
     step = Drafts(model)
     cache, other = model.new_cache(), model.new_cache()
-    text, another = torch.tensor([[1, 5, 60, 61, 60, 61, 60, 61]]), torch.tensor([PROMPT])
-    for n in (8, 9):
-        expected = llama2.prefill(model, another[:, :n], other)
-    for new_weights in (False, True):
-        for n in (6, 7):
-            step(text[:, :n], cache)
-        assert cache.common_prefix(text) == 8  # of which one was drafted
-        if new_weights:
-            model.norm.weight.mul_(2)
-            cache.reset()
-            other.reset()
-            assert torch.equal(step(text, cache), llama2.prefill(model, text, other))
-        else:
-            assert torch.equal(step(another, other), expected)
+    text, another = torch.tensor([[1, 5, 60, 61, 60, 61, 60, 61]]), torch.tensor([PROMPT[:8]])
+    for n in (6, 7):
+        step(text[:, :n], cache)
+    assert cache.common_prefix(text) == 8  # of which one was drafted
+    model.norm.weight.mul_(2)
+    cache.reset()
+    assert torch.equal(step(text, cache), llama2.prefill(model, text, other))
+    llama2.prefill(model, another, other)
+    assert torch.equal(step(another, other), llama2.prefill(model, another, other))
 
 
 def test_what_is_read_without_drafts(model):
@@ -98,9 +91,8 @@ def test_what_is_read_without_drafts(model):
         step = Drafts(each)
         cache = each.new_cache(batch_size=len(batch))
         for n in (7, 8, 9):
-            logits = step(batch[:, :n], cache)
+            step(batch[:, :n], cache)
             assert cache.pos == n
-        assert logits.shape == (len(batch), 64)
 
 
 def test_prompt_lookup():

@@ -21,7 +21,6 @@ pytestmark = [
     needs("rank_share"),
     pytest.mark.skipif(os.name == "nt", reason="never tried there"),
 ]
-RANK_FORMS = ("hf_index", "q4.gguf", "tied.gguf", "wide.gguf")
 RANKS = 2
 PROMPTS = TOKENS[:2, :9]
 
@@ -30,9 +29,15 @@ def torchrun(script, *args, text=""):
     """Run RANKS processes of a script; what they write, to stdout and to stderr."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", script, *args]
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
-    options = {"env": environment, "input": text, "capture_output": True, "text": True}
-    process = subprocess.run(command, timeout=300, check=False, **options)
+    process = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
     return process.stdout, process.stderr
 
@@ -41,7 +46,7 @@ def run_rank(root):
     """What one rank does in test_ranks_equal_one_process."""
     group = llama2.Ranks()
     rank = group.rank
-    for form in RANK_FORMS:
+    for form in ("hf_index", "q4.gguf", "tied.gguf", "wide.gguf"):
         whole, _ = llama2.load(root / form)
         share = llama2.rank_share(llama2.open_checkpoint(root / form), rank, RANKS)
         model = llama2.build_model(share)
