@@ -47,8 +47,10 @@ def test_ids_are_those_of_each_sequence_alone(model, temperature, prompts):
     sampling = llama2.Sampling(temperature, top_p=0.9, seed=7)
 
     def alone(stop_ids):
-        own = [replace(sampling, seed=7 + i) for i in range(len(prompts))]
-        return [[*llama2.generate(model, *pair, 50, stop_ids)] for pair in zip(prompts, own)]
+        return [
+            [*llama2.generate(model, ids, replace(sampling, seed=7 + i), 50, stop_ids)]
+            for i, ids in enumerate(prompts)
+        ]
 
     for stop_ids in ((), alone(())[1][3:4]):
         steps = [*generate_batch(model, prompts, sampling, 50, stop_ids)]
