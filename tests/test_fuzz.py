@@ -7,15 +7,15 @@ many others; `--hypothesis-seed=7` with it repeats them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
 import os
 import re
 import sys
-from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import sentencepiece
 import torch
@@ -27,30 +27,17 @@ template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 testclient = pytest.importorskip("starlette.testclient")
 pytest.importorskip("uvicorn")
 
+import lora
+import server
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
 from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
-from test_hostile import (  # noqa: F401 (fixtures)
-    ARRAY,
-    directory,
-    header_fields,
-    integer,
-    joined,
-    limited,
-    outcome,
-    parts,
-    read,
-    taken_apart,
-)
+from test_hostile import directory, limited, outcome, read  # noqa: F401 (a fixture)
 from test_llama3 import UNIGRAM, bpe_keys, published_json
 from test_vocabularies import llama2_json
 
 import llama2
-from test_llama2 import TOKENS, write_files, write_gguf
-
-sys.path.insert(0, str(Path(llama2.__file__).resolve().parent / "examples"))
-import lora
-import server
+from test_llama2 import CONFIG, TOKENS, quantised, write_files, write_gguf
 
 # --------------------------------------------------------------------------------------------------
 # What is changed
@@ -78,7 +65,7 @@ class Twice(str):
 MARKS = {b'"DEEP"': b'{"a":[' * 50000, b'"LONG"': b"1" * 9999, b"RAW": b"\xff\xfe"}
 NUMBERS = (*range(10), -1, 255, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, 0.5, -1e300)
 OTHERS = (10**400, math.nan, math.inf, None, True, "", "\0\x1b[2J", "\ud800", "../x")
-ODD = st.sampled_from((*NUMBERS, *OTHERS, "DEEP", "LONG", "RAW")) | st.text(max_size=9)
+ODD = st.sampled_from(NUMBERS + OTHERS + ("DEEP", "LONG", "RAW")) | st.text(max_size=9)
 ODD |= st.lists(ODD, max_size=2) | st.dictionaries(ODD.map(str), ODD, max_size=2)
 
 
@@ -110,16 +97,13 @@ def changed(draw, content):
     return content
 
 
-def changed_json(content):
+@st.composite
+def changed_json(draw, content):
     """JSON after changes, and what json would not write, in place of its marks."""
-
-    def write(content):
-        text = json.dumps(content).encode()
-        for mark, odd in MARKS.items():
-            text = text.replace(mark, odd)
-        return text
-
-    return changed(content).map(write)
+    text = json.dumps(draw(changed(content))).encode()
+    for mark, odd in MARKS.items():
+        text = text.replace(mark, odd)
+    return text
 
 
 @st.composite
@@ -136,28 +120,82 @@ def damaged(draw, files):
     return data[:start] + draw(st.binary(max_size=4)) + data[end:]
 
 
-def changed_safetensors(data):
+@st.composite
+def changed_safetensors(draw, data):
     """Another header before the same tensors."""
     start = 8 + int.from_bytes(data[:8], "little")
-    header = changed_json(json.loads(data[8:start]))
-    return header.map(lambda text: integer(len(text), 8) + text + data[start:])
+    header = draw(changed_json(json.loads(data[8:start])))
+    return integer(len(header)) + header + data[start:]
 
 
-def changed_files(files):
+@st.composite
+def changed_files(draw, files):
     """One of several files (name, bytes), with other bytes."""
-    changes = []
-    for name, data in files:
-        change = st.just(data)
-        if "json" in name:
-            change = changed_json(json.loads(data))
-        elif "safetensors" in name:
-            change = changed_safetensors(data)
-        changes.append(st.tuples(st.just(name), damaged(change)))
-    return st.one_of(changes)
+    name, data = draw(st.sampled_from([*files]))
+    change = st.just(data)
+    if "json" in name:
+        change = changed_json(json.loads(data))
+    elif "safetensors" in name:
+        change = changed_safetensors(data)
+    return name, draw(damaged(change))
 
 
 # --------------------------------------------------------------------------------------------------
-# Models
+# Models, and a GGUF file as lists: gguf's own writer refuses what must be tried here
+
+STRING, ARRAY = 8, 9
+
+
+def taken_apart(path):
+    """Metadata as [name, type, value], tensors as [name, dims (fastest first), type, bytes].
+
+    The value of an array is [type, values].
+    """
+    reader = gguf.GGUFReader(path)
+    keys = []
+    for name, field in reader.fields.items():
+        value_type, *inner = map(int, field.types[:2])
+        value = field.contents()
+        if not name.startswith("GGUF."):
+            keys.append([name, value_type, [*inner, value] if inner else value])
+    tensors = []
+    for t in reader.tensors:
+        tensors.append([t.name, t.shape.tolist(), int(t.tensor_type), t.data.tobytes()])
+    return [keys, tensors]
+
+
+def integer(number, size=8):
+    """So many bytes of it, little-endian."""
+    return (number % 256**size).to_bytes(size, "little")
+
+
+def value_fields(value_type, value):
+    """The bytes of a value, a field at a time; the items of an array are one."""
+    if value_type == STRING:
+        data = value.encode("utf-8", "surrogatepass")
+        yield from (integer(len(data)), data)
+    elif value_type == ARRAY:
+        inner, values = value
+        yield from (integer(inner, 4), integer(len(values)))
+        yield b"".join(field for item in values for field in value_fields(inner, item))
+    else:
+        yield np.array(value).astype(gguf.GGUFReader.gguf_scalar_to_np[value_type]).tobytes()
+
+
+def header_fields(keys, tensors):
+    """The bytes of a header, a field at a time."""
+    yield from (b"GGUF", integer(3, 4), integer(len(tensors)), integer(len(keys)))
+    for name, value_type, value in keys:
+        yield from value_fields(STRING, name)
+        yield integer(value_type, 4)
+        yield from value_fields(value_type, value)
+    offset = 0
+    for name, dims, value_type, data in tensors:
+        yield from value_fields(STRING, name)
+        yield integer(len(dims), 4)
+        yield from map(integer, dims)
+        yield from (integer(value_type, 4), integer(offset))
+        offset += len(data) + -len(data) % 32
 
 
 @st.composite
@@ -169,15 +207,23 @@ def gguf_files(draw, content):
         place = draw(st.sampled_from(range(len(fields))))
         number = draw(st.sampled_from(NUMBERS))
         fields[place] = integer(int(number), len(fields[place]))
-    return joined(fields, tensors)
+    parts = [b"".join(fields), *(tensor[3] for tensor in tensors)]
+    return b"".join(part + bytes(-len(part) % 32) for part in parts)
 
 
-def test_gguf(parts, tmp_path):  # noqa: F811
-    """Keys and tensors are the same as gguf reads."""
+def test_gguf(vocabulary, tmp_path):
+    """Keys and tensors are the same as gguf reads; a context is allocated when it is asked for."""
     path = tmp_path / "a.gguf"
     llama3 = taken_apart(write_gguf(path, bpe_keys()))
+    more = {
+        "llama.rope.freq_base": 1e4,
+        "tokenizer.ggml.add_bos_token": True,
+        "llama.context_length": 2**28,
+    }
+    quantised(vocabulary, path, ("Q4_0", "Q8_0", "F16", "BF16", "Q5_1"), CONFIG, more)
+    assert outcome(path) == "runs"
 
-    @fuzz(250, damaged(gguf_files(parts) | gguf_files(llama3)))
+    @fuzz(250, damaged(gguf_files(taken_apart(path)) | gguf_files(llama3)))
     def check(data):
         path.write_bytes(data)
         file, _ = read(llama2.GGUF, path)
@@ -218,12 +264,11 @@ def test_safetensors(tmp_path):
     """The tensors are those of safetensors."""
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.eye(3, 2), "b": torch.eye(4).bfloat16(), "c": torch.eye(2, 1).half()}
-    reader = llama2.naming(path)(llama2.safetensors_weights)
 
     @fuzz(300, damaged(changed_safetensors(safetensors.save(tensors))))
     def check(data):
         path.write_bytes(data)
-        ours, said = read(reader, path)
+        ours, said = read(llama2.naming(path)(llama2.safetensors_weights), path)
         if not said:
             theirs = safetensors.load_file(path)
             assert ours.keys() == theirs.keys()
@@ -236,44 +281,44 @@ def test_safetensors(tmp_path):
 # Text
 
 
-def assert_same_ids(path, data, encode):
-    """Of texts that hold no special token, where the file is read."""
-    path.write_bytes(data)
-    tokenizer, _ = read(llama2.Tokenizer.from_file, path)
-    for text in ("", "the fox", " a  b\n12345", "\u65e5\u2581\U0001f642 \u00e9"):
-        if tokenizer and not any(special in text for special in tokenizer.special_ids):
-            ids = tokenizer.encode(text, bos=False)
-            tokenizer.decode(ids)
-            assert ids == encode(text)
+def check_ids(path, count, files, encode):
+    """Of texts that hold no special token, where the file is read: encode(data, text) is the judge."""
+
+    @fuzz(count, damaged(files))
+    def check(data):
+        path.write_bytes(data)
+        tokenizer, _ = read(llama2.Tokenizer.from_file, path)
+        for text in ("", "the fox", " a  b\n12345", "\u65e5\u2581\U0001f642 \u00e9"):
+            if tokenizer and not any(special in text for special in tokenizer.special_ids):
+                ids = tokenizer.encode(text, bos=False)
+                tokenizer.decode(ids)
+                assert ids == encode(data, text)
 
 
 def test_tokenizer_json(tokenizer, tmp_path):
     """Ids are those of tokenizers."""
-    path = tmp_path / "tokenizer.json"
+
+    def encode(data, text):
+        try:
+            theirs = tokenizers.Tokenizer.from_buffer(data)
+        except ValueError:  # it refuses "" for an empty list
+            hypothesis.reject()
+        return theirs.encode(text, add_special_tokens=False).ids
+
     valid = [published_json(), published_json() | UNIGRAM]
     valid += [llama2_json(tokenizer, legacy) for legacy in (True, False)]
-
-    @fuzz(500, damaged(st.one_of(map(changed_json, valid))))
-    def check(data):
-        def encode(text):
-            theirs = tokenizers.Tokenizer.from_buffer(data)
-            return theirs.encode(text, add_special_tokens=False).ids
-
-        with contextlib.suppress(ValueError):  # it refuses "" for an empty list
-            assert_same_ids(path, data, encode)
+    check_ids(tmp_path / "tokenizer.json", 500, st.one_of(map(changed_json, valid)), encode)
 
 
 def test_tokenizer_model(tokenizer, tmp_path):
     """Ids are those of SentencePiece."""
-    path = tmp_path / "tokenizer.model"
+
+    def encode(data, text):
+        return sentencepiece.SentencePieceProcessor(model_proto=data).encode(text)
+
     keys = changed(llama2.vocabulary_keys(tokenizer.vocabulary, 320))
-
-    @fuzz(250, damaged(keys.map(lambda keys: llama2.vocabulary_from_gguf(keys).model)))
-    def check(data):
-        def encode(text):
-            return sentencepiece.SentencePieceProcessor(model_proto=data).encode(text)
-
-        assert_same_ids(path, data, encode)
+    models = keys.map(lambda keys: llama2.vocabulary_from_gguf(keys).model)
+    check_ids(tmp_path / "tokenizer.model", 250, models, encode)
 
 
 CHAT = """[{"role": "system", "content": " Be\\n"}, {"role": "user", "content": "hi </s>"},
@@ -282,8 +327,8 @@ CHAT = """[{"role": "system", "content": " Be\\n"}, {"role": "user", "content": 
 
 def test_chat_templates(tokenizer):
     """The ids are those of transformers' text, without control tokens of messages."""
-    templates = llama2.CHAT_TEMPLATES.values()
-    words = [changed(re.split(r"({[{%]-?|-?[%}]}|\W)", template)) for template in templates]
+    parts = re.compile(r"({[{%]-?|-?[%}]}|\W)")
+    words = [changed(parts.split(template)) for template in llama2.CHAT_TEMPLATES.values()]
     chats = changed(json.loads(CHAT)).map(json.dumps)
 
     @fuzz(300, st.one_of(words), st.just(CHAT) | chats)
@@ -343,8 +388,9 @@ TEMPLATE = "{% for m in messages %}{{ m.role + (m.content or '') }}{{ m.tool_cal
 def test_requests(cli_path, tmp_path, monkeypatch):
     """None fails, and none changes what another gets."""
     (tmp_path / "template").write_text(TEMPLATE)
-    command = f"server.py --quiet --dtype float32 --context 256 --model {cli_path} --chat-template"
-    monkeypatch.setattr(sys, "argv", [*command.split(), str(tmp_path / "template")])
+    command = f"server.py --quiet --dtype float32 --context 256 --model {cli_path}"
+    command += f" --chat-template {tmp_path}/template"
+    monkeypatch.setattr(sys, "argv", command.split())
     args = server.parse_args()
     app = server.make_app(server.Session(args), "tiny", args)
     client = testclient.TestClient(app, "http://localhost", raise_server_exceptions=False)
