@@ -8,6 +8,7 @@ llama.cpp's sources, models/templates, whose templates are then compared, too.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import random
 import re
@@ -25,161 +26,166 @@ pytest.importorskip("tokenizers")
 # --------------------------------------------------------------------------------------------------
 # Templates
 
-TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-TURNS += "{% endfor %}"
-ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-HEADERS = """{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
-{{- m.content | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-ALTERNATE = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}"""
-SYSTEM = """{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
-{%- set messages = messages[1:] %}{% endif %}"""
-FAMILIES = {  # a template, its text of "u:hi~ a:yes u:so", and what ends an answer besides EOS
-    "zephyr": (
-        (
-            "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}"
-            "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-        ),
-        "<|user|>\nhi </s>\n<|assistant|>\nyes</s>\n<|user|>\nso</s>\n<|assistant|>\n",
-        "</s>",
-    ),
-    "hermes 2 pro": (  # BOS first
-        "{{ bos_token }}" + TURNS + ASK,
-        (
-            "<s><|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-            "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
-        ),
-        "<|im_end|>",
-    ),
-    "smollm2": (  # a default system message
-        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}"
-        "{% endif %}" + TURNS + ASK,
-        (
-            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi <|im_end|>\n"
-            "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nso<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        ),
-        "<|im_end|>",
-    ),
-    "llama 3": (
-        "{{ bos_token }}" + HEADERS,
-        (
-            "<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant"
-            "<|end_header_id|>\n\nyes<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nso<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n"
-        ),
-        "<|eot_id|>",
-    ),
-    "llama 3.1": (  # a date of its own
-        "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
-        "{{ bos_token + date_string + tools | default('', true) | string + '\n' }}" + TURNS,
-        (
-            "<s>26 Jul 2024\n<|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-            "<|im_start|>user\nso<|im_end|>\n"
-        ),
-        "<|im_end|>",
-    ),
-    "llama 3.2": (  # today's
-        "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content ~ '|' }}{% endfor %}",
-        "YEARhi |yes|so|",
-        "|",
-    ),
-    "mistral 0.1": (
-        "{{ bos_token }}" + ALTERNATE + "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}"
-        "{{ m.content + eos_token + ' ' }}{% endif %}{% endfor %}",
-        "<s>[INST] hi  [/INST]yes</s> [INST] so [/INST]",
-        "</s>",
-    ),
-    "mistral nemo": (  # the system message in the last question
-        SYSTEM + "{{ bos_token }}" + ALTERNATE + "{% if loop.last and system is defined %}"
-        "{{ '[INST]' + system + '\n\n' + m.content + '[/INST]' }}{% else %}"
-        "{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% else %}"
-        "{{ m.content | trim + eos_token }}{% endif %}{% endfor %}",
-        "<s>[INST]hi [/INST]yes</s>[INST]so[/INST]",
-        "</s>",
-    ),
-    "llama 2": (
-        SYSTEM + ALTERNATE + "{{ bos_token + '[INST] ' + ('<<SYS>>\n' + system + '\n<</SYS>>\n\n' "
-        "if loop.first and system else '') + m.content.strip() + ' [/INST]' }}{% else %}"
-        "{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
-        "<s>[INST] hi [/INST] yes </s><s>[INST] so [/INST]",
-        "</s>",
-    ),
-    "tulu": (  # EOS behind answers alone
-        (
-            "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}"
-            "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-        ),
-        "<|user|>\nhi \n<|assistant|>\nyes</s>\n<|user|>\nso\n<|assistant|>\n",
-        "</s>",
-    ),
-    "vicuna": (
-        SYSTEM + "{{ bos_token + (system or 'A chat.') + ' ' }}{% for m in messages %}"
-        "{{ (m.role | upper) ~ ': ' ~ m.content ~ (' ' if m.role == 'user' else eos_token) }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
-        "<s>A chat. USER: hi  ASSISTANT: yes</s>USER: so ASSISTANT:",
-        "</s>",
-    ),
-    "deepseek r1": (  # a namespace; thoughts are left out
-        (
-            "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
-            "{% set ns.system = ns.system ~ m.content %}{% endif %}{% endfor %}{{ bos_token ~ ns.system }}"
-            "{% for m in messages %}{% if m.role == 'user' %}{{ '<\uff5cUser\uff5c>' + m.content }}"
-            "{% elif m.role == 'assistant' %}"
-            "{{ '<\uff5cAssistant\uff5c>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}"
-            "{% endfor %}{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\n' }}{% endif %}"
-        ),
-        "<s><\uff5cUser\uff5c>hi <\uff5cAssistant\uff5c>yes</s><\uff5cUser\uff5c>so<\uff5cAssistant\uff5c><think>\n",
-        "</s>",
-    ),
-    "deepseek coder": (  # ends that are no special tokens
-        (
-            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '\n<|EOT|>\n' }}"
-            "{% else %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '### Response:' }}{% endif %}"
-        ),
-        "### user:\nhi \nyes\n<|EOT|>\n### user:\nso\n### Response:",
-        "<|EOT|>",
-    ),
-    "functionary": (  # loopcontrols
-        (
-            "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
-            "{% if loop.index > 9 %}{% break %}{% endif %}{{ m.content + '<|eot_id|>' }}{% endfor %}"
-        ),
-        "hi <|eot_id|>yes<|eot_id|>so<|eot_id|>",
-        "<|eot_id|>",
-    ),
-    "smollm3": (  # transformers' tag
-        (
-            "{%- for m in messages %}\n    {%- if m.role == 'assistant' %}\n"
-            "    {%- generation -%}\n    {{ m.content + '<|im_end|>' }}\n    {%- endgeneration %}\n"
-            "    {%- else %}\n    {{- m.role + m.content }}\n    {%- endif %}\n{%- endfor %}"
-        ),
-        "userhi yes<|im_end|>userso",
-        "<|im_end|>",
-    ),
-    "hermes 3": (  # tools
-        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
-        "{{ '<|im_start|>' + m.role + '\n' + (m.name or '') + (m.content or '') }}"
-        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function | tojson }}{% endfor %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}" + ASK,
-        (
-            "<|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-            "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
-        ),
-        "<|im_end|>",
-    ),
+
+def unescaped(text):
+    """Lines that are one, with escapes in place of line ends and of what is not ASCII."""
+    return text.replace("\n", "").encode().decode("unicode-escape")
+
+
+# Name: what ends an answer besides EOS; the template; its text of "u:hi~ a:yes u:so".
+FAMILIES = r"""
+## zephyr: </s>
+{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}
+->
+<|user|>\nhi </s>\n<|assistant|>\nyes</s>\n<|user|>\nso</s>\n<|assistant|>\n
+
+## hermes 2 pro (BOS first): <|im_end|>
+{{ bos_token }}{% for m in messages %}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+->
+<s><|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n
+<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n
+
+## smollm2 (a default system message): <|im_end|>
+{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}
+{% for m in messages %}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+->
+<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi <|im_end|>\n
+<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n
+
+## llama 3: <|eot_id|>
+{{ bos_token }}{% for m in messages %}
+{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}{% if add_generation_prompt %}
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
+->
+<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>
+<|start_header_id|>assistant<|end_header_id|>\n\nyes<|eot_id|>
+<|start_header_id|>user<|end_header_id|>\n\nso<|eot_id|>
+<|start_header_id|>assistant<|end_header_id|>\n\n
+
+## llama 3.1 (a date of its own): <|im_end|>
+{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}
+{{ bos_token + date_string + tools | default('', true) | string + '\n' }}{% for m in messages %}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+->
+<s>26 Jul 2024\n<|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n
+<|im_start|>user\nso<|im_end|>\n
+
+## llama 3.2 (today's): |
+{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content ~ '|' }}{% endfor %}
+->
+YEARhi |yes|so|
+
+## mistral 0.1: </s>
+{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}
+{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ m.content + eos_token + ' ' }}{% endif %}
+{% endfor %}
+->
+<s>[INST] hi  [/INST]yes</s> [INST] so [/INST]
+
+## mistral nemo (the system message in the last question): </s>
+{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{% set messages = messages[1:] %}{% endif %}
+{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}
+{% if loop.last and system is defined %}{{ '[INST]' + system + '\n\n' + m.content + '[/INST]' }}
+{%- else %}{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% else %}
+{{ m.content | trim + eos_token }}{% endif %}{% endfor %}
+->
+<s>[INST]hi [/INST]yes</s>[INST]so[/INST]
+
+## llama 2: </s>
+{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{% set messages = messages[1:] %}{% endif %}
+{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}
+{{ bos_token + '[INST] ' + ('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system else '')
+   + m.content.strip() + ' [/INST]' }}{% else %}
+{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}
+->
+<s>[INST] hi [/INST] yes </s><s>[INST] so [/INST]
+
+## tulu (EOS behind answers alone): </s>
+{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}
+{%- if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}
+->
+<|user|>\nhi \n<|assistant|>\nyes</s>\n<|user|>\nso\n<|assistant|>\n
+
+## vicuna: </s>
+{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{% set messages = messages[1:] %}{% endif %}
+{{ bos_token + (system or 'A chat.') + ' ' }}{% for m in messages %}
+{{ (m.role | upper) ~ ': ' ~ m.content ~ (' ' if m.role == 'user' else eos_token) }}{% endfor %}
+{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}
+->
+<s>A chat. USER: hi  ASSISTANT: yes</s>USER: so ASSISTANT:
+
+## deepseek r1 (a namespace; thoughts are left out): </s>
+{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}
+{% set ns.system = ns.system ~ m.content %}{% endif %}{% endfor %}{{ bos_token ~ ns.system }}
+{%- for m in messages %}{% if m.role == 'user' %}{{ '<\uff5cUser\uff5c>' + m.content }}
+{%- elif m.role == 'assistant' %}
+{{ '<\uff5cAssistant\uff5c>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}
+{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\n' }}{% endif %}
+->
+<s><\uff5cUser\uff5c>hi <\uff5cAssistant\uff5c>yes</s>
+<\uff5cUser\uff5c>so<\uff5cAssistant\uff5c><think>\n
+
+## deepseek coder (ends that are no special tokens): <|EOT|>
+{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '\n<|EOT|>\n' }}
+{%- else %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% endif %}{% endfor %}
+{% if add_generation_prompt %}{{ '### Response:' }}{% endif %}
+->
+### user:\nhi \nyes\n<|EOT|>\n### user:\nso\n### Response:
+
+## functionary (loopcontrols): <|eot_id|>
+{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}
+{% if loop.index > 9 %}{% break %}{% endif %}{{ m.content + '<|eot_id|>' }}{% endfor %}
+->
+hi <|eot_id|>yes<|eot_id|>so<|eot_id|>
+
+## smollm3 (transformers' tag): <|im_end|>
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+    {%- generation -%}
+    {{ m.content + '<|im_end|>' }}
+    {%- endgeneration %}
+    {%- else %}
+    {{- m.role + m.content }}
+    {%- endif %}
+{%- endfor %}
+->
+userhi yes<|im_end|>userso
+
+## hermes 3 (tools): <|im_end|>
+{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}
+{{ '<|im_start|>' + m.role + '\n' + (m.name or '') + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function | tojson }}{% endfor %}
+{{ '<|im_end|>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+->
+<|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n
+<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n
+"""
+FAMILIES = {
+    name: (template, unescaped(text), end)
+    for name, end, template, text in re.findall(
+        r"(?s)## ([\w. ]+\w).*?: (\S+)\n(.+?)\n->\n(.+?)\n(?:\n|$)", FAMILIES
+    )
 }
-
-TAGS = {"<s>": True, "</s>": True, "<|im_start|>": True, "<|im_end|>": True, "<|eot_id|>": True}
-TAGS |= {"<|start_header_id|>": True, "<|end_header_id|>": True, "[INST]": True, "[/INST]": True}
-TAGS |= {"<\uff5cUser\uff5c>": True, "<\uff5cAssistant\uff5c>": True, "<tool_call>": False}
-CONTROL = [text for text, special in TAGS.items() if special]
+CONTROL = "<s> </s> <|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <|end_header_id|>"
+CONTROL = f"{CONTROL} [INST] [/INST] <\uff5cUser\uff5c> <\uff5cAssistant\uff5c>".split()
+TAGS = dict.fromkeys(CONTROL, True) | {"<tool_call>": False}
 
 
-def folder(path, template, tags=TAGS, **files):
+def folder(path, template, tags=TAGS):
     """A folder with a vocabulary of bytes and tags, and a chat template."""
     plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     decoder = added_tokens_decoder(tags, 256)
@@ -191,8 +197,7 @@ def folder(path, template, tags=TAGS, **files):
     }
     settings = {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": decoder}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    files = {"tokenizer.json": content, "tokenizer_config.json": settings, **files}
-    return write_files(path, files)
+    return write_files(path, {"tokenizer.json": content, "tokenizer_config.json": settings})
 
 
 def load(path):
@@ -214,35 +219,24 @@ def written(tokenizer, messages, template=None, **options):
     return raw.decode()
 
 
+WORDS = "hi|b |\n| c|{{ x }}|\u65e5|'|\"|\U0001f999||<think>x</think>"
+
+
 def random_dialogue(chance):
-    words = [
-        "hi",
-        "b ",
-        "\n",
-        " c",
-        "{{ x }}",
-        "\u65e5",
-        "'",
-        '"',
-        "\U0001f999",
-        "",
-        "<think>x</think>",
-    ]
     count = chance.randrange(1, 6)
     roles = ["system"] * chance.randrange(2) + ["user", "assistant"] * 3
-    texts = ["".join(chance.choices(words, k=chance.randrange(8))) for _ in range(count)]
+    texts = ["".join(chance.choices(WORDS.split("|"), k=chance.randrange(8))) for _ in range(count)]
     return [{"role": role, "content": text} for role, text in zip(roles, texts)]
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-CALL = [{"function": {"name": "f", "arguments": {"x": "\u65e5", "y": [1, None]}}}]
-WITH_TOOLS = [
-    {"role": "user", "content": "a", "name": "Ann"},
-    {"role": "assistant", "tool_calls": CALL},
-    {"role": "tool", "content": "{}"},
-]
-ORDERS = ["u:hi~ a:yes u:so", "u:hi", "s:S u:hi", "s:~S~ u:a a:b~", "u:a u:b", "a:hello u:hi"]
-ORDERS += ["s:A s:B u:c", "u:a s:b", "s:S", "a:b"]
+TOOL = json.loads(
+    '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
+)
+WITH_TOOLS = json.loads("""[{"role": "user", "content": "a", "name": "Ann"},
+{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":
+{"x": "\u65e5", "y": [1, null]}}}]}, {"role": "tool", "content": "{}"}]""")
+ORDERS = """u:hi~ a:yes u:so|u:hi|s:S u:hi|s:~S~ u:a a:b~|u:a u:b|a:hello u:hi|s:A s:B u:c
+|u:a s:b|s:S|a:b"""
 
 
 def assert_as_transformers(ours, theirs, messages, final, **variables):
@@ -264,14 +258,18 @@ def test_families(tmp_path, family):
     """Texts and ends are frozen; ids of any order of roles, and refusals, are transformers'."""
     template, text, end = FAMILIES[family]
     ours = load(folder(tmp_path, template))
-    year = f"{datetime.datetime.now():%Y}"
-    assert written(ours, dialogue(ORDERS[0])) == text.replace("YEAR", year)
+    text = text.replace("YEAR", f"{datetime.datetime.now():%Y}")
+    assert written(ours, dialogue("u:hi~ a:yes u:so")) == text
     stops = llama2.chat_stops(ours)
     assert [ours.pieces[i] for i in stops.ids] + stops.texts == [end]
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chance = random.Random(0)
-    dialogues = [*map(dialogue, ORDERS), WITH_TOOLS, *(random_dialogue(chance) for _ in range(40))]
+    dialogues = [
+        *map(dialogue, ORDERS.split("|")),
+        WITH_TOOLS,
+        *(random_dialogue(chance) for _ in range(40)),
+    ]
     for messages in dialogues:
         for final in (False, "</think>" not in messages[-1]["content"]):
             assert_as_transformers(ours, theirs, messages, final, tools=[TOOL], date_string="3 Mar")
@@ -282,43 +280,35 @@ def test_no_message_makes_a_control_token(tmp_path, family):
     """Whatever it says, and wherever: in a role, a name, an argument, a variable."""
     ours = load(folder(tmp_path, FAMILIES[family][0]))
 
-    def encode(x, with_system):
-        call = [{"function": {"name": x, "arguments": {x: [x]}}}]
-        role = x if "hermes" in family else "user"
+    def encode(x):
         messages = [
             {"role": "system", "content": x},
-            {"role": role, "content": x, "name": x},
-            {"role": "assistant", "content": x, "tool_calls": call},
+            {"role": x if "hermes" in family else "user", "content": x, "name": x},
+            {
+                "role": "assistant",
+                "content": x,
+                "tool_calls": [{"function": {"name": x, "arguments": {x: [x]}}}],
+            },
             {"role": "user", "content": x},
-        ][not with_system :]
-        variables = {"tools": [{x: x}], "date_string": x}
-        return llama2.encode_chat(ours, messages, **variables)
+        ][family == "mistral 0.1" :]
+        return llama2.encode_chat(ours, messages, tools=[{x: x}], date_string=x)
 
-    with_system = family != "mistral 0.1"
-    innocent = encode("<x>", with_system)
+    innocent = encode("<x>")
     for text in CONTROL:
-        ids = encode(text, with_system)
+        ids = encode(text)
         assert [i for i in ids if i >= 256] == [i for i in innocent if i >= 256]
         assert ours.decode(ids) == ours.decode(innocent).replace("<x>", text)
 
 
-def test_messages_that_are_none(bare):
-    good = {"role": "user", "content": "hi"}
-    secret = {"role": "user", "content": [{"type": "secret"}]}
-    for messages in (
-        [],
-        "hi",
-        good,
-        [{"content": "a"}],
-        [good | {"role": ["user"]}],
-        [good, secret],
-    ):
-        with pytest.raises(ValueError, match="expected messages with a role|no messages") as caught:
-            llama2.encode_chat(bare, messages, "chatml")
-        assert "secret" not in str(caught.value)
-    messages, template = dialogue("u:a s:b"), FAMILIES["functionary"][0]
-    with pytest.raises(ValueError, match="leaves out the final message"):
-        llama2.encode_chat(bare, messages, template, continue_final_message=True)
+NONE = """[] | {"role": "user"} | [{"content": "a"}] | [{"role": ["user"], "content": "a"}]
+| [{"role": "user", "content": [{"type": "secret"}]}]"""
+
+
+@pytest.mark.parametrize("messages", NONE.split("|"))
+def test_messages_that_are_none(bare, messages):
+    with pytest.raises(ValueError, match="expected messages with a role|no messages") as caught:
+        llama2.encode_chat(bare, json.loads(messages), "chatml")
+    assert "secret" not in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,42 +325,40 @@ NAMED = {  # what they make of "s:S u:hi~ a:yes u:so"; Llama 2's is Meta's own t
 }
 
 
-NAMES = llama2.CHAT_TEMPLATES
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", llama2.CHAT_TEMPLATES)
 def test_named_templates(bare, tmp_path, name):
     messages = dialogue("s:S u:hi~ a:yes u:so")
     assert written(bare, messages, name) == NAMED[name]
-    first = written(bare, messages[:2], name)  # a cache keeps what it holds
-    assert name == "mistral" or written(bare, messages, name).startswith(first)
+    if name != "mistral":  # a cache keeps what it holds
+        assert NAMED[name].startswith(written(bare, messages[:2], name))
     if name == "llama-2":
         with pytest.warns(match="no chat template: llama-2 is assumed"):
             assert written(bare, messages) == NAMED[name]
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder(tmp_path, None))
-    theirs.chat_template = NAMES[name]
-    bare.chat_template = NAMES[name]
+    theirs.chat_template = bare.chat_template = llama2.CHAT_TEMPLATES[name]
     assert_as_transformers(bare, theirs, messages, final=False)
     bare.chat_template = ""
 
 
-SEVERAL = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-BOTH = "{% if tools +%}t{%+ else +%}d{%+ endif %}"
-FOUND = [("x", "x"), (None, ""), (SEVERAL, BOTH), (SEVERAL[:1], "")]
+SEVERAL = '{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}'
+FOUND = {
+    '"x"': "x",
+    "null": "",
+    f"[{SEVERAL}]": "{% if tools +%}t{%+ else +%}d{%+ endif %}",
+    '[{"name": "tool_use", "template": "t"}]': "",
+}
 
 
-@pytest.mark.parametrize(("template", "text"), [*FOUND, (5, None)])
-def test_templates_of_a_folder(tmp_path, template, text):
+@pytest.mark.parametrize("template", FOUND)
+def test_templates_of_a_folder(tmp_path, template):
     """One, several by name, or a file of its own; what is none is refused."""
-    path = folder(tmp_path, template)
-    if text is None:
-        with pytest.raises(ValueError, match="chat_template is 5; expected str"):
-            load(path)
-    else:
-        assert load(path).chat_template == text
-        write_files(path, {"chat_template.jinja": "of its own"})
-        assert load(path).chat_template == "of its own"
+    path = folder(tmp_path, json.loads(template))
+    assert load(path).chat_template == FOUND[template]
+    write_files(path, {"chat_template.jinja": "of its own"})
+    assert load(path).chat_template == "of its own"
+    with pytest.raises(ValueError, match="chat_template is 5; expected str"):
+        load(folder(tmp_path / "wrong", 5))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -379,13 +367,10 @@ def test_templates_of_a_folder(tmp_path, template, text):
 FAILING = {
     "{% if %}": "TemplateSyntaxError",
     "{{ raise_exception('no tools') }}": "TemplateError: no tools",
-    "{{ messages[9].role.x }}": "UndefinedError",
     "{{ 1 / 0 }}": "ZeroDivisionError",
     "{{ ''.__class__.__mro__ }}": "SecurityError",
-    "{{ cycler.__init__.__globals__ }}": "SecurityError",
     "{{ messages.append(1) }}": "SecurityError",
     "{% include '/etc/passwd' %}": "TypeError",
-    "{% for i in range(10**9) %}x{% endfor %}": "OverflowError",
     "alpaca": " is 'alpaca'; expected llama-2, .*, zephyr or Jinja",
 }
 
@@ -397,29 +382,20 @@ def test_templates_that_fail(bare, template):
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no such timer")
-def test_endless_templates_end_at_ctrl_c(bare):
-    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            llama2.encode_chat(bare, dialogue("u:hi"), loop)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+def test_ctrl_c_ends_a_template(bare):
+    with pytest.raises(KeyboardInterrupt):
+        written(bare, dialogue("u:hi"), "{{ stop(2) }}", stop=signal.raise_signal)
 
 
-def test_old_jinja_is_refused(bare, monkeypatch):
-    for version in ("3.1.5", "3.1.6", "3.10"):
-        monkeypatch.setattr(jinja2, "__version__", version)
-        template = "{{ '" + version + "' }}"  # which is not compiled yet
-        if version == "3.1.5":
-            with pytest.raises(
-                ValueError, match=r"3\.1\.6 or newer: .*pip install --upgrade jinja2"
-            ):
-                written(bare, dialogue("u:hi"), template)
-        else:
-            assert written(bare, dialogue("u:hi"), template) == version
+@pytest.mark.parametrize("version", ["3.1.6", "3.10", "3.1.5"])
+def test_old_jinja_is_refused(bare, monkeypatch, version):
+    monkeypatch.setattr(jinja2, "__version__", version)
+    template = f"{{# {version} #}}fine"  # which is not compiled yet
+    if version == "3.1.5":
+        with pytest.raises(ValueError, match=r"3\.1\.6 or newer: .*pip install --upgrade jinja2"):
+            written(bare, dialogue("u:hi"), template)
+    else:
+        assert written(bare, dialogue("u:hi"), template) == "fine"
 
 
 # --------------------------------------------------------------------------------------------------
