@@ -151,13 +151,13 @@ YEARhi |yes|so|
 ->
 hi <|eot_id|>yes<|eot_id|>so<|eot_id|>
 
-## smollm3 (transformers' tag): <|im_end|>
+## smollm3 (transformers' tag, indented): <|im_end|>
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
     {%- generation -%}
     {{ m.content + '<|im_end|>' }}
     {%- endgeneration %}
-    {%- else %}
+    {% else %}
     {{- m.role + m.content }}
     {%- endif %}
 {%- endfor %}
