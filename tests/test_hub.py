@@ -178,7 +178,7 @@ def test_gguf_files(hub, tmp_path, keys, tensors, case):
 
 @pytest.mark.parametrize(
     "case",
-    ["Llama-3.2 org/name", "Llama-3.2 org/name:Q5_K_M"]
+    ["Llama-3.2 org/name", "Llama-3.2 org/name:Q3_M"]
     + ["Llama-3.2 org/name/absent.gguf", "Llama-3.3 org/name"],
 )
 def test_several_gguf_files_are_listed(hub, case):
