@@ -5,14 +5,14 @@ The parsers say which options there are. A new script needs its command here.
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
 import re
+import runpy
 import shlex
 import sys
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -52,14 +52,6 @@ RIGHT_HERE = {
 }
 
 
-@functools.cache
-def code_of(script):
-    source = "import llama2, sys; sys.exit(llama2.main())"
-    if script != "llama2.py":
-        source = (ROOT / script).read_text("utf-8")
-    return compile(source, str(ROOT / script), "exec")
-
-
 @pytest.fixture
 def run(cli_path, tmp_path, monkeypatch, capsys):
     """Run a script in a folder of its own: run(script, options) -> exit status, stderr."""
@@ -81,7 +73,9 @@ def run(cli_path, tmp_path, monkeypatch, capsys):
         argv = shlex.split(COMMANDS[script].format(**names))
         monkeypatch.setattr("sys.argv", [script, *argv, *options])
         with pytest.raises(SystemExit) as end:
-            exec(code_of(script), {"__name__": "__main__", "__file__": str(ROOT / script)})  # noqa: S102
+            if script == "llama2.py":
+                sys.exit(llama2.main())
+            runpy.run_path(str(ROOT / script), run_name="__main__")
             sys.exit(0)
         status, err = end.value.code, capsys.readouterr().err
         if "pip install" in f"{status} {err}":
@@ -91,16 +85,6 @@ def run(cli_path, tmp_path, monkeypatch, capsys):
     return run
 
 
-def options_of(run, script, monkeypatch):
-    """The options that take a value."""
-    with monkeypatch.context() as patch:
-        parse_args = MagicMock(side_effect=SystemExit)
-        patch.setattr(llama2.Parser, "parse_args", lambda parser, *_: parse_args(parser))
-        run(script)
-    (parser,) = parse_args.call_args.args
-    return [a.option_strings[0] for a in parser._actions if a.option_strings and a.nargs != 0]
-
-
 PATHS = [path for folder in (".", "examples", "models") for path in (ROOT / folder).glob("*.py")]
 SCRIPTS = [
     path.relative_to(ROOT).as_posix() for path in PATHS if "Parser(" in path.read_text("utf-8")
@@ -108,9 +92,14 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_wrong_values(run, monkeypatch, script):
+def test_wrong_values(run, script):
     assert run(script)[0] in (0, 1)  # schema.py: cut at --max-new-tokens
-    for option in options_of(run, script, monkeypatch):
+    with patch.object(llama2.Parser, "parse_args", autospec=True, side_effect=SystemExit) as parse:
+        run(script)
+    for action in parse.call_args.args[0]._actions:
+        if not action.option_strings or action.nargs == 0:  # it takes no value
+            continue
+        option = action.option_strings[0]
         matching = [values for values, options in RIGHT.items() if option in options.split()]
         right = RIGHT_HERE.get((script, option), matching[0] if matching else "")
         for value in VALUES.split():
