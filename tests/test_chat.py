@@ -183,20 +183,22 @@ FAMILIES = {
 CONTROL = "<s> </s> <|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <|end_header_id|>"
 CONTROL = f"{CONTROL} [INST] [/INST] <\uff5cUser\uff5c> <\uff5cAssistant\uff5c>".split()
 TAGS = dict.fromkeys(CONTROL, True) | {"<tool_call>": False}
+PLAIN = json.loads("""{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+"use_regex": false}""")
+SETTINGS = json.loads("""{"bos_token": "<s>", "eos_token": "</s>",
+"tokenizer_class": "PreTrainedTokenizerFast"}""")
 
 
 def folder(path, template, tags=TAGS):
     """A folder with a vocabulary of bytes and tags, and a chat template."""
-    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     decoder = added_tokens_decoder(tags, 256)
     content = {
         "added_tokens": [{"id": int(i), **token} for i, token in decoder.items()],
-        "pre_tokenizer": plain | {"use_regex": False},
-        "decoder": plain,
+        "pre_tokenizer": PLAIN,
+        "decoder": PLAIN,
         "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(llama2.BYTES)}, "merges": []},
     }
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": decoder}
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    settings = SETTINGS | {"added_tokens_decoder": decoder, "chat_template": template}
     return write_files(path, {"tokenizer.json": content, "tokenizer_config.json": settings})
 
 
@@ -214,19 +216,19 @@ def bare(tmp_path_factory):
 def written(tokenizer, messages, template=None, **options):
     """What the ids of a chat say, control tokens as their texts."""
     ids = llama2.encode_chat(tokenizer, messages, template, **options)
-    names = {i: text for text, i in tokenizer.special_ids.items()}
-    raw = b"".join(names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids)
-    return raw.decode()
+    texts = (tokenizer.token_bytes(i) or tokenizer.pieces[i].encode() for i in ids)
+    return b"".join(texts).decode()
 
 
 WORDS = "hi|b |\n| c|{{ x }}|\u65e5|'|\"|\U0001f999||<think>x</think>"
 
 
 def random_dialogue(chance):
-    count = chance.randrange(1, 6)
+    def said():
+        return "".join(chance.choices(WORDS.split("|"), k=chance.randrange(8)))
+
     roles = ["system"] * chance.randrange(2) + ["user", "assistant"] * 3
-    texts = ["".join(chance.choices(WORDS.split("|"), k=chance.randrange(8))) for _ in range(count)]
-    return [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    return [{"role": role, "content": said()} for role in roles[: chance.randrange(1, 6)]]
 
 
 TOOL = json.loads(
@@ -241,16 +243,16 @@ ORDERS = """u:hi~ a:yes u:so|u:hi|s:S u:hi|s:~S~ u:a a:b~|u:a u:b|a:hello u:hi|s
 
 def assert_as_transformers(ours, theirs, messages, final, **variables):
     """The ids of a chat, or of one whose final message is to be continued; or both refuse."""
-    options = {"continue_final_message": final, **variables}
+    variables["continue_final_message"] = final
     try:
         expected = theirs.apply_chat_template(
-            messages, add_generation_prompt=not final, return_dict=False, **options
+            messages, add_generation_prompt=not final, return_dict=False, **variables
         )
     except Exception:  # noqa: BLE001
         with pytest.raises(ValueError):
-            llama2.encode_chat(ours, messages, **options)
+            llama2.encode_chat(ours, messages, **variables)
     else:
-        assert llama2.encode_chat(ours, messages, **options) == expected, (messages, final)
+        assert llama2.encode_chat(ours, messages, **variables) == expected, (messages, final)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -275,22 +277,20 @@ def test_families(tmp_path, family):
             assert_as_transformers(ours, theirs, messages, final, tools=[TOOL], date_string="3 Mar")
 
 
+EVERYWHERE = """[{"role": "system", "content": "X"}, {"role": "user", "content": "X", "name": "X"},
+{"role": "assistant", "content": "X", "tool_calls": [{"function": {"name": "X", "arguments":
+{"X": ["X"]}}}]}, {"role": "user", "content": "X"}]"""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_message_makes_a_control_token(tmp_path, family):
     """Whatever it says, and wherever: in a role, a name, an argument, a variable."""
     ours = load(folder(tmp_path, FAMILIES[family][0]))
 
     def encode(x):
-        messages = [
-            {"role": "system", "content": x},
-            {"role": x if "hermes" in family else "user", "content": x, "name": x},
-            {
-                "role": "assistant",
-                "content": x,
-                "tool_calls": [{"function": {"name": x, "arguments": {x: [x]}}}],
-            },
-            {"role": "user", "content": x},
-        ][family == "mistral 0.1" :]
+        messages = json.loads(EVERYWHERE.replace("X", x))[family == "mistral 0.1" :]
+        if "hermes" in family:
+            messages[1]["role"] = x
         return llama2.encode_chat(ours, messages, tools=[{x: x}], date_string=x)
 
     innocent = encode("<x>")
