@@ -149,8 +149,7 @@ def test_chat_commands_and_what_is_refused(cli, heard):
     assert last.startswith(heard[1]) and last.endswith("[INST] x [/INST] y [/INST]")
     template, keys, *_ = err.splitlines()
     assert "no chat template: llama-2 is assumed" in template
-    for word in ("cli.gguf", "400", "Ctrl-C", "/exit", "/reset"):
-        assert word in keys
+    assert re.match("cli.gguf, 400 tokens; .*Ctrl-C.*/exit.*/reset", keys)
     assert re.search("unknown command /halp me; .*/exit", err)
     assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
     assert cli("--chat", "--quiet", stdin=b"/reset\n/EXIT\nab\n") == (0, "", "")
@@ -168,10 +167,14 @@ def test_chat_template_by_name_and_file(cli, heard, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("calls", "owner", "name"),
-    [(1, llama2.Llama, "forward"), (4, llama2.Llama, "forward"), (2, llama2, "encode_chat")],
+    ("calls", "owner", "name", "first"),
+    [
+        (1, llama2.Llama, "forward", "[INST] ab [/INST]"),
+        (4, llama2.Llama, "forward", "[INST] ab [/INST]"),
+        (2, llama2, "encode_chat", "[INST] cd [/INST]"),  # what was asked is no part of the session
+    ],
 )
-def test_interrupt_in_chat(cli, heard, monkeypatch, calls, owner, name):
+def test_interrupt_in_chat(cli, heard, monkeypatch, calls, owner, name, first):
     """Ctrl-C in a call of a function stops the answer, before or after it began, not the session."""
     original, count = getattr(owner, name), itertools.count(1)
 
@@ -183,13 +186,9 @@ def test_interrupt_in_chat(cli, heard, monkeypatch, calls, owner, name):
     monkeypatch.setattr(owner, name, interrupted)
     status, out, err = cli("--chat", "--max-new-tokens", 8, stdin=b"ab\ncd\n")
     assert status == 0
-    if owner is llama2:  # what was asked is then no part of the session
-        assert heard == ["[INST] cd [/INST]"]
-        assert err.count("error: interrupted") == 1
-    else:
-        assert out.count("\n") >= 2
-        assert heard[-1].startswith("[INST] ab [/INST]")
-        assert heard[-1].endswith("[INST] cd [/INST]")
+    assert out.count("\n") >= len(heard)
+    assert err.count("error: interrupted") == (owner is llama2)
+    assert heard[-1].startswith(first) and heard[-1].endswith("[INST] cd [/INST]")
 
 
 @on_posix
