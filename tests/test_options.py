@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import re
 import runpy
 import shlex
@@ -17,7 +16,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 
 import llama2
-from test_llama2 import SCRIPT, TALE, write_gguf
+from test_llama2 import SCRIPT, TALE, write_files, write_gguf
 
 ROOT = SCRIPT.parent
 COMMANDS = {  # one that ends soon, for each script
@@ -55,23 +54,19 @@ RIGHT_HERE = {
 @pytest.fixture
 def run(cli_path, tmp_path, monkeypatch, capsys):
     """Run a script in a folder of its own: run(script, options) -> exit status, stderr."""
-    (tmp_path / "text").write_text(TALE.replace("\n", "\n\n") * 20, "utf-8")
-    (tmp_path / "schema").write_text(json.dumps({"title": TALE}))
-    folders = (tmp_path / str(i) for i in itertools.count())
+    write_files(tmp_path, {"text": TALE.replace("\n", "\n\n") * 20, "schema": {"title": TALE}})
+    count = itertools.count()
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr("torch.set_flush_denormal", MagicMock())
     monkeypatch.setattr("socket.create_server", MagicMock())
     monkeypatch.setattr("signal.signal", MagicMock(side_effect=KeyboardInterrupt))  # the server's
 
     def run(script, *options):
-        folder = next(folders)
-        folder.mkdir()
-        (folder / "raw.bin").write_bytes(b"\xff\xfe\0")
+        folder = write_files(tmp_path / f"{next(count)}", {"raw.bin": b"\xff\xfe\0"})
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-        names = {"model": cli_path.as_posix(), "files": tmp_path.as_posix()}
-        argv = shlex.split(COMMANDS[script].format(**names))
-        monkeypatch.setattr("sys.argv", [script, *argv, *options])
+        command = COMMANDS[script].format(model=cli_path.as_posix(), files=tmp_path.as_posix())
+        monkeypatch.setattr("sys.argv", [script, *shlex.split(command), *options])
         with pytest.raises(SystemExit) as end:
             if script == "llama2.py":
                 sys.exit(llama2.main())
@@ -85,9 +80,11 @@ def run(cli_path, tmp_path, monkeypatch, capsys):
     return run
 
 
-PATHS = [path for folder in (".", "examples", "models") for path in (ROOT / folder).glob("*.py")]
 SCRIPTS = [
-    path.relative_to(ROOT).as_posix() for path in PATHS if "Parser(" in path.read_text("utf-8")
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.py", "examples/*.py", "models/*.py")
+    for path in ROOT.glob(pattern)
+    if "Parser(" in path.read_text("utf-8")
 ]
 
 
