@@ -26,12 +26,6 @@ pytest.importorskip("tokenizers")
 # --------------------------------------------------------------------------------------------------
 # Templates
 
-
-def unescaped(text):
-    """Lines that are one, with escapes in place of line ends and of what is not ASCII."""
-    return text.replace("\n", "").encode().decode("unicode-escape")
-
-
 # Name: what ends an answer besides EOS; the template; its text of "u:hi~ a:yes u:so".
 FAMILIES = r"""
 ## zephyr: </s>
@@ -175,7 +169,7 @@ userhi yes<|im_end|>userso
 <|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n
 """
 FAMILIES = {
-    name: (template, unescaped(text), end)
+    name: (template, text.replace("\n", "").encode().decode("unicode-escape"), end)
     for name, end, template, text in re.findall(
         r"(?s)## ([\w. ]+\w).*?: (\S+)\n(.+?)\n->\n(.+?)\n(?:\n|$)", FAMILIES
     )
@@ -205,6 +199,11 @@ def folder(path, template, tags=TAGS):
 def load(path):
     """The tokenizer of a folder."""
     return llama2.Tokenizer.from_file(path / "tokenizer.json")
+
+
+def load_theirs(path):
+    """transformers' tokenizer of a folder."""
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(path)
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +263,7 @@ def test_families(tmp_path, family):
     assert written(ours, dialogue("u:hi~ a:yes u:so")) == text
     stops = llama2.chat_stops(ours)
     assert [ours.pieces[i] for i in stops.ids] + stops.texts == [end]
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = load_theirs(tmp_path)
     chance = random.Random(0)
     dialogues = [
         *map(dialogue, ORDERS.split("|")),
@@ -316,12 +314,16 @@ def test_messages_that_are_none(bare, messages):
 
 NAMED = {  # what they make of "s:S u:hi~ a:yes u:so"; Llama 2's is Meta's own text
     "llama-2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yes </s><s>[INST] so [/INST]",
-    "llama-3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
-    + FAMILIES["llama 3"][1].removeprefix("<s>"),
-    "chatml": "<|im_start|>system\nS<|im_end|>\n" + FAMILIES["hermes 2 pro"][1].removeprefix("<s>"),
+    "llama-3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user"
+    "<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyes<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nso<|eot_id|><|start_header_id|>assistant"
+    "<|end_header_id|>\n\n",
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi <|im_end|>\n<|im_start|>assistant"
+    "\nyes<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n",
     "mistral": "<s>[INST] hi [/INST] yes</s>[INST] S\n\nso[/INST]",
     "vicuna": "<s>S\n\nUSER: hi\nASSISTANT: yes</s>\nUSER: so\nASSISTANT:",
-    "zephyr": "<|system|>\nS</s>\n" + FAMILIES["zephyr"][1],
+    "zephyr": "<|system|>\nS</s>\n<|user|>\nhi </s>\n<|assistant|>\nyes</s>\n<|user|>\nso</s>\n"
+    "<|assistant|>\n",
 }
 
 
@@ -334,18 +336,18 @@ def test_named_templates(bare, tmp_path, name):
     if name == "llama-2":
         with pytest.warns(match="no chat template: llama-2 is assumed"):
             assert written(bare, messages) == NAMED[name]
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder(tmp_path, None))
+    theirs = load_theirs(folder(tmp_path, None))
     theirs.chat_template = bare.chat_template = llama2.CHAT_TEMPLATES[name]
     assert_as_transformers(bare, theirs, messages, final=False)
     bare.chat_template = ""
 
 
-SEVERAL = '{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}'
 FOUND = {
     '"x"': "x",
     "null": "",
-    f"[{SEVERAL}]": "{% if tools +%}t{%+ else +%}d{%+ endif %}",
+    '[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]': (
+        "{% if tools +%}t{%+ else +%}d{%+ endif %}"
+    ),
     '[{"name": "tool_use", "template": "t"}]': "",
 }
 
@@ -407,10 +409,9 @@ PUBLISHED = sorted(Path(os.environ.get("LLAMA_CPP_TEMPLATES", "nowhere")).glob("
 @pytest.mark.skipif(not PUBLISHED, reason="LLAMA_CPP_TEMPLATES names no folder of templates")
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_published_templates(tmp_path, path):
-    transformers = pytest.importorskip("transformers")
     template = path.read_text("utf-8")
     tags = re.findall(r"<\|?[\w/| ]+\|?>|\[/?[A-Z_]+\]|<[\uff5c\w\u2581]+>", template)
     ours = load(folder(tmp_path, template, TAGS | dict.fromkeys(sorted(tags), True)))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for messages in map(dialogue, ["u:hi", "s:S u:~hi~", "u:a a:b u:c", "s:S u:a a:b~"]):
+    theirs = load_theirs(tmp_path)
+    for messages in map(dialogue, ORDERS.split("|")):
         assert_as_transformers(ours, theirs, messages, messages[-1]["role"] == "assistant")
