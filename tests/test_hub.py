@@ -66,23 +66,21 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path, monkeypatch):
     """A server whose repository org/name may be given files."""
     constants = pytest.importorskip("huggingface_hub.constants")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.asked, server.tokens, server.interrupted = {}, [], set(), 0
-    url = f"http://127.0.0.1:{server.server_port}"
-    changes = {
-        "ENDPOINT": url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_OFFLINE": False,
-    }
-    for name, value in changes.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # before it tries again
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.files, server.asked, server.tokens, server.interrupted = {}, [], set(), 0
+        url = f"http://127.0.0.1:{server.server_port}"
+        changes = {
+            "ENDPOINT": url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+        }
+        for name, value in changes.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # before it tries again
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def contents(folder):
@@ -122,8 +120,7 @@ READ = rf"{SMALL.replace(' ', '|')}|model[-.].*|tokenizer\.(json|model)"
 def test_folders(hub, forms, published):
     """What loading reads is fetched, once, and nothing else."""
     names = f"{SMALL} {LISTINGS[published]}".split()
-    folder = forms[0] / ("hf_index" if "model.safetensors.index.json" in names else "hf")
-    files = contents(folder)
+    files = contents(forms[0] / "hf") | contents(forms[0] / "hf_index")
     files["tokenizer.json"] = b'{"model": {"vocab": {"a": 0}}, "decoder": {"type": "ByteLevel"}}'
     hub.files |= {name: files.get(name, b"{}") for name in names}
     if "tokenizer.json" in names:
@@ -166,9 +163,7 @@ def test_gguf_files(hub, tmp_path, keys, tensors, case):
     parts = [path.read_bytes() for path in sorted(tmp_path.glob("x*.gguf"))]
     hub.files |= dict.fromkeys(GGUFS[published].split(), b"{}")
     hub.files |= zip(asked, parts, strict=True)
-    model, _ = llama2.load(name)
-    assert model.config.hidden_size == 64
-    assert model.name_or_path.endswith(asked[0])
+    assert llama2.load(name)[0].name_or_path.endswith(asked[0])
     assert hub.asked == asked
 
 
@@ -204,12 +199,10 @@ def test_other_forms(hub, tmp_path, names):
     refused(write_files(tmp_path / "folder", hub.files), "folder", FOREIGN[names])
 
 
-def test_what_cannot_be_read_is_said_before_it_is_fetched(hub, forms):
-    hub.files |= contents(forms[0] / "hf")
-    settings = json.loads(hub.files["config.json"]) | {"model_type": "qwen2"}
-    hub.files["config.json"] = json.dumps(settings).encode()
+def test_what_cannot_be_read_is_said_before_it_is_fetched(hub):
+    hub.files |= {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": b""}
     refused("org/name", "model_type")
-    assert "model.safetensors" not in hub.asked
+    assert hub.asked == ["config.json"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,7 +213,7 @@ def test_what_cannot_be_read_is_said_before_it_is_fetched(hub, forms):
 def test_revisions(hub, model_path, monkeypatch, revision):
     hub.files |= {"a-Q4_0.gguf": model_path.read_bytes(), "b-Q8_0.gguf": b"x"}
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert llama2.open_checkpoint(f"org/name@{revision}:Q4_0").config.hidden_size == 64
+    llama2.open_checkpoint(f"org/name@{revision}:Q4_0")
     assert hub.tokens == {(revision, "Bearer hf_secret")}
     refused("org/name@v2", "org/name@v2")
 
@@ -232,13 +225,11 @@ def test_interrupted_downloads_go_on(hub, model_path):
     assert hub.asked == ["tiny.gguf"] * 2
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_the_cache_serves_without_a_network(hub, forms, model_path, monkeypatch, offline):
+def test_the_cache_serves_without_a_network(hub, forms, model_path):
     hub.files |= contents(forms[0] / "hf_index") | {"x-Q4_0.gguf": model_path.read_bytes()}
     names = ("org/name", "org/name:Q4_0", "org/name/x-Q4_0.gguf")
     expected = [llama2.load(name)[0].config for name in names]
     assert [config.hidden_size for config in expected] == [128, 64, 64]
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     hub.shutdown()
     hub.server_close()
     assert [llama2.load(name)[0].config for name in names] == expected
@@ -246,11 +237,9 @@ def test_the_cache_serves_without_a_network(hub, forms, model_path, monkeypatch,
 
 
 @pytest.mark.parametrize("name", ["org/other", "nothing", "absent.gguf", "models/absent.gguf"])
-def test_names_of_nothing(hub, cli, name):
+def test_names_of_nothing(hub, name):
     """One line that says what was looked for."""
-    status, out, err = cli("--prompt", "a", model=name)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert name in err
+    refused(name, name)
 
 
 # --------------------------------------------------------------------------------------------------
