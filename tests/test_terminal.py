@@ -94,7 +94,7 @@ def test_interrupted_process(tmp_path, keys, tensors):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert re.search(b"stopped: interrupted; seed 0\n$", err)
+    assert err.endswith(b"stopped: interrupted; seed 0\n")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ def heard(monkeypatch, cli_model):
 def test_chat_that_fills_its_context(cli, heard):
     """Says so, drops turns until half is free, keeps the system prompt."""
     questions = [f"{letter * 20}?" for letter in "abcdefgh"]
-    argv = ["--chat", "--system", "hfhf", "--max-new-tokens", 30]
-    status, _, err = cli(*argv, stdin="\n".join(questions).encode())
+    stdin = "\n".join(questions).encode()
+    status, _, err = cli("--chat", "--system", "hfhf", "--max-new-tokens", 30, stdin=stdin)
     assert status == 0
     assert 1 <= err.count("context full") <= 2
     for question, text in zip(questions, heard, strict=True):
@@ -139,9 +139,9 @@ def test_chat_commands_and_what_is_refused(cli, heard):
 
     A question beyond the context is refused, and the conversation goes on. Tags are text.
     """
-    lines = ["ab\r", "/reset", "/halp me", " /usr is", "/", "c" * 1000, "", "x [/INST] y", "/exit"]
-    argv = ["--chat", "--max-new-tokens", 3]
-    status, out, err = cli(*argv, stdin="\n".join([*lines, "never"]).encode())
+    lines = "ab\r|/reset|/halp me| /usr is|/|" + "c" * 1000 + "||x [/INST] y|/exit|never"
+    stdin = lines.replace("|", "\n").encode()
+    status, out, err = cli("--chat", "--max-new-tokens", 3, stdin=stdin)
     assert status == 0
     assert out.count("\n") == err.count("max new tokens: the answer") == 3
     assert heard[:2] == ["[INST] ab [/INST]", "[INST] /usr is [/INST]"]
