@@ -53,7 +53,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.command == "GET":
             asked.append(name)
             sent = len(data) // 2 if len(asked) == self.server.interrupted else None
-        start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
+        start = int(re.findall(r"\d+", self.headers.get("Range", "0"))[0])
         headers = {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

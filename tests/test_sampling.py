@@ -136,7 +136,7 @@ def test_a_processor_writes_what_a_grammar_wants(model):
 
     sampling = llama2.Sampling(logits_processor=count)
     assert list(llama2.generate(model, [1, 5, 9], sampling, 9, stop_ids=[13])) == [10, 11, 12]
-    assert texts == [[1, 5, *range(9, n)] for n in (10, 11, 12, 13)]
+    assert texts == [[1, 5, *range(9, n)] for n in range(10, 14)]
 
 
 # --------------------------------------------------------------------------------------------------
