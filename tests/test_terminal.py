@@ -218,7 +218,7 @@ def test_chat_at_a_terminal(tmp_path, keys, tensors):
         before, _, screen = screen.partition(text)
         return before
 
-    expect(b"> ")
+    assert b"\x1b[?2004h" in expect(b"> ")  # the terminal shall mark what is pasted
     # an arrow to the left, the missing letter
     expect(b"unknown command /halp; Ctrl-C stops", typed=b"/hap\x1b[Dl\r")
     expect(b"> ")
