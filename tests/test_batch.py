@@ -7,15 +7,13 @@ import sys
 from dataclasses import replace
 from itertools import zip_longest
 
+import batch
 import pytest
 import torch
+from batch import generate_batch
 
 import llama2
-from test_llama2 import GREEDY, SCRIPT, TOKENS, assert_close
-
-sys.path.insert(0, str(SCRIPT.parent / "examples"))
-import batch
-from batch import generate_batch
+from test_llama2 import GREEDY, TOKENS, assert_close
 
 PROMPTS = [[1, 5, 9, 200, 31, 77, 8], [1, 70], [1, 5, 9, 31]]
 

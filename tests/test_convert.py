@@ -19,7 +19,7 @@ import llama2
 
 pytest.importorskip("safetensors")
 import convert
-from test_config import LLAMA_3, assert_as_transformers, write_model
+from test_config import LLAMA_3, assert_as_transformers, write_model  # noqa: F401 (a fixture)
 
 from test_llama2 import (
     FORMS,
@@ -267,10 +267,10 @@ def test_quantised_weights_as_a_folder(vocabulary, tmp_path, options, dtype, tol
         LLAMA_3 | {"original_max_position_embeddings": 8192},
     ],
 )
-def test_rope_scaling_is_kept(vocabulary, tmp_path, rope):
+def test_rope_scaling_is_kept(write_model, tmp_path, rope):  # noqa: F811
     """From config.json to a GGUF file and to a folder that transformers reads."""
     change = {"rope_parameters": rope | {"rope_theta": 20000.0}}
-    source = write_model(tmp_path / "a", vocabulary, change)
+    source = write_model(change)
     folder = converted(converted(source, tmp_path / "b.gguf"), tmp_path / "c")
     assert check_folder(folder, source)["rope_scaling"] == rope
 

@@ -6,16 +6,14 @@ import copy
 import functools
 import sys
 
+import drafts
 import pytest
 import test_bits
 import torch
+from drafts import Drafts, prompt_lookup
 
 import llama2
-from test_llama2 import SCRIPT, needs
-
-sys.path.insert(0, str(SCRIPT.parent / "examples"))
-import drafts
-from drafts import Drafts, prompt_lookup
+from test_llama2 import needs
 
 pytestmark = needs("load_kernels")
 PROMPT = [1, 5, 9, 20, 31, 5, 9, 20, 7]

@@ -15,7 +15,6 @@ transformers = pytest.importorskip("transformers")
 import llama2
 
 EXAMPLES = Path(llama2.__file__).resolve().parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
 import lora
 
 from test_llama2 import TALE, make_hf

@@ -16,7 +16,6 @@ import llama2
 from test_llama2 import SCRIPT
 
 EXAMPLES = SCRIPT.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
 from grammar import Grammar, open_vocabulary
 
 # A is one of the others. An answer ends within a few hundred tokens.
