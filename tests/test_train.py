@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import math
 import random
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,110 +21,79 @@ from test_llama2 import CONFIG, SCRIPT, TALE, assert_close, make_model
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9 or newer"
 )
+COMMAND = """train.py text --out out.gguf --vocab 340 --hidden 32 --mlp 64 --layers 1 --heads 4
+    --kv-heads 2 --context 64 --batch 256 --threads 1 """
 
 
 @pytest.fixture(scope="module")
 def train():
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("train", SCRIPT.parent / "models" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    with pytest.MonkeyPatch.context() as context:
+        context.syspath_prepend(SCRIPT.parent / "models")
+        yield importlib.import_module("train")
     torch.set_flush_denormal(False)
 
 
 @pytest.fixture
 def run(train, tmp_path, monkeypatch, capsys):
-    """Train a model of almost nothing on a hundred stories: -> status, stdout, stderr, the file."""
-    words, chance, path = TALE.split(), random.Random(0), tmp_path / "text"
-    stories = [" ".join(chance.choices(words, k=chance.randint(20, 60))) for _ in range(100)]
-    path.write_text("\n\n".join(stories), "utf-8")
-    sizes = "--vocab 340 --hidden 32 --mlp 64 --layers 1 --heads 4 --kv-heads 2 --context 64"
+    """Train a model of almost nothing on a hundred stories: -> stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    words, chance = TALE.split(), random.Random(0)
+    stories = [" ".join(chance.choices(words, k=20 + i % 40)) for i in range(100)]
+    Path("text").write_text("\n\n".join(stories), "utf-8")
 
-    def run(*options, name="out.gguf"):
-        argv = ["train.py", path, "--out", tmp_path / name, *sizes.split(), "--batch", 256]
-        monkeypatch.setattr(sys, "argv", [str(a) for a in [*argv, "--threads", 1, *options]])
-        return train.main(), *capsys.readouterr(), tmp_path / name
+    def run(options, status=0):
+        monkeypatch.setattr(sys, "argv", (COMMAND + options).split())
+        with pytest.raises(SystemExit) as end:
+            sys.exit(train.main())
+        assert end.value.code == status
+        return capsys.readouterr()
 
     return run
 
 
-@pytest.fixture
-def refused(run, capsys):
-    """What the one line on stderr says."""
-
-    def refused(*options):
-        with pytest.raises(SystemExit, match="2"):
-            run(*options)
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
-
-    return refused
-
-
-def test_an_interrupted_run_goes_on(train, run, monkeypatch):
-    """From its checkpoint, to the weights of a run that nothing interrupted; the file has them."""
-    options = ("--epochs", 0.2, "--eval-every", 3, "--warmup", 2, "--type", "F32")
-    _, said, _, whole = run(*options, name="whole.gguf")
-    steps = int(re.search(r"(\d+) steps", said)[1])
-    assert steps > 5
-    rate = train.learning_rate
-
-    def stop(step, *others):
-        if step == 4:
-            raise KeyboardInterrupt
-        return rate(step, *others)
-
-    monkeypatch.setattr(train, "learning_rate", stop)
-    status, _, err, _ = run(*options)
-    assert status == 130 and "goes on from the last checkpoint" in err
-    monkeypatch.setattr(train, "learning_rate", rate)
-    status, said, _, out = run(*options)
-    assert status == 0 and "before step 4" in said
-    state = torch.load(out.with_suffix(".ckpt"), weights_only=True)
-    assert state["step"] == steps
-    model, tokenizer = llama2.load(out, trainable=True)
-    once, _ = llama2.load(whole, trainable=True)
-    for name, weight in model.state_dict().items():
-        assert torch.equal(once.state_dict()[name], weight), name
-        assert_close(state["model"][name], weight, 1e-6)
+def test_an_interrupted_run_goes_on(train, run):
+    """From its checkpoint, to the file of a run that nothing interrupted."""
+    options = "--epochs 0.2 --eval-every 3 --warmup 2 --type F32"
+    run(f"{options} --out whole.gguf")
+    with patch.object(train, "evaluate", side_effect=[9, 9, KeyboardInterrupt]):
+        _, err = run(options, status=130)
+    assert "goes on from the last checkpoint" in err
+    assert "before step 4" in run(options).out
+    assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
+    _, tokenizer = llama2.load("out.gguf")
     assert tokenizer.decode(tokenizer.encode("Once upon a time")) == "Once upon a time"
 
 
 def test_both_losses_fall(run):
     """Held out before the first step as a model that knows nothing."""
-    status, said, _, out = run("--epochs", 1, "--lr", 0.01, "--warmup", 1)
-    before = float(re.search(r"before step 1: ([\d.]+)", said)[1])
-    assert status == 0 and before == pytest.approx(math.log(340), abs=0.1)
-    training, held_out = map(float, re.search(r"loss ([\d.]+), held out ([\d.]+)", said).groups())
+
+    def losses(options):
+        return [float(x) for x in re.findall(r"(?:step 1:|loss|out) ([\d.]+)", run(options).out)]
+
+    before, training, held_out = losses("--epochs 1 --lr 0.01 --warmup 1")
+    assert before == pytest.approx(math.log(340), abs=0.1)
     assert max(training, held_out) < before - 0.5
-    weights = llama2.open_checkpoint(out).weights  # Q8_0 where rows are made of whole blocks
+    weights = llama2.open_checkpoint("out.gguf").weights  # Q8_0 where rows are of whole blocks
     assert weights["layers.0.mlp.up_proj.weight"].ggml_type == "Q8_0"
-    _, again, _, more = run("--epochs", 0.1, "--init", out, name="more.gguf")
-    resumed = float(re.search(r"before step 1: ([\d.]+)", again)[1])
+    resumed, *_ = losses("--epochs 0.1 --init out.gguf --out more.gguf")
     assert resumed == pytest.approx(held_out, abs=0.01)
-    *_, mean = run("--epochs", 0, "--init", out, more, name="mean.gguf")
-    first, second, both = (llama2.load(path)[0].norm.weight for path in (out, more, mean))
+    run("--epochs 0 --init out.gguf more.gguf --out mean.gguf")
+    models = (llama2.load(f"{name}.gguf")[0] for name in ("out", "more", "mean"))
+    first, second, both = (model.norm.weight for model in models)
     assert_close(both, (first + second) / 2, 1e-6)
     assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_is_trained(train, run, tokenizer, tmp_path, monkeypatch, tied):
-    """From a model that exists; each gradient is of one step alone."""
+def test_every_parameter_is_trained(run, tokenizer, tied):
+    """From a model that exists."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
-    llama2.save_gguf(make_model(config), tmp_path / "init.gguf", "F32", tokenizer=tokenizer)
-    loss_of = train.next_token_loss
-
-    def checked(model, batch, bf16):
-        assert all(p.grad is None for p in model.parameters())
-        return loss_of(model, batch, bf16)
-
-    monkeypatch.setattr(train, "next_token_loss", checked)
-    options = ("--init", tmp_path / "init.gguf", "--epochs", 0.05, "--warmup", 0, "--type", "F32")
-    status, *_, out = run(*options)
-    before, after = (dict(llama2.load(p)[0].named_parameters()) for p in (options[1], out))
-    assert status == 0 and len(after) == 20 + (not tied)
+    llama2.save_gguf(make_model(config), "init.gguf", "F32", tokenizer=tokenizer)
+    run("--init init.gguf --epochs 0.05 --warmup 0 --type F32")
+    models = (llama2.load(path)[0] for path in ("init.gguf", "out.gguf"))
+    before, after = (dict(model.named_parameters()) for model in models)
+    assert len(after) == 20 + (not tied)
     for name, weight in after.items():
         assert not torch.isclose(weight, before[name], atol=1e-6).all(), name
 
@@ -131,11 +102,11 @@ def test_batches(train):
     """An epoch has each row once, in batches below the limit."""
     rows = [torch.full((2 + i // 2,), i) for i in range(90)]
     data = train.batches(rows, 100, seed=0, step=0)
-    epochs = [[next(data) for _ in train.cut(rows, 100)] for _ in range(2)]
+    first, second = epochs = [[next(data).tolist() for _ in train.cut(rows, 100)] for _ in "12"]
     for epoch in epochs:
-        assert sorted(int(row[0]) for batch in epoch for row in batch) == [*range(90)]
-        assert all(len(batch) * (batch.shape[1] - 1) <= 100 for batch in epoch)
-    assert [b.tolist() for b in epochs[0]] != [b.tolist() for b in epochs[1]]
+        assert sorted(row[0] for batch in epoch for row in batch) == [*range(90)]
+        assert all(len(batch) * (len(batch[0]) - 1) <= 100 for batch in epoch)
+    assert first != second
 
 
 def test_long_stories_are_cut(train):
@@ -146,35 +117,39 @@ def test_long_stories_are_cut(train):
 
     words = SimpleNamespace(eos_id=2, encode=encode)
     rows = train.encode(words, ["3 4 5 6 7 8", "9"], context=3)
-    assert sorted(row.tolist() for row in rows) == [[1, 3, 4, 5], [1, 9, 2], [5, 6, 7, 8], [8, 2]]
+    assert [row.tolist() for row in rows] == [[8, 2], [1, 9, 2], [1, 3, 4, 5], [5, 6, 7, 8]]
 
 
-def test_a_loss_that_is_not_finite(train, run, monkeypatch, capsys):
+def test_a_loss_that_is_not_finite(train, run):
     """Ends the run before it changes a weight."""
-    monkeypatch.setattr(train, "evaluate", lambda *args: 1.0)
-    loss_of = train.next_token_loss
-    monkeypatch.setattr(train, "next_token_loss", lambda *args: loss_of(*args) * math.nan)
-    with pytest.raises(SystemExit, match="2"):
-        run()
-    assert "the gradient of step 1 is nan; try a lower --lr" in capsys.readouterr().err
+
+    def loss(model, batch, bf16):
+        return model.norm.weight[0] * math.nan
+
+    with patch.object(train, "next_token_loss", loss):
+        _, err = run("", status=2)
+    assert "the gradient of step 1 is nan; try a lower --lr" in err
 
 
-def test_too_few_stories(refused, tmp_path):
-    (tmp_path / "text").write_text("One.\n\nTwo.", "utf-8")
-    assert "holds 2 stories" in refused()
-
-
-def test_checkpoints_that_cannot_be_used(run, refused):
+def test_what_cannot_be_used(run):
     """Whatever is wrong, one line says so, and what to do."""
-    *_, out = run("--epochs", 0.05)
-    path = out.with_suffix(".ckpt")
+
+    def refused(options=""):
+        _, err = run(options, status=2)
+        assert err.count("\n") == 1
+        return err
+
+    run("--epochs 0.05")
+    path = Path("out.ckpt")
     data, state = path.read_bytes(), torch.load(path)
-    for damaged in (b"", b"no pickle", data[:-99], data[:999] + bytes(99) + data[1098:]):
+    for damaged in (b"no pickle", data[:-99], data[:999] + bytes(99) + data[1098:]):
         path.write_bytes(damaged)
-        assert f"{path} cannot be used; remove it" in refused()
-    for other in ([], {"step": 3}, state | {"model": {}}, state | {"optimizers": [{}]}):
+        assert "out.ckpt cannot be used; remove it" in refused()
+    for other in ([], state | {"model": {}}, state | {"optimizers": [{}]}):
         torch.save(other, path)
-        assert f"{path} cannot be used; remove it" in refused()
+        assert "out.ckpt cannot be used; remove it" in refused()
     torch.save(state, path)
-    assert "another text or architecture" in refused("--heads", 8)
-    assert "--context 65; " in refused("--init", out, "--context", 65)
+    assert "another text or architecture" in refused("--heads 8")
+    assert "--context 65; " in refused("--init out.gguf --context 65")
+    Path("text").write_text("One.\n\nTwo.")
+    assert "holds 2 stories" in refused()
