@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
-import importlib.util
+import importlib
 import io
 import re
 import subprocess
 import sys
 import tokenize
 from bisect import bisect
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -23,19 +23,14 @@ from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs, quantis
 pytestmark = needs("accelerate")  # else there is nothing to cut
 
 
-@pytest.fixture(params=["alone", "without part IV"])
+@pytest.fixture(params=[str, without_part_4], ids=["alone", "without part IV"])
 def copied(request, tmp_path, monkeypatch):
     """llama2.py copied into an empty folder, as a module."""
-    text = SCRIPT.read_text("utf-8")
-    if request.param != "alone":
-        text = without_part_4(text)
-    path = tmp_path / "copied_llama2.py"
-    path.write_text(text, "utf-8")
-    spec = importlib.util.spec_from_file_location("copied_llama2", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "copied_llama2", module)
-    spec.loader.exec_module(module)
-    return module
+    name = f"copied_{request.param.__name__}"
+    text = request.param(SCRIPT.read_text("utf-8"))
+    (tmp_path / f"{name}.py").write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module(name)
 
 
 @torch.no_grad()
@@ -57,24 +52,16 @@ def test_quantised_models_run(copied, tmp_path, vocabulary, capsys):
 
 def test_import_is_quick(monkeypatch):
     """`import llama2` imports torch and what comes with Python, nothing else."""
-    original = builtins.__import__
-    actual = set()
-
-    def spy(name, env=None, *args):
-        if env and env["__name__"] == "llama2":
-            actual.add(name.partition(".")[0])
-        return original(name, env, *args)
-
     monkeypatch.delitem(sys.modules, "llama2")
-    monkeypatch.setattr(builtins, "__import__", spy)
-    importlib.import_module("llama2")
-    assert actual - sys.stdlib_module_names == {"torch"}
+    with patch("builtins.__import__", wraps=builtins.__import__) as spy:
+        importlib.import_module("llama2")
+    calls = [call.args for call in spy.call_args_list if call.args[1:]]
+    names = {args[0].partition(".")[0] for args in calls if args[1]["__name__"] == "llama2"}
+    assert names - sys.stdlib_module_names == {"torch"}
 
 
-def test_loading_imports_no_compiler():
+def test_loading_imports_no_compiler(bundled):
     """A second of torch._dynamo, which some of torch's functions import on the meta device."""
-    if not llama2.DEFAULT_MODEL.exists():
-        pytest.skip("the bundled model is not here")
     code = "import sys, llama2; llama2.load(llama2.DEFAULT_MODEL); assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=SCRIPT.parent)
 
@@ -94,39 +81,29 @@ LONG = {"parse_args"}  # functions above 450 tokens: the options' parser
 ADVICE = """Look for what no user would miss: a second way to do one thing, a check or message written
 twice, an option nobody needs, code that only tests call. If a line is dense, let one statement do one
 thing. If all that is left earns its place, raise the number here, and say in the commit what for."""
-SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
-@functools.cache
-def tokens_of(text):
-    """The tokens that are code, without comments, docstrings and line ends."""
-    docstrings, tokens = set(), []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docstrings.add(node.lineno)
+def code_of(text):
+    """The tokens that are code, and the line of each: no comments, docstrings and line ends."""
+    tokens, lines = [], []
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    docstrings = {node.lineno for node in nodes if isinstance(node.value, ast.Constant)}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
-        if token.string and token.type not in SILENT and not is_docstring:
-            tokens.append(token)
-    return tokens
+        is_code = token.string.strip() and token.type != tokenize.COMMENT
+        if is_code and token.start[0] not in docstrings:
+            tokens.append(token.string)
+            lines.append(token.start[0])
+    return tokens, lines
 
 
-def code_lines(text):
-    """The line of each token that is code, in order."""
-    return [token.start[0] for token in tokens_of(text)]
-
-
-@pytest.mark.parametrize("part", BUDGETS)
-def test_parts_keep_their_budgets(part):
-    texts = re.split(r"(?m)^(?=# Part \w+: )", SCRIPT.read_text("utf-8"))
-    names = ["head"]
-    for text in texts[1:]:
-        names.append(re.match(r"# Part (\w+)", text)[1])
-    assert names == list(BUDGETS)
-    lines = code_lines(texts[names.index(part)])
-    limit, density = BUDGETS[part]
-    assert len(lines) <= limit, ADVICE
-    assert len(lines) / len({*lines}) <= density, ADVICE
+def test_parts_keep_their_budgets():
+    parts = ["head", *re.split(r"(?m)^# Part (\w+): .*", SCRIPT.read_text("utf-8"))]
+    texts = dict(zip(parts[::2], parts[1::2]))
+    assert [*texts] == [*BUDGETS]
+    for part, (limit, density) in BUDGETS.items():
+        _, lines = code_of(texts[part])
+        assert len(lines) <= limit, (part, ADVICE)
+        assert len(lines) / len({*lines}) <= density, (part, ADVICE)
 
 
 def test_functions_fit_a_screen_and_few_are_named_once():
@@ -135,9 +112,9 @@ def test_functions_fit_a_screen_and_few_are_named_once():
     A function that one place calls costs a jump: 55 of them.
     """
     text = SCRIPT.read_text("utf-8")
-    lines = code_lines(text)
+    tokens, lines = code_of(text)
+    words = re.findall(r"\w+", " ".join(tokens))
     assert len(lines) <= 24250, ADVICE
-    words = re.findall(r"\w+", " ".join(token.string for token in tokens_of(text)))
     long, once = set(), set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
@@ -149,11 +126,10 @@ def test_functions_fit_a_screen_and_few_are_named_once():
     assert len(once) <= 55, sorted(once)
 
 
-def test_few_functions_lie_before_the_first_token(monkeypatch):
+def test_few_functions_lie_before_the_first_token(bundled, monkeypatch):
     """From main() to the text of the first token of README's first command."""
-    if not llama2.DEFAULT_MODEL.exists():
-        pytest.skip("the bundled model is not here")
-    prompt = "Once upon a time"
+    written = MagicMock(side_effect=[None, BrokenPipeError])  # the prompt; what ends it quietly
+    monkeypatch.setattr(llama2, "write", written)
     called = set()
 
     def note(frame, event, argument):
@@ -161,16 +137,9 @@ def test_few_functions_lie_before_the_first_token(monkeypatch):
         if event == "call" and code.co_filename == llama2.__file__ and code.co_name[0] != "<":
             called.add((code.co_firstlineno, code.co_name))
 
-    class Output(io.StringIO):
-        def write(self, text):
-            if text not in (prompt, ""):
-                raise BrokenPipeError  # which ends it quietly
-            return len(text)
-
-    monkeypatch.setattr(sys, "stdout", Output())
     sys.setprofile(note)
     try:
-        assert llama2.main(["--prompt", prompt, "--quiet"]) == 0
+        assert llama2.main(["--prompt", "Once upon a time", "--quiet"]) == 0
     finally:
         sys.setprofile(None)
     assert len(called) <= 80, sorted(called)
