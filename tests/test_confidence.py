@@ -4,30 +4,28 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import llama2
+from test_llama2 import SCRIPT
 
-PROGRAM = Path(llama2.__file__).resolve().parent / "examples" / "confidence.py"
-COMMAND = [sys.executable, PROGRAM, "The wolf", "--seed", "5", "--max-new-tokens", "40"]
+PROGRAM = SCRIPT.parent / "examples" / "confidence.py"
+COMMAND = [sys.executable, PROGRAM, "The wolf", "--seed=5", "--max-new-tokens=40"]
 
 
-def test_numbers_in_a_pipe_and_shades_in_a_terminal():
-    model, tokenizer = llama2.load(llama2.DEFAULT_MODEL, dtype="auto")
-    ids = tokenizer.encode("The wolf")
-    generation = llama2.generate(model, ids, llama2.Sampling(seed=5), 40)
+def test_numbers_in_a_pipe_and_shades_in_a_terminal(bundled):
+    model, tokenizer = bundled
+    prompt = tokenizer.encode("The wolf")
+    generation = llama2.generate(model, prompt, llama2.Sampling(seed=5), 40)
     count = len([*generation])
     text = tokenizer.decode(generation.ids)
     chances = llama2.score(model, generation.ids)[-count:].exp()
 
-    out = subprocess.check_output(COMMAND, text=True)
-    numbers, _, table = out.partition("\n\nThe least certain")
+    numbers, _, table = subprocess.check_output(COMMAND, text=True).partition("\n\nThe least")
     assert re.sub(r"\(\d+%\)", "", numbers) == text
-    shown = re.findall(r"([\d.]+)% \|", table)
-    lowest = chances.sort().values[:5] * 100
-    assert [*map(float, shown)] == pytest.approx(lowest.tolist(), abs=0.1)
+    shown = [float(chance) for chance in re.findall(r"([\d.]+)% \|", table)]
+    assert shown == pytest.approx((chances.sort().values[:5] * 100).tolist(), abs=0.1)
 
     pty = pytest.importorskip("pty")
     outer, inner = pty.openpty()
