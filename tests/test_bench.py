@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,13 +60,14 @@ def test_verdicts():
 
 def test_engines_take_turns_and_the_best_of_the_others_counts():
     log = []
-
-    def engine(name, rate):
-        return lambda: log.append(name) or {"tg": rate}
-
     rates = {"A": 6.0, "B": 4.0, "C": 8.0}
-    engines = {name: engine(name, rate) for name, rate in rates.items()}
-    rows = bench.compare(bench.take_turns(engines, 2))
+
+    def engine(name):
+        log.append(name)
+        return {"tg": rates[name]}
+
+    samples = bench.take_turns({name: partial(engine, name) for name in rates}, 2)
+    rows = bench.compare(samples)
     assert log == [*"ABCABC"]
     assert {name: row["tg"] for name, row in rows.items()} == rates | {"ours / best": 0.75}
 

@@ -40,7 +40,7 @@ def test_quantised_models_run(copied, tmp_path, vocabulary, capsys):
     model, _ = copied.load(path)
     expected = make_model(model.config, weights)
     assert_close(model(TOKENS[:2, :9]), expected(TOKENS[:2, :9]))
-    argv = ["--model", str(path), "--prompt", "fox", "--max-new-tokens", "3", "--temperature", "0"]
+    argv = ["--model", str(path), "--prompt=fox", "--max-new-tokens=3", "--temperature=0"]
     assert copied.main(argv) == 0
     text, error = capsys.readouterr()
     assert "slow" not in error

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
 
 import llama2
 from test_llama2 import SCRIPT, TALE, make_hf
