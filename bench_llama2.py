@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import date
@@ -70,17 +69,19 @@ def measure(function, limit=1.0):
     """The time of a call, measured for about `limit` seconds."""
     seconds(function)  # may compile
     threads = torch.get_num_threads()  # left alone the Timer would use one
-    timer = Timer("function()", globals={"function": function}, num_threads=threads)
+    timer = Timer("call()", globals={"call": function}, num_threads=threads)
     return timer.blocked_autorange(min_run_time=limit)
 
 
-def interleave(functions):
-    """Measure the functions in turns A B A B; each sample is the median of one turn."""
+def relative_times(functions):
+    """Times of functions that run in turns A B A B, divided by the first's: medians of 7 turns."""
     samples = defaultdict(list)
     for _ in range(7):
-        for name, function in functions.items():
-            samples[name].append(measure(function, 0.03).median)
-    return samples
+        times = {name: measure(call, 0.03).median for name, call in functions.items()}
+        first, *_ = times.values()
+        for name, time_of_one in times.items():
+            samples[name].append(time_of_one / first)
+    return {name: median(values) for name, values in samples.items()}
 
 
 def ratio(a, b):
@@ -100,10 +101,10 @@ def note(text=""):
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def table(header, rows):
-    """Print a Markdown table that also reads well in a terminal."""
+def table(*rows):
+    """Print a Markdown table, the first row its header, that also reads well in a terminal."""
     note()
-    lines = [[str(cell) for cell in row] for row in (header, *rows)]
+    lines = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * width for width in widths])
     for line in lines:
@@ -134,22 +135,19 @@ CONFIGS = {
 
 
 def load(args, path, dtype=None, compile=None):
-    """A file as the command line loads it, unless `dtype` or `compile` differ."""
-    return llama2.load(path, args.device, dtype or args.dtype, compile=compile or args.compile)
+    """Model and tokenizer of a file as the command line loads it, unless `dtype` or `compile` differ.
 
-
-def random_model(args):
-    """Random weights, dense, in the shape of --config; without it two layers of the 7b."""
+    Without a file: no tokenizer, and random weights, dense, in the shape of --config; without that
+    two layers of the 7b.
+    """
+    dtype = dtype or args.dtype
+    if path is not None:
+        return llama2.load(path, args.device, dtype, compile=compile or args.compile)
     config = CONFIGS[args.config or "7b"]
     if args.config is None:
         config = replace(config, num_hidden_layers=2)
-    dtype = "float32" if args.dtype == "auto" else args.dtype
-    return Llama(config).to(args.device, getattr(torch, dtype)).eval()
-
-
-def pick_model(args, path):
-    """The model of a file, or without one random weights."""
-    return load(args, path)[0] if path else random_model(args)
+    dtype = getattr(torch, dtype.replace("auto", "float32"))
+    return Llama(config).to(args.device, dtype).eval(), None
 
 
 def model_file(args):
@@ -213,14 +211,14 @@ def suite_calls(model, T):
 
 def run_suite(args):
     """Time each name at each size; "prefill" and "decode" are whole passes."""
-    model = pick_model(args, args.model)
+    model, _ = load(args, args.model)
     result = {}
     for T in SIZES:
         for name, call in suite_calls(model, T).items():
             measured = measure(call)
             result[f"{name}/{T}"] = {"median": measured.median, "iqr": measured.iqr}
     rows = [(name, *(f"{1e3 * t:.4g}" for t in row.values())) for name, row in result.items()]
-    table(("benchmark", "median, ms", "IQR, ms"), rows)
+    table(("benchmark", "median, ms", "IQR, ms"), *rows)
     return {"suite": result}
 
 
@@ -254,9 +252,9 @@ def timed(times, part, function):
     return run
 
 
-def written_out(q, k, v, attn_mask=None, times=None):
+def written_out(times, q, k, v, attn_mask=None):
     """Attention by separate operations: the scores of all heads are written to memory."""
-    part = partial(timed, Counter() if times is None else times)
+    part = partial(timed, times)
     scores = part("scores", torch.matmul)(q * q.shape[-1] ** -0.5, k.mT)
     if attn_mask is not None:
         scores = part("mask", scores.masked_fill)(~attn_mask, -math.inf)
@@ -271,16 +269,13 @@ def token_parts(model):
         (Cache, "advance"): "ids",
         (Cache, "rope"): "RoPE",
         (Cache, "mask"): "mask",
+        (model.lm_head, "forward"): "last matrix",
     }
     block = type(model.layers[0])
-    if block.__name__ != "NativeBlock":
-        return parts | {(block, "forward"): "layers", (model.lm_head, "forward"): "last matrix"}
-    parts[block, "forward"] = "packing for C++"
-    parts[F, "linear"] = "last matrix"
-    kernels = llama2.load_kernels()
-    for name, function in vars(kernels).items():
-        if callable(function) and not name.startswith("_"):
-            parts[kernels, name] = "layers" if name == "run_block" else "last matrix"
+    parts[block, "forward"] = "layers"
+    if block.__name__ == "NativeBlock":
+        parts[block, "forward"] = "packing for C++"
+        parts[llama2.load_kernels(), "run_block"] = "layers"
     return parts
 
 
@@ -312,18 +307,15 @@ def time_token(args, model, tokenizer, depth):
 
 def run_token(args):
     """Where the time of a token goes that is sampled and decoded, as the command line does."""
-    model, tokenizer = load(args, args.model) if args.model else (random_model(args), None)
+    model, tokenizer = load(args, args.model)
     measured = {depth: time_token(args, model, tokenizer, depth) for depth in args.depth}
-    header = ["part of a token"]
-    for depth in measured:
-        header += [f"ms behind {depth}", "share"]
-    rows = []
-    for part in measured[args.depth[0]]:
-        rows.append([part])
-        for times in measured.values():
-            share = times[part] / sum(times.values())
-            rows[-1] += [f"{1e3 * times[part]:.3f}", f"{share:.1%}"]
-    table(header, rows)
+    parts = measured[args.depth[0]]
+    columns = [["part of a token", *parts]]
+    for depth, times in measured.items():
+        whole = sum(times.values())
+        columns.append([f"ms behind {depth}", *(f"{1e3 * times[part]:.3f}" for part in parts)])
+        columns.append(["share", *(f"{times[part] / whole:.1%}" for part in parts)])
+    table(*zip(*columns))
     return measured
 
 
@@ -331,19 +323,17 @@ def run_breakdown(args):
     """The share of each part of a token, then of a pass of 1, 32 and 128 tokens in plain torch."""
     token = run_token(args)
     args.compile = False
-    model = pick_model(args, args.model)
+    model, _ = load(args, args.model)
     times = Counter()
     for name, module in model.named_modules():
         if part := PARTS.get(name.rpartition(".")[2]):
             module.forward = timed(times, part, module.forward)
-    attention = partial(written_out, times=times)
-    rotate = timed(times, "RoPE", llama2.apply_rotary_emb)
     shares = {}
     for T in (1, 32, 128):
         run = forward(model, T)
         with (
-            patch.object(F, "scaled_dot_product_attention", attention),
-            patch.object(llama2, "apply_rotary_emb", rotate),
+            patch.object(F, "scaled_dot_product_attention", partial(written_out, times)),
+            patch.object(llama2, "apply_rotary_emb", timed(times, "RoPE", llama2.apply_rotary_emb)),
         ):
             run()
             times.clear()
@@ -351,13 +341,13 @@ def run_breakdown(args):
                 run()
         shares[T] = {part: value / times.total() for part, value in times.items()}
     rows = [(name, *(f"{shares[T].get(name, 0):.1%}" for T in shares)) for name in shares[128]]
-    table(("share of a pass", *(f"{T} tokens" for T in shares)), rows)
+    table(("share of a pass", *(f"{T} tokens" for T in shares)), *rows)
     return {"token": token, "breakdown": shares}
 
 
 def run_profile(args):
     """Write torch.profiler's trace of a pass of 128 tokens, for Perfetto or chrome://tracing."""
-    model = pick_model(args, args.model)
+    model, _ = load(args, args.model)
     run = forward(model, 128)
     run()
     with torch.profiler.profile() as profile:
@@ -381,9 +371,7 @@ class Finding(NamedTuple):
     def verdict(self):
         """confirmed if all numbers lie within the bounds, refuted if none does, else depends."""
         holds = [self.low <= value <= self.high for value in self.cases.values()]
-        if all(holds):
-            return "confirmed"
-        return "depends" if any(holds) else "refuted"
+        return ("refuted", "depends", "confirmed")[any(holds) + all(holds)]
 
 
 def mask_by_loops(cache, T):
@@ -402,13 +390,13 @@ def claim_mask(args, model):
     saved = {}
     for T in (128, 512):
         cache = model.new_cache(T)
-        ways = {way: partial(way, cache, T) for way in (Cache.mask, mask_by_loops, mask_by_torch)}
-        times = {way: median(samples) for way, samples in interleave(ways).items()}
-        whole = measure(forward(model, T)).median
-        for way in (mask_by_loops, mask_by_torch):
-            assert_close(way(cache, T), cache.mask(T))
-            gain = times[way] - times[Cache.mask]
-            saved[f"{way.__name__} at {T}"] = gain / (gain + whole)
+        ways = [Cache.mask, mask_by_loops, mask_by_torch]
+        calls = {way.__name__: partial(way, cache, T) for way in ways}
+        _, ours, *others = relative_times({"pass": forward(model, T)} | calls).items()
+        for name, value in others:
+            assert_close(calls[name](), cache.mask(T))
+            gain = value - ours[1]  # in passes
+            saved[f"{name} at {T}"] = gain / (gain + 1)
     return Finding("part of a forward pass that it saves", saved, 0.05)
 
 
@@ -424,11 +412,11 @@ def attention_steps(model, context):
         return cache.update(layer, *pair)
 
     def per_layer(layer):
-        layers[layer][:, :, :, -1:] = pair
+        layers[layer][..., -1:, :] = pair
         return layers[layer]
 
     def concatenated(layer):
-        return torch.cat((layers[layer][:, :, :, 1:], pair), dim=3)
+        return torch.cat((layers[layer][..., 1:, :], pair), dim=-2)
 
     def step(update):
         for layer in range(len(layers)):
@@ -441,9 +429,8 @@ def claim_cache(args, model):
     """(b) One decode step of the cache and the attention over it."""
     cases = {}
     for context in (128, 512, 1024):
-        unified, *others = interleave(attention_steps(model, context)).items()
-        for name, samples in others:
-            cases[f"{name} at {context}"] = ratio(samples, unified[1])
+        _, *others = relative_times(attention_steps(model, context)).items()
+        cases |= {f"{name} at {context}": value for name, value in others}
     return Finding("time of others / unified", cases, 1.05)
 
 
@@ -461,9 +448,8 @@ def claim_modules(args, model):
     small = Llama(CONFIGS["tiny"]).to(model.norm.weight)
     cases = {}
     for size, m in (("small", small), ("large", model)):
-        ways = {"modules": forward(m, 1, 64), "functions": forward(without_modules(m), 1, 64)}
-        samples = interleave(ways)
-        cases[size] = ratio(samples["modules"], samples["functions"])
+        ways = {"functions": forward(without_modules(m), 1, 64), "modules": forward(m, 1, 64)}
+        cases[size] = relative_times(ways)["modules"]
     return Finding("modules / functions", cases, 1.05)
 
 
@@ -495,7 +481,7 @@ def claim_speedup(args, model):
     """(e) Everything on and everything naive, for 6 new tokens."""
 
     @patch.object(Cache, "mask", mask_by_loops)
-    @patch.object(F, "scaled_dot_product_attention", written_out)
+    @patch.object(F, "scaled_dot_product_attention", partial(written_out, Counter()))
     def naive(*inputs):
         return step_through(*inputs, cached=False)
 
@@ -504,8 +490,7 @@ def claim_speedup(args, model):
         inputs = model, random_tokens(model, T + 5), T
         assert_close(naive(*inputs), step_through(*inputs), rtol=0.02, atol=0.02)
         ways = {"on": partial(step_through, *inputs), "naive": partial(naive, *inputs)}
-        samples = interleave(ways)
-        cases[f"after {T} tokens"] = ratio(samples["naive"], samples["on"])
+        cases[f"after {T} tokens"] = relative_times(ways)["naive"]
     return Finding("naive / all on", cases, 2, 3)
 
 
@@ -521,7 +506,7 @@ CLAIMS = {
 def run_claims(args):
     """Measure all five; print two lines for each."""
     model_file(args)  # before minutes have passed
-    model = random_model(args)
+    model, _ = load(args, None)
     print(f"{len(model.layers)} layers and the head")
     result = {}
     for claim, measure_claim in CLAIMS.items():
@@ -547,29 +532,23 @@ def test_name(prompt, depth):
 def in_process(args, step, truncate, tokens):
     """An engine from `step`: tokens (1, T), behind those that truncate() left, -> logits (1, V)."""
 
-    def feed(tokens):
-        for chunk in tokens.split(512, dim=1):
-            logits = step(chunk)
-        logits.argmax().item()  # as whoever shows the text must
-
-    def write():
-        for _ in range(args.gen_tokens):
-            feed(tokens[:, :1])
+    def feed(start, end, size=512):
+        for chunk in tokens[:, start:end].split(size, dim=1):
+            step(chunk).argmax().item()  # as whoever shows the text must
 
     def run():
-        tests = {T: (T, partial(feed, tokens[:, :T])) for T in args.prompt_tokens}
-        tests[0] = (args.gen_tokens, write)
+        tests = {T: (0, T) for T in args.prompt_tokens} | {0: (0, args.gen_tokens, 1)}
         rates = {}
         read = 0
         for depth in sorted(args.depth):
             truncate(read)
             if depth > read:
-                feed(tokens[:, read:depth])
+                feed(read, depth)
                 read = depth
-            for prompt, (count, test) in tests.items():
+            for prompt, test in tests.items():
                 for _ in range(2):  # the first does not count, as in llama-bench
                     truncate(depth)
-                    rates[test_name(prompt, depth)] = count / seconds(test)
+                    rates[test_name(prompt, depth)] = test[1] / seconds(partial(feed, *test))
         return rates
 
     return run
@@ -595,21 +574,22 @@ def transformers_engine(args, name, model, tokens):
     return in_process(args, step, truncate, tokens)
 
 
-def call_program(*command):
+def call_program(program, path, options, *others):
     """Run a peer's program. OSError if it is missing, CalledProcessError if it fails."""
-    command = [*map(str, command), "-t", str(torch.get_num_threads())]
+    options += f" -t {torch.get_num_threads()}"
+    command = [program, "-m", path, *options.split(), *others]
     return subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
 
 
 def llama_bench(args, program, path):
     """A llama-bench, llama.cpp's or a fork's: one process for all tests, with its own warm-up."""
-    options = ["-p", ",".join(map(str, args.prompt_tokens)), "-n", args.gen_tokens]
+    prompts, depths = (",".join(map(str, sizes)) for sizes in (args.prompt_tokens, args.depth))
+    options = f"-p {prompts} -n {args.gen_tokens} -r 1 -o json"
     if args.depth != [0]:  # forks may not know it
-        options += ["-d", ",".join(map(str, args.depth))]
+        options += f" -d {depths}"
 
     def run():
-        done = call_program(program, "-m", path, "-r", 1, "-o", "json", *options)
-        tests = json.loads(done.stdout)
+        tests = json.loads(call_program(program, path, options).stdout)
         return {test_name(t["n_prompt"], t.get("n_depth", 0)): t["avg_ts"] for t in tests}
 
     return run
@@ -621,15 +601,14 @@ def sweep_bench(args, program, path):
     if args.prompt_tokens[1:] or any(depth % T for depth in args.depth):
         raise ValueError(f"{program} takes one --prompt-tokens, and multiples of it as --depth")
     log = Path(tempfile.gettempdir()) / "llama-sweep-bench"  # else it is written where one is
-    options = ["-c", max(args.depth) + T, "-ub", T, "-n", args.gen_tokens]
-    options += ["-wb", "--output-format", "jsonl", "--log-file", log]
+    size = max(args.depth) + T
+    options = f"-c {size} -ub {T} -n {args.gen_tokens} -wb --output-format jsonl"
 
     def run():
-        done = call_program(program, "-m", path, *options)
+        done = call_program(program, path, options, "--log-file", log)
         rates = {}
-        for line in done.stderr.splitlines():  # where it prints everything
-            row = json.loads(line) if line.startswith("{") else {}
-            if row.get("n_kv") in args.depth:
+        for row in map(json.loads, re.findall("(?m)^{.*", done.stderr)):  # all is printed there
+            if row["n_kv"] in args.depth:
                 rates[test_name(T, row["n_kv"])] = row["speed_pp"]
                 rates[test_name(0, row["n_kv"])] = row["speed_tg"]
         return rates
@@ -657,12 +636,8 @@ def compare(samples):
     return rows
 
 
-def run_model(args, path):
-    """One model: ours, then the engines of --llama-bench (with --table) and --compare."""
-    model = pick_model(args, path)
-    size = max(args.depth) + max(*args.prompt_tokens, args.gen_tokens)
-    tokens = random_tokens(model, size)
-    cache = model.new_cache(size)
+def engines_of(args, model, path, cache, tokens):
+    """Ours, then the engines of --llama-bench (with --table) and --compare, by name."""
     engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.truncate, tokens)}
     for text in args.llama_bench if args.table else ():
         name, _, program = text.rpartition("=")
@@ -673,37 +648,39 @@ def run_model(args, path):
             engines[name or program] = llama_bench(args, program, path)
     for name in args.compare:
         engines[name] = transformers_engine(args, name, model, tokens)
-    rows = compare(take_turns(engines, args.rounds))
-    parts = (model.layers, model.norm, model.lm_head)  # of the embedding only a row is read
-    weights = sum(t.nbytes for part in parts for t in (*part.parameters(), *part.buffers()))
-    reached = weights * rows["llama2.py"][test_name(0, min(args.depth))]
+    return engines
+
+
+def run_model(args, path):
+    """Measure and print one model: its name and figures."""
+    model, _ = load(args, path)
+    size = max(args.depth) + max(*args.prompt_tokens, args.gen_tokens)
+    tokens = random_tokens(model, size)
+    cache = model.new_cache(size)
+    rows = compare(take_turns(engines_of(args, model, path, cache, tokens), args.rounds))
+    name, ours = path.name if path else args.config, rows["llama2.py"]
+    cells = [(engine, *(round(row[test], 2) for test in ours)) for engine, row in rows.items()]
+    table((f"{name}, tokens/s", *ours), *cells)
+    tensors = model.state_dict().items()
+    weights = sum(
+        t.nbytes for name, t in tensors if "embed" not in name
+    )  # it reads but a row there
+    reached = weights * ours[test_name(0, min(args.depth))]
+    given = bandwidth(tokens.device)
+    print(f"A token reads its weights at {reached / 1e9:.1f} GB/s; memory gives {given / 1e9:.1f}.")
     memory = sum(t.nbytes for t in vars(cache).values() if isinstance(t, torch.Tensor)) / size
-    return {
+    print(f"1,000 tokens of context take {memory / 1e3:.1f} MB.\n")
+    return name, {
         "tokens/s": rows,
         "reached": reached,
-        "bandwidth": bandwidth(tokens.device),
+        "bandwidth": given,
         "bytes per token of context": memory,
     }
 
 
 def run_models(args):
     """--model, --config or all files of --table."""
-    models = {}
-    for path in args.table or [args.model]:
-        name = path.name if path else args.config
-        measured = models[name] = run_model(args, path)
-        rows = measured["tokens/s"]
-        tests = [*rows["llama2.py"]]
-        cells = []
-        for engine, row in rows.items():
-            digits = ".2f" if engine == "ours / best" else ".4g"
-            cells.append((engine, *(f"{row[test]:{digits}}" for test in tests)))
-        table((f"{name}, tokens/s", *tests), cells)
-        reached, given = measured["reached"] / 1e9, measured["bandwidth"] / 1e9
-        print(f"A token reads its weights at {reached:.1f} GB/s; memory gives {given:.1f}.")
-        memory = measured["bytes per token of context"] / 1e3
-        print(f"1,000 tokens of context take {memory:.1f} MB.\n")
-    return {"models": models}
+    return {"models": dict(run_model(args, path) for path in args.table or [args.model])}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -734,7 +711,7 @@ def run_perplexity(args):
     texts = windows(tokenizer, read_text(args.perplexity), args.context)
     logprobs = torch.cat([llama2.score(model, text)[args.context // 2 :] for text in texts])
     value = math.exp(-logprobs.double().mean())
-    table(("tokens scored", "perplexity"), [(len(logprobs), f"{value:.4f}")])
+    table(("tokens scored", "perplexity"), (len(logprobs), f"{value:.4f}"))
     return {"perplexity": {"tokens": len(logprobs), "value": value}}
 
 
@@ -783,11 +760,8 @@ A giant lived in a castle
 The sun was shining and the children"""
 
 
-class Reader(NamedTuple):
-    """Who answers prompts, greedily, and reads texts: ids (1, T) -> logits (T, V)."""
-
-    answer: Callable
-    logits: Callable | None = None
+# A reader is a pair of functions: one answers a prompt greedily, ids -> text; the other reads a text,
+# ids (1, T) -> logits (T, V).
 
 
 def our_reader(model, tokenizer, cache=None):
@@ -802,7 +776,7 @@ def our_reader(model, tokenizer, cache=None):
         cache.reset()
         return model(text, cache, all_positions=True)[0]
 
-    return Reader(answer, logits)
+    return answer, logits
 
 
 def transformers_reader(path, config, tokenizer):
@@ -810,7 +784,6 @@ def transformers_reader(path, config, tokenizer):
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
@@ -821,13 +794,13 @@ def transformers_reader(path, config, tokenizer):
         (ids,) = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **options)
         return tokenizer.decode(ids.tolist())[len(tokenizer.decode(prompt)) :]
 
-    return Reader(answer, lambda text: model(text).logits[0])
+    return answer, lambda text: model(text).logits[0]
 
 
 def llama_cpp_reader(program, path, tokenizer):
     """llama.cpp's llama-completion, its cache in float32. ValueError if it reads other ids."""
-    options = "--temp 0 -ctk f32 -ctv f32 -fa off -no-cnv --no-warmup --no-display-prompt"
-    command = [program, "-m", path, "-n", NEW_TOKENS, "--verbose-prompt", *options.split()]
+    options = f"""-n {NEW_TOKENS} --temp 0 -ctk f32 -ctv f32 -fa off -no-cnv --no-warmup
+        --verbose-prompt --no-display-prompt"""
 
     def answer(prompt):
         own = prompt[1:] if tokenizer.add_bos else prompt  # it adds BOS itself
@@ -835,13 +808,13 @@ def llama_cpp_reader(program, path, tokenizer):
         for _, group in itertools.groupby(own, lambda i: tokenizer.decode([i]) != ""):
             ids = [*group]
             text += tokenizer.decode(ids) or "".join(tokenizer.vocabulary.pieces[i] for i in ids)
-        done = call_program(*command, "-p", text)
+        done = call_program(program, path, options, "-p", text)
         ids = [int(i) for i in re.findall(r"(\d+) -> '", done.stderr)]
         if ids != prompt:
             raise ValueError(f"{program} reads {text!r} as the ids {ids}; expected {prompt}")
         return done.stdout.strip("\n").removesuffix(" [end of text]")
 
-    return Reader(answer)
+    return answer, None
 
 
 def all_readers(args, exact, tokenizer):
@@ -863,14 +836,17 @@ def all_readers(args, exact, tokenizer):
 
 def read_texts(readers, texts):
     """KL divergence from exact per token and perplexity of texts (N, T), as text, by reader."""
-    sums = {name: Counter() for name, reader in readers.items() if reader.logits}
+    sums = defaultdict(Counter)
     for text in texts.split(1):
-        exact = readers["exact"].logits(text)[:-1].double().log_softmax(-1)
-        for name, measured in sums.items():
-            logprobs = readers[name].logits(text)[:-1].double().log_softmax(-1)
+        for name, (_, logits) in readers.items():  # exact is the first
+            if logits is None:
+                continue
+            logprobs = logits(text)[:-1].double().log_softmax(-1)
+            if name == "exact":
+                exact = logprobs
             kl = F.kl_div(logprobs, exact, reduction="batchmean", log_target=True)
-            measured["KL"] += kl.item() / len(texts)
-            measured["loss"] += F.nll_loss(logprobs, text[0, 1:]).item() / len(texts)
+            sums[name]["KL"] += kl.item() / len(texts)
+            sums[name]["loss"] += F.nll_loss(logprobs, text[0, 1:]).item() / len(texts)
     return {k: (f"{v['KL']:.1e}", f"{math.exp(v['loss']):.4f}") for k, v in sums.items()}
 
 
@@ -880,14 +856,10 @@ def read_prompts(args, tokenizer):
     text = QUESTIONS if is_chat else OPENINGS
     if args.questions is not None:
         text = read_text(args.questions)
-    prompts = []
-    for line in text.splitlines():
-        message = {"role": "user", "content": line}
-        if is_chat:
-            prompts.append(llama2.encode_chat(tokenizer, [message]))
-        else:
-            prompts.append(tokenizer.encode(line))
-    return prompts
+    if not is_chat:
+        return [tokenizer.encode(line) for line in text.splitlines()]
+    messages = [{"role": "user", "content": line} for line in text.splitlines()]
+    return [llama2.encode_chat(tokenizer, [message]) for message in messages]
 
 
 def run_fidelity(args):
@@ -896,8 +868,8 @@ def run_fidelity(args):
     prompts = read_prompts(args, tokenizer)
     readers = all_readers(args, exact, tokenizer)
     answers = {
-        name: [reader.answer(prompt).strip("\n") for prompt in prompts]
-        for name, reader in readers.items()
+        name: [answer(prompt).strip("\n") for prompt in prompts]
+        for name, (answer, _) in readers.items()
     }
     text = read_text(args.text) if args.text else "\n".join(answers["exact"])
     texts = read_texts(readers, windows(tokenizer, text, args.context))
@@ -908,14 +880,9 @@ def run_fidelity(args):
         equal = f"{len(prompts) - len(pairs)} of {len(prompts)}"
         parted = median(map(len, common)) if pairs else ""
         rows.append((name, equal, parted, *texts.get(name, ("", ""))))
-    header = (
-        args.fidelity.name,
-        "answers like exact's",
-        "others part after, tokens",
-        "KL",
-        "perplexity",
-    )
-    table(header, rows)
+    header = [args.fidelity.name, "answers like exact's", "others part after, tokens"]
+    header += ["KL", "perplexity"]
+    table(header, *rows)
     return {"fidelity": [dict(zip(header, row)) for row in rows]}
 
 
@@ -935,7 +902,10 @@ def parse_args(argv):
     parser = llama2.Parser(prog="bench_llama2.py", description="Measure llama2.py.")
     file = {"metavar": "FILE", "type": Path}
     output = {"metavar": "FILE", "type": output_file}
-    number = {"metavar": "N", "type": llama2.in_range(int, 1)}
+
+    def number(default, low=1):
+        return {"metavar": "N", "type": llama2.in_range(int, low), "default": default}
+
     modes = "modes (default: the suite, or a whole model with --model or --config)"
     add = parser.add_argument_group(modes).add_argument
     add("--suite", action="store_true", help="each layer by itself")
@@ -949,12 +919,10 @@ def parse_args(argv):
     add("--model", **file, help="a model (default: random weights)")
     add("--config", choices=CONFIGS, help="the shape of random weights")
     add = parser.add_argument
-    add("--prompt-tokens", **number, nargs="+", default=[128, 512], help="default: 128 512")
-    add("--gen-tokens", **number, default=16, help="default: 16")
-    depth = number | {"type": llama2.in_range(int, 0)}
-    add("--depth", **depth, nargs="+", default=[0], help="both behind N tokens (default: 0)")
-    context = number | {"type": llama2.in_range(int, 3)}
-    add("--context", **context, default=512, help="tokens of a text's windows (default: 512)")
+    add("--prompt-tokens", **number([128, 512]), nargs="+", help="default: 128 512")
+    add("--gen-tokens", **number(16), help="default: 16")
+    add("--depth", **number([0], low=0), nargs="+", help="both behind N tokens (default: 0)")
+    add("--context", **number(512, low=3), help="tokens of a text's windows (default: 512)")
     add("--questions", **file, help="of --fidelity, one a line (default: 20 of ours)")
     add("--text", **file, help="that --fidelity reads (default: exact's answers)")
     others = ("transformers", "transformers-bfloat16")
@@ -962,7 +930,7 @@ def parse_args(argv):
     program = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
     add("--llama-bench", **program, help="for --table (default: the one on the PATH)")
     add("--llama-completion", metavar="PATH", help="llama.cpp's program, for --fidelity")
-    add("--rounds", **number, default=5, help="default: 5")
+    add("--rounds", **number(5), help="default: 5")
     add("--compile", action=argparse.BooleanOptionalAction)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = ("auto", "float32", "bfloat16", "float16")
@@ -971,20 +939,22 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
+MODES = {
+    "suite": run_suite,
+    "claims": run_claims,
+    "breakdown": run_breakdown,
+    "profile": run_profile,
+    "table": run_models,
+    "perplexity": run_perplexity,
+    "fidelity": run_fidelity,
+}
+
+
 def run(args):
     """Do what the command line says."""
     machine = describe_machine()
     print(machine, end="\n\n")
-    modes = {
-        run_suite: args.suite,
-        run_claims: args.claims,
-        run_breakdown: args.breakdown,
-        run_profile: args.profile,
-        run_models: args.table,
-        run_perplexity: args.perplexity,
-        run_fidelity: args.fidelity,
-    }
-    chosen = [*filter(modes.get, modes)]
+    chosen = [mode for name, mode in MODES.items() if getattr(args, name)]
     if not chosen:
         chosen = [run_models if args.model or args.config else run_suite]
     result = {"machine": machine}
