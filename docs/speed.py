@@ -35,13 +35,12 @@ def show_progress(text: str = "") -> None:
 
 
 def measure(*argv: Any) -> dict:
-    """Run the benchmark; its result, and what it printed as "text"."""
-    text = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(text):
+    """Run the benchmark; its result. What it prints is not shown."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         path = Path(folder) / "result.json"
         if status := bench.main([*map(str, argv), "--json", str(path)]):
             sys.exit(status)
-        return {**json.loads(path.read_text("utf-8")), "text": text.getvalue()}
+        return json.loads(path.read_text("utf-8"))
 
 
 def measure_all(args: argparse.Namespace) -> dict:
@@ -49,10 +48,8 @@ def measure_all(args: argparse.Namespace) -> dict:
     peers = ["--llama-bench", *args.llama_bench]
     passes = ["--prompt-tokens", 1, 2, 4, 8, 16, 32, 128, 512, "--rounds", args.rounds]
     long = ["--prompt-tokens", 512, "--depth", *args.depth, "--rounds", args.long_rounds]
-    token = measure("--breakdown", "--model", args.files[0], "--depth", 0, 131072)
-    token["text"] = "\n\n".join(token["text"].split("\n\n")[:2]) + "\n\n"  # without passes
     return {
-        "token": token,
+        "token": measure("--breakdown", "--model", args.files[0], "--depth", 0, 131072),
         "passes": measure("--table", *args.files, *passes, *peers),
         "contexts": measure("--table", *(args.long or args.files[:1]), *long, *peers),
     }
@@ -63,9 +60,15 @@ def show(rate: float) -> str:
     return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
 
 
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def compare(result: dict) -> str:
     """A line for each model: its tokens/s, those of the faster peer, and their ratio."""
-    lines = []
+    rows = []
     for name, model in result["models"].items():
         rates = dict(model["tokens/s"])
         ours = rates.pop("llama2.py")
@@ -75,24 +78,33 @@ def compare(result: dict) -> str:
             peer = max((peer[test] for peer in rates.values()), default=rate)
             cells.append(f"{show(rate)} / {show(peer)} = {rate / peer:.2f}")
         reached, given = model["reached"] / 1e9, model["bandwidth"] / 1e9
-        cells += [
-            f"{reached:.0f} of {given:.0f}",
-            f"{model['bytes per token of context'] / 1e3:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    header = ["tokens/s", *ours, "GB/s of memory's", "MB per 1,000 tokens"]
-    lines[:0] = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    return "\n".join([result["machine"], "", *lines, "", ""])
+        cells.append(f"{reached:.0f} of {given:.0f}")
+        rows.append([*cells, f"{model['bytes per token of context'] / 1e3:.1f}"])
+    return markdown(["tokens/s", *ours, "GB/s of memory's", "MB per 1,000 tokens"], rows)
+
+
+def split(result: dict) -> str:
+    """A line for each depth: the milliseconds of a token and of each part, with its share."""
+    rows = []
+    for depth, times in result["token"].items():
+        whole = sum(times.values())
+        cells = [f"{1e3 * value:.3f} = {value / whole:.1%}" for value in times.values()]
+        rows.append(
+            [f"{int(depth):,} tokens", f"{1e3 * whole:.3f}, {show(1 / whole)} tokens/s", *cells]
+        )
+    return markdown(["ms behind", "all", *times], rows)
 
 
 def write(page: Path, results: dict) -> None:
-    """Put the tables between the page's marks."""
-    tables = {name: compare(results[name]) for name in ("passes", "contexts")}
+    """Put the machine and the tables between the page's marks."""
+    contents = {name: compare(results[name]) for name in ("passes", "contexts")}
+    contents["passes"] = f"{results['passes']['machine']}\n\n{contents['passes']}"
+    contents["token"] = split(results["token"])
     text = page.read_text("utf-8")
-    for name, table in (tables | {"token": results["token"]["text"]}).items():
+    for name, content in contents.items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
-        text = before + mark + table + end + after
+        text = before + mark + content + end + after
     page.write_text(text, "utf-8")
 
 
