@@ -10,12 +10,10 @@ import torch
 
 peft = pytest.importorskip("peft")
 
-import llama2
-from test_llama2 import SCRIPT, TALE, make_hf
-
-EXAMPLES = SCRIPT.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
 import lora
+
+import llama2
+from test_llama2 import TALE, make_hf
 
 IDS = torch.tensor([[1, *range(300, 340)]])
 pytestmark = pytest.mark.usefixtures("bundled")
@@ -56,7 +54,7 @@ def test_command_line(tmp_path):
     losses = []
     for options in ("--targets q_proj k_proj down_proj --rank 3", "--out tuned.gguf --type F32"):
         options += " --adapter ours --data tales --steps 2 --rate 0.002"
-        command = [sys.executable, EXAMPLES / "lora.py", *options.split()]
+        command = [sys.executable, lora.__file__, *options.split()]
         run = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
         losses += [float(line.split()[-1]) for line in run.stderr.split("\n") if "loss" in line]
     assert losses[-1] < losses[0] and losses[3] == pytest.approx(losses[2], abs=2e-3)
