@@ -3164,7 +3164,7 @@ class NativeBlock(Block):
         # 4. Rows and types of the matrices, sizes, the position. A cache that is not `half` is
         #    taken for float32: the kernel compares 2 or 4 bytes times its size with the bytes that
         #    it has, and so refuses any other dtype.
-        numbers += [w.shape[0] for w in weights]
+        numbers += [matrix.out_features for matrix in matrices]
         for matrix in matrices:
             numbers += GGML_TYPES[matrix.ggml_type].number, matrix.fast
         half = cache.k.dtype == cache.v.dtype == torch.float16

@@ -693,7 +693,7 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
       step > 1 ? 2 * floats + (2 * D + pos + T + MR + 3 * NK) * MR : heads * (pos + T) + 16;
   const auto scratch = array<float>(size * omp_get_max_threads());
   std::atomic<int64_t> started(0);
-#pragma omp parallel if (tokens * (pos + T) > 64)
+#pragma omp parallel if (tokens * (pos + T) > 32)
   {
     float *ours = &scratch[size * started++];
     int64_t unpacked = -1;  // the head whose keys and values stand there as float32
