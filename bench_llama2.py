@@ -34,7 +34,7 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from subprocess import CalledProcessError
 from typing import NamedTuple
 from unittest.mock import patch
@@ -270,25 +270,28 @@ def token_parts(model):
         (model.lm_head, "forward"): "last matrix",
     }
     block = type(model.layers[0])
-    parts[block, "forward"] = "layers"
-    if block.__name__ == "NativeBlock":
-        parts[block, "forward"] = "packing for C++"
-        parts[llama2.load_kernels(), "run_block"] = "layers"
+    is_native = block.__name__ == "NativeBlock"
+    parts[(llama2.load_kernels(), "run_block") if is_native else (block, "forward")] = "layers"
     return parts
 
 
 def time_token(args, model, tokenizer, depth):
-    """Seconds of each part of a token that is sampled behind `depth` others, and of the Python around."""
+    """Seconds of each part of a token that is sampled behind `depth` others.
+
+    The rest is "Python": packing numbers for C++ above all. Its clocks would take as long as a
+    part of it, so it is what a token without clocks takes longer than the parts.
+    """
     count = args.rounds * args.gen_tokens
     ids = random_tokens(model, depth + 1)  # (1, depth + 1)
-    cache = model.new_cache(depth + 1 + count)
+    cache = model.new_cache(depth + 1 + 2 * count)
     for numbers in (cache.k, cache.v):
         numbers.fill_(0.01)  # all zero they would not be in memory
     cache.advance(ids[:, :-1])
-    generation = llama2.generate(model, ids[0].tolist(), cache=cache, stop_ids=())
+    options = {"cache": cache, "stop_ids": (), "max_new_tokens": 2 * count}
+    generation = llama2.generate(model, ids[0].tolist(), **options)
     decode = llama2.StreamDecoder(tokenizer).decode if tokenizer else str
+    wholes = sorted(seconds(lambda: decode(next(generation))) for _ in range(count))
     times = Counter()
-    token = timed(times, "Python around", lambda: decode(next(generation)))
     tokens = []
     with ExitStack() as stack:
         for (owner, name), part in token_parts(model).items():
@@ -296,11 +299,12 @@ def time_token(args, model, tokenizer, depth):
             stack.enter_context(patch.object(owner, name, function))
         for _ in range(count):
             times.clear()
-            token()
+            decode(next(generation))
             tokens.append(times.copy())
     tokens.sort(key=Counter.total)
-    middle = tokens[count // 4 : count - count // 4]  # without those that were disturbed
-    return {part: sum(t[part] for t in middle) / len(middle) for part in tokens[0]}
+    middle = slice(count // 4, count - count // 4)  # without those that were disturbed
+    parts = {part: mean(times[part] for times in tokens[middle]) for part in tokens[0]}
+    return parts | {"Python": mean(wholes[middle]) - sum(parts.values())}
 
 
 def run_token(args):
