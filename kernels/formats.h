@@ -69,8 +69,9 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
     all =
         first % 32 ? _mm512_shuffle_i64x2(low, high, 0xdd) : _mm512_shuffle_i64x2(low, high, 0x88);
   } else {
-    const Mi half = _mm512_castsi256_si512(load_pieces(b, first, second));
-    all = _mm512_inserti64x4(half, load_pieces(b, third, last), 1);
+    const __m256i v = load_pieces(b, first, second);
+    if (third == first && last == second) all = _mm512_broadcast_i64x4(v);
+    else all = _mm512_inserti64x4(_mm512_castsi256_si512(v), load_pieces(b, third, last), 1);
   }
 #else
   const Mi all = load_pieces(b, first, second);
@@ -199,11 +200,10 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {  // of
   } else if constexpr (T::SIZE <= 20) {  // four blocks begin within a vector, the others in another
     auto word = [](int i) INLINE_LAMBDA { return i % 4 * T::SIZE / 2 + i / 4 % 2 * 32 + i / 8; };
     auto words = [=](int l) INLINE_LAMBDA { return word(2 * l) | word(2 * l + 1) << 16; };
-    const Mi first = load<Mi>(b), last = load<Mi>(b + 4 * T::SIZE);
-    const Mi all = _mm512_permutex2var_epi16(first, (Mi)by_lanes(words), last);
-    const __m512 numbers = _mm512_cvtph_ps(_mm512_castsi512_si256(all));
-    store(s, _mm512_castps512_ps256(numbers));
-    if (T::MINIMUM) store(m, _mm512_extractf32x8_ps(numbers, 1));
+    const Mi v = load<Mi>(b), w = load<Mi>(b + 4 * T::SIZE), at = (Mi)by_lanes(words);
+    const __m512 all = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutex2var_epi16(v, at, w)));
+    store(s, _mm512_castps512_ps256(all));
+    if (T::MINIMUM) store(m, _mm512_extractf32x8_ps(all, 1));
 #endif
   } else {
     EACH (i, 1 + T::MINIMUM) {
