@@ -1814,7 +1814,7 @@ class GGUF:
             for _ in range(tensor_count):
                 [name] = self.strings()
                 with naming(name):
-                    (n_dims,) = self.unpack("I")
+                    [n_dims] = self.unpack("I")
                     *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the columns come first
                     if number in REMOVED_TYPES:
                         raise ValueError(
@@ -1858,7 +1858,7 @@ class GGUF:
 
     def value(self) -> tuple[Any, tuple[int, int]]:
         """The next value of the metadata (a number, a string, or a list of them) and its types."""
-        (value_type,) = self.unpack("I")
+        [value_type] = self.unpack("I")
         item_type, count = value_type, 1
         if value_type == GGUF_ARRAY:
             item_type, count = self.unpack("IQ")
@@ -2519,8 +2519,8 @@ def find_model(name: str) -> Path:
     """
     package = importlib.util.find_spec(name) if name.isidentifier() else None
     if package is not None:
-        folders = map(Path, package.submodule_search_locations or [])
-        files = [str(file) for folder in folders for file in folder.rglob("*.gguf")]
+        folders = package.submodule_search_locations or []
+        files = [str(file) for folder in folders for file in Path(folder).rglob("*.gguf")]
         return locate(files, Path, f"the package {name}")
     match = re.fullmatch(HUB_NAME, name)
     if match is None:
@@ -2546,7 +2546,8 @@ def find_model(name: str) -> Path:
         raise
     except Exception as error:
         raise ValueError(
-            f"{name}: no such file, and huggingface_hub says: {printable(str(error)[:300])}"
+            f"{name}: no such file; huggingface_hub, which must be installed to download it, says:"
+            f" {printable(str(error)[:300])}"
         ) from error
 
 
@@ -2626,7 +2627,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 LARGE = 2**26  # bytes of matrices; for larger models, kernels are compiled and may round
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = "float32", "bfloat16", "float16"
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
@@ -2646,7 +2647,7 @@ def free_memory(device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
     with suppress(OSError):  # Linux
-        (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
     with suppress(ValueError, OSError):  # a container's limit, of which some may be in use
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -2816,7 +2817,7 @@ def load(
 # --------------------------------------------------------------------------------------------------
 # 18. Saving
 
-SAVE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+SAVE_TYPES = "F32", "F16", "BF16", "Q8_0", "Q4_0"
 
 
 def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
