@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -234,6 +235,16 @@ def test_pointers_of_git_lfs(write_model, name):
     path = write_files(write_model({}), {name: POINTER})
     with pytest.raises(ValueError, match=rf"{name}: a pointer of git-lfs.*git lfs pull"):
         llama2.open_checkpoint(path / name if name == "x.gguf" else path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.gguf"])
+def test_downloads_that_ended_early(write_model, model_path, name):
+    """Known when the file is opened: a tensor that ends beyond it could not be mapped."""
+    folder = write_files(write_model({}), {"x.gguf": model_path.read_bytes()})
+    size = (folder / name).stat().st_size - 1000
+    os.truncate(folder / name, size)
+    with pytest.raises(ValueError, match=rf"{name}: .*ends at byte \d+, the file at {size}: trunc"):
+        llama2.open_checkpoint(folder / name if name == "x.gguf" else folder)
 
 
 @pytest.mark.parametrize(
