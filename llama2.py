@@ -1472,9 +1472,8 @@ class QuantizedLinear(Quantized):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype. W is dequantised a few rows at a time."""
         chunks = self.blocks.split(max(1, CHUNK // self.in_features))
-        return torch.cat(
-            [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks], -1
-        )
+        y = [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks]
+        return torch.cat(y, -1)
 
 
 class QuantizedEmbedding(Quantized):
