@@ -663,10 +663,8 @@ def run_model(args, path):
     name, ours = path.name if path else args.config, rows["llama2.py"]
     cells = [(engine, *(round(row[test], 2) for test in ours)) for engine, row in rows.items()]
     table((f"{name}, tokens/s", *ours), *cells)
-    tensors = model.state_dict().items()
-    weights = sum(
-        t.nbytes for name, t in tensors if "embed" not in name
-    )  # it reads but a row there
+    tensors = model.state_dict().items()  # of an embedding, a token reads one row
+    weights = sum(t.nbytes for name, t in tensors if "embed" not in name)
     reached = weights * ours[test_name(0, min(args.depth))]
     given = bandwidth(tokens.device)
     print(f"A token reads its weights at {reached / 1e9:.1f} GB/s; memory gives {given / 1e9:.1f}.")
@@ -935,7 +933,7 @@ def parse_args(argv):
     add("--rounds", **number(5), help="default: 5")
     add("--compile", action=argparse.BooleanOptionalAction)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    add("--dtype", choices=("auto", *llama2.DTYPES), default="auto")
     add("--json", **output, help="write the result there as well")
     return parser.parse_args(argv)
 

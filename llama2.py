@@ -1808,7 +1808,7 @@ class GGUF:
 
             # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
             #    it takes 0.1 s.
-            types = {block.number: name for name, block in GGML_TYPES.items()}
+            type_names = {block.number: name for name, block in GGML_TYPES.items()}
             infos: dict[str, tuple] = {}
             for _ in range(tensor_count):
                 [name] = self.strings()
@@ -1819,11 +1819,11 @@ class GGUF:
                         raise ValueError(
                             f"ggml has removed its type {REMOVED_TYPES[number]}: take the file of Q4_0"
                         )
-                    if number not in types:
+                    if number not in type_names:
                         import gguf
 
-                        types[number] = gguf.GGMLQuantizationType(number).name
-                    infos[name] = offset, types[number], dims[::-1]
+                        type_names[number] = gguf.GGMLQuantizationType(number).name
+                    infos[name] = offset, type_names[number], dims[::-1]
 
             # 4. The tensors follow, in this order and without gaps, each at a multiple of `align`.
             align = get_typed(self.metadata, "general.alignment", int, 32)
@@ -1943,9 +1943,8 @@ def hf_settings(folder: Path) -> dict[str, Any]:
     with naming(path):
         settings = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | read_json(path)
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
-        rope = get_typed(settings, "rope_scaling", dict, {}) or get_typed(
-            settings, "rope_parameters", dict, {}
-        )
+        rope = get_typed(settings, "rope_scaling", dict, {})
+        rope = rope or get_typed(settings, "rope_parameters", dict, {})
         # Its items (factor, rope_theta, ...) join the settings.
         settings |= {"rope_type": rope.get("type", "default")} | rope
         for key, accepted in HF_ACCEPTED.items():
