@@ -1420,7 +1420,7 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
     _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
     assert low is not None
-    b = blocks.unflatten(1, (-1, nbytes)).flatten(0, 1)
+    b = blocks.reshape(-1, nbytes)
     q = b[:, low.at :] if low.bits == 8 else unpack_bits(b, count, low)  # (n, weights)
     if high is not None:
         q = q | unpack_bits(b, count, high) << low.bits
@@ -1445,6 +1445,10 @@ class Quantized(nn.Module):
     def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         block = GGML_TYPES[ggml_type]
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block.nbytes:
+            raise ValueError(
+                f"{ggml_type} needs uint8 (rows, n * {block.nbytes}), not {[*blocks.shape]}"
+            )
         self.dtype = dtype
         self.ggml_type = ggml_type
         self.register_buffer(ggml_type, blocks)
@@ -1549,8 +1553,11 @@ def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Seq
         return rows.clone() if offset % 4 else rows
 
     weight = Weight(ggml_type, tuple(shape), read)
-    are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
-    if not are_sizes or shape[-1] % weight.block[0]:
+    if (
+        {*map(type, shape)} != {int}
+        or not 0 < math.prod(shape) < 2**40
+        or shape[-1] % weight.block[0]
+    ):
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
     end = offset + weight.nbytes
     if end > size:
@@ -1754,8 +1761,10 @@ def match_tensors(
         for i in range(config.num_hidden_layers if first.startswith("layers.") else 1):
             name = first.replace(".0.", f".{i}.")
             expected[name_in_file(name)] = name, tuple(p.shape)
-    problems = {"unknown": weights.keys() - expected, "missing": expected.keys() - weights}
-    for problem, names in problems.items():
+    for problem, names in {
+        "unknown": weights.keys() - expected,
+        "missing": expected.keys() - weights,
+    }.items():
         if names:
             raise ValueError(f"{len(names)} tensors are {problem}: {', '.join(sorted(names)):.150}")
     matched = {}
@@ -1907,7 +1916,7 @@ def open_gguf(path: Path) -> Checkpoint:
         "stop_token_ids": gguf_stop_ids(metadata),
     }
     config = read_config(metadata, SETTINGS, known)
-    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+    for key in "llama.rope.dimension_count", "llama.attention.value_length":
         require(metadata, key, (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
         divisors = tuple(factors.dense(torch.float32).flatten().tolist())
@@ -2014,7 +2023,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     with naming(folder / "config.json"):
         settings = hf_settings(folder)
         ids: list[Any] = []
-        for source in (settings, read_json(folder / "generation_config.json")):
+        for source in settings, read_json(folder / "generation_config.json"):
             value = source.get("eos_token_id")
             ids += value if isinstance(value, list) else [value]
         ids = [i for i in dict.fromkeys(ids) if i is not None]
@@ -2304,9 +2313,10 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, 
     ids = [*range(len(types))]
     prefix = get_typed(settings, "add_prefix_space", bool, bool(normalizer.get(3, True)))
     # Before version 4.34, transformers wrote added tokens to a file of their own.
-    old_file = read_json(path.with_name("added_tokens.json"))
-    old_file = {i: {"content": text, "special": True} for text, i in old_file.items()}
-    added = settings.get("added_tokens_decoder") or old_file
+    added = settings.get("added_tokens_decoder") or {
+        i: {"content": text, "special": True}
+        for text, i in read_json(path.with_name("added_tokens.json")).items()
+    }
     added = [{**token, "id": int(i)} for i, token in added.items()]
     keys = {
         "model": "llama",
@@ -2418,7 +2428,7 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
 
         # 4. BOS and EOS: by their texts in the settings; else by the id that the tokenizer's file,
         #    or config.json, has, if that is a control token.
-        for role in ("bos", "eos"):
+        for role in "bos", "eos":
             token = settings.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
             token_id = keys.get(f"{role}_token_id", getattr(config, f"{role}_token_id"))
@@ -2825,7 +2835,7 @@ def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
     """
     if tokenizer is None:
         raise ValueError("a model can only be saved with its tokenizer")
-    accepted = (Llama, nn.ModuleList, Block, CausalSelfAttention, MLP, RMSNorm)
+    accepted = Llama, nn.ModuleList, Block, CausalSelfAttention, MLP, RMSNorm
     for name, module in model.named_modules():
         if not isinstance(module, (*accepted, nn.Linear, nn.Embedding, Quantized)):
             raise ValueError(f"a file cannot hold {name}, a {type(module).__name__}")
@@ -2925,7 +2935,7 @@ def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     metadata["tokenizer.ggml.eos_token_ids"] = ends
     for end, token_id in zip(("eot", "eom"), ends):  # llama.cpp reads these two only
         metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
-    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+    for key in "rope.dimension_count", "attention.key_length", "attention.value_length":
         metadata[f"llama.{key}"] = config.head_dim
     metadata["llama.rope.scaling.type"] = "linear"  # a factor of 1 changes nothing
     return metadata
