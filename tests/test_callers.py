@@ -160,6 +160,8 @@ def test_changed_models(models, blocks, name):
         results.append(outcome(model, TOKENS, llama2.Cache(CONFIG)))
     agree(*results, tolerance=0.05 if name == "bfloat16" else 1e-5)
     assert len(blocks) == plain_blocks
+    if name not in ("bfloat16", "a layer of another shape"):  # the case does what it says
+        assert (results[1] - models[0](TOKENS, llama2.Cache(CONFIG))).abs().max() > 1e-3
 
 
 @torch.no_grad()

@@ -92,6 +92,7 @@ def test_what_was_changed_counts(model, monkeypatch):
     traced = torch.compile(llama2.Block.forward, backend="eager", dynamic=True)
     monkeypatch.setattr(llama2, "compiled", lambda function: traced)
     models = pair(model)
+    before = torch.zeros(1, 1)
     for change in (
         nn.Module.eval,  # changes nothing
         lambda m: m.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y),
@@ -99,7 +100,10 @@ def test_what_was_changed_counts(model, monkeypatch):
     ):
         for each in models:
             change(each)
-        assert_close(*(each(TOKENS[:1, :1], llama2.Cache(CONFIG)) for each in models), 1e-5)
+        expected, actual = (each(TOKENS[:1, :1], llama2.Cache(CONFIG)) for each in models)
+        assert_close(actual, expected, 1e-5)
+        assert (expected - before).abs().max() > 1e-4  # the change does something
+        before = expected
 
 
 @pytest.mark.parametrize("ggml_type", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
