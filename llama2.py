@@ -590,7 +590,7 @@ def sample(
         return int(logits.argmax())
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
-    u = torch.rand((), generator=generator, dtype=torch.float64).item()
+    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
     return draw(probabilities, sampling, u)
 
 
@@ -665,7 +665,7 @@ class Generation(Iterator[int]):
             cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
         self.cache = cache
         self.step = step or functools.partial(prefill, model)
-        self.tokens = torch.tensor([self.ids])  # (1, n), self.ids as a tensor
+        self.tokens = torch.tensor([self.ids], device="cpu")  # (1, n), self.ids as a tensor
         stored = cache.common_prefix(self.tokens)
         # How many tokens the prefill computes: those that the cache lacks, and at least the last
         # one, for its logits.
@@ -755,7 +755,7 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
     cache = model.new_cache(len(ids))
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
-    logprobs = torch.empty(len(ids) - 1, dtype=torch.float32)
+    logprobs = torch.empty(len(ids) - 1, dtype=torch.float32, device="cpu")
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         # The logits at a token predict the next one, so the chunk has one token more.
         chunk = tokens[:, start : start + SCORE_CHUNK + 1]  # (1, t + 1)
@@ -1531,7 +1531,7 @@ class Weight:
         rows = self.read()
         if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape)
-        w = torch.empty(self.shape, dtype=dtype)
+        w = torch.empty(self.shape, dtype=dtype, device="cpu")
         count = max(1, CHUNK // self.shape[-1])
         for chunk, target in zip(rows.split(count), w.view(len(rows), -1).split(count)):
             target.copy_(dequantize(chunk, self.ggml_type))
@@ -1975,7 +1975,7 @@ def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     factor, low, high = (get_typed(rope, name, float) for name in names)
     context = config.max_position_embeddings
     original = get_typed(rope, "original_max_position_embeddings", int, context)
-    pair = torch.arange(0, config.head_dim, 2) / config.head_dim
+    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     # How many full turns a pair makes in the original context: between low and high, interpolate.
     turns = original / (2 * math.pi * config.rope_theta**pair)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
@@ -2965,7 +2965,9 @@ def save_gguf(
     types = checkpoint.file.types if checkpoint.file else {}
     weights = {gguf_name(n): convert_weight(w, ggml_type) for n, w in checkpoint.weights.items()}
     if factors := checkpoint.config.rope_freq_factors:
-        weights["rope_freqs.weight"] = memory_weight(torch.tensor(factors), "")
+        weights["rope_freqs.weight"] = memory_weight(
+            torch.tensor(factors, dtype=torch.float32, device="cpu"), ""
+        )
     with (
         replacing(Path(path), overwrite) as file,
         closing(gguf.GGUFWriter(file.name, "llama")) as writer,
@@ -3110,7 +3112,7 @@ class NativeEmbedding(QuantizedEmbedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C)."""
         C = self.in_features
-        y = torch.empty(*tokens.shape, C)
+        y = torch.empty(*tokens.shape, C, dtype=torch.float32, device="cpu")
         if tokens.dtype == torch.int64 and run_kernel(
             "embed", self, tokens.contiguous(), y, tokens.numel(), C
         ):

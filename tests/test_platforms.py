@@ -1,4 +1,4 @@
-"""What other platforms lack, taken away here: Windows, macOS."""
+"""Other surroundings: what Windows and macOS lack, taken away here, and torch's defaults."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_config import LLAMA_3, write_model  # noqa: F401 (a fixture)
 
 import llama2
 from test_llama2 import quantised
@@ -33,3 +34,39 @@ def test_quantised_files_prefer_the_cpu_to_mps(tmp_path, monkeypatch, cli_path, 
     assert llama2.load(path, "auto")[0].norm.weight.device.type == "cpu"
     with pytest.raises(ValueError, match="mps"):  # which this torch does not have
         llama2.load(cli_path, "auto")
+
+
+def computed(paths, tokens):
+    """What models compute: loaded to run and to be trained, with a cache and without one."""
+    for path in paths:
+        for options in ({"compile": True}, {"trainable": True}):
+            model, _ = llama2.load(path, **options)
+            ids = tokens[0].tolist()
+            yield llama2.score(model, ids)
+            yield model(tokens).detach()
+            yield [
+                *llama2.generate(
+                    model, ids, max_new_tokens=3, sampling=llama2.Sampling(seed=1), stop_ids=()
+                )
+            ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "usual"),
+    [("dtype", torch.bfloat16, torch.float32), ("dtype", torch.float64, torch.float32)]
+    + [("device", "meta", None)],
+)
+def test_torchs_defaults_change_no_bit(write_model, vocabulary, tmp_path, name, value, usual):  # noqa: F811
+    """As gpt-fast, torchtune and Meta's own code set them."""
+    quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "F16", "IQ4_NL"])
+    paths = tmp_path / "x.gguf", write_model({"rope_scaling": LLAMA_3})
+    tokens = torch.arange(9)[None]
+    expected = [*computed(paths, tokens)]
+    set_default = getattr(torch, f"set_default_{name}")
+    set_default(value)
+    try:
+        actual = [*computed(paths, tokens)]
+    finally:
+        set_default(usual)
+    for one, other in zip(actual, expected, strict=True):
+        assert one == other if isinstance(one, list) else torch.equal(one, other)
