@@ -68,9 +68,11 @@ if __name__ == "__main__":  # Two settings that must be made before torch is imp
 
     # Importing torch takes seconds. Until it is done, Ctrl-C ends the program without a traceback.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A thread of OpenMP that has no work spins 10,000 times, then it sleeps and frees its core.
+    # A thread of OpenMP that has no work spins 10,000 times, then it sleeps and frees its core. The
+    # OpenMP of LLVM, which torch has on macOS, counts milliseconds.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        os.environ.setdefault("KMP_BLOCKTIME", "1")
 
 # ==================================================================================================
 # Part I: The model
@@ -2650,10 +2652,14 @@ class Plan(NamedTuple):
 
 
 def free_memory(device: torch.device) -> float:
-    """The bytes that are free on a device; infinity if that is unknown (macOS, Windows)."""
+    """The bytes that are free on a device; infinity if that is unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = math.inf
+    with suppress(AttributeError, ValueError, OSError):  # macOS tells only how much there is
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError):  # Linux
         [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
@@ -2701,6 +2707,10 @@ def plan_loading(
     name = str(dtype).removeprefix("torch.")
     require({"dtype": name}, "dtype", ("float32",) if trainable else ("auto", *DTYPES))
     activations = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
+    # Models that were trained in bfloat16 may have numbers that float16 has not.
+    if name == "auto" and device.type == "mps" and any(w.ggml_type == "BF16" for w in matrices):
+        if torch.backends.mps.is_macos_or_newer(14, 0):
+            activations = torch.bfloat16
 
     # 3. Kernels, if there are quantised matrices: those of kernels/ on a CPU, torch.compile's on
     #    CUDA. Only "auto" lets them round.

@@ -1192,7 +1192,10 @@ def test_free_memory_is_what_a_container_leaves(tmp_path, monkeypatch):
     """What the machine has, or less if a group has a limit; "max" is none."""
     monkeypatch.setattr(llama2, "Path", lambda path: tmp_path / path.lstrip("/"))
     cpu = torch.device("cpu")
-    assert llama2.free_memory(cpu) == math.inf
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 16, "SC_PHYS_PAGES": 7}.get, raising=False)
+    assert llama2.free_memory(cpu) == 112  # macOS
+    monkeypatch.delattr(os, "sysconf")
+    assert llama2.free_memory(cpu) == math.inf  # Windows
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
     group = tmp_path / "sys/fs/cgroup"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,3 +71,20 @@ def test_torchs_defaults_change_no_bit(write_model, vocabulary, tmp_path, name, 
         set_default(usual)
     for one, other in zip(actual, expected, strict=True):
         assert one == other if isinstance(one, list) else torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("newer", "kind", "dtype"),
+    [(True, "BF16", "bfloat16"), (False, "BF16", "float16"), (True, "F16", "float16")],
+)
+def test_mps_keeps_bfloat16_where_it_has_it(tmp_path, monkeypatch, vocabulary, newer, kind, dtype):
+    """Not float16, which such a model may overflow; its memory is what torch says."""
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", [kind])
+    checkpoint = llama2.open_checkpoint(path)
+    mps = torch.device("mps")
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(device=mps))
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: newer)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 70)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 30)
+    plan = llama2.plan_loading(checkpoint, "mps", "auto")
+    assert (plan.dtype, llama2.free_memory(mps)) == (getattr(torch, dtype), 40)
