@@ -2707,10 +2707,9 @@ def plan_loading(
     name = str(dtype).removeprefix("torch.")
     require({"dtype": name}, "dtype", ("float32",) if trainable else ("auto", *DTYPES))
     activations = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
-    # Models that were trained in bfloat16 may have numbers that float16 has not.
     if name == "auto" and device.type == "mps" and any(w.ggml_type == "BF16" for w in matrices):
-        if torch.backends.mps.is_macos_or_newer(14, 0):
-            activations = torch.bfloat16
+        # Such a model may have numbers that float16 has not.
+        activations = torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else activations
 
     # 3. Kernels, if there are quantised matrices: those of kernels/ on a CPU, torch.compile's on
     #    CUDA. Only "auto" lets them round.
@@ -3822,7 +3821,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with suppress(ImportError):  # Windows edits lines itself
                 import readline
 
-                # Pasted text of several lines is one question.
+                # Pasted text of several lines is one question. libedit, which macOS may have in
+                # place of GNU's readline, ignores this: there each line is one.
                 readline.parse_and_bind("set enable-bracketed-paste on")
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
