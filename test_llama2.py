@@ -637,6 +637,8 @@ def test_cache_for_another_batch_is_refused(model):
     cache = llama2.Cache(CONFIG, batch_size=3)
     with pytest.raises(ValueError, match=r"cache is \(2, 3, .* must be \(2, 2, "):
         model(TOKENS[:2, :4], cache)
+    with pytest.raises(ValueError, match="on meta; it must be .* on cpu"):
+        model(TOKENS[:1, :4], llama2.Cache(CONFIG, device="meta"))
     with pytest.raises(ValueError, match=r"\(1, 0\)"):
         model(TOKENS[:1, :0])
     with pytest.raises(ValueError, match="at least 1"):
