@@ -2818,7 +2818,7 @@ def load(
     if needed > free:
         raise ValueError(
             f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"
-            " --context, fewer bits (--save OUT.gguf --type Q4_0) or more devices (torchrun) may do"
+            " --context, fewer bits (--save OUT.gguf --type Q4_0) or more devices (examples/ranks.py) may do"
         )
     tokenizer = checkpoint.tokenizer
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
@@ -3006,12 +3006,8 @@ def save_gguf(
 
 
 # ==================================================================================================
-# Part IV: Faster and larger. Delete it freely, and kernels/ with it
+# Part IV: Faster. Delete it freely, and kernels/ with it
 # ==================================================================================================
-
-import signal
-
-from torch import distributed
 
 __all__ += ["accelerate", "load_kernels"]
 
@@ -3262,155 +3258,6 @@ class CompiledBlock(Block):
         return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)
 
 
-# --------------------------------------------------------------------------------------------------
-# 21. Several devices
-
-# Tensor parallelism as in Megatron-LM (arXiv:1909.08053): each rank has a share of every matrix.
-AXES = {  # what a rank has of a matrix (out, in): 0: some of its rows, 1: some of its columns
-    "embed_tokens": 1,
-    "q_proj": 0,
-    "k_proj": 0,
-    "v_proj": 0,
-    "o_proj": 1,
-    "gate_proj": 0,
-    "up_proj": 0,
-    "down_proj": 1,
-    "lm_head": 0,
-}
-
-
-class Ranks:
-    """The processes that torchrun started, one per device."""
-
-    def __init__(self) -> None:
-        backend = "gloo"
-        if torch.cuda.is_available():
-            backend = "cpu:gloo,cuda:nccl"
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # which "cuda" then means
-        # While a process waits for the others, Python's handlers do not run: the default action
-        # must end it.
-        handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)}
-        # The timeout is long, because in a chat the others wait for the person who types at rank 0.
-        distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        self.rank = distributed.get_rank()
-        self.count = distributed.get_world_size()
-
-    def gather(self, value: Any) -> list[Any]:
-        """The `value` of each rank, in a list."""
-        values = [None] * self.count
-        distributed.all_gather_object(values, value)
-        return values
-
-    def broadcast(self, function: Callable[[], Any]) -> Any:
-        """Call function() on rank 0, and return its result on all ranks."""
-        return self.gather(None if self.rank else function())[0]
-
-    def close(self) -> None:
-        """Leave the group, whose threads could otherwise abort the process at exit."""
-        time.sleep(0.1)  # torch 2.6 waits for them with the GIL, which they may still need
-        distributed.destroy_process_group()
-
-
-def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, count: int) -> Weight:
-    """The share of a weight that one of `count` ranks has. Raises ValueError if there is none."""
-    weight = weights[name]
-    axis = AXES.get(name.split(".")[-2])
-    if axis is None:  # a norm: every rank has all of it
-        return weight
-
-    # 1. The smallest run of rows or columns that must stay on one rank: those of a block; in
-    #    attention those of a key/value head and its query heads; in gate_proj and up_proj the rows
-    #    that feed one block of down_proj.
-    block, nbytes = weight.block
-    size = weight.shape[axis]
-    unit = block if axis == 1 else 1
-    if ".self_attn." in name:
-        unit = size // kv_heads
-    if ".mlp." in name:
-        unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
-
-    # 2. This rank's range of rows or columns.
-    units = size // unit
-    start = units * rank // count * unit
-    stop = units * (rank + 1) // count * unit
-    cuts_block = axis == 1 and (start % block or stop % block)
-    if start == stop or cuts_block:
-        actual = f"{size} cannot be divided by {count} ranks into units of {unit}"
-        raise ValueError(f"{name} ({weight.ggml_type}): {actual}")
-
-    # 3. The same in bytes: read() returns uint8 (rows, bytes per row).
-    shape = [*weight.shape]
-    shape[axis] = stop - start
-    share = slice(start, stop), slice(None)
-    if axis == 1:
-        share = slice(None), slice(start // block * nbytes, stop // block * nbytes)
-
-    def read() -> Tensor:
-        return weight.read()[share].contiguous()
-
-    return replace(weight, shape=tuple(shape), read=read)
-
-
-def rank_share(checkpoint: Checkpoint, rank: int, count: int) -> Checkpoint:
-    """The share of a model that one of `count` ranks has (Megatron-LM, section 3).
-
-    Attention is divided by its key/value heads, the MLP by its width: a rank has rows of gate_proj
-    and up_proj, and the same columns of down_proj. Raises ValueError unless the heads and the
-    blocks can be divided.
-    """
-    config = checkpoint.config
-    kv_heads = config.num_key_value_heads
-    if kv_heads % count:
-        counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        raise ValueError(f"{count} ranks for {kv_heads} key/value heads; expected {counts}")
-    weights = dict(checkpoint.weights)
-    if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    shares = {name: share_of(name, weights, kv_heads, rank, count) for name in weights}
-    config = replace(
-        config,
-        num_attention_heads=config.num_attention_heads // count,
-        num_key_value_heads=kv_heads // count,
-        tie_word_embeddings=False,
-    )
-    return replace(checkpoint, config=config, weights=shares)
-
-
-def connect_ranks(model: Llama, ranks: Ranks) -> None:
-    """Add hooks to a model of rank_share() by which it computes together with the other ranks.
-
-    All ranks return the logits of rank 0, on the CPU. With the same seed, they sample the same ids.
-    """
-
-    def broadcast(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
-        logits = logits.cpu()
-        distributed.broadcast(logits, 0)
-        return logits
-
-    def add(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        distributed.all_reduce(y)
-        return y
-
-    def concatenate(start: int, size: int, module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        zeros = start, size - start - y.shape[-1]  # on both sides; adding zeros changes no bit
-        return add(module, args, F.pad(y, zeros))
-
-    for name, module in model.named_modules():
-        if name.endswith(("o_proj", "down_proj")):
-            module.register_forward_hook(add)
-    model.register_forward_hook(broadcast)
-    model.cache_dtype = None  # with hooks, torch computes attention, and it would convert float16
-    weight = model.norm.weight
-    token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
-    # Any input tells how wide a rank's share of the embedding and of the logits is.
-    for module, x in ((model.embed_tokens, token), (model.lm_head, weight[None])):
-        widths = ranks.gather(module(x).shape[-1])
-        start = sum(widths[: ranks.rank])
-        module.register_forward_hook(partial(concatenate, start, sum(widths)))
-
-
 # ==================================================================================================
 # Part V: Command line
 # ==================================================================================================
@@ -3425,7 +3272,7 @@ from collections import Counter
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
-# 22. Options
+# 21. Options
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
 CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
@@ -3579,7 +3426,7 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 23. What is printed
+# 22. What is printed
 
 write = functools.partial(print, end="", flush=True)  # print to stdout at once, without a new line
 
@@ -3667,7 +3514,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# 24. The chat, and main
+# 23. The chat, and main
 
 CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all"
 
@@ -3738,32 +3585,32 @@ def converse(
     return generations
 
 
-def run(args: argparse.Namespace, ranks: Any) -> int:
+def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) -> int:
     """Do what the options ask for; returns the exit status."""
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model)
     if args.save is not None:
-        if not ranks or ranks.rank == 0:
-            save_gguf(checkpoint, args.save, args.type, overwrite=args.force)
-            note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", args.quiet)
+        save_gguf(checkpoint, args.save, args.type, overwrite=args.force)
+        note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", args.quiet)
         return 0
-    if ranks:
-        checkpoint = rank_share(checkpoint, ranks.rank, ranks.count)
     context = args.context or checkpoint.config.max_position_embeddings
     if args.info:
         plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
         write(describe_checkpoint(checkpoint, plan, context))
         return 0
-    return write_text(args, ranks, checkpoint, context, start)
+    return write_text(args, load, checkpoint, context, start)
 
 
 def write_text(
-    args: argparse.Namespace, ranks: Any, checkpoint: Checkpoint, context: int, start: float
+    args: argparse.Namespace,
+    load: Callable[..., tuple[Llama, Tokenizer]],
+    checkpoint: Checkpoint,
+    context: int,
+    start: float,
 ) -> int:
     """Continue the prompt, or converse; returns the exit status."""
     # 1. Read the prompt. The cache needs room for its tokens and the new ones.
-    on_rank_0 = ranks.broadcast if ranks else lambda function: function()
-    prompt = on_rank_0(functools.partial(read_prompt, args))
+    prompt: Any = read_prompt(args)  # None in a chat only
     max_new_tokens = args.max_new_tokens
     ids: list[int] = []
     if args.chat:
@@ -3777,19 +3624,18 @@ def write_text(
     # 2. Load the model.
     loading = {"context": args.context or size, "compile": args.compile, "progress": not args.quiet}
     model, tokenizer = load(checkpoint, args.device, args.dtype, **loading)
-    if ranks:
-        connect_ranks(model, ranks)
     load_seconds = time.perf_counter() - start
 
     # 3. Generate and print the text, or hold the chat.
-    seed = on_rank_0(torch.seed) % 2**31 if args.seed == -1 else args.seed
+    seed = torch.seed() % 2**31 if args.seed == -1 else args.seed
     sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING_LIMITS} | {"seed": seed})
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
     options["cache"] = model.new_cache(size)
     if args.chat:
         first = [] if prompt is None else [prompt]
-        ask = functools.partial(on_rank_0, lambda: first.pop() if first else read_question())
-        generations = converse(model, tokenizer, args, ask, options)
+        generations = converse(
+            model, tokenizer, args, lambda: first.pop() if first else read_question(), options
+        )
     else:
         stream = stream_text(model, tokenizer, ids, **options)
         if not args.no_echo:
@@ -3802,18 +3648,15 @@ def write_text(
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+def main(
+    argv: Sequence[str] | None = None, load: Callable[..., tuple[Llama, Tokenizer]] = load
+) -> int:
+    """Run the command line, and load the model by `load`; returns the exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
             stream.reconfigure(errors="backslashreplace")
     gc.freeze()  # the 400,000 objects of torch need no collection, which would take 0.09 s
-    ranks = None
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ and "Ranks" in globals():
-            ranks = Ranks()
-            if ranks.rank:  # only rank 0 prints
-                sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         args = parse_args(argv)
         if args.threads is not None:
             torch.set_num_threads(args.threads)
@@ -3827,20 +3670,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_: note(f"llama2.py: {message}", args.quiet)
-            status = run(args, ranks)
-        if ranks:
-            ranks.close()
-        return status
+            return run(args, load)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of the pipe has ended, as in `| head`
         return 0
     except ImportError as error:
         return fail(f"{error}; pip install {error.name}")
-    except (ValueError, OSError, MemoryError) as error:
-        return fail(error)
-    except RuntimeError as error:  # torch's, such as out of memory; every rank reports its own
-        sys.stderr = sys.__stderr__ if ranks else sys.stderr
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:  # torch's: out of memory
         return fail(error)
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -3851,6 +3688,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # by torchrun: each process would print the text
+        is_first = os.environ["RANK"] == "0"
+        sys.exit(
+            is_first and fail("one process; several: torchrun --nproc-per-node N examples/ranks.py")
+        )
     signal.signal(signal.SIGINT, on_interrupt)
     # On SIGTERM, exit by an exception, so that unfinished files are deleted.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

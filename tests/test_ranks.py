@@ -11,16 +11,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import ranks
+from torch import distributed
 
 import llama2
-from test_llama2 import CONFIG, FORMS, PROMPT, SCRIPT, TOKENS, assert_close, needs, quantised
+from test_llama2 import CONFIG, FORMS, PROMPT, SCRIPT, TOKENS, assert_close, quantised
 
-pytestmark = [
-    needs("rank_share"),
-    pytest.mark.skipif(os.name == "nt", reason="never tried there"),
-]
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="never tried there")
 RANKS = 2
 PROMPTS = TOKENS[:2, :9]
 
@@ -31,7 +31,7 @@ def torchrun(script, *args, text=""):
     command += [f"--nproc-per-node={RANKS}", script, *args]
     process = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         input=text,
         capture_output=True,
         text=True,
@@ -44,23 +44,24 @@ def torchrun(script, *args, text=""):
 
 def run_rank(root):
     """What one rank does in test_ranks_equal_one_process."""
-    group = llama2.Ranks()
-    rank = group.rank
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
     for form in ("hf_index", "q4.gguf", "tied.gguf", "wide.gguf"):
-        whole, _ = llama2.load(root / form)
-        share = llama2.rank_share(llama2.open_checkpoint(root / form), rank, RANKS)
-        model = llama2.build_model(share)
+        checkpoint = llama2.open_checkpoint(root / form)
+        whole, share = map(
+            llama2.build_model, (checkpoint, ranks.rank_share(checkpoint, rank, RANKS))
+        )
         # A tied head counts: it is cut along another axis than the embedding.
-        ours, all_bytes = (sum(t.nbytes for t in m.state_dict().values()) for m in (model, whole))
-        assert ours / all_bytes < 1.3 / RANKS, form
-        llama2.connect_ranks(model, group)
+        size, all_bytes = (sum(t.nbytes for t in m.state_dict().values()) for m in (share, whole))
+        assert size / all_bytes < 1.3 / RANKS, form
+        if rank:
+            assert ranks.follow() == 0
+            continue
+        model, _ = ranks.load(checkpoint)
         assert_close(model(PROMPTS), whole(PROMPTS), 2e-5)
-        assert generated(model, 0) == generated(whole, 0)
-        sampled = generated(model, 1)
-        # Where rounding differs between ranks, rank 0's logits are everyone's.
-        model.register_forward_hook(lambda module, args, y: y * (1 - rank), prepend=True)
-        assert group.gather(generated(model, 1)) == [sampled] * RANKS
-    group.close()
+        for temperature in (0, 1):  # the second time in another cache
+            assert generated(model, temperature) == generated(whole, temperature)
+        ranks.broadcast(None)
 
 
 def generated(model, temperature):
@@ -80,19 +81,42 @@ def test_ranks_equal_one_process(forms, vocabulary):
 
 
 def test_ranks_from_the_command_line(forms, cli):
-    """Two by torchrun: rank 0 alone reads and prints."""
+    """Two by torchrun: rank 0 alone reads and prints; a chat goes back to an empty cache."""
     model = forms[0] / "hf"
-    _, alone, _ = cli("--max-new-tokens", 12, "--prompt", PROMPT, model=model)
     options = ["--temperature", "0", "--max-new-tokens", "12"]
-    out, err = torchrun(SCRIPT, "--model", model, *options, text=PROMPT)
+    _, alone, _ = cli(*options, "--prompt", PROMPT, model=model)
+    out, err = torchrun(ranks.__file__, "--model", model, *options, text=PROMPT)
     assert (out, err.count("generated 12 tokens")) == (alone, 1)
+    text = f"{PROMPT}\n/reset\n{PROMPT}\n{PROMPT}\n"
+    _, alone, _ = cli(*options, "--chat", model=model, stdin=text.encode())
+    assert torchrun(ranks.__file__, "--model", model, *options, "--chat", text=text)[0] == alone
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"), [(0, "torchrun --nproc-per-node N examples/ranks.py"), (1, "")]
+)
+def test_llama2_is_one_process(rank, line):
+    """What a rank of `torchrun llama2.py` does: the first says in a line what to type."""
+    variables = os.environ | {"TORCHELASTIC_RUN_ID": "x", "RANK": str(rank)}
+    command = [sys.executable, SCRIPT, "--prompt", "x"]
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert process.returncode == (2 if line else 0)
+    assert line in process.stderr
+    assert (process.stdout, process.stderr.count("\n")) == ("", bool(line))
+
+
+def test_every_rank_reports_its_own_error(monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "broadcast", MagicMock(side_effect=RuntimeError("out of\nmemory")))
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    assert ranks.follow() == 2
+    assert capsys.readouterr().err == "ranks.py: error: rank 1: out of memory\n"
 
 
 def test_shares_that_are_refused(forms):
     """More ranks than heads; a share that ends within a block of 256."""
     checkpoint = llama2.open_checkpoint(forms[0] / "hf")
     with pytest.raises(ValueError, match=r"8 ranks for 4 key/value heads; expected \[1, 2, 4\]"):
-        llama2.rank_share(checkpoint, 0, 8)
+        ranks.rank_share(checkpoint, 0, 8)
     for expected in (
         r"layers.0.mlp.down_proj.weight \(Q4_K\): 160 cannot be divided by 2 ranks into units of 256",
         r"layers.0.self_attn.o_proj.weight \(Q4_K\): 128 cannot be divided by 2 ranks into units of 32",
@@ -102,7 +126,7 @@ def test_shares_that_are_refused(forms):
         weight = replace(checkpoint.weights[name], ggml_type="Q4_K")
         weights = checkpoint.weights | {name: weight}
         with pytest.raises(ValueError, match=expected):
-            llama2.rank_share(replace(checkpoint, weights=weights), 0, 2)
+            ranks.rank_share(replace(checkpoint, weights=weights), 0, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -111,7 +135,14 @@ def test_waiting_for_others_can_be_ended(number):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = probe.getsockname()
     rank = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x MASTER_ADDR={} MASTER_PORT={}"
-    command = ["env", *rank.format(*address).split(), sys.executable, SCRIPT, "--prompt", "x"]
+    command = [
+        "env",
+        *rank.format(*address).split(),
+        sys.executable,
+        ranks.__file__,
+        "--prompt",
+        "x",
+    ]
     process = subprocess.Popen(command)
     while process.poll() is None:  # until it listens for the other
         with contextlib.suppress(OSError), socket.create_connection(address):
