@@ -2663,8 +2663,29 @@ def free_memory(device: torch.device) -> float:
     with suppress(OSError):  # Linux
         [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
-    with suppress(ValueError, OSError):  # a container's limit, of which some may be in use
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        free = min(free, container_memory())
+    return free
+
+
+CGROUPS = {  # of version 2, and of version 1: the root, the limit's file, what cannot be freed
+    "": ("/sys/fs/cgroup", "memory.max", "anon|shmem"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss|total_shmem"),
+}
+
+
+def container_memory() -> float:
+    """The bytes that the process's cgroup, and each one around it, leaves: containers, Slurm."""
+    free = math.inf
+    groups = Path("/proc/self/cgroup").read_text()
+    for version, group in re.findall(r"(?m)^\d+:(memory|):(.*)$", groups):
+        root, limit, used = CGROUPS[version]
+        innermost = Path(root + group)
+        for folder in (innermost, *innermost.parents):
+            with suppress(ValueError, OSError):  # there is no such file, or it says "max"
+                left = int((folder / limit).read_text())
+                free = min(free, left)
+                in_use = re.findall(rf"(?m)^(?:{used}) (\d+)", (folder / "memory.stat").read_text())
+                free = min(free, left - sum(map(int, in_use)))
     return free
 
 

@@ -1190,21 +1190,32 @@ def test_models_that_cannot_fit_are_refused_before_they_are_loaded(write_tiny, c
     assert "144 GB" in err
 
 
+CGROUPS = """\
+0::/ sys/fs/cgroup memory.max max anon=1 7168
+0::/ sys/fs/cgroup memory.max 9000 anon=1000 7168
+0::/a/b sys/fs/cgroup/a/b memory.max 6000 anon=1;file=70;shmem=20;slab=9 5979
+0::/a/b sys/fs/cgroup/a memory.max 5000 - 5000
+0::/;4:memory:/c sys/fs/cgroup/memory/c memory.limit_in_bytes 4000 rss=5;total_rss=10;total_shmem=2 3988
+9:cpu:/;4:memory:/docker/c sys/fs/cgroup/memory memory.limit_in_bytes 3000 - 3000"""
+
+
 def test_free_memory_is_what_a_container_leaves(tmp_path, monkeypatch):
-    """What the machine has, or less if a group has a limit; "max" is none."""
+    """What the machine has, or less if a cgroup has a limit (of either version, or one around it):
+    the groups of the process, one more folder, its limit, what is in use; what is free."""
     monkeypatch.setattr(llama2, "Path", lambda path: tmp_path / path.lstrip("/"))
     cpu = torch.device("cpu")
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 16, "SC_PHYS_PAGES": 7}.get, raising=False)
     assert llama2.free_memory(cpu) == 112  # macOS
     monkeypatch.delattr(os, "sysconf")
     assert llama2.free_memory(cpu) == math.inf  # Windows
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    for limit, free in (("max", 7168), ("5000", 5000), ("9000", 7168)):
-        (group / "memory.max").write_text(limit)
-        assert llama2.free_memory(cpu) == free
+    write_files(tmp_path / "proc", {"meminfo": "MemTotal: 9 kB\nMemAvailable:    7 kB\n"})
+    for case in CGROUPS.splitlines():
+        groups, folder, file, limit, statistics, free = case.split()
+        write_files(tmp_path / "proc/self", {"cgroup": groups.replace(";", "\n")})
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        statistics = statistics.replace("=", " ").replace(";", "\n")
+        write_files(tmp_path / folder, {file: limit, "memory.stat": statistics})
+        assert llama2.free_memory(cpu) == int(free), case
 
 
 # --------------------------------------------------------------------------------------------------
