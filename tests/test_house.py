@@ -73,7 +73,7 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (150, 11.5),
     "I": (2750, 11.5),
     "II": (4600, 10.5),
-    "III": (11350, 10.5),
+    "III": (11500, 10.5),
     "IV": (1800, 11.75),
     "V": (2900, 10.0),
 }
