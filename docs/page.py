@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-SERVER = Path(__file__).resolve().parent.parent / "examples" / "server.py"
+SERVER = Path(__file__).resolve().parent.parent / "examples" / "server"
 QUESTIONS = "What is the capital of France?", "Who wrote Hamlet?"
 PLACE = 8  # the token of the last answer whose alternatives are shown
 SIZE = {"width": 800, "height": 700}

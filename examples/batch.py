@@ -13,11 +13,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import llama2
+try:
+    import torch
+    from torch import Tensor, nn
+
+    import llama2
+except ImportError as error:
+    print(f"batch.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
 
 
 class PaddedCache(llama2.Cache):
@@ -122,7 +126,7 @@ def main() -> int:
         middle = time.perf_counter()
         alone = generate_one_by_one(model, prompts, sampling, args.max_new_tokens)
         end = time.perf_counter()
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
 
     together = []

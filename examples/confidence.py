@@ -2,14 +2,18 @@
 
     python examples/confidence.py "Once upon a time" [--model PATH] [--seed N]
 
-A terminal shows the shades of server.py's page; in a pipe or file (| cat) there are numbers instead.
+A terminal shows the shades of the server's page; in a pipe or file (| cat) there are numbers instead.
 """
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import llama2
+try:
+    import llama2
+except ImportError as error:
+    print(f"confidence.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
 
 # The colour of a terminal (of 256) for a token that is less probable than this.
 SHADES = {0.9: 230, 0.6: 222, 0.3: 215, 0.1: 208}
@@ -52,7 +56,7 @@ try:
     for token_id in generation:
         chance = distributions[-1][token_id].item()
         print(shaded(decoder.decode(token_id), chance), end="", flush=True)
-except (ValueError, OSError) as error:
+except (ImportError, ValueError, OSError, RuntimeError) as error:
     parser.error(str(error))
 print("\n\nThe least certain | the likeliest in their places")
 # There may be one distribution more: that of the stop token.

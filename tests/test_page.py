@@ -1,4 +1,4 @@
-"""Tests of examples/chat.html in a real browser: Debian's package chromium, by playwright.
+"""Tests of examples/server/chat.html in a real browser: Debian's package chromium, by playwright.
 
 The server and its model are real. Errors in the console (whatever the page's policy blocks is one)
 and requests to other hosts fail every test.

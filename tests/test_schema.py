@@ -1,4 +1,4 @@
-"""Tests of examples/schema.py and grammar.py: answers that fit random schemas."""
+"""Tests of examples/schema.py and examples/server/grammar.py: answers that fit random schemas."""
 
 import json
 import random
@@ -16,7 +16,7 @@ import llama2
 from test_llama2 import SCRIPT
 
 EXAMPLES = SCRIPT.parent / "examples"
-from grammar import Grammar, open_vocabulary
+from server.grammar import Grammar, open_vocabulary
 
 # A is one of the others. An answer ends within a few hundred tokens.
 SCHEMAS = r"""
@@ -82,6 +82,37 @@ def test_what_fits():
         grammar = Grammar(vocabulary, {"call ": json.loads(SCHEMA)})
         ids = tokenizer.encode("call " + text, bos=False, first=False)
         assert (grammar.matcher.validate_tokens(ids) == len(ids)) is fits, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "fits"),
+    [
+        (
+            '{"const": {"type": "object", "properties": {}}}',
+            '{"type": "object", "properties": {}}',
+            1,
+        ),
+        ('{"enum": [{"properties": 1}]}', '{"properties": 1}', 1),
+        ('{"properties": {"a": {}}, "description": "allOf"}', '{"b": 1}', 0),
+        ('{"type": ["object", "null"], "properties": {"a": {}}}', '{"b": 1}', 0),
+        (
+            '{"properties": {"properties": {"properties": {"a": {}}}}}',
+            '{"properties": {"b": 1}}',
+            0,
+        ),
+        (
+            '{"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}',
+            '{"a": 1, "b": 1}',
+            1,
+        ),
+    ],
+)
+def test_schemas_are_closed_and_data_is_not(schema, text, fits):
+    _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
+    vocabulary = open_vocabulary(tokenizer, {tokenizer.eos_id})
+    ids = tokenizer.encode(text, bos=False, first=False)
+    matcher = Grammar(vocabulary, {"": json.loads(schema)}).matcher
+    assert (matcher.validate_tokens(ids) == len(ids)) == fits
 
 
 NO_NULL = '{"not": {"type": "null"}}'

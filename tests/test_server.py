@@ -1,4 +1,4 @@
-"""Tests of examples/server.py as a process: by OpenAI's client, and by sockets where that is too kind.
+"""Tests of examples/server as a process: by OpenAI's client, and by sockets where that is too kind.
 
 They take the bundled model in float32, and one server for nearly all of them.
 """
@@ -21,7 +21,7 @@ openai = pytest.importorskip("openai")
 import llama2
 from test_llama2 import SCRIPT
 
-SERVER = SCRIPT.parent / "examples/server.py"
+SERVER = SCRIPT.parent / "examples/server"
 STORY = "Once upon a time there was a king who had a daughter"
 KEY = "sesame"
 GREEDY = {"model": "any", "temperature": 0}
@@ -39,7 +39,8 @@ class Running:
         while not (line := self.process.stderr.readline()).startswith("listening on "):
             assert line
         self.url = line.split()[-1]
-        self.port = int(self.url.rpartition(":")[2])
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        self.host, self.port = host.strip("[]"), int(port)
         self.http = openai.DefaultHttpxClient(base_url=self.url, timeout=120)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
         self.complete = self.client.completions.create
@@ -54,7 +55,7 @@ class Running:
 
     def connect(self, data=b""):
         """A connection on which this was sent."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=50)
+        connection = socket.create_connection((self.host, self.port), timeout=50)
         connection.sendall(data)
         return connection
 
@@ -239,6 +240,14 @@ def test_answers_that_fit_a_schema(server):
     assert logprobs[2] < -1  # the model's own: it would not say "
     (cut,) = server.complete(**options, max_tokens=2).choices
     assert (cut.text, cut.finish_reason) == ('"\ufffd', "length")  # half a character
+    form = json.loads(FORM)["extra_body"]
+    body = {**QUESTION, **form, "max_tokens": 99, "logprobs": True}
+    for more in (0, 1):  # the token that ends the text is asked for
+        _, reply = server.post(CHAT, body | {"include_stop_token": bool(more)})
+        (choice,) = reply["choices"]
+        assert choice["finish_reason"] == "stop"
+        tokens = reply["usage"]["completion_tokens"]
+        assert len(choice["logprobs"]["content"]) == tokens + more
     _, reply = server.post(CHAT, {**QUESTION, "response_format": {"type": "json_object"}})
     assert reply["choices"][0]["message"]["content"][0] == "{"
 
@@ -349,6 +358,7 @@ WRONG = """{
 "top_p": [-0.1, 1.1, "1", false],
 "seed": [1.5, "1", false, 9223372036854775808],
 "n": [0, 2, "1", true, 1.0],
+"best_of": [2],
 "stop": ["", [""], [1], 1, {}, ["a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a"]],
 "stream": ["true", 1, []],
 "stream_options": [1, "a", []],
@@ -364,8 +374,8 @@ WRONG = """{
 "text", {"type": "xml"}, {"type": "json_object", "odd": 1},
 {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "string"}}}}
 ],
-"tools": [[{"type": "function"}]],
-"tool_choice": ["required"],
+"tools": [[{"type": "function"}], [{"function": {"name": "\\ud800"}}], [{"function": {"name": "a b"}}]],
+"tool_choice": ["required", " "],
 "parallel_tool_calls": [true],
 "continue_final_message": [1],
 "suffix": ["B"],
@@ -385,7 +395,7 @@ null, 1, true, {}, [], [[]], [[], "a"], [1.5], [true], [-1], [1000000],
 "top_logprobs": [5],
 "messages": [
 null, [], "A", ["A"], [{"role": "user"}], [{"content": "A"}],
-[{"role": "user", "content": {}}], [{"role": "user", "content": [{"type": "image_url"}]}],
+[{"role": "user", "content": {}}], [{"role": "user", "content": [{"type": "image_url", "text": "A"}]}],
 [{"role": "assistant", "content": "A"}], [{"role": [], "content": "A"}],
 [{"role": "\\ud800", "content": "A"}],
 [{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}], [{"role": "user", "name": "A"}],
@@ -399,7 +409,7 @@ null, [], "A", ["A"], [{"role": "user"}], [{"content": "A"}],
 NEUTRAL = """{
 "user": "u", "metadata": {"a": "b"}, "store": false, "n": 1, "tools": [], "tool_choice": "none",
 "parallel_tool_calls": false, "response_format": {"type": "text"}, "suffix": null, "logit_bias": {}, "echo": false, "stop": null,
-"unknown": null, "stream_options": {"include_usage": false}, "top_logprobs": 0
+"best_of": 1, "modalities": ["text"], "cache_prompt": true, "unknown": null, "stream_options": {"include_usage": false}, "top_logprobs": 0
 }"""
 BAD_BODIES = (
     (b"[]", None),
@@ -489,7 +499,7 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     site = "https://chat.example"
     path = tmp_path / "template"
     path.write_text(TEMPLATE)
-    server = Running("--cors", site, "--no-prompt-cache", "--chat-template", path)
+    server = Running("--cors", site, "--no-prompt-cache", "--chat-template", path, "--host", "::1")
     body = json.loads(CALLS)
     _, reply = server.post(CHAT, body)
     function = body["messages"][0]["tool_calls"][0]["function"]
@@ -509,8 +519,9 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     server.get("/v1/%1b[31m")
     with server.send(stream=True) as stream:
         stream.recv(4096)
+    assert server.url.startswith("http://[::1]:")
     # These wait for their turn, until the abandoned stream has ended.
-    assert [server.cached(prompt=STORY), server.cached(prompt=STORY)] == [0, 0]
+    assert [server.cached(prompt=STORY, cache_prompt=True) for _ in range(2)] == [0, 0]
     log = server.stop()  # a line is written when all is done: in any order
     for line in (
         r"/v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s",

@@ -1,7 +1,8 @@
-"""Nothing but JSON that fits a schema, by llguidance: schema.py and server.py use it."""
+"""Nothing but JSON that fits a schema, by llguidance: schema.py and the server use it."""
 
+import copy
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ import llama2
 
 # White space between two tokens of JSON. Without any, small models write {}; with any, no end.
 WHITE_SPACE = {"whitespace_pattern": r" |\n {0,8}"}
+# Keywords of JSON Schema that hold a schema for each name, and those that hold one or several.
+OF_NAMES = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+JOINING = {"$ref", "anyOf", "oneOf", "if", "dependentSchemas"}  # properties beside a schema's own
+HELD = {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "items", "prefixItems", "contains"}
+HELD |= {"additionalProperties", "unevaluatedItems", "unevaluatedProperties"}
 
 
 class Vocabulary:
@@ -35,10 +41,30 @@ def open_vocabulary(tokenizer: llama2.Tokenizer, stop_ids: Collection[int]) -> L
     return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[*stop_ids])
 
 
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all schemas in it, but not the data of const, enum, default and examples."""
+    if isinstance(schema, dict):
+        yield schema
+        for key, value in schema.items():
+            if key in OF_NAMES and isinstance(value, dict):
+                value = [*value.values()]
+            elif key not in HELD:
+                continue
+            for item in value if isinstance(value, list) else [value]:
+                yield from subschemas(item)
+
+
 def close(schema: dict[str, Any]) -> dict[str, Any]:
-    """Allow only the properties that an object's schema names, as in vLLM and llama.cpp."""
-    if schema.get("type") == "object" and "properties" in schema:
-        return {"additionalProperties": False} | schema
+    """Allow only the properties that an object's schema names, as in vLLM and llama.cpp.
+
+    Where a schema takes properties from several, none of them can tell which others there are.
+    """
+    schema = copy.deepcopy(schema)
+    schemas = [*subschemas(schema)]
+    joined = any("allOf" in s or ("properties" in s and JOINING & s.keys()) for s in schemas)
+    for one in schemas:
+        if not joined and "properties" in one and "object" in one.get("type", "object"):
+            one.setdefault("additionalProperties", False)
     return schema
 
 
@@ -54,9 +80,7 @@ class Grammar:
         for i, (prefix, schema) in enumerate(schemas.items()):
             if not isinstance(schema, dict):
                 raise ValueError(f"the schema {text:.200} cannot be used: it is no object")
-            if "allOf" not in text:  # which adds the properties of several schemas
-                schema = json.loads(json.dumps(schema), object_hook=close)
-            value = json.dumps(schema | {"x-guidance": WHITE_SPACE})
+            value = json.dumps(close(schema) | {"x-guidance": WHITE_SPACE})
             rules.append(f"answer{i}: {json.dumps(prefix)} value{i}")
             rules.append(f"value{i}: %json {value}")
         self.matcher = LLMatcher(vocabulary, "\n".join(rules), log_level=0)

@@ -1,4 +1,4 @@
-"""What stands between the network and server.py. It knows nothing of models.
+"""What stands between the network and the server. It knows nothing of models.
 
 It refuses a wrong key and, if there is no key, pages of other sites, whose requests a browser would
 send. If there are too many connections, idle ones are closed. Each request is a line of the log.

@@ -1,4 +1,4 @@
-"""What server.py does with a model: several caches, grammars, penalties, log-probabilities."""
+"""What the server does with a model: several caches, grammars, penalties, log-probabilities."""
 
 import functools
 from collections.abc import Sequence
@@ -11,15 +11,14 @@ import torch
 import llama2
 
 try:
-    import grammar
+    from server import grammar
 except ImportError:  # without llguidance
     grammar = None
 
 MAX_CACHES, CACHE_BYTES = 4, 2**31  # conversations kept, if they fit; at least one
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
-CHUNK = 512  # prompt tokens per pass; between two passes the client may have hung up
-SCORE_CHUNK = 128  # the same where the logits of all positions are needed
-PENALTY_WINDOW = 64  # penalties count the last 64 tokens, prompt included, as in llama.cpp
+# Prompt tokens per pass, as many as the library takes; between two passes the client may have hung up
+CHUNK, SCORE_CHUNK = llama2.PREFILL_CHUNK, llama2.SCORE_CHUNK
 
 
 class Score(NamedTuple):
@@ -43,7 +42,7 @@ class Adjustment:
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         """Logits (V,) after ids."""
         V = len(logits)
-        counts = torch.tensor(ids[-PENALTY_WINDOW:]).bincount(minlength=V)[:V]
+        counts = torch.tensor(ids[-llama2.PENALTY_WINDOW :]).bincount(minlength=V)[:V]
         penalty = counts * self.frequency_penalty + counts.clamp(max=1) * self.presence_penalty
         logits = logits + (self.bias - penalty).to(logits.device)
         return self.grammar(ids, logits) if self.grammar else logits
@@ -151,6 +150,7 @@ class Session:
         chat: bool,
         reuse: bool,
         score_prompt: bool,
+        score_end: bool,
         top: int | None,
         schemas: dict[str, dict],
         **options: Any,
@@ -169,7 +169,7 @@ class Session:
         if top is None:
             options["step"] = self.step
             return llama2.stream_text(self.model, self.tokenizer, ids, **options), None
-        scorer = Scorer(self, ids, top, score_prompt, options)
+        scorer = Scorer(self, ids, top, score_prompt, score_end, options)
         return scorer.stream, scorer
 
 
@@ -180,11 +180,18 @@ class Scorer:
     """
 
     def __init__(
-        self, session: Session, ids: list[int], top: int, score_prompt: bool, options: dict
+        self,
+        session: Session,
+        ids: list[int],
+        top: int,
+        score_prompt: bool,
+        score_end: bool,
+        options: dict,
     ) -> None:
         tokenizer = session.tokenizer
         self.session = session
         self.top = top
+        self.score_end = score_end  # of the stop token, which has no text
         self.stream = llama2.stream_text(session.model, tokenizer, ids, step=self, **options)
         self.strip = self.stream.strip  # leading white space is dropped until a text is shown
         has_text = any(map(tokenizer.token_bytes, ids))
@@ -227,9 +234,10 @@ class Scorer:
 
     def settle(self) -> None:
         """Keep the score of the last id, if it is new."""
-        if self.next is not None:
+        is_end = self.stream.stop_reason.startswith("stop token")
+        if self.next is not None and (self.score_end or not is_end):
             self.add(self.next, self.stream.generation.ids[-1:])
-            self.next = None
+        self.next = None
 
     def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
         """tokens (1, n) -> logits (1, V)."""

@@ -1,0 +1,261 @@
+"""The answer to a request for a completion or a chat, whole or as a stream of events."""
+
+import asyncio
+import itertools
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio.from_thread
+import anyio.to_thread
+from starlette.responses import JSONResponse, StreamingResponse
+
+import llama2
+from server.fields import (
+    Refusal,
+    check_messages,
+    refuse,
+    take,
+    take_calls,
+    take_sampling,
+    take_schema,
+    take_stops,
+)
+from server.serving import Score, Session
+
+MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
+TURN = anyio.Lock()  # to use the model: first come, first served
+
+
+@dataclass
+class Job:
+    """The response to a request, as an ASGI application."""
+
+    session: Session
+    model_name: str
+    chat: bool
+    prompts: list[list[int]]
+    stream: bool
+    include_usage: bool
+    echo: bool
+    is_call: bool  # the answer calls a tool
+    options: dict[str, Any]  # of Session.start()
+    replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # ends with None
+    log: list[str] = field(default_factory=list)
+    call: str | None = ""  # the beginning of a call of a tool; None once its name is known
+
+    def __post_init__(self) -> None:
+        object_type = "text_completion"
+        if self.chat:
+            object_type = "chat.completion.chunk" if self.stream else "chat.completion"
+        self.about = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": object_type,
+            "created": int(time.time()),
+            "model": self.model_name,
+        }
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer until the client hangs up."""
+        scope["log"] = self.log
+        if TURN.statistics().tasks_waiting >= MAX_WAITING:
+            raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
+
+        async def watch() -> None:  # a client that got the whole answer has disconnected, too
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            if not self.log:  # complete() has not ended
+                self.log.append("aborted: the client hung up")
+            group.cancel_scope.cancel()
+
+        async def respond() -> None:
+            stream = StreamingResponse(self.events(), media_type="text/event-stream")
+            response = stream if self.stream else await self.replies.get()
+            await response(scope, receive, send)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            group.start_soon(respond)
+            async with TURN:
+                try:
+                    await anyio.to_thread.run_sync(self.complete)
+                except Exception as error:  # noqa: BLE001 (memory that ran out, weights with NaN)
+                    response = refuse(None, error)
+                    self.log.append(json.loads(response.body)["error"]["message"])
+                    self.replies.put_nowait(response)
+            self.replies.put_nowait(None)
+
+    async def events(self) -> Any:
+        """The replies as server-sent events."""
+        while reply := await self.replies.get():
+            yield b"data: " + reply.body + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    def reply(self, *choices: dict, **usage: dict) -> None:
+        """Send an event, or the whole answer, from the model's thread."""
+        anyio.from_thread.run_sync(
+            self.replies.put_nowait, JSONResponse({**self.about, "choices": choices, **usage})
+        )
+
+    def complete(self) -> None:
+        """Continue the prompts, in the model's thread."""
+        start = time.perf_counter()
+        pairs = [self.complete_one(*pair) for pair in enumerate(self.prompts)]
+        prompt_tokens = sum(map(len, self.prompts))
+        new = sum(len(generation.new_ids) for _, generation in pairs)
+        prefilled = sum(generation.prompt_tokens for _, generation in pairs)
+        rate = new / (time.perf_counter() - start)
+        cached = prompt_tokens - prefilled
+        self.log.append(f"read {prefilled} + {cached} cached, made {new}, {rate:.1f} tokens/s")
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        choices = [] if self.stream else [choice for choice, _ in pairs]
+        if self.include_usage:
+            self.reply(*choices, usage=usage)
+
+    def complete_one(self, index: int, ids: list[int]) -> tuple[dict, llama2.Generation]:
+        """Continue a prompt; returns its choice and the generation."""
+        choice = {"index": index, "logprobs": None, "finish_reason": None}
+        if self.chat and self.stream:
+            self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
+        stream, scorer = self.session.start(ids, **self.options)
+        before = [self.session.tokenizer.decode(ids)] if self.echo else []
+        texts = []
+        for text in itertools.chain(before, stream):
+            if self.stream:
+                self.reply(choice | self.content(text, scorer))
+            else:
+                texts.append(text)
+        choice |= self.content("".join(texts), scorer)
+        choice["finish_reason"] = "length"
+        if stream.stop_reason.startswith("stop"):
+            choice["finish_reason"] = "tool_calls" if self.call is None else "stop"
+        if self.stream:
+            self.reply(choice)
+        return choice, stream.generation
+
+    def content(self, text: str, scorer: Any) -> dict:
+        """The fields of a choice for a text, with the log-probabilities of its tokens."""
+        choice = {"logprobs": self.table(scorer.take(text))} if scorer else {}
+        if not self.chat:
+            return choice | {"text": text}
+        message = {"content": text}
+        if self.is_call:
+            message = {"tool_calls": self.tool_calls(text)}
+        if self.stream:
+            return choice | {"delta": message}
+        return choice | {"message": {"role": "assistant", "content": None} | message}
+
+    def tool_calls(self, text: str) -> list[dict]:
+        """The fields of a tool call for a text, once the tool's name is known."""
+        if self.call is None:
+            return [{"index": 0, "function": {"arguments": text}}]
+        self.call += text
+        head, comma, arguments = self.call.partition(', "arguments": ')
+        if not comma:
+            return []
+        self.call = None
+        function = {"name": json.loads(head + "}")["name"], "arguments": arguments}
+        return [
+            {
+                "index": 0,
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": function,
+            }
+        ]
+
+    def entries(self, score: Score) -> list[dict]:
+        """A token, and then the likeliest ones in its place. No two have the same name."""
+        tokenizer = self.session.tokenizer
+        entries = {}
+        for token_id, logprob in score.top.items():
+            data = tokenizer.token_bytes(token_id)  # maybe only some bytes of a character
+            name = score.text
+            if entries:
+                name = data.decode(errors="backslashreplace")
+                name = tokenizer.vocabulary.pieces[token_id] if name in ("", *entries) else name
+            entries[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
+        return [*entries.values()]
+
+    def table(self, scores: list[Score]) -> dict:
+        """Log-probabilities in OpenAI's form."""
+        tokens = [self.entries(score) for score in scores]
+        content = [{**token[0], "top_logprobs": token} for token in tokens if token]
+        if self.chat:
+            return {"content": content, "refusal": None}
+        return {
+            "content": content,  # has bytes: the names below do not tell </s> from text
+            "tokens": [score.text for score in scores],
+            "token_logprobs": [score.top.get(score.token_id) for score in scores],
+            "top_logprobs": [  # nothing comes before a first token
+                {e["token"]: e["logprob"] for e in token} or None for token in tokens
+            ],
+            "text_offset": [score.start for score in scores],
+        }
+
+
+def read_request(session: Session, name: str, reuse: bool, body: dict, field: str) -> "Job":
+    """Take all supported fields out of a body; what remains in it is not supported.
+
+    `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
+    """
+    chat = field == "messages"
+    prompt = body.pop(field, None)
+    take(body, "model", str)
+    stream = take(body, "stream", bool, False)
+    stream_options = take(body, "stream_options", dict, {})
+    include_usage = take(stream_options, "include_usage", bool, False) or not stream
+    top = take(body, "logprobs", bool if chat else int)
+    if chat:
+        top = take(body, "top_logprobs", int, 0) if top else None
+    limit = take(body, "max_tokens", int, session.context if chat else 16)
+    limit = take(body, "max_completion_tokens", int, limit)
+    echo = not chat and take(body, "echo", bool, False)
+    continued = chat and take(body, "continue_final_message", bool, False)
+    tools = take(body, "tools", list, []) if chat else []
+    calls = take_calls(body, tools) if tools else {}
+    schemas = calls or take_schema(body)
+    options = {
+        "chat": chat,
+        "strip": chat and not continued,
+        "stop": take_stops(body),
+        "max_new_tokens": limit,
+        # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
+        "reuse": take(body, "cache_prompt", bool, body.get("seed") is None) and reuse,
+        "sampling": take_sampling(body, session.model.vocab_size),
+        "schemas": schemas,
+        "score_prompt": echo and top is not None,
+        "score_end": not chat or take(body, "include_stop_token", bool, False),
+        "top": top,
+    }
+    body |= stream_options
+    if schemas:
+        param = "tools" if calls else "response_format"
+        try:
+            session.grammar(schemas, chat)
+        except ValueError as error:
+            raise Refusal(400, f"{param}: {error}", param=param) from error
+    if chat:
+        check_messages(prompt)
+        prompts = [session.encode_chat(prompt, continued, tools)]
+    else:
+        prompts = session.encode(prompt)
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
+    longest = max(map(len, prompts))
+    if longest + min(limit, 1) > session.context:
+        raise Refusal(
+            400,
+            f"This model's maximum context length is {session.context} tokens, and {field} has "
+            f"{longest}",  # clients look for OpenAI's words
+            param=field,
+            code="context_length_exceeded",
+        )
+    return Job(session, name, chat, prompts, stream, include_usage, echo, bool(calls), options)

@@ -1,0 +1,206 @@
+"""The fields of requests: each is taken out of a body and checked; what remains is refused by name."""
+
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+import torch
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+import llama2
+from server.serving import Adjustment
+
+LIMITS = {
+    **llama2.SAMPLING_LIMITS,
+    "temperature": (0, 2),
+    "seed": (-(2**63), 2**63 - 1),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "logprobs": (0, 20),
+    "top_logprobs": (0, 20),
+    "max_tokens": (0, 2**31 - 1),
+    "max_completion_tokens": (0, 2**31 - 1),
+}
+# Fields that change nothing, and fields that may only have these values.
+IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
+NEUTRAL = {
+    "n": [1],
+    "best_of": [1],
+    "modalities": [["text"]],
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "parallel_tool_calls": [False],
+    "echo": [False],
+    "top_logprobs": [0],
+}
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
+
+
+class Refusal(HTTPException):
+    """An error for the client; `about` may hold OpenAI's `param` (the wrong field) and `code`."""
+
+    def __init__(self, status: int, message: str, **about: str) -> None:
+        super().__init__(status, message, {"Retry-After": "2"} if status == 503 else None)
+        self.about = about
+
+
+def refuse(request: Any, error: Any) -> Response:
+    """An error in OpenAI's form. Its message is logged, too."""
+    if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
+        error = Refusal(500, f"the server failed: {type(error).__name__}")
+    if error.status_code == 404 and not isinstance(error, Refusal):
+        paths = ", ".join(route.path for route in request.app.routes)
+        error = Refusal(
+            404,
+            f"{request.url.path[:60]} does not exist; there are {paths}; "
+            "in place of /v1/responses use /v1/chat/completions",
+        )
+    message = utf8(error.detail)
+    if request is not None:
+        request.scope["log"] = [message]
+    error_type = "invalid_request_error" if error.status_code < 500 else "server_error"
+    about = getattr(error, "about", {})
+    body = {"message": message, "type": error_type, "param": None, "code": None, **about}
+    return JSONResponse({"error": body}, error.status_code, error.headers)
+
+
+def utf8(text: str) -> str:
+    """The text with question marks for characters that UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def take(body: dict, name: str, value_type: type, default: Any = None) -> Any:
+    """Remove a field and return its value, or its default if it is absent or null."""
+    value = body.pop(name, None)
+    if value is None:
+        return default
+    fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
+    expected = value_type.__name__
+    if name in LIMITS:
+        low, high = LIMITS[name]
+        fits = fits and low <= value <= high
+        expected += f" from {low} to {high}"
+    if not fits:
+        raise Refusal(400, f"{name} is {json.dumps(value)[:40]}; expected {expected}", param=name)
+    return value
+
+
+def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
+    """The fields of Sampling and Adjustment. A seed may be negative."""
+    values = {}
+    for item in fields(llama2.Sampling):
+        if item.name in LIMITS:
+            values[item.name] = take(
+                body, item.name, int if item.name == "seed" else type(item.default), item.default
+            )
+    if values["seed"] is not None:
+        values["seed"] %= 2**63
+    bias = torch.zeros(vocab_size)
+    for key, value in take(body, "logit_bias", dict, {}).items():
+        is_id = key.isdecimal() and len(key) < 10 and int(key) < vocab_size
+        if not is_id or type(value) not in (int, float) or not -100 <= value <= 100:
+            raise Refusal(
+                400,
+                f"logit_bias has {key[:20]!r}: {value!r:.20}; expected id: -100 to 100",
+                param="logit_bias",
+            )
+        bias[int(key)] = value
+    processor = Adjustment(
+        bias,
+        take(body, "presence_penalty", float, 0),
+        take(body, "frequency_penalty", float, 0),
+    )
+    return llama2.Sampling(logits_processor=processor, **values)
+
+
+def take_stops(body: dict) -> list[str]:
+    """The stop texts."""
+    stop = body.pop("stop", [])
+    stops = stop if isinstance(stop, list) else [stop]
+    if len(stops) > 16 or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in stops):
+        raise Refusal(
+            400,
+            f"stop is {json.dumps(stop)[:40]}; expected up to 16 texts of 1 to 256 characters",
+            param="stop",
+        )
+    return stops
+
+
+def take_schema(body: dict) -> dict[str, dict]:
+    """`response_format` as schemas of a Grammar; {} if the answer may be any text."""
+    form = take(body, "response_format", dict, {"type": "text"})
+    if form == {"type": "text"}:
+        return {}
+    if form == {"type": "json_object"}:
+        return {"": {"type": "object"}}
+    match form:
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"": schema}
+    raise Refusal(
+        400,
+        "response_format: expected type text, json_object, or json_schema with a schema",
+        param="response_format",
+    )
+
+
+def take_calls(body: dict, tools: list) -> dict[str, dict]:
+    """The tools of which one must be called, as schemas of a Grammar; {} if none must."""
+    choice = body.pop("tool_choice", "auto")
+    schemas = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), **function}} if NAME.fullmatch(name):
+                if choice in ("required", {"type": "function", "function": {"name": name}}):
+                    schema = function.get("parameters") or {"type": "object", "properties": {}}
+                    schemas[f'{{"name": {json.dumps(name)}, "arguments": '] = schema
+            case _:
+                raise Refusal(
+                    400,
+                    f"tools has {json.dumps(tool)[:60]}; expected functions, whose names have 1 to 64 of A-Z a-z 0-9 _ . -",
+                    param="tools",
+                )
+    if not schemas and choice != "none":
+        raise Refusal(
+            400,
+            f"tool_choice is {json.dumps(choice)[:60]}; expected required, a tool, or none",
+            param="tool_choice",
+        )
+    return schemas
+
+
+def check_messages(messages: Any) -> None:
+    """Check messages; the role developer becomes system. Raises ValueError."""
+    try:
+        for message in messages:
+            for key, value in message.items():
+                if value and key not in ("role", "content", "name", "tool_calls", "tool_call_id"):
+                    raise ValueError(f"{key[:40]} in a message is not supported")
+            if message["role"] == "developer":
+                message["role"] = "system"
+            content = message.get("content")
+            if isinstance(content, list):
+                if any(part.get("type") != "text" for part in content):
+                    raise TypeError
+                message["content"] = "\n".join(part["text"] for part in content)
+            calls = message.get("tool_calls") or []
+            for call in calls:
+                function = call["function"]
+                function["arguments"] = json.loads(function["arguments"])  # as templates take them
+            if content is None and not calls:
+                raise TypeError
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "expected a list of messages with role, text as content, and functions as tool_calls"
+        ) from error
+
+
+def refuse_rest(body: dict) -> None:
+    """Refuse the fields that remain, unless they change nothing."""
+    for key, value in body.items():
+        text = json.dumps(value)  # tells false from 0
+        if key not in IGNORED and text not in map(json.dumps, NEUTRAL.get(key, ())):
+            raise Refusal(
+                400, f"{key[:40]} is {text[:40]}, which is not supported", param=utf8(key[:40])
+            )
