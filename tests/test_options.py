@@ -116,7 +116,9 @@ def test_wrong_values(run, script):
                 assert re.search(f": .*({words}|{value})", err), case
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.startswith("ex") and "convert" not in s])
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if s.startswith("ex") and "convert" not in s]
+)
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch, script):
     (tmp_path / "torch.py").write_text("raise ImportError(name='torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
