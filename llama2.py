@@ -19,7 +19,7 @@ Five parts, in a reader's order:
     I    The model, in torch alone. Cut it out and paste it anywhere.
     II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
          generator for any Llama in memory.
-    III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading, saving.
+    III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading.
     IV   Faster and larger: CPU kernels, compiled steps, several devices. Delete it, and kernels/
          beside it, and all else still works, on one device and more slowly.
     V    The command line.
@@ -59,8 +59,8 @@ __all__ = [
     "TextStream", "stream_text", "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES",
     "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
     "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
-    "open_hf", "state_dict_from_hf", "llama3_divisors", "bpe_json", "json_steps", "save_gguf",
-    "SAMPLING_LIMITS", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK",
+    "open_hf", "state_dict_from_hf", "llama3_divisors", "PRE_TOKENIZERS", "LIKE_LLAMA_3",
+    "json_steps", "SAMPLING_LIMITS", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK",
     "naming", "DEFAULT_MODEL", "Parser", "in_range", "main",
 ]  # fmt: skip
 
@@ -854,7 +854,6 @@ class Vocabulary:
     #   "prepend"  there and after each special token, even if a space follows (llama.cpp)
     prepend_scheme: str = "first"
     chat_template: str = ""  # in Jinja; "": the model's files have none
-    keys: Any = None  # the metadata of GGUF from which part III saves it
 
 
 class Tokenizer:
@@ -1299,17 +1298,14 @@ def chat(
 # Part III: Files
 # ==================================================================================================
 
-import errno
 import importlib.util
 import io
 import mmap
 import os
-import shutil
 import struct
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 # --------------------------------------------------------------------------------------------------
 # 13. Quantised weights
@@ -1796,9 +1792,7 @@ class GGUF:
 
     def __init__(self, path: str | Path) -> None:
         self.metadata: dict[str, Any] = {}
-        self.types: dict[str, tuple[int, int]] = {}  # of each key: type of the value, of its items
         self.weights: dict[str, Weight] = {}
-        self.config: Config | None = None  # what open_gguf() makes of the metadata
         with naming(path):
             # 1. The head: magic, version, and two counts.
             self.file, size = read_head(Path(path))
@@ -1816,7 +1810,7 @@ class GGUF:
                 with naming(key):
                     if key in self.metadata:
                         raise ValueError("a duplicate key")
-                    self.metadata[key], self.types[key] = self.value()
+                    self.metadata[key] = self.value()
 
             # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
             #    it takes 0.1 s.
@@ -1867,8 +1861,8 @@ class GGUF:
             values.append(data.decode())
         return values
 
-    def value(self) -> tuple[Any, tuple[int, int]]:
-        """The next value of the metadata (a number, a string, or a list of them) and its types."""
+    def value(self) -> Any:
+        """The next value of the metadata: a number, a string, or a list of them."""
         [value_type] = self.unpack("I")
         item_type, count = value_type, 1
         if value_type == GGUF_ARRAY:
@@ -1879,7 +1873,7 @@ class GGUF:
             values = list(self.unpack(f"{count}{NUMBERS[item_type]}"))
         else:
             raise ValueError(f"has the unknown type {item_type}")
-        return values if value_type == GGUF_ARRAY else values[0], (value_type, item_type)
+        return values if value_type == GGUF_ARRAY else values[0]
 
 
 GGUF_ACCEPTED: dict[str, tuple] = {  # keys that must have one of these values; None: be absent
@@ -1924,7 +1918,6 @@ def open_gguf(path: Path) -> Checkpoint:
     if factors := weights.pop("rope_freqs.weight", None):
         divisors = tuple(factors.dense(torch.float32).flatten().tolist())
         config = replace(config, rope_freq_factors=divisors)
-    file.config = config
     return Checkpoint(
         str(path),
         config,
@@ -2084,7 +2077,6 @@ def read_chat_template(folder: Path) -> str:
 #
 #   tokenizer.model, tokenizer.json  --read_vocabulary_file()-->  GGUF's keys
 #   GGUF's keys                      --vocabulary_from_gguf()-->  Vocabulary
-#   Vocabulary                       --vocabulary_keys()------->  GGUF's keys, to be saved
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
@@ -2141,10 +2133,9 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         bos,
         eos,
         get("tokenizer.ggml.add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
-        # Only save_gguf() writes this key. In other files a space is added as llama.cpp adds it.
+        # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
         get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
         get("tokenizer.chat_template", str, ""),
-        None if is_json else metadata,
     )
 
 
@@ -2396,7 +2387,6 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
         # different places. (For Llama, it adds them by "legacy" in tokenizer_config.json.)
         trained = read_vocabulary_file(folder / "tokenizer.model", config)
         if trained.pieces == vocabulary.pieces and not absorbs_spaces(vocabulary):
-            vocabulary.keys = trained.keys
             is_mistral = read_json(folder / "config.json").get("model_type") == "mistral"
             if trained.prepend_scheme == vocabulary.prepend_scheme or not is_mistral:
                 return trained
@@ -2451,50 +2441,10 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
         return vocabulary_from_gguf(metadata)
 
 
-def vocabulary_keys(vocabulary: Vocabulary, count: int) -> dict[str, Any]:
-    """GGUF's keys for a vocabulary, padded to `count` pieces. Raises ValueError."""
-    pieces = vocabulary.pieces
-    padding = range(len(pieces), count)
-    keys = (vocabulary.keys or json_keys(vocabulary)) | {
-        "tokenizer.ggml.tokens": pieces + [f"[PAD{i}]" for i in padding],
-        "tokenizer.ggml.token_type": vocabulary.types + [UNUSED] * len(padding),
-        "tokenizer.ggml.bos_token_id": vocabulary.bos_id,
-        "tokenizer.ggml.eos_token_id": vocabulary.eos_id,
-        "tokenizer.ggml.add_bos_token": vocabulary.add_bos,
-        "tokenizer.ggml.add_space_prefix": vocabulary.prepend_scheme != "never",
-        "tokenizer.ggml.prepend_scheme": vocabulary.prepend_scheme,
-        "tokenizer.chat_template": vocabulary.chat_template,
-    }
-    if scores := keys.get("tokenizer.ggml.scores"):
-        keys["tokenizer.ggml.scores"] = scores + [0.0] * len(padding)
-    return {k: v for k, v in keys.items() if k.startswith("tokenizer.") and v is not None}
-
-
 def absorbs_spaces(vocabulary: Vocabulary) -> bool:
     """Whether added tokens of a tokenizer.json absorb spaces beside them or must be whole words."""
     added = json.dumps(vocabulary.model.get("added_tokens"))
     return bool(re.search('"(single_word|lstrip|rstrip)": true', added))
-
-
-def json_keys(vocabulary: Vocabulary) -> dict[str, Any]:
-    """GGUF's keys for a tokenizer.json. Raises ValueError if GGUF cannot describe it.
-
-    For the steps before the model GGUF has only a name: that of equal steps in PRE_TOKENIZERS.
-    """
-    content = vocabulary.model
-    model, steps = content["model"], json_steps(content)
-    if absorbs_spaces(vocabulary):
-        raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
-    for pre, named_steps in PRE_TOKENIZERS.items():
-        is_like_llama_3 = bool(model.get("ignore_merges"))
-        if steps == f"[{', '.join(named_steps)}]" and is_like_llama_3 == (pre in LIKE_LLAMA_3):
-            merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-            return {
-                "tokenizer.ggml.model": "gpt2",
-                "tokenizer.ggml.pre": pre,
-                "tokenizer.ggml.merges": merges,
-            }
-    raise ValueError(f"GGUF has no name for {steps:.150}; if it is SentencePiece's: {CONVERT}")
 
 
 # Attached to Tokenizer below, so that part II knows no files. 262144: more than any vocabulary has.
@@ -2840,7 +2790,7 @@ def load(
     if needed > free:
         raise ValueError(
             f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"
-            " --context, fewer bits (--save OUT.gguf --type Q4_0) or more devices (examples/ranks.py) may do"
+            " --context, fewer bits (examples/convert.py --type Q4_0) or more devices (examples/ranks.py) may do"
         )
     tokenizer = checkpoint.tokenizer
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
@@ -2853,180 +2803,6 @@ def load(
     return model, tokenizer
 
 
-# --------------------------------------------------------------------------------------------------
-# 18. Saving
-
-SAVE_TYPES = "F32", "F16", "BF16", "Q8_0", "Q4_0"
-
-
-def model_checkpoint(model: Llama, tokenizer: Tokenizer | None) -> Checkpoint:
-    """The Checkpoint of a model in memory, without a copy.
-
-    Raises ValueError if it has something that a file cannot hold.
-    """
-    if tokenizer is None:
-        raise ValueError("a model can only be saved with its tokenizer")
-    accepted = Llama, nn.ModuleList, Block, CausalSelfAttention, MLP, RMSNorm
-    for name, module in model.named_modules():
-        if not isinstance(module, (*accepted, nn.Linear, nn.Embedding, Quantized)):
-            raise ValueError(f"a file cannot hold {name}, a {type(module).__name__}")
-    weights = {}
-    for name, w in model.state_dict().items():  # match_tensors() refuses adapters and biases
-        path, _, last = name.rpartition(".")
-        name = f"{path}.weight" if last in GGML_TYPES else name
-        weights[name] = memory_weight(w.detach().cpu().contiguous(), last)
-    config = replace(model.config, tie_word_embeddings=False)
-    with naming("the model, which a file cannot hold as it is"):
-        weights = match_tensors(weights, config)
-    embedding, head = weights["embed_tokens.weight"], weights["lm_head.weight"]
-    # The two are one tensor in a new model. Training or a replaced module may have changed that.
-    if model.config.tie_word_embeddings and torch.equal(embedding.read(), head.read()):
-        del weights["lm_head.weight"]
-        config = model.config
-    return Checkpoint("the model", config, weights, lambda: tokenizer)
-
-
-def memory_weight(w: Tensor, ggml_type: str) -> Weight:
-    """A Weight for a tensor in memory: blocks of `ggml_type`, or else a dense tensor."""
-    if ggml_type in GGML_TYPES:
-        block = GGML_TYPES[ggml_type]
-        shape = len(w), w.shape[1] // block.nbytes * block.weights
-        return Weight(ggml_type, shape, lambda: w)
-    w = w if w.dtype in DENSE_NAMES else w.float()
-    rows = torch.atleast_2d(w).view(torch.uint8)
-    return Weight(DENSE_NAMES[w.dtype], tuple(w.shape), lambda: rows)
-
-
-def convert_weight(weight: Weight, ggml_type: str | None) -> Weight:
-    """The Weight to save: a matrix becomes `ggml_type` (None: it stays as it is), norms F32.
-
-    Where the rows of a matrix are not whole blocks of that type, it becomes F16.
-    """
-    target = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
-    if weight.shape[-1] % replace(weight, ggml_type=target).block[0]:
-        target = "F16"
-
-    def read() -> Tensor:
-        import gguf
-
-        w = weight.dense(torch.float32)
-        if target not in ("F32", "BF16") and w.abs().max() > 65504:
-            raise ValueError("a number beyond the range of F16; BF16 can hold it")
-        data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[target])
-        return torch.from_numpy(data).view(torch.uint8)
-
-    return weight if target == weight.ggml_type else Weight(target, weight.shape, read)
-
-
-@contextmanager
-def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` if the `with` block succeeds, and is deleted if it fails.
-
-    A link stays a link. The new file gets the permissions of the file that it replaces.
-    """
-    path = path.resolve()
-    exists = path.exists()
-    if exists and not (overwrite and path.is_file()):
-        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it if a file")
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
-        with unfinished.open("xb") as file:
-            if exists:
-                shutil.copymode(path, unfinished)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:  # on a full disk: name the path, add the number that numpy leaves out
-        number, text = error.errno or errno.ENOSPC, error.strerror or str(error)
-        raise OSError(number, text, error.filename or str(path)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The metadata for a GGUF file of a checkpoint. Raises ValueError.
-
-    If the checkpoint comes from a GGUF file and its Config is unchanged, it is that of the file.
-    """
-    config, file = checkpoint.config, checkpoint.file
-    if file is not None and file.config == config:
-        return file.metadata
-    vocabulary = checkpoint.tokenizer.vocabulary
-    if len(vocabulary.pieces) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(vocabulary.pieces)} pieces, the model {config.vocab_size} rows"
-        )
-    metadata = dict(file.metadata) if file else vocabulary_keys(vocabulary, config.vocab_size)
-    for name, key in SETTINGS.items():
-        if not key.startswith("tokenizer."):
-            # An int that was given for a float becomes one.
-            metadata[key] = type(getattr(Config, name))(getattr(config, name))
-    ends = [*dict.fromkeys((vocabulary.eos_id, *config.stop_token_ids, config.eos_token_id))][1:]
-    metadata["tokenizer.ggml.eos_token_ids"] = ends
-    for end, token_id in zip(("eot", "eom"), ends):  # llama.cpp reads these two only
-        metadata[f"tokenizer.ggml.{end}_token_id"] = token_id
-    for key in "rope.dimension_count", "attention.key_length", "attention.value_length":
-        metadata[f"llama.{key}"] = config.head_dim
-    metadata["llama.rope.scaling.type"] = "linear"  # a factor of 1 changes nothing
-    return metadata
-
-
-def save_gguf(
-    model: Llama | Checkpoint,
-    path: str | Path,
-    ggml_type: str | None = None,
-    tokenizer: Tokenizer | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
-
-    Matrices become `ggml_type` (None: they stay as they are). A model needs its `tokenizer`; a
-    checkpoint has one. The file appears when it is complete. Raises ValueError for what a GGUF file
-    cannot hold, and if there is a file of this name, unless `overwrite`.
-    """
-    import gguf
-    import numpy
-
-    if ggml_type not in (None, *SAVE_TYPES):
-        raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
-    checkpoint = model if isinstance(model, Checkpoint) else model_checkpoint(model, tokenizer)
-    metadata = {"general.quantization_version": gguf.GGML_QUANT_VERSION}
-    metadata |= gguf_metadata(checkpoint)
-    types = checkpoint.file.types if checkpoint.file else {}
-    weights = {gguf_name(n): convert_weight(w, ggml_type) for n, w in checkpoint.weights.items()}
-    if factors := checkpoint.config.rope_freq_factors:
-        weights["rope_freqs.weight"] = memory_weight(
-            torch.tensor(factors, dtype=torch.float32, device="cpu"), ""
-        )
-    with (
-        replacing(Path(path), overwrite) as file,
-        closing(gguf.GGUFWriter(file.name, "llama")) as writer,
-    ):
-        writer.data_alignment = metadata.get("general.alignment", 32)
-        for key, value in metadata.items():
-            # The new file is not split, and its types may be others. The writer adds the
-            # architecture itself.
-            left_out = key.startswith("split.") or key == "general.architecture"
-            if left_out or value in ("", []) or (ggml_type and key == "general.file_type"):
-                continue
-            number = gguf.GGUFValueType.get_type(value)
-            if number == gguf.GGUFValueType.INT32:  # as converters write counts and ids
-                number = gguf.GGUFValueType.UINT32
-            writer.add_key_value(key, value, *types.get(key, (number, None)))
-        for name, weight in weights.items():
-            raw = gguf.GGMLQuantizationType[weight.ggml_type]
-            f4 = numpy.dtype("f4")  # the writer would take the shape of a uint8 tensor for bytes
-            writer.add_tensor_info(name, weight.shape, f4, weight.nbytes, raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, weight in weights.items():
-            with naming(name):
-                rows = weight.read()
-            writer.write_tensor_data(rows.contiguous().numpy())
-
-
 # ==================================================================================================
 # Part IV: Faster. Delete it freely, and kernels/ with it
 # ==================================================================================================
@@ -3034,7 +2810,7 @@ def save_gguf(
 __all__ += ["accelerate", "load_kernels"]
 
 # --------------------------------------------------------------------------------------------------
-# 19. CPU kernels
+# 18. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 KERNELS_VERSION = 7  # the version of the interface between kernels/cpu.cpp and this file
@@ -3212,7 +2988,7 @@ class NativeBlock(Block):
 
 
 # --------------------------------------------------------------------------------------------------
-# 20. Compiled steps
+# 19. Compiled steps
 #
 # For a GPU: torch.compile compiles the decode step of a Block once for all Blocks. This has never
 # run on a GPU; the tests compile it for a CPU.
@@ -3294,7 +3070,7 @@ from collections import Counter
 from typing import NoReturn
 
 # --------------------------------------------------------------------------------------------------
-# 21. Options
+# 20. Options
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
 CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
@@ -3322,7 +3098,7 @@ def in_range(cast: type, low: float, high: float = 2**31) -> Callable[[str], Any
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line. Raises ValueError for one that needs another."""
-    about = "Run a Llama 2 or 3 model: continue a text, chat, or convert the model to GGUF."
+    about = "Run a Llama 2 or 3 model: continue a text, or chat."
     parser = Parser(prog="llama2.py", description=about)
     add_group = parser.add_argument_group
 
@@ -3335,9 +3111,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         " (default: a small model that tells stories)",
     )
     add("--info", action="store_true", help="describe the model and the memory it needs, and exit")
-    add("--save", metavar="OUT.gguf", type=Path, help="write the model as one GGUF file, and exit")
-    add("--type", choices=SAVE_TYPES, help="with --save: type of the matrices (default: unchanged)")
-    add("--force", action="store_true", help="with --save: replace an existing file")
+    # These left after version 0.5.0.
+    add("--save", "--type", "--force", nargs="?", const="", help=argparse.SUPPRESS)
 
     group = add_group("prompt and chat")
     prompt = group.add_mutually_exclusive_group().add_argument
@@ -3418,9 +3193,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     args = parser.parse_args(argv)
-    for option, needed in (("system", "chat"), ("chat_template", "chat"), ("type", "save")):
-        if getattr(args, option) is not None and not getattr(args, needed):
-            raise ValueError(f"--{option.replace('_', '-')} needs --{needed}")
+    if args.save is not None:
+        raise ValueError(
+            "--save, --type and --force left: python examples/convert.py MODEL OUT.gguf"
+        )
+    for option in "system", "chat_template":
+        if getattr(args, option) is not None and not args.chat:
+            raise ValueError(f"--{option.replace('_', '-')} needs --chat")
     return args
 
 
@@ -3448,7 +3227,7 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 22. What is printed
+# 21. What is printed
 
 write = functools.partial(print, end="", flush=True)  # print to stdout at once, without a new line
 
@@ -3536,7 +3315,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# 23. The chat, and main
+# 22. The chat, and main
 
 CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all"
 
@@ -3611,10 +3390,6 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     """Do what the options ask for; returns the exit status."""
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model)
-    if args.save is not None:
-        save_gguf(checkpoint, args.save, args.type, overwrite=args.force)
-        note(f"wrote {args.save}: {describe_tensors(open_gguf(args.save))}", args.quiet)
-        return 0
     context = args.context or checkpoint.config.max_position_embeddings
     if args.info:
         plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
@@ -3716,6 +3491,4 @@ if __name__ == "__main__":
             is_first and fail("one process; several: torchrun --nproc-per-node N examples/ranks.py")
         )
     signal.signal(signal.SIGINT, on_interrupt)
-    # On SIGTERM, exit by an exception, so that unfinished files are deleted.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

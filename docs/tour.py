@@ -32,7 +32,9 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = str(ROOT), str(ROOT / "examples")
+from save import save_gguf
+
 import llama2
 
 PAGE = ROOT / "docs" / "tour.md"
@@ -1000,7 +1002,7 @@ def bits(probe):
     with tempfile.TemporaryDirectory() as folder:
         for ggml_type, nbytes in {"F32": 128, "Q8_0": 34, "Q4_0": 18}.items():
             path = Path(folder) / f"{ggml_type}.gguf"
-            llama2.save_gguf(probe.model, path, ggml_type, probe.tokenizer)
+            save_gguf(probe.model, path, ggml_type, probe.tokenizer)
             size = path.stat().st_size / 1e6
             sizes[ggml_type] = size
             other = Probe(path)

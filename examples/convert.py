@@ -18,21 +18,17 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
-    from safetensors.torch import save_file
+    import save
 
     import llama2
 except ImportError as error:
     sys.exit(f"convert.py: {error.name} is missing: pip install {error.name}")
-
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-TYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 # --------------------------------------------------------------------------------------------------
 # Pickles
@@ -55,8 +51,8 @@ def make_weight(name: str, shards: list[Tensor], axis: int = 0) -> llama2.Weight
     first = shards[0]
     if {(w.dtype, w.shape) for w in shards} != {(first.dtype, first.shape)}:
         raise ValueError(f"{name} differs in type or shape from shard to shard")
-    if first.dtype not in TYPES:
-        raise ValueError(f"{name} is {first.dtype}; expected {', '.join(DTYPES)}")
+    if first.dtype not in save.TYPES:
+        raise ValueError(f"{name} is {first.dtype}; expected {', '.join(save.DTYPES)}")
     shape = [*first.shape]
     shape[axis] *= len(shards)
 
@@ -64,7 +60,7 @@ def make_weight(name: str, shards: list[Tensor], axis: int = 0) -> llama2.Weight
         w = torch.cat(shards, axis) if len(shards) > 1 else first.contiguous()
         return w.detach().view(-1, w.shape[-1]).view(torch.uint8)
 
-    return llama2.Weight(TYPES[first.dtype], tuple(shape), read)
+    return llama2.Weight(save.TYPES[first.dtype], tuple(shape), read)
 
 
 def open_pickles(folder: Path) -> llama2.Checkpoint:
@@ -131,20 +127,9 @@ def meta_config(folder: Path, weights: dict[str, llama2.Weight]) -> llama2.Confi
     if scaled:
         # Meta's code has 8 for all; 32 is right for Llama 3.2 1B and 3B (llama-models, issue 166).
         factor = 32.0 if config.hidden_size in (2048, 3072) else 8.0
-        divisors = llama2.llama3_divisors(llama3_rope(factor), config)
+        divisors = llama2.llama3_divisors(save.llama3_rope(factor), config)
         config = replace(config, rope_freq_factors=divisors)
     return config
-
-
-def llama3_rope(factor: float) -> dict[str, Any]:
-    """The `rope_scaling` of Llama 3.1 and later, as in their config.json."""
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
 
 
 def meta_weights(folder: Path) -> dict[str, llama2.Weight]:
@@ -178,16 +163,10 @@ def open_meta(folder: Path) -> llama2.Checkpoint:
         config = meta_config(folder, weights)
     except KeyError as error:
         raise ValueError(f"{folder}: {error} is missing") from error
-    if config.num_hidden_layers > len(weights):
-        raise ValueError(f"{folder}: {config.num_hidden_layers} layers in {len(weights)} tensors")
-    with torch.device("meta"):
-        model = llama2.Llama(config)
-    shapes = {name: tuple(w.shape) for name, w in model.named_parameters()}
-    for name in sorted(shapes.keys() | weights.keys()):
-        shape = weights[name].shape if name in weights else "missing"
-        if shape != shapes.get(name):
-            expected = shapes.get(name, "no such tensor")
-            raise ValueError(f"{folder}: {name} is {shape}; expected {expected}: missing shards?")
+    try:
+        save.check_tensors(weights, config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}: missing shards?") from error
     tokenizer = meta_tokenizer(folder, config)
     stops = [tokenizer.special_ids.get(f"<|{name}|>") for name in ("eot_id", "eom_id")]
     config = replace(
@@ -253,146 +232,22 @@ def byte_level_tokenizer(
     texts = [*map(characters, pieces), *special]
     types = [1] * len(pieces) + [3] * len(special)  # NORMAL and CONTROL, as in GGUF
     rules = [f"{characters(a)} {characters(b)}" for a, b in merges]
-    content = llama2.bpe_json(texts, types, "llama-bpe", rules)
+    # As the tokenizer.json of Llama 3.
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {**flags, "id": i, "content": text, "special": True}
+        for i, text in enumerate(special, len(pieces))
+    ]
+    steps = [*map(json.loads, llama2.PRE_TOKENIZERS["llama-bpe"])]
+    vocab = {text: i for i, text in enumerate(texts)}
+    content = {
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": steps[-1],  # ByteLevel
+        "model": {"type": "BPE", "vocab": vocab, "merges": rules, "ignore_merges": True},
+    }
     ends = len(pieces), len(pieces) + 1
     return llama2.Tokenizer(llama2.Vocabulary(texts, types, content, *ends, prepend_scheme="never"))
-
-
-# --------------------------------------------------------------------------------------------------
-# Writing GGUF
-
-SPACES = (  # the steps of a tokenizer.json that treats spaces as SentencePiece does
-    r'\[({("prepend": "\\u2581", "type": "Prepend"'
-    r'|"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"'
-    r'|("prepend_scheme": "\w+", )?"replacement": "\\u2581", "split": false, "type": "Metaspace")'
-    r"}(, )?)*\]"
-)
-
-
-def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any] | None:
-    """GGUF's keys for a tokenizer.json that works like SentencePiece, else None. Raises ValueError."""
-    model, pieces = vocabulary.model, vocabulary.pieces
-    if isinstance(model, bytes) or not re.fullmatch(SPACES, llama2.json_steps(model)):
-        return None
-    if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(model.get("added_tokens"))):
-        return None
-    model = model["model"]
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    words = {piece for piece, t in zip(pieces, vocabulary.types) if t == 1}  # NORMAL, as in GGUF
-    # SentencePiece merges any two pieces that make a third one.
-    pairs = {
-        f"{word[:i]} {word[i:]}"
-        for word in words
-        for i in range(1, len(word))
-        if words >= {word[:i], word[i:]}
-    }
-    if others := pairs.difference(merges):
-        raise ValueError(f"GGUF cannot say that {min(others)!r} are not merged")
-    scores = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.scores": [scores.get(piece, 0.0) for piece in pieces],
-        "tokenizer.ggml.unknown_token_id": pieces.index(model.get("unk_token") or "<unk>"),
-    }
-
-
-# --------------------------------------------------------------------------------------------------
-# Writing a Hugging Face folder
-
-
-def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for what it cannot say."""
-    settings = dict(vars(config))
-    stops = settings.pop("stop_token_ids")
-    if stops:
-        settings["eos_token_id"] = [config.eos_token_id, *stops]
-    factor = settings.pop("rope_scaling_factor")
-    divisors = settings.pop("rope_freq_factors")
-    settings["architectures"] = ["LlamaForCausalLM"]
-    settings["model_type"] = "llama"
-    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
-    if divisors:
-        rope = llama3_rope(round(max(divisors), 3))
-        published = llama2.llama3_divisors(rope, config)
-        if factor != 1 or any(abs(a - b) > 1e-4 for a, b in zip(divisors, published)):
-            raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
-        settings["rope_scaling"] = rope
-    elif factor != 1:
-        settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    return settings
-
-
-def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
-    """The tokenizer's files in a folder: their names, and bytes or an object to write as JSON."""
-    vocabulary = tokenizer.vocabulary
-    model = vocabulary.model
-    is_bytes = isinstance(model, bytes)
-    settings: dict[str, Any] = {
-        "tokenizer_class": "LlamaTokenizer" if is_bytes else "PreTrainedTokenizerFast",
-        "add_bos_token": vocabulary.add_bos,
-        "chat_template": vocabulary.chat_template or None,
-        "clean_up_tokenization_spaces": False,
-        "legacy": vocabulary.prepend_scheme in ("always", "prepend"),
-    }
-    for role, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)):
-        if token_id is not None:
-            settings[f"{role}_token"] = vocabulary.pieces[token_id]
-    if is_bytes:
-        return {"tokenizer_config.json": settings, "tokenizer.model": model}
-    if vocabulary.add_bos and not model.get("post_processor"):
-        bos = settings["bos_token"]
-        single = [
-            {"SpecialToken": {"id": bos, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ]
-        model = {
-            **model,
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": single,
-                "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {bos: {"id": bos, "ids": [vocabulary.bos_id], "tokens": [bos]}},
-            },
-        }
-    return {"tokenizer_config.json": settings, "tokenizer.json": model}
-
-
-def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
-    """Rows of q_proj or k_proj from Meta's order (pairs are neighbours) into Hugging Face's."""
-    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
-def make_tensor(name: str, weight: llama2.Weight, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """A weight as a tensor for the folder. Raises ValueError for numbers beyond `dtype`'s range."""
-    w = weight.dense(torch.float32)
-    if w.abs().max() > torch.finfo(dtype).max:
-        raise ValueError(f"{name} has a number beyond the range of {dtype}; BF16 can hold it")
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
-        w = rows_to_hf(w, head_dim)
-    return w.to(dtype).contiguous()
-
-
-def save_folder(checkpoint: llama2.Checkpoint, folder: Path, ggml_type: str | None) -> None:
-    """Write a Hugging Face folder; its files appear once all are complete. Raises ValueError."""
-    config = checkpoint.config
-    types = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
-    own = types.pop() if len(types) == 1 else ""
-    dtype = DTYPES[ggml_type or (own if own in DTYPES else "F16")]
-    files = {"config.json": hf_config(config, dtype), **tokenizer_files(checkpoint.tokenizer)}
-    tensors = {}
-    for name, weight in checkpoint.weights.items():
-        hf_name = name if name == "lm_head.weight" else f"model.{name}"
-        tensors[hf_name] = make_tensor(name, weight, dtype, config.head_dim)
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / "model.safetensors.unfinished"
-    try:
-        save_file(tensors, unfinished, {"format": "pt"})
-        unfinished.replace(folder / "model.safetensors")
-    finally:
-        unfinished.unlink(missing_ok=True)
-    for name, content in files.items():
-        data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
-        (folder / name).write_bytes(data)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -412,18 +267,11 @@ def open_source(source: str) -> llama2.Checkpoint:
 
 def convert(args: argparse.Namespace) -> None:
     """Do what the command line says."""
-    out = Path(args.out)
-    if out.suffix == ".gguf":
-        checkpoint = open_source(args.source)
-        vocabulary = checkpoint.tokenizer.vocabulary
-        vocabulary.keys = vocabulary.keys or sentencepiece_keys(vocabulary)
-        llama2.save_gguf(checkpoint, out, args.type, overwrite=args.force)
-        return
-    if args.type not in (None, *DTYPES):
-        raise ValueError(f"--type {args.type}; a Hugging Face folder has {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not args.force:
-        raise ValueError(f"{out} is there already and not an empty folder; --force writes into it")
-    save_folder(open_source(args.source), out, args.type)
+    checkpoint, out = open_source(args.source), Path(args.out)
+    write = save.save_gguf if out.suffix == ".gguf" else save.save_folder
+    write(checkpoint, out, args.type, overwrite=args.force)
+    weights = llama2.open_checkpoint(out).weights.values()
+    print(f"wrote {out}: {save.describe_tensors(weights)}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -432,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = llama2.Parser(prog="convert.py", description=__doc__, formatter_class=raw)
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--type", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"))
+    parser.add_argument("--type", choices=save.SAVE_TYPES, help="of the matrices")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     args = parser.parse_args(argv)
     try:

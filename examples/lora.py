@@ -18,6 +18,7 @@ try:
     import torch.nn.functional as F
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
+    from save import SAVE_TYPES, save_gguf
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
 
@@ -161,7 +162,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", metavar="TEXT.txt", type=Path, help="train on it")
     parser.add_argument("--adapter", metavar="DIR", type=Path, help="is read if it exists, written")
     parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
-    parser.add_argument("--type", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"), default="Q8_0")
+    parser.add_argument("--type", choices=SAVE_TYPES, default="Q8_0")
     parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, default=["q_proj", "v_proj"])
     numbers = {
         "rank": (8, llama2.in_range(int, 1)),
@@ -195,7 +196,7 @@ if __name__ == "__main__":
             save_adapter(model, args.adapter)
         if args.out:
             merge_adapters(model)
-            llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer)
+            save_gguf(model, args.out, args.type, tokenizer=tokenizer)
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
     sys.exit(status)

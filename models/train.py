@@ -35,7 +35,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = str(ROOT), str(ROOT / "examples")
+from save import SAVE_TYPES, save_gguf
+
 import llama2
 
 PADDING = -1  # after the end of a row
@@ -257,7 +260,7 @@ def train(args: argparse.Namespace) -> None:
     nats = evaluate(model, held_out, args.batch)
     print(f"held-out loss before step {step + 1}: {nats / held_tokens:.3f} nats per token")
     if step == steps:  # nothing to train: the mean of several models
-        llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
+        save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
     loss_of = torch.compile(next_token_loss, dynamic=True) if args.compile else next_token_loss
     recent: deque[float] = deque(maxlen=50)  # losses of the last steps
     data = batches(rows, args.batch, args.seed, step)
@@ -289,7 +292,7 @@ def train(args: argparse.Namespace) -> None:
                     f" training loss {running:.3f}, held out {nats / held_tokens:.3f},"
                     f" {nats / math.log(2) / held_bytes:.4f} bits/byte"
                 )
-                llama2.save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
+                save_gguf(model, args.out, args.type, tokenizer=tokenizer, overwrite=True)
                 state = {
                     "model": model.state_dict(),
                     "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -313,7 +316,7 @@ def main() -> int:
     add("--out", type=Path, default=Path("model.gguf"), help="checkpoint beside it as .ckpt")
     init_help = "start from its weights and vocabulary, not from noise; of several from the mean"
     add("--init", metavar="MODEL", nargs="+", help=init_help)
-    add("--type", choices=llama2.SAVE_TYPES, default="Q8_0", help="of the matrices")
+    add("--type", choices=SAVE_TYPES, default="Q8_0", help="of the matrices")
     add("--vocab", type=number(int, 260), default=4096, help="pieces of the vocabulary")
     add("--hidden", type=size, default=384)
     add("--mlp", type=size, default=640, help="width inside the MLP")

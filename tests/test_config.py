@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from save import save_gguf
 
 import llama2
 from test_llama2 import (
@@ -140,7 +141,7 @@ def test_heads_of_another_size(tmp_path, tokenizer, sizes):
     """llama.cpp reads them in what is saved; Mistral Nemo and Minitron have such heads."""
     config = dataclasses.replace(FORMS, **sizes)
     model = make_model(config, make_weights(config, scale=0.15))
-    llama2.save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
+    save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
     as_llama_cpp(tmp_path / "x.gguf", model)
 
 

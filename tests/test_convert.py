@@ -74,6 +74,7 @@ def converted(source, out, *options):
 
 def refused(capsys, source, out, said, *options):
     """The one line on stderr says so; nothing is written."""
+    capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         convert.main([str(source), str(out), *options])
     _, err = capsys.readouterr()

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from save import save_gguf
 from test_chat import FAMILIES as CHATS
 from test_chat import TOOL, assert_as_transformers
 from test_config import USAGE
@@ -94,7 +95,7 @@ def test_families_that_run(tmp_path, name):
     family = FAMILIES[name]
     write_family(tmp_path, family)
     model, tokenizer = llama2.load(tmp_path)
-    llama2.save_gguf(llama2.open_checkpoint(tmp_path), tmp_path / "x.gguf")
+    save_gguf(llama2.open_checkpoint(tmp_path), tmp_path / "x.gguf")
     again, same = llama2.load(tmp_path / "x.gguf")
     tokens = TOKENS[:2] % model.config.vocab_size
     assert_close(again(tokens), model(tokens), 1e-6)

@@ -30,6 +30,7 @@ pytest.importorskip("uvicorn")
 import lora
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
+from save import vocabulary_keys
 from server import __main__ as server
 from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
 from test_hostile import directory, limited, outcome, read  # noqa: F401 (a fixture)
@@ -316,7 +317,7 @@ def test_tokenizer_model(tokenizer, tmp_path):
     def encode(data, text):
         return sentencepiece.SentencePieceProcessor(model_proto=data).encode(text)
 
-    keys = changed(llama2.vocabulary_keys(tokenizer.vocabulary, 320))
+    keys = changed(vocabulary_keys(tokenizer.vocabulary, 320))
     models = keys.map(lambda keys: llama2.vocabulary_from_gguf(keys).model)
     check_ids(tmp_path / "tokenizer.model", 250, models, encode)
 

@@ -13,7 +13,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
-from test_convert import convert
+from save import save_folder
 from test_server import Running
 
 import llama2
@@ -50,7 +50,7 @@ TASK = """{
 def test_harness_agrees_with_score(tmp_path, backend, path):
     """Of the bundled model in float32, and its tokenizer for transformers."""
     checkpoint = llama2.open_checkpoint(llama2.DEFAULT_MODEL)
-    convert.save_folder(checkpoint, tmp_path / "hf", "F32")
+    save_folder(checkpoint, tmp_path / "hf", "F32")
     (tmp_path / "questions").write_text(QUESTIONS.strip())
     server = Running("--dtype", "float32", "--quiet")
     arguments = (

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from save import save_gguf
 
 import llama2
 from test_llama2 import write_files
@@ -157,5 +158,5 @@ def test_numbers_beyond_f16(write_tiny, tmp_path, tensors):
     path = write_tiny(None, {"output.weight": tensors["output.weight"] * 1e6})
     for ggml_type in ("F16", "Q4_0"):
         with pytest.raises(ValueError, match="output.weight"):
-            llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf", ggml_type)
+            save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf", ggml_type)
     assert os.listdir(tmp_path) == ["x.gguf"]

@@ -13,6 +13,7 @@ import re
 import sys
 
 import pytest
+from save import save_gguf, vocabulary_keys
 from test_vocabularies import marked
 
 import llama2
@@ -208,7 +209,7 @@ def test_tokenizer_json_is_run_as_it_says(tmp_path, change):
     text = "the <|eot_id|>\n  the <|eom_id|> "  # which a chat template wrote
     assert marked(ours, text) == theirs.encode(text, add_special_tokens=False).ids
     with pytest.raises(ValueError, match=said):
-        llama2.vocabulary_keys(ours.vocabulary, SIZE)
+        vocabulary_keys(ours.vocabulary, SIZE)
 
 
 def test_stream_and_decode_agree():
@@ -313,13 +314,13 @@ def test_tokenizer_json_that_is_refused(tmp_path, change, said):
 def test_saved_and_read_back(tmp_path, pre):
     """Tokens, merges, types and the pre-tokenizer stay, from a folder and from a GGUF file."""
     first = read(tmp_path, published_json(pre, as_pairs=True))
-    keys = llama2.vocabulary_keys(first.vocabulary, SIZE + 1)
+    keys = vocabulary_keys(first.vocabulary, SIZE + 1)
     expected = bpe_keys(pre)
     expected["tokenizer.ggml.tokens"] += [f"[PAD{SIZE}]"]
     expected["tokenizer.ggml.token_type"] += [5]
     assert expected.items() <= keys.items()
     again = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
-    assert llama2.vocabulary_keys(again.vocabulary, SIZE + 1) == keys
+    assert vocabulary_keys(again.vocabulary, SIZE + 1) == keys
     assert again.add_bos == first.add_bos
     assert again.decode([SIZE]) == ""
     for text in [f"[PAD{SIZE}]", *random_texts(WORDS, 60)]:
@@ -332,7 +333,7 @@ def test_a_folder_without_tokenizer_model(tmp_path, cli, monkeypatch):
     ends = {"eos_token_id": [EOS, EOT, EOM, HEADER]}
     files = {"tokenizer.json": published_json(), "generation_config.json": ends}
     path = write_files(tmp_path / "hf", files)
-    llama2.save_gguf(llama2.open_checkpoint(path), tmp_path / "x.gguf")
+    save_gguf(llama2.open_checkpoint(path), tmp_path / "x.gguf")
     checkpoint = llama2.open_checkpoint(tmp_path / "x.gguf")
     keys = checkpoint.file.metadata
     assert [keys[f"tokenizer.ggml.{end}_token_id"] for end in ("eot", "eom")] == [EOT, EOM]

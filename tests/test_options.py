@@ -38,7 +38,7 @@ VALUES = "0 -1 nan inf word no/such/file raw.bin"  # the last: a file that is no
 RIGHT = {  # values: the options that take them; all others take none
     "0": "--decay --depth --draft --epochs --max-new-tokens --min-p --port --seed --temperature"
     " --top-k --top-p --warmup --weight-decay",
-    "0 -1 nan inf word": "--out --save",  # a new file in a folder that exists
+    "0 -1 nan inf word": "--out",  # a new file in a folder that exists
     "0 -1 nan inf word raw.bin": "--json --profile",  # or one that is replaced
     "raw.bin": "--prompt-file",  # U+FFFD in place of what is no UTF-8
     VALUES: "--api-key --cors --prompt --stop --system"  # any text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_convert import convert
+from save import save_folder, save_gguf
 
 import llama2
 from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue
@@ -130,8 +130,8 @@ def test_ids_are_those_of_tokenizers(exact, their_tokenizer, script):
 def test_it_comes_back_from_every_form(exact, tmp_path):
     model, tokenizer = exact
     tokens = torch.tensor([tokenizer.encode(PROMPT)])
-    llama2.save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
-    convert.save_folder(llama2.open_checkpoint(NAME), tmp_path / "folder", "F32")
+    save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
+    save_folder(llama2.open_checkpoint(NAME), tmp_path / "folder", "F32")
     for form, tolerance in (("x.gguf", 0), ("folder", 1e-4)):
         again, same = llama2.load(tmp_path / form)
         assert_close(again(tokens), model(tokens), tolerance)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from save import save_gguf
 
 import llama2
 from test_llama2 import CONFIG, SCRIPT, TALE, assert_close, make_model
@@ -89,7 +90,7 @@ def test_both_losses_fall(run):
 def test_every_parameter_is_trained(run, tokenizer, tied):
     """From a model that exists."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
-    llama2.save_gguf(make_model(config), "init.gguf", "F32", tokenizer=tokenizer)
+    save_gguf(make_model(config), "init.gguf", "F32", tokenizer=tokenizer)
     run("--init init.gguf --epochs 0.05 --warmup 0 --type F32")
     models = (llama2.load(path)[0] for path in ("init.gguf", "out.gguf"))
     before, after = (dict(model.named_parameters()) for model in models)

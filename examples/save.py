@@ -1,0 +1,573 @@
+"""Write a model as a GGUF file or a Hugging Face folder. Programs import this module.
+
+    from save import save_folder, save_gguf
+    save_gguf(model, "mine.gguf", "Q8_0", tokenizer=tokenizer)         # llama.cpp reads it, too
+    save_folder(llama2.open_checkpoint("mine.gguf"), "folder", "F16")  # transformers reads it, too
+
+Both take a model in memory with its tokenizer, or a checkpoint, and refuse what cannot be held:
+biases, adapters that are not merged, other modules. examples/convert.py is the program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import llama2
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = {dtype: name for name, dtype in DTYPES.items()}
+SAVE_TYPES = (*DTYPES, "Q8_0", "Q4_0")  # a folder has the first three
+
+# --------------------------------------------------------------------------------------------------
+# What is written: a checkpoint
+
+
+def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) -> llama2.Checkpoint:
+    """The Checkpoint of a model in memory, without a copy.
+
+    Raises ValueError if it has something that a file cannot hold.
+    """
+    if tokenizer is None:
+        raise ValueError("a model can only be saved with its tokenizer")
+    quantised = llama2.QuantizedLinear, llama2.QuantizedEmbedding
+    own = llama2.Llama, llama2.Block, llama2.CausalSelfAttention, llama2.MLP, llama2.RMSNorm
+    for name, module in model.named_modules():
+        if not isinstance(module, (*own, *quantised, nn.ModuleList, nn.Linear, nn.Embedding)):
+            raise ValueError(f"a file cannot hold {name}, a {type(module).__name__}")
+    weights = {}
+    for name, w in model.state_dict().items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        w = w.detach().cpu().contiguous()
+        if isinstance(module, quantised):  # their tensor is named by its type
+            weights[f"{path}.weight"] = make_weight(w, last)
+        else:
+            weights[name] = make_weight(w)
+    config = replace(model.config, tie_word_embeddings=False)
+    with llama2.naming("a file cannot hold the model as it is"):
+        check_tensors(weights, config)
+    embedding, head = weights["embed_tokens.weight"], weights["lm_head.weight"]
+    # The two are one tensor in a new model. Training or a replaced module may have changed that.
+    if model.config.tie_word_embeddings and torch.equal(embedding.read(), head.read()):
+        del weights["lm_head.weight"]
+        config = model.config
+    return llama2.Checkpoint("the model", config, weights, lambda: tokenizer)
+
+
+def make_weight(w: Tensor, ggml_type: str = "") -> llama2.Weight:
+    """A Weight for a tensor in memory: rows of blocks of `ggml_type`, or else a dense tensor."""
+    if ggml_type:
+        count, nbytes = llama2.Weight(ggml_type, (), torch.Tensor).block
+        return llama2.Weight(ggml_type, (len(w), w.shape[1] // nbytes * count), lambda: w)
+    w = w if w.dtype in TYPES else w.float()
+    rows = torch.atleast_2d(w).view(torch.uint8)
+    return llama2.Weight(TYPES[w.dtype], tuple(w.shape), lambda: rows)
+
+
+def check_tensors(weights: Mapping[str, llama2.Weight], config: llama2.Config) -> None:
+    """Raises ValueError unless these are all tensors of the model, in their shapes."""
+    if config.num_hidden_layers > len(weights):  # said before anything of that size is built
+        raise ValueError(f"{config.num_hidden_layers} layers in {len(weights)} tensors")
+    with torch.device("meta"):
+        model = llama2.Llama(config)
+    shapes = {name: tuple(w.shape) for name, w in model.named_parameters()}
+    for name in sorted(shapes.keys() ^ weights.keys()):
+        problem = "is missing" if name in shapes else "is no tensor of a Llama"
+        raise ValueError(f"{name} {problem}")
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise ValueError(f"{name} is {weights[name].shape}; expected {shape}")
+
+
+def as_checkpoint(
+    model: llama2.Llama | llama2.Checkpoint, tokenizer: llama2.Tokenizer | None
+) -> llama2.Checkpoint:
+    """What is to be saved. Raises ValueError if the tokenizer does not fit the model."""
+    if isinstance(model, llama2.Llama):
+        model = model_checkpoint(model, tokenizer)
+    pieces, rows = model.tokenizer.vocab_size, model.config.vocab_size
+    if pieces > rows:
+        raise ValueError(f"the tokenizer has {pieces} pieces, the model {rows} rows")
+    return model
+
+
+def describe_tensors(weights: Iterable[llama2.Weight]) -> str:
+    """How many tensors of each type there are, and the size of all."""
+    weights = [*weights]
+    types = Counter(weight.ggml_type for weight in weights)
+    counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
+    return f"{counts}; {sum(weight.nbytes for weight in weights) / 1e9:.3f} GB"
+
+
+# --------------------------------------------------------------------------------------------------
+# A GGUF file
+
+
+def convert_weight(weight: llama2.Weight, ggml_type: str | None) -> llama2.Weight:
+    """The Weight to save: a matrix becomes `ggml_type` (None: it stays as it is), norms F32.
+
+    Where the rows of a matrix are not whole blocks of that type, it becomes F16.
+    """
+    target = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
+    if weight.shape[-1] % replace(weight, ggml_type=target).block[0]:
+        target = "F16"
+
+    def read() -> Tensor:
+        import gguf
+
+        w = weight.dense(torch.float32)
+        if target not in ("F32", "BF16") and w.abs().max() > 65504:
+            raise ValueError("a number beyond the range of F16; BF16 can hold it")
+        data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[target])
+        return torch.from_numpy(data).view(torch.uint8)
+
+    return weight if target == weight.ggml_type else llama2.Weight(target, weight.shape, read)
+
+
+@contextmanager
+def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
+    """A new file that becomes `path` if the `with` block succeeds, and is deleted if it fails.
+
+    A link stays a link. The new file gets the permissions of the file that it replaces.
+    """
+    path = path.resolve()
+    exists = path.exists()
+    if exists and not (overwrite and path.is_file()):
+        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it if a file")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            if exists:
+                shutil.copymode(path, unfinished)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:  # on a full disk: name the path
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+NUMBER_SIZES = dict(zip((*range(8), 10, 11, 12), (1, 1, 2, 2, 4, 4, 4, 1, 8, 8, 8), strict=True))
+UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
+
+
+def stored_values(path: Path) -> dict[str, bytes]:
+    """The metadata of a GGUF file that llama2.py has read: each value with its type, as bytes."""
+    values = {}
+    with path.open("rb") as file:
+
+        def number(size: int) -> int:
+            return int.from_bytes(file.read(size), "little")
+
+        file.seek(16)  # behind the magic, the version and the number of tensors
+        for _ in range(number(8)):
+            key = file.read(number(8)).decode()
+            start = file.tell()
+            item_type, count = number(4), 1
+            if item_type == ARRAY:
+                item_type, count = number(4), number(8)
+            if item_type == STRING:
+                for _ in range(count):
+                    file.seek(number(8), 1)
+            else:
+                file.seek(count * NUMBER_SIZES[item_type], 1)
+            size = file.tell() - start
+            file.seek(start)
+            values[key] = file.read(size)
+    return values
+
+
+def pack_text(text: str) -> bytes:
+    """A text in GGUF: its length, and UTF-8."""
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def pack_value(value: Any) -> bytes:
+    """A value of the metadata with its type, as converters write it."""
+    if isinstance(value, list):
+        items = [*map(pack_value, value)]
+        head = struct.pack("<I", ARRAY) + items[0][:4] + struct.pack("<Q", len(items))
+        return head + b"".join(item[4:] for item in items)
+    if isinstance(value, bool):
+        return struct.pack("<I?", BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", UINT32, value)
+    if isinstance(value, float):
+        return struct.pack("<If", FLOAT32, value)
+    return struct.pack("<I", STRING) + pack_text(value)
+
+
+def model_keys(config: llama2.Config, vocabulary: llama2.Vocabulary) -> dict[str, Any]:
+    """GGUF's keys for a Config. `vocabulary` has the EOS that its chat template means."""
+    ends = [*dict.fromkeys((vocabulary.eos_id, *config.stop_token_ids, config.eos_token_id))][1:]
+    keys = {
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.vocab_size": config.vocab_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": float(config.rope_theta),
+        "llama.rope.scaling.type": "linear",  # a factor of 1 changes nothing
+        "llama.rope.scaling.factor": float(config.rope_scaling_factor),
+        "tokenizer.ggml.eos_token_ids": ends,
+    }
+    for end, token_id in zip(("eot", "eom"), ends):  # llama.cpp reads these two only
+        keys[f"tokenizer.ggml.{end}_token_id"] = token_id
+    return keys
+
+
+def vocabulary_keys(
+    vocabulary: llama2.Vocabulary, count: int, folder: Path | None = None
+) -> dict[str, Any]:
+    """GGUF's keys for a vocabulary, padded to `count` pieces. Raises ValueError.
+
+    `folder`: where its tokenizer.json lies, and perhaps a tokenizer.model.
+    """
+    padding = range(len(vocabulary.pieces), count)
+    if isinstance(vocabulary.model, bytes):
+        keys = sentencepiece_keys(vocabulary.model)
+    else:
+        keys = json_keys(vocabulary, folder)
+    keys |= {
+        "tokens": vocabulary.pieces + [f"[PAD{i}]" for i in padding],
+        "token_type": vocabulary.types + [5] * len(padding),  # UNUSED
+        "bos_token_id": vocabulary.bos_id,
+        "eos_token_id": vocabulary.eos_id,
+        "add_bos_token": vocabulary.add_bos,
+        "add_space_prefix": vocabulary.prepend_scheme != "never",
+        # llama2.py alone knows this key: GGUF cannot say where else a space is added.
+        "prepend_scheme": vocabulary.prepend_scheme,
+    }
+    if "scores" in keys:
+        keys["scores"] += [0.0] * (count - len(keys["scores"]))
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return metadata | {"tokenizer.chat_template": vocabulary.chat_template}
+
+
+def sentencepiece_keys(model: bytes) -> dict[str, Any]:
+    """GGUF's keys for the bytes of a tokenizer.model."""
+    import sentencepiece
+
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return {
+        "model": "llama",
+        "scores": sp.get_score([*range(sp.get_piece_size())]),
+        "unknown_token_id": sp.unk_id(),
+        "remove_extra_whitespaces": "\u2581\u2581" not in sp.normalize("a  b"),
+    }
+
+
+SPACES = (  # the steps of a tokenizer.json that treats spaces as SentencePiece does
+    r'\[({("prepend": "\\u2581", "type": "Prepend"'
+    r'|"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"'
+    r'|("prepend_scheme": "\w+", )?"replacement": "\\u2581", "split": false, "type": "Metaspace")'
+    r"}(, )?)*\]"
+)
+
+
+def json_keys(vocabulary: llama2.Vocabulary, folder: Path | None) -> dict[str, Any]:
+    """GGUF's keys for a tokenizer.json. Raises ValueError if GGUF cannot describe it.
+
+    For the steps before the model GGUF has only a name: that of equal steps in PRE_TOKENIZERS.
+    """
+    content = vocabulary.model
+    if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(content.get("added_tokens"))):
+        raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
+    model, steps = content["model"], llama2.json_steps(content)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
+    if re.fullmatch(SPACES, steps) and merges:
+        return {
+            "model": "llama",
+            "scores": stored_scores(vocabulary, folder) or merge_scores(vocabulary, merges),
+            "unknown_token_id": vocabulary.pieces.index(model.get("unk_token") or "<unk>"),
+        }
+    for pre, named_steps in llama2.PRE_TOKENIZERS.items():
+        is_like_llama_3 = bool(model.get("ignore_merges"))
+        same_steps = steps == f"[{', '.join(named_steps)}]"
+        if same_steps and is_like_llama_3 == (pre in llama2.LIKE_LLAMA_3):
+            return {"model": "gpt2", "pre": pre, "merges": merges}
+    raise ValueError(f"GGUF has no name for {steps:.150}")
+
+
+def stored_scores(vocabulary: llama2.Vocabulary, folder: Path | None) -> list[float] | None:
+    """The scores of a tokenizer.model that has the same pieces as the tokenizer.json beside it."""
+    path = folder / "tokenizer.model" if folder else Path()
+    if not path.is_file():
+        return None
+    import sentencepiece
+
+    try:
+        sp = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError:  # not SentencePiece's
+        return None
+    ids = [*range(sp.get_piece_size())]
+    same = sp.id_to_piece(ids) == vocabulary.pieces[: len(ids)]
+    return sp.get_score(ids) if same else None
+
+
+def merge_scores(vocabulary: llama2.Vocabulary, merges: list[str]) -> list[float]:
+    """Scores by which SentencePiece merges in the order of `merges`. Raises ValueError."""
+    pieces = vocabulary.pieces
+    words = {piece for piece, t in zip(pieces, vocabulary.types) if t == 1}  # NORMAL, as in GGUF
+    # SentencePiece merges any two pieces that make a third one.
+    pairs = {
+        f"{word[:i]} {word[i:]}"
+        for word in words
+        for i in range(1, len(word))
+        if words >= {word[:i], word[i:]}
+    }
+    if others := pairs.difference(merges):
+        raise ValueError(f"GGUF cannot say that {min(others)!r} are not merged")
+    scores = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
+    return [scores.get(piece, 0.0) for piece in pieces]
+
+
+def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
+    """The metadata for a GGUF file of a checkpoint, each value packed. Raises ValueError.
+
+    If the checkpoint comes from a GGUF file, its keys stay as they are in that file; if its Config
+    was changed, all keys but those of the Config.
+    """
+    import gguf
+
+    config, path = checkpoint.config, Path(checkpoint.path)
+    keys: dict[str, Any] = {"general.architecture": "llama"}
+    keys["general.quantization_version"] = gguf.GGML_QUANT_VERSION
+    vocabulary = checkpoint.tokenizer.vocabulary
+    stored = {}
+    if checkpoint.file is None:
+        folder = path if path.is_dir() else None
+        keys |= vocabulary_keys(vocabulary, config.vocab_size, folder)
+        keys |= model_keys(config, vocabulary)
+    else:
+        stored = stored_values(path)
+        if llama2.open_checkpoint(path).config != config:
+            for key, value in model_keys(config, vocabulary).items():
+                stored.pop(key, None)
+                keys[key] = value
+    written = {key: value for key, value in keys.items() if value not in (None, "", [])}
+    packed = {key: pack_value(value) for key, value in written.items()} | stored
+    # The new file is not split.
+    return {key: value for key, value in packed.items() if not key.startswith("split.")}
+
+
+def write_gguf(
+    file: BinaryIO, metadata: dict[str, bytes], weights: dict[str, llama2.Weight], align: int
+) -> None:
+    """Write the content of a GGUF file, as docs/gguf.md of ggml describes it."""
+    import gguf
+
+    file.write(struct.pack("<4sIQQ", b"GGUF", 3, len(weights), len(metadata)))
+    file.writelines(pack_text(key) + value for key, value in metadata.items())
+    offset = 0
+    for name, weight in weights.items():
+        dims = weight.shape[::-1]  # the columns come first
+        number = gguf.GGMLQuantizationType[weight.ggml_type]
+        head = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
+        file.write(pack_text(name) + head)
+        offset += -(-weight.nbytes // align) * align
+    for name, weight in weights.items():
+        file.write(bytes(-file.tell() % align))
+        with llama2.naming(name):
+            rows = weight.read()
+        file.write(rows.contiguous().numpy().data)
+    file.write(bytes(-file.tell() % align))
+
+
+def save_gguf(
+    model: llama2.Llama | llama2.Checkpoint,
+    path: str | Path,
+    ggml_type: str | None = None,
+    tokenizer: llama2.Tokenizer | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model with its tokenizer, or a checkpoint, as one GGUF file.
+
+    Matrices become `ggml_type` (None: they stay as they are). A model needs its `tokenizer`; a
+    checkpoint has one. The file appears when it is complete. Raises ValueError for what a GGUF file
+    cannot hold, and if there is a file of this name, unless `overwrite`.
+    """
+    import gguf
+
+    if ggml_type not in (None, *SAVE_TYPES):
+        raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
+    checkpoint = as_checkpoint(model, tokenizer)
+    metadata = gguf_metadata(checkpoint)
+    if ggml_type:
+        metadata.pop("general.file_type", None)
+    config, file = checkpoint.config, checkpoint.file
+    align = file.metadata.get("general.alignment", 32) if file else 32
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    weights = {}
+    for name, weight in checkpoint.weights.items():
+        gguf_name = names.get_name(hf_name(name), try_suffixes=(".weight",))
+        weights[gguf_name] = convert_weight(weight, ggml_type)
+    if factors := config.rope_freq_factors:
+        weights["rope_freqs.weight"] = make_weight(
+            torch.tensor(factors, dtype=torch.float32, device="cpu")
+        )
+    with replacing(Path(path), overwrite) as out:
+        write_gguf(out, metadata, weights, align)
+
+
+# --------------------------------------------------------------------------------------------------
+# A Hugging Face folder
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a tensor."""
+    return name if name == "lm_head.weight" else f"model.{name}"
+
+
+def llama3_rope(factor: float) -> dict[str, Any]:
+    """The `rope_scaling` of Llama 3.1 and later, as in their config.json."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json. Raises ValueError for what it cannot say."""
+    settings = dict(vars(config))
+    stops = settings.pop("stop_token_ids")
+    if stops:
+        settings["eos_token_id"] = [config.eos_token_id, *stops]
+    factor = settings.pop("rope_scaling_factor")
+    divisors = settings.pop("rope_freq_factors")
+    settings["architectures"] = ["LlamaForCausalLM"]
+    settings["model_type"] = "llama"
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if divisors:
+        rope = llama3_rope(round(max(divisors), 3))
+        published = llama2.llama3_divisors(rope, config)
+        if factor != 1 or any(abs(a - b) > 1e-4 for a, b in zip(divisors, published)):
+            raise ValueError("config.json cannot hold these rope_freq_factors: not Llama 3's")
+        settings["rope_scaling"] = rope
+    elif factor != 1:
+        settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return settings
+
+
+def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
+    """The tokenizer's files in a folder: their names, and bytes or an object to write as JSON."""
+    vocabulary = tokenizer.vocabulary
+    model = vocabulary.model
+    is_bytes = isinstance(model, bytes)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "LlamaTokenizer" if is_bytes else "PreTrainedTokenizerFast",
+        "add_bos_token": vocabulary.add_bos,
+        "chat_template": vocabulary.chat_template or None,
+        "clean_up_tokenization_spaces": False,
+        "legacy": vocabulary.prepend_scheme in ("always", "prepend"),
+    }
+    for role, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)):
+        if token_id is not None:
+            settings[f"{role}_token"] = vocabulary.pieces[token_id]
+    if is_bytes:
+        return {"tokenizer_config.json": settings, "tokenizer.model": model}
+    if vocabulary.add_bos and not model.get("post_processor"):
+        bos = settings["bos_token"]
+        single = [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        model = {
+            **model,
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": single,
+                "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {bos: {"id": bos, "ids": [vocabulary.bos_id], "tokens": [bos]}},
+            },
+        }
+    return {"tokenizer_config.json": settings, "tokenizer.json": model}
+
+
+def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
+    """Rows of q_proj or k_proj from Meta's order (pairs are neighbours) into Hugging Face's."""
+    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def make_tensor(name: str, weight: llama2.Weight, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """A weight as a tensor for the folder. Raises ValueError for numbers beyond `dtype`'s range."""
+    w = weight.dense(torch.float32)
+    if w.abs().max() > torch.finfo(dtype).max:
+        raise ValueError(f"{name} has a number beyond the range of {dtype}; BF16 can hold it")
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        w = rows_to_hf(w, head_dim)
+    return w.to(dtype).contiguous()
+
+
+def save_folder(
+    model: llama2.Llama | llama2.Checkpoint,
+    folder: str | Path,
+    ggml_type: str | None = None,
+    tokenizer: llama2.Tokenizer | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model with its tokenizer, or a checkpoint, as a Hugging Face folder.
+
+    The arguments are those of save_gguf(). The files appear once all are complete. Raises
+    ValueError for what a folder cannot hold, and for one that is not empty, unless `overwrite`.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    if ggml_type not in (None, *DTYPES):
+        raise ValueError(f"type {ggml_type}; a Hugging Face folder has {', '.join(DTYPES)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
+        raise ValueError(
+            f"{folder} is there already and not an empty folder; --force writes into it"
+        )
+    checkpoint = as_checkpoint(model, tokenizer)
+    config = checkpoint.config
+    types = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
+    own = types.pop() if len(types) == 1 else ""
+    dtype = DTYPES[ggml_type or (own if own in DTYPES else "F16")]
+    files = {"config.json": hf_config(config, dtype), **tokenizer_files(checkpoint.tokenizer)}
+    tensors = {}
+    for name, weight in checkpoint.weights.items():
+        tensors[hf_name(name)] = make_tensor(name, weight, dtype, config.head_dim)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / "model.safetensors.unfinished"
+    try:
+        save_file(tensors, unfinished, {"format": "pt"})
+        unfinished.replace(folder / "model.safetensors")
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for name, content in files.items():
+        data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
+        (folder / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    sys.exit("save.py is a module: python examples/convert.py SOURCE OUT.gguf")

@@ -1,0 +1,266 @@
+"""Tests of examples/save.py: what is saved can be read again, by llama.cpp, too; all else is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import replace
+
+import convert
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as GGMLType
+from save import SAVE_TYPES, save_gguf
+from test_hostile import lowered
+from torch import nn
+
+import llama2
+from test_llama2 import (
+    CONFIG,
+    GREEDY,
+    NUMBERS,
+    ROWS,
+    SHAPE,
+    TALE,
+    WIDE,
+    assert_close,
+    logits_of,
+    make_model,
+    make_weights,
+    quantised,
+    write_hf,
+)
+
+
+@pytest.fixture
+def small(vocabulary, tmp_path):
+    """A GGUF file of quantised matrices."""
+    return quantised(vocabulary, tmp_path / "small.gguf", ["Q4_K", "Q8_0"])[0]
+
+
+@pytest.mark.parametrize("ggml_type", [None, *SAVE_TYPES])
+@torch.no_grad()
+def test_save_round_trip(forms, tmp_path, ggml_type):
+    """Matrices become what gguf makes of them, norms stay; so does the vocabulary."""
+    checkpoint = llama2.open_checkpoint(forms[0] / "hf_index")
+    save_gguf(checkpoint, tmp_path / "out.gguf", ggml_type)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+    saved = llama2.open_checkpoint(tmp_path / "out.gguf")
+    assert saved.config == checkpoint.config
+    raw = GGMLType[ggml_type or "F32"]
+    for name, weight in saved.weights.items():
+        values = checkpoint.weights[name].dense(torch.float32)
+        if len(weight.shape) > 1:
+            assert weight.ggml_type == raw.name
+            rows = gguf.quants.quantize(values.numpy(), raw)
+            values = torch.from_numpy(gguf.quants.dequantize(rows, raw))
+        assert torch.equal(weight.dense(torch.float32), values), name
+    assert saved.tokenizer.encode(TALE) == checkpoint.tokenizer.encode(TALE)
+
+
+def test_a_gguf_file_stays_as_it_is(tmp_path, vocabulary):
+    """Its keys with their types, empty texts and lists, its tensors and their places."""
+    types = gguf.GGUFValueType
+    keys = {"general.alignment": 1024, "general.description": ""}
+    keys |= {"general.quantization_version": (2, types.UINT8)}
+    keys |= {f"own.{name}": (value, types[name]) for name, value in NUMBERS.items()}
+    keys |= {f"all.{name}": ([v] * 3, types.ARRAY, types[name]) for name, v in NUMBERS.items()}
+    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["F32", "F16", "Q8_0"], CONFIG, keys)
+    save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf")
+    first, again = gguf.GGUFReader(path), gguf.GGUFReader(tmp_path / "b.gguf")
+    assert first.fields.keys() == again.fields.keys()
+    for key, field in first.fields.items():
+        if key != "GGUF.version":
+            assert again.fields[key].contents() == field.contents(), key
+            assert again.fields[key].types == field.types, key
+    for old, new in zip(first.tensors, again.tensors, strict=True):
+        assert (old.name, old.tensor_type, [*old.shape]) == (
+            new.name,
+            new.tensor_type,
+            [*new.shape],
+        )
+        assert np.array_equal(old.data, new.data) and new.data_offset % 1024 == 0
+
+
+def test_a_vocabulary_smaller_than_the_embedding_is_padded(tmp_path, vocabulary):
+    config = llama2.Config(**SHAPE | {"vocab_size": 322})
+    write_hf(tmp_path / "hf", config, make_weights(config))
+    shutil.copy(vocabulary[0], tmp_path / "hf")
+    save_gguf(llama2.open_checkpoint(tmp_path / "hf"), tmp_path / "x.gguf")
+    saved = llama2.GGUF(tmp_path / "x.gguf").metadata
+    assert saved["tokenizer.ggml.tokens"][-2:] == ["[PAD320]", "[PAD321]"]
+    assert saved["tokenizer.ggml.token_type"][-3:] == [1, 5, 5]
+
+
+def test_a_trained_model_is_saved_as_it_is(vocabulary, tmp_path):
+    """Every weight is trained, and none without trainable=True; tied embeddings stay tied."""
+    config = replace(WIDE, tie_word_embeddings=True)
+    keys = {"tokenizer.chat_template": "{{ messages }} [INST] <<SYS>>"}
+    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0"], config, keys)
+    frozen, _ = llama2.load(path)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    model, tokenizer = llama2.load(path, trainable=True)
+    assert_close(model(ROWS), frozen(ROWS))
+    model(ROWS).square().mean().backward()
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32
+        assert p.grad.any(), name
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    out = tmp_path / "out.gguf"
+    save_gguf(model, out, tokenizer=tokenizer)
+    again, same = llama2.load(out)
+    assert_close(again(ROWS), model(ROWS), 1e-6)
+    assert (again(ROWS) - frozen(ROWS)).abs().max() > 0.01
+    assert again.config == config
+    assert same.chat_template == keys["tokenizer.chat_template"]
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight + 1)  # no longer the embeddings
+    save_gguf(model, out, tokenizer=tokenizer, overwrite=True)
+    assert_close(logits_of(out), model(ROWS), 1e-6)
+
+
+def test_widths_without_whole_blocks_are_saved_as_f16(tokenizer, tmp_path):
+    model = make_model(replace(CONFIG, intermediate_size=80))
+    save_gguf(model, tmp_path / "q.gguf", "Q8_0", tokenizer)
+    weights = llama2.GGUF(tmp_path / "q.gguf").weights
+    assert weights["blk.0.ffn_up.weight"].ggml_type == "Q8_0"
+    assert weights["blk.0.ffn_down.weight"].ggml_type == "F16"
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("ggml_type", "tolerance"), [(None, 0), ("F32", 1e-4), ("Q8_0", 0.02)])
+def test_a_model_becomes_a_gguf_file(small, tmp_path, ggml_type, tolerance, compile):
+    model, tokenizer = llama2.load(small, compile=compile)
+    save_gguf(model, tmp_path / "out.gguf", ggml_type, tokenizer=tokenizer)
+    again, same = llama2.load(tmp_path / "out.gguf", compile=compile)
+    assert same.encode("a fox") == tokenizer.encode("a fox")
+    assert_close(again(ROWS), model(ROWS), tolerance)
+
+
+def test_what_ends_early_leaves_nothing(small, tmp_path, capsys, monkeypatch):
+    """The target stays as it was; of a full disk, one line says what is wrong and where."""
+    target = tmp_path / "out.gguf"
+    target.write_bytes(b"old")
+    # write() then fails, as on a full disk
+    with lowered("RLIMIT_FSIZE", 50_000), pytest.raises(SystemExit, match="2"):
+        convert.main([str(small), str(target), "--force"])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.search(f"File too large.*{re.escape(str(target))}", err)
+    monkeypatch.delattr("os.fsync")  # whatever else goes wrong
+    with pytest.raises(AttributeError, match="fsync"):
+        save_gguf(llama2.open_checkpoint(small), target, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["out.gguf", "small.gguf"]
+    assert target.read_bytes() == b"old"
+
+
+REPLACED = [  # a module of a model, another one in its place, what the error says
+    ("layers.0.mlp.up_proj", nn.Linear(64, 96), r"layers\.0\.mlp\.up_proj\.bias is no tensor"),
+    # As examples/lora.py hangs an adapter on a projection.
+    (
+        "layers.1.self_attn.q_proj.lora_A",
+        nn.Linear(64, 2, bias=False),
+        r"lora_A\.weight is no tensor",
+    ),
+    ("norm", nn.LayerNorm(64, bias=False), "norm, a LayerNorm"),
+]
+
+
+@pytest.mark.parametrize(("name", "module", "said"), REPLACED)
+def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, name, module, said):
+    """Silently dropped, each of them would give a file of another model."""
+    model, tokenizer = llama2.load(model_path, trainable=True)
+    model.set_submodule(name, module)
+    with pytest.raises(ValueError, match=f"a file cannot hold.*{said}"):
+        save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)
+    assert not os.listdir(tmp_path)
+
+
+def test_more_pieces_than_rows_are_refused(tmp_path, tokenizer):
+    """load() would refuse such a file."""
+    model = make_model(llama2.Config(**SHAPE | {"vocab_size": 300}))
+    for words, said in ((tokenizer, "320 pieces, the model 300 rows"), (None, "its tokenizer")):
+        with pytest.raises(ValueError, match=said):
+            save_gguf(model, tmp_path / "out.gguf", tokenizer=words)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_file_that_is_replaced_hands_on_what_it_is(small, tmp_path):
+    """Its permissions; a link stays a link. It may be the source, whose weights are mapped."""
+    folder, link = tmp_path / "folder", tmp_path / "link.gguf"
+    folder.mkdir()
+    target = folder / "target.gguf"
+    save_gguf(llama2.open_checkpoint(small), target)
+    assert target.stat().st_mode == small.stat().st_mode  # new files obey the umask
+    target.chmod(0o640)
+    link.symlink_to(target)
+    save_gguf(llama2.open_checkpoint(link), link, overwrite=True)
+    assert link.readlink() == target
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert torch.equal(logits_of(link), logits_of(small))
+    assert os.listdir(folder) == [target.name]
+
+
+def test_only_regular_files_are_replaced(small, tmp_path):
+    fifo = tmp_path / "fifo"
+    getattr(os, "mkfifo", os.mkdir)(fifo)  # Windows has no FIFOs
+    for out in (tmp_path, fifo, tmp_path / "absent" / "out.gguf"):
+        said = rf"\A.*{re.escape(str(out))}.*\Z"  # in one line
+        with pytest.raises((ValueError, OSError), match=said):
+            save_gguf(llama2.open_checkpoint(small), out, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "small.gguf"]
+
+
+def test_what_a_file_says_of_the_model_is_kept(tmp_path, vocabulary):
+    """Name, author, licence; not what is no longer true: its types, or keys of what was changed."""
+    general = {"general.name": "Fox", "general.tags": ["a", "b"], "general.file_type": 2}
+    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["Q8_0"], keys=general)
+    general["general.quantization_version"] = gguf.GGML_QUANT_VERSION
+    out = tmp_path / "b.gguf"
+    for ggml_type, theta in (("F16", 1e4), (None, 5e5)):
+        checkpoint = llama2.open_checkpoint(path)
+        checkpoint.config = replace(checkpoint.config, rope_theta=theta)
+        save_gguf(checkpoint, out, ggml_type, overwrite=True)
+        again = llama2.open_checkpoint(out)
+        assert again.config == checkpoint.config
+        assert general.items() <= {"general.file_type": 2, **again.file.metadata}.items()
+        assert ("general.file_type" in again.file.metadata) == (ggml_type is None)
+
+
+def test_convert_says_what_it_wrote(small, tmp_path, capsys):
+    argv = [str(small), str(tmp_path / "out.gguf"), "--type=F16"]
+    assert convert.main(argv) == 0
+    assert re.fullmatch(r"wrote .*out\.gguf: .*F16.*GB\n", capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="2"):
+        convert.main(argv)
+    assert "--force" in capsys.readouterr().err
+    assert convert.main([*argv, "--force"]) == 0
+
+
+def test_whoever_types_the_old_options_is_told_the_new_command(small, cli):
+    for options in (["--save", "out.gguf"], ["--type", "F16"], ["--force"]):
+        status, out, err = cli(*options, model=small)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "python examples/convert.py MODEL OUT.gguf" in err
+
+
+# --------------------------------------------------------------------------------------------------
+# Beside llama.cpp
+
+
+@pytest.mark.parametrize("ggml_type", [None, "F16", "Q8_0"])
+def test_llama_cpp_writes_the_same_text(tmp_path, bundled, ggml_type):
+    """Greedy; it reads what is saved of the bundled model."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not here")
+    path = tmp_path / "saved.gguf"
+    save_gguf(bundled[0], path, ggml_type, bundled[1])
+    theirs = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, verbose=False)
+    model, tokenizer = llama2.load(path)
+    prompt = "The princess opened the door and"
+    ids = tokenizer.encode(prompt)
+    assert theirs.tokenize(prompt.encode()) == ids
+    pieces = llama2.stream_text(model, tokenizer, ids, sampling=GREEDY, max_new_tokens=24)
+    said = theirs.create_completion(ids, max_tokens=24, temperature=0.0)
+    assert said["choices"][0]["text"] == "".join(pieces)
