@@ -19,16 +19,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
     import save
+    import torch
+    from torch import Tensor
 
     import llama2
 except ImportError as error:
-    sys.exit(f"convert.py: {error.name} is missing: pip install {error.name}")
+    print(f"convert.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
 
 # --------------------------------------------------------------------------------------------------
 # Pickles

@@ -570,4 +570,5 @@ def save_folder(
 
 
 if __name__ == "__main__":
-    sys.exit("save.py is a module: python examples/convert.py SOURCE OUT.gguf")
+    print("save.py is a module; its program: python examples/convert.py --help", file=sys.stderr)
+    sys.exit(2)
