@@ -70,10 +70,10 @@ def test_loading_imports_no_compiler(bundled):
 # Budgets. Tokens are paid for by readers; a dense line that becomes two plain ones costs nothing
 
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
-    "head": (150, 11.5),
+    "head": (160, 11.5),
     "I": (2750, 11.5),
     "II": (4600, 10.5),
-    "III": (11500, 10.5),
+    "III": (9900, 10.5),
     "IV": (1800, 11.75),
     "V": (2900, 10.0),
 }
@@ -114,7 +114,7 @@ def test_functions_fit_a_screen_and_few_are_named_once():
     text = SCRIPT.read_text("utf-8")
     tokens, lines = code_of(text)
     words = re.findall(r"\w+", " ".join(tokens))
-    assert len(lines) <= 24300, ADVICE
+    assert len(lines) <= 21850, ADVICE
     long, once = set(), set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
