@@ -27,7 +27,7 @@ def load(version: int) -> ctypes.CDLL:
     """The library, whose interface has this version. Raises OSError that says why there is none.
 
     Its attribute gemv_tokens: how many tokens of a pass have, each, the bits that one alone has;
-    compile_seconds: 0 if it was compiled before.
+    compile_seconds: 0 if it was compiled before; built_for: instruction set and compiler, as text.
     """
     if not SOURCE.is_file():
         raise OSError(f"{SOURCE} is missing; it belongs beside llama2.py")
@@ -36,16 +36,17 @@ def load(version: int) -> ctypes.CDLL:
         folder = cache_folder()
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
         raise OSError(f"{one_line(str(error))}; {other_folder}") from error
+    named = os.environ.get("CXX", "").strip()
     problems = []
-    for compiler in compilers():
+    for compiler in compilers(named):
         try:
-            return find_or_compile(compiler, folder, version)
+            return with_types(find_or_compile(compiler, folder), version)
         except (OSError, subprocess.SubprocessError) as error:
             problem = one_line(str(error))  # a full disk, no C++17, ...
             if not os.access(folder, os.W_OK):
                 raise OSError(f"{problem}; {other_folder}") from error
             problems.append(problem)
-    problems.append("install g++ or clang++, 9 or newer")
+    problems.append("correct CXX or unset it" if named else "install g++ or clang++, 9 or newer")
     raise OSError("; ".join(dict.fromkeys(problems)))
 
 
@@ -55,14 +56,14 @@ def one_line(text: str) -> str:
     return line[:300].rstrip(": ")
 
 
-def compilers() -> list[list[str]]:
-    """Commands to try, in this order: what $CXX says, g++, clang++, c++."""
+def compilers(named: str) -> list[list[str]]:
+    """Commands to try: the one that is named, and no other; else g++, clang++, c++."""
+    if not named:
+        return [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
     try:
-        named = [shlex.split(os.environ.get("CXX", ""))]
-    except ValueError:  # an open quote
-        named = []
-    found = [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
-    return [command for command in named + found if command]
+        return [shlex.split(named)]
+    except ValueError as error:  # an open quote
+        raise OSError(f"CXX is {named!r}: {error}; correct CXX or unset it") from None
 
 
 def cache_folder() -> Path:
@@ -74,6 +75,8 @@ def cache_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours(folder):
         raise OSError(f"{folder} belongs to another user, or others may write to it")
+    if hasattr(os, "ST_NOEXEC") and os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise OSError(f"{folder} is mounted noexec, so that no library of it can be loaded")
     return folder
 
 
@@ -84,7 +87,7 @@ def is_ours(path: Path) -> bool:
     return owned and (os.name == "nt" or not status.st_mode & 0o022)
 
 
-def find_or_compile(compiler: list[str], folder: Path, version: int) -> ctypes.CDLL:
+def find_or_compile(compiler: list[str], folder: Path) -> Any:
     """Open the library in the folder, or compile it. Raises OSError."""
     start = time.perf_counter()
     files = [SOURCE, Path(__file__), *sorted(SOURCE.parent.glob("*.h"))]
@@ -96,14 +99,16 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> ctypes.C
         except OSError:
             if target == TARGETS[-1]:
                 raise
+    target, openmp = missed_target(macros) or target, openmp_options()
     # The name holds hashes of what it depends on (macros tell the compiler's version and the
     # processor's instruction sets), and of the library, which a power cut may damage.
-    key = hashlib.sha256(repr((sources, macros, compiler)).encode()).hexdigest()[:16]
-    for path in folder.glob(f"cpu-{key}-*.so"):
+    key = repr((sources, macros, compiler, target, openmp)).encode()
+    stem = f"cpu-{hashlib.sha256(key).hexdigest()[:16]}"
+    for path in folder.glob(f"{stem}-*.so"):
         with suppress(OSError):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
             if path.stem.endswith(digest) and is_ours(path):
-                return open_library(path, version)
+                return open_library(path)
     for old in folder.glob("build-*"):  # of a run that was killed
         with suppress(OSError):
             if old.stat().st_mtime < time.time() - 3600:
@@ -122,21 +127,50 @@ def find_or_compile(compiler: list[str], folder: Path, version: int) -> ctypes.C
         if b" __clang__ " not in macros:
             command += ["-fno-tree-reassoc", "--param=avoid-fma-max-bits=0"]
         command += ["-fPIC"] * (sys.platform != "win32")
-        apple = Path(torch.__file__).parent / "lib" / "libomp.dylib"  # what torch itself runs on
-        for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp", str(apple)], []):
+        for options in openmp:
             try:
-                run_compiler([*command, *openmp], Path(build))
-                break
+                run_compiler([*command, *options], Path(build))
+                with new.open("rb+") as file:
+                    digest = hashlib.sha256(file.read()).hexdigest()[:16]
+                    os.fsync(file.fileno())
+                new.chmod(0o700)  # whatever the umask is
+                path = folder / f"{stem}-{digest}.so"
+                new.replace(path)  # at once: two processes may do this at the same time
+                return open_library(path, time.perf_counter() - start)
             except OSError:
-                if not openmp:
+                if not options:
                     raise
-        with new.open("rb+") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()[:16]
-            os.fsync(file.fileno())
-        new.chmod(0o700)  # whatever the umask is
-        path = folder / f"cpu-{key}-{digest}.so"
-        new.replace(path)  # at once: two processes may do this at the same time
-    return open_library(path, version, time.perf_counter() - start)
+
+
+def missed_target(macros: bytes) -> str | None:
+    """The target, if an ARM processor has more than a compiler finds; else None.
+
+    GCC 12 cuts the long line of a Neoverse V1 in /proc/cpuinfo; clang 14 does not know Apple's
+    processors under Linux.
+    """
+    if b" __aarch64__ " not in macros or b" __ARM_FEATURE_DOTPROD " in macros:
+        return None
+    features: set[str] = set()
+    with suppress(OSError):  # macOS has no such file, and compilers that know its processors
+        features.update(Path("/proc/cpuinfo").read_text().split())
+    if "asimddp" not in features:
+        return None
+    return "-march=armv8.2-a+dotprod" + "+i8mm" * ("i8mm" in features)
+
+
+def openmp_options() -> list[list[str]]:
+    """Options to try: for the OpenMP on which torch itself runs, and for none.
+
+    A second one would have threads of its own, which torch.set_num_threads() does not reach; on
+    macOS it ends the process.
+    """
+    package = Path(torch.__file__).parent
+    if sys.platform == "darwin":
+        path = package / "lib" / "libomp.dylib"
+        return [["-Xpreprocessor", "-fopenmp", str(path), f"-Wl,-rpath,{path.parent}"], []]
+    # Some of torch's wheels have libgomp under a name of their own.
+    renamed = [*package.glob("lib/libgomp-*"), *package.parent.glob("torch.libs/libgomp-*")]
+    return [["-fopenmp", "-Wl,--as-needed", str(path)] for path in renamed] + [["-fopenmp"], []]
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
@@ -161,25 +195,36 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
     return out
 
 
-def open_library(path: Path, version: int, compile_seconds: float = 0.0) -> ctypes.CDLL:
-    """Load compiled kernels. Raises OSError for any other library, or another version of them."""
-    library: Any = ctypes.CDLL(str(path))
+def open_library(path: Path, compile_seconds: float = 0.0) -> Any:
+    """Raises OSError for a library that cannot be loaded, and removes it."""
+    try:
+        library: Any = ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    library.compile_seconds = compile_seconds
+    return library
+
+
+def with_types(library: Any, version: int) -> ctypes.CDLL:
+    """The library with its functions' types. Raises OSError if it has another version."""
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
         library.linear.argtypes = [*[pointer] * 3, i32, *[i64] * 4, i32]
         library.embed.argtypes = [*[pointer] * 3, i32, *[i64] * 3]
         library.run_block.argtypes = [pointer]
+        library.kernels_built_for.restype = ctypes.c_char_p
         for function in (library.linear, library.run_block):
-            function.errcheck = check_status  # type: ignore[assignment]
+            function.errcheck = check_status
         found, features = library.kernels_version(), library.kernels_features()
+        library.built_for = library.kernels_built_for().decode()
     except AttributeError as error:
-        raise OSError(f"{path}: {error}") from None
+        raise OSError(f"{SOURCE}: {error}") from None
     if found != version:
         raise OSError(f"{SOURCE} is version {found}; expected {version}")
     if not features & 1:
         warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
     library.gemv_tokens = features >> 1
-    library.compile_seconds = compile_seconds
     return library
 
 

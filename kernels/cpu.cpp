@@ -735,6 +735,24 @@ enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown t
 
 extern "C" {
 int32_t kernels_version() { return 7; }
+const char *kernels_built_for() {  // the instruction set that the source has found, the compiler
+  return
+#if defined(AVX512)
+      "AVX-512"
+#elif defined(AVX2)
+      "AVX2"
+#else
+      "128 bits"
+#endif
+#ifdef VNNI
+      " with VNNI"
+#endif
+#ifdef __clang__
+      ", " __VERSION__;
+#else
+      ", GCC " __VERSION__;
+#endif
+}
 int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
 int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int64_t bytes,
                int64_t tokens, int64_t N, int64_t K, int32_t fast) try {

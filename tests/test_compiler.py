@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +28,7 @@ extern "C" int32_t embed() { return 0; }
 extern "C" int32_t run_block() { return 0; }
 extern "C" int32_t kernels_features() { return 1; }
 extern "C" int32_t kernels_version() { return VERSION; }
+extern "C" const char *kernels_built_for() { return "nothing"; }
 """
 
 
@@ -108,11 +111,54 @@ def test_a_named_compiler_may_have_options(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("bad", ["exit 1", r"printf 'error: \377\n\033[31mno'>&2; exit 1"])
 def test_a_compiler_that_fails(folder, tmp_path, monkeypatch, bad):
-    """The next one is tried; when all fail, one line says what to install."""
-    monkeypatch.setenv("CXX", script(tmp_path / "bad", bad))
+    """Unless it was named, the next one is tried; when all fail, one line says what to install."""
+    path = script(tmp_path / "g++", bad)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CXX", raising=False)
     assert find()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    for named in (path, "no_such_file", "an open 'quote"):
+        monkeypatch.setenv("CXX", named)
+        said = problem()
+        assert named.split("/")[-1] in said and said.endswith("correct CXX or unset it")
+        assert said.isprintable() and ":;" not in said
+    monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert "g++ failed" in problem() and "install g++ or clang++" in problem()
+
+
+def test_a_library_that_does_not_load(folder, tmp_path, monkeypatch):
+    """It is built without OpenMP, which may be the reason; where nothing could load, not at all."""
+    lost = '-fopenmp) set -- "$@" -Wl,--no-as-needed -L. -llost; echo >lost.c'
+    make = f"{COMPILER} -shared lost.c -o liblost.so -x c /dev/null"
+    wrapper = script(
+        tmp_path / "cxx",
+        f'echo run >>"$0.log"\ncase "$*" in *{lost}; {make};; esac\nexec {COMPILER} "$@"',
+    )
+    monkeypatch.setenv("CXX", wrapper)
+    assert find()
+    log = tmp_path / "cxx.log"
+    assert log.read_text().count("run") == 3  # macros, with and without OpenMP
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
     said = problem()
-    assert "bad failed" in said and "install g++ or clang++" in said
-    assert said.isprintable() and ":;" not in said
+    assert "noexec" in said and "set XDG_CACHE_HOME" in said and "g++" not in said
+    assert log.read_text().count("run") == 3
+
+
+@pytest.mark.parametrize("features", ["asimd asimddp", "asimd asimddp i8mm", "asimd"])
+def test_what_compilers_miss_of_arm(folder, tmp_path, monkeypatch, features):
+    """Linux knows which instructions there are; GCC 12 does not, on some processors."""
+    macros = 'case "$*" in *-dM*) echo "#define __aarch64__ 1"; exit;; esac'
+    build = 'for x; do case $x in -m*) ;; *) set -- "$@" "$x";; esac; shift; done'
+    wrapper = script(
+        tmp_path / "cxx", f'{macros}\necho "$*" >"$0.log"\n{build}\nexec {COMPILER} "$@"'
+    )
+    monkeypatch.setenv("CXX", wrapper)
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda p, *a: features if str(p) == "/proc/cpuinfo" else read_text(p, *a)
+    )
+    assert find()
+    options = (tmp_path / "cxx.log").read_text()
+    assert ("+dotprod" in options) == ("asimddp" in features)
+    assert ("+i8mm" in options) == ("i8mm" in features)

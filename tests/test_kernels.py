@@ -163,6 +163,15 @@ def test_callers_in_many_threads_do_not_share_memory():
         assert all(threads.map(work, range(6)))
 
 
+def test_threads_are_torchs(native):
+    """One OpenMP in the process: a second would have threads of its own."""
+    if not native.kernels_features() & 1:
+        pytest.skip("a compiler without OpenMP")
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert native.omp_get_max_threads() == threads
+
+
 # --------------------------------------------------------------------------------------------------
 # Whole layers
 
@@ -211,7 +220,7 @@ def test_precision_is_each_layers_own():
     model = llama2.accelerate(model_of(["Q4_K"]))
 
     def logits():
-        return model(TOKENS[:1, :5] % 64, model.new_cache())
+        return model(TOKENS[:1, :5] % 64, model.new_cache(), all_positions=True)
 
     exact = logits()
     assert llama2.accelerate(model, fast=True) is model  # in place
