@@ -1800,7 +1800,7 @@ class GGUF:
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
                     f"starts with {magic!r} and version {self.version:#x}; expected b'GGUF' and 2"
-                    " or 3, little-endian"
+                    " or 3, little-endian. Files of GGML (before GGUF) and of llama2.c are not read"
                 )
             tensor_count, key_count = self.unpack("QQ")
 
@@ -2503,8 +2503,9 @@ def find_model(name: str) -> Path:
             fetch = folder.joinpath
         pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else file or ""
         return locate(names, fetch, repository, pattern)
-    except FileError:
-        raise
+    except FileError as error:
+        first = f"; FOLDER: hf download {repository} --local-dir FOLDER"
+        raise FileError(f"{error}{first if CONVERT in str(error) else ''}") from error
     except Exception as error:
         raise ValueError(
             f"{name}: no such file; huggingface_hub, which must be installed to download it, says:"
@@ -2554,7 +2555,8 @@ def locate(
     # 2. A GGUF file, if exactly one matches.
     models: dict[str, list[str]] = {}  # the first split of a model -> all its splits
     for name in names:
-        if re.fullmatch("(?!.*(mmproj|imatrix)).*[.]gguf", name):
+        # An imatrix is no model, but a model may be named after the one that quantised it.
+        if re.fullmatch(r"(?i)(?!.*mmproj|(?!.*q\d).*imatrix).*\.gguf", name):
             first = re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-00001-of-\1", name)
             models.setdefault(first, []).append(name)
     matching = [name for name in models if re.search(pattern, name)]
@@ -2582,7 +2584,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     with naming(path):
         if path.is_dir():
             path = locate(os.listdir(path), path.joinpath, str(path))
-        elif path.suffix in (".pth", ".bin", ".safetensors", ".json"):
+        elif re.search(r"(\.pth|\.safetensors|\.json|_model.*\.bin)$", path.name):
             raise ValueError("one file of a directory; pass the directory")
         return open_hf(path) if path.is_dir() else open_gguf(path)
 
@@ -3449,10 +3451,13 @@ def main(
     argv: Sequence[str] | None = None, load: Callable[..., tuple[Llama, Tokenizer]] = load
 ) -> int:
     """Run the command line, and load the model by `load`; returns the exit status."""
+    for name, mode in zip(("stdin", "stdout", "stderr"), "rww"):
+        if getattr(sys, name) is None:  # it was closed, as by `<&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
             stream.reconfigure(errors="backslashreplace")
-    gc.freeze()  # the 400,000 objects of torch need no collection, which would take 0.09 s
+    gc.freeze()  # a collection would look through all objects of torch, which stay
     try:
         args = parse_args(argv)
         if args.threads is not None:

@@ -238,6 +238,14 @@ def test_pointers_of_git_lfs(write_model, name):
         llama2.open_checkpoint(path / name if name == "x.gguf" else path)
 
 
+@pytest.mark.parametrize("name", ["llama-2-7b.ggmlv3.q4_0.bin", "stories15M.bin"])
+def test_formats_before_gguf(tmp_path, name):
+    """They are no file of a directory."""
+    path = write_files(tmp_path, {name: b"tjgg" + bytes(28)}) / name
+    with pytest.raises(ValueError, match=rf"{name}: starts with b'tjgg'.* GGML .* llama2\.c"):
+        llama2.open_checkpoint(path)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "x.gguf"])
 def test_downloads_that_ended_early(write_model, model_path, name):
     """Known when the file is opened: a tensor that ends beyond it could not be mapped."""

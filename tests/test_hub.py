@@ -139,7 +139,7 @@ GGUFS = {
     " 1B-Q8_0.gguf 1B-f16.gguf",
     "Llama-3.3": "README.md 70B-Q4_K_M.gguf 70B-Q8_0/70B-Q8_0-00001-of-00003.gguf"
     " 70B-Q8_0/70B-Q8_0-00002-of-00003.gguf 70B-Q8_0/70B-Q8_0-00003-of-00003.gguf",
-    "a-model-that-sees": "mmproj-F16.gguf imatrix.gguf x-Q4_K_M.gguf",
+    "a-model-that-sees": "mmproj-Q8_0.gguf x-imatrix.gguf x-Q4_K_M-imatrix.gguf",
 }
 ASKED_FOR = """\
 SmolLM2 org/name smollm2-1.7b-instruct-q4_k_m.gguf
@@ -150,7 +150,7 @@ Llama-3.2 org/name:F16 1B-f16.gguf
 Llama-3.2 org/name/1B-Q6_K.gguf 1B-Q6_K.gguf
 Llama-3.3 org/name:Q8_0 70B-Q8_0/70B-Q8_0-0000*-of-00003.gguf
 Llama-3.3 org/name/70B-Q8_0/70B-Q8_0-00001-of-00003.gguf 70B-Q8_0/70B-Q8_0-0000*-of-00003.gguf
-a-model-that-sees org/name x-Q4_K_M.gguf"""
+a-model-that-sees org/name x-Q4_K_M-imatrix.gguf"""
 
 
 @pytest.mark.parametrize("case", ASKED_FOR.splitlines())
@@ -182,8 +182,8 @@ def test_several_gguf_files_are_listed(hub, case):
 
 
 FOREIGN = {
-    f"{SMALL} pytorch_model-00001-of-00002.bin tokenizer.model": "examples/convert.py",
-    "params.json consolidated.00.pth tokenizer.model": "Meta's directory",
+    f"{SMALL} pytorch_model-00001-of-00002.bin tokenizer.model": "convert.py FOLDER OUT.gguf",
+    "params.json consolidated.00.pth tokenizer.model": "Meta's directory: python examples/convert.py FOLDER OUT.gguf",
     "README.md adapter_config.json adapter_model.safetensors": "an adapter",
     f"{SMALL} model-00001-of-00002.safetensors": "model.safetensors.index.json is missing",
     "README.md": "found README.md; expected",
@@ -194,7 +194,8 @@ FOREIGN = {
 def test_other_forms(hub, tmp_path, names):
     """Such as vicuna's, of .bin files alone: in a repository refused before anything is fetched."""
     hub.files |= dict.fromkeys(names.split(), b"{}")
-    refused("org/name", "org/name", FOREIGN[names])
+    first = "hf download org/name --local-dir FOLDER" if "OUT.gguf" in FOREIGN[names] else ""
+    refused("org/name", "org/name", FOREIGN[names], first)
     assert not hub.asked
     refused(write_files(tmp_path / "folder", hub.files), "folder", FOREIGN[names])
 
