@@ -6,8 +6,6 @@ logits remain), gguf's reader and dequantisers, SentencePiece, or a formula writ
 folder tests/ holds what is long or special, and takes tiny models, vocabularies and files from here.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools
@@ -524,7 +522,7 @@ def write_tiny(tmp_path, keys, tensors):
 
 
 @pytest.mark.parametrize(
-    ("size", "count"),
+    "size, count",
     [
         ("7b", 6_738_415_616),
         ("13b", 13_015_864_320),
@@ -553,7 +551,7 @@ REFUSED_CONFIGS = """
 """
 
 
-@pytest.mark.parametrize(("change", "message"), table(REFUSED_CONFIGS))
+@pytest.mark.parametrize("change, message", table(REFUSED_CONFIGS))
 def test_config_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         llama2.Config(**SHAPE | json.loads(change))
@@ -979,7 +977,7 @@ LINEAR = """
 """
 
 
-@pytest.mark.parametrize(("changed", "factor"), table(LINEAR))
+@pytest.mark.parametrize("changed, factor", table(LINEAR))
 @torch.no_grad()
 def test_linear_rope_scaling(write_tiny, weights, changed, factor):
     """With a type or without one, and by the key of older files."""
@@ -1030,7 +1028,7 @@ tokenizer.ggml.eos_token_id | 320 | 320
 """
 
 
-@pytest.mark.parametrize(("key", "value", "message"), table(REFUSED_KEYS))
+@pytest.mark.parametrize("key, value, message", table(REFUSED_KEYS))
 def test_keys_that_are_refused(write_tiny, key, value, message):
     """Silently ignored, each of them would give a model that writes something else."""
     with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
@@ -1046,7 +1044,7 @@ rope_freqs.weight | [4] | rope_freq
 """
 
 
-@pytest.mark.parametrize(("name", "shape", "message"), table(REFUSED_TENSORS))
+@pytest.mark.parametrize("name, shape, message", table(REFUSED_TENSORS))
 def test_tensors_that_are_refused(write_tiny, name, shape, message):
     """Biases, other shapes: unknown or missing tensors are named."""
     shape = json.loads(shape)
@@ -1086,7 +1084,7 @@ REFUSED_SETTINGS = r"""
 """
 
 
-@pytest.mark.parametrize(("change", "message"), table(REFUSED_SETTINGS))
+@pytest.mark.parametrize("change, message", table(REFUSED_SETTINGS))
 def test_what_cannot_be_run_is_refused_by_name(forms, tmp_path, change, message):
     shutil.copytree(forms[0] / "hf", tmp_path, dirs_exist_ok=True)
     file = tmp_path / "config.json"
@@ -1379,7 +1377,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize(("container", "chunk"), [(list, 512), (torch.tensor, 4), (np.array, 512)])
+@pytest.mark.parametrize("container, chunk", [(list, 512), (torch.tensor, 4), (np.array, 512)])
 @torch.no_grad()
 def test_greedy_equals_argmax_of_the_whole_text_each_time(
     model, monkeypatch, prompt, container, chunk
@@ -1490,7 +1488,7 @@ REFUSED_PROMPTS = """
 """
 
 
-@pytest.mark.parametrize(("prompt", "message"), table(REFUSED_PROMPTS))
+@pytest.mark.parametrize("prompt, message", table(REFUSED_PROMPTS))
 def test_prompts_that_are_refused(model, prompt, message):
     for read in (llama2.generate, llama2.score):
         with pytest.raises(ValueError, match=message):
@@ -1518,7 +1516,7 @@ def test_score_is_the_log_softmax_of_one_pass(model, monkeypatch, chunk):
 
 
 @pytest.mark.parametrize(
-    ("stop", "expected"),
+    "stop, expected",
     [
         ((), "the fox saw the moon and laughed"),
         (["moon and"], "the fox saw the "),  # a stop text of several tokens
@@ -1672,7 +1670,7 @@ REFUSED_OPTIONS = f"""
 REFUSED_OPTIONS += "".join(f"--device {name} | {name}\n" for name in DEVICES if not DEVICES[name])
 
 
-@pytest.mark.parametrize(("argv", "said"), table(REFUSED_OPTIONS))
+@pytest.mark.parametrize("argv, said", table(REFUSED_OPTIONS))
 def test_one_line_and_status_2(cli, tmp_path, argv, said):
     """A wrong argument is told in one line that names it; nothing is written to stdout."""
     status, out, err = cli("--prompt", "ab", *argv.format(dir=tmp_path).split())

@@ -1,7 +1,5 @@
 """Tests of examples/batch.py: a batch writes what each of its sequences writes alone."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of bench_llama2.py: every mode runs, and its arithmetic is right."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -154,7 +152,7 @@ def test_fidelity(bundled, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    "command, message",
     [
         ("--claims --model absent.gguf", "there is no absent.gguf; pass --model FILE.gguf"),
         ("--table x.gguf --llama-bench missing-bench", "missing-bench"),

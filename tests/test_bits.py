@@ -4,8 +4,6 @@ There is one border, load_kernels().gemv_tokens: on one side of it the bits of a
 how many there are in a pass.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Every case is done to a model of plain quantised layers and to an accelerated co
 raise the same error, or give the same numbers.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter

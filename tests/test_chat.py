@@ -5,8 +5,6 @@ and compared with transformers where it is installed. LLAMA_CPP_TEMPLATES names 
 llama.cpp's sources, models/templates, whose templates are then compared, too.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

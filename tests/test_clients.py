@@ -1,7 +1,5 @@
 """Clients of OpenAI's interface do what their own pages show first, with a real chat model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compiled steps: what they give, what they read, when they give way to plain torch."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import shutil

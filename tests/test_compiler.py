@@ -1,7 +1,5 @@
 """How kernels/cpu.cpp becomes a library: compilers that fail, damaged caches, folders of others."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat
@@ -81,9 +79,7 @@ def test_compiled_once_unless_the_library_is_not_ours(folder):
     assert "others may write" in problem()
 
 
-@pytest.mark.parametrize(
-    ("home", "problem_of"), [(os.devnull, os.devnull), ("~", "home directory")]
-)
+@pytest.mark.parametrize("home, problem_of", [(os.devnull, os.devnull), ("~", "home directory")])
 def test_a_home_that_cannot_be_used(folder, monkeypatch, home, problem_of):
     """The advice is another folder, not a compiler, which is there."""
     monkeypatch.setenv("XDG_CACHE_HOME", "relative paths are not used")

@@ -4,8 +4,6 @@ transformers is the oracle of config.json, llama.cpp that of GGUF's keys, where 
 docs/usage.md has a table of all fields and keys, which this file checks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -257,7 +255,7 @@ def test_downloads_that_ended_early(write_model, model_path, name):
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(31, "removed its type Q4_0_4_4"), (77, "77 is not a valid")]
+    "number, said", [(31, "removed its type Q4_0_4_4"), (77, "77 is not a valid")]
 )
 def test_types_that_are_removed_or_unknown(tmp_path, model_path, number, said):
     """The type of a tensor stands behind its name, the count of its dimensions, and these."""

@@ -1,7 +1,5 @@
 """Tests of examples/convert.py: Meta's code, transformers and tiktoken are the oracles."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -86,7 +84,7 @@ def refused(capsys, source, out, said, *options):
 # Meta's folders and those of pickles become GGUF
 
 
-@pytest.mark.parametrize(("shards", "axis"), [(4, 1), (2, 0)])
+@pytest.mark.parametrize("shards, axis", [(4, 1), (2, 0)])
 def test_metas_folders(forms, hf_model, vocabulary, tmp_path, capsys, shards, axis):
     """Llama 2's shards have columns of the embedding, Llama 3's have rows."""
     source = write_meta(tmp_path / "meta", forms[1], shards, axis)
@@ -115,7 +113,7 @@ def test_folders_of_pickles(forms, hf_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("params", "context", "factor"),
+    "params, context, factor",
     [
         ('{%s, "rope_theta": 1e6}', 16384, None),
         ('{%s, "rope_theta": 5e5}', 8192, None),
@@ -134,7 +132,7 @@ def test_what_params_do_not_state(tmp_path, params, context, factor):
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    "params, said",
     [
         ('{%s, "n_layers": 3}', r"layers\.2\..* is missing"),
         ('{%s, "n_layers": 1000000}', "1000000 layers"),
@@ -157,7 +155,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    "content, said",
     [
         ({"bomb": Bomb()}, "consolidated.00.pth"),
         ({"norm.weight": torch.ones(2, dtype=torch.complex64)}, "norm.weight is torch.complex64"),
@@ -247,7 +245,7 @@ def check_folder(folder, source, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "tolerance"),
+    "options, dtype, tolerance",
     [("", "float16", 2e-3), ("--type=BF16", "bfloat16", 0.05)],
 )
 def test_quantised_weights_as_a_folder(vocabulary, tmp_path, options, dtype, tolerance):

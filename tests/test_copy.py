@@ -1,7 +1,5 @@
 """What is loaded can be trained, looked into and copied; what is wrong with it is said."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -35,7 +33,7 @@ def small(vocabulary, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options, said",
     [
         ({"dtype": "float33"}, "float33"),
         ({"device": "gpu"}, "gpu"),
@@ -58,7 +56,7 @@ NAN = r"NaN or infinity in layers\.0\.mlp\.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("ggml_type", "value", "said"),
+    "ggml_type, value, said",
     [
         ("F32", math.nan, NAN),
         ("F32", 3e38, "finite weights overflow"),

@@ -1,7 +1,5 @@
 """What the pages show works: commands, Python, links, names of functions and tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

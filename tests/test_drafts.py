@@ -1,7 +1,5 @@
 """Tests of examples/drafts.py: the same text, to the last bit of its logits, whatever is drafted."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

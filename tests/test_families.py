@@ -4,8 +4,6 @@ families.json has of each what its files say, but for sizes, which keep their ra
 which keep their method, special tokens and flags, and long templates, which keep their traits.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

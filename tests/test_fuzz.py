@@ -5,8 +5,6 @@ gives. The examples are the same each time. `FUZZ=20000 pytest tests/test_fuzz.p
 many others; `--hypothesis-seed=7` with it repeats them.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

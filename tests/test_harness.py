@@ -44,9 +44,7 @@ TASK = """{
 }"""
 
 
-@pytest.mark.parametrize(
-    ("backend", "path"), [("gguf", ""), ("local-completions", "/v1/completions")]
-)
+@pytest.mark.parametrize("backend, path", [("gguf", ""), ("local-completions", "/v1/completions")])
 def test_harness_agrees_with_score(tmp_path, backend, path):
     """Of the bundled model in float32, and its tokenizer for transformers."""
     checkpoint = llama2.open_checkpoint(llama2.DEFAULT_MODEL)

@@ -4,8 +4,6 @@ What is damaged by chance is in test_fuzz.py. Here is what chance would seldom f
 take long or much memory, what SentencePiece would choke on, and what is no regular file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import struct
@@ -121,7 +119,7 @@ HOSTILE_VALUES = [  # a key, its value, what the error says
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "said"), HOSTILE_VALUES)
+@pytest.mark.parametrize("key, value, said", HOSTILE_VALUES)
 def test_hostile_values(write_tiny, key, value, said):
     """A count is believed only as far as the file bears it out."""
     assert said in outcome(write_tiny({key: value}))

@@ -1,7 +1,5 @@
 """The house: llama2.py copied alone into a folder, without its part IV, and how long its parts are."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

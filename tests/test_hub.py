@@ -1,7 +1,5 @@
 """Models by their names: an installed package, repositories of the Hugging Face hub, here a small one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The kernels in C++ against plain torch, and when they are used."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -178,7 +176,7 @@ def test_threads_are_torchs(native):
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
+    "dtype, tolerance",
     [(torch.float32, 1e-5), (torch.float16, 2e-3)],  # a key may round to another number
 )
 @pytest.mark.parametrize(

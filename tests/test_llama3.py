@@ -4,8 +4,6 @@ The words and ids were checked with llama.cpp, Meta's and Mistral's own tokenize
 is installed, random texts are compared with what it makes of the published form of each file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -271,7 +269,7 @@ def test_ids_of_config_json_that_are_words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    "key, value, said",
     [
         ("pre", "klingon", "tokenizer.ggml.pre is 'klingon'; expected llama-bpe or llama3 or"),
         ("pre", None, "pre is missing, .*gguf-new-metadata --pre-tokenizer llama-bpe"),
@@ -293,7 +291,7 @@ def test_control_tokens_that_are_words():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change, said",
     [
         ({"model": {"vocab": {"a": SIZE}}}, f"{SIZE + 1} pieces; the model has {SIZE}"),
         ({"pre_tokenizer": split("(a")}, "tokenizers cannot run the vocabulary"),

@@ -1,7 +1,5 @@
 """Tests of examples/lora.py; PEFT is the oracle."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

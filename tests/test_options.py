@@ -3,8 +3,6 @@
 The parsers say which options there are. A new script needs its command here.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import re

@@ -4,8 +4,6 @@ The server and its model are real. Errors in the console (whatever the page's po
 and requests to other hosts fail every test.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """Other surroundings: what Windows and macOS lack, taken away here, and torch's defaults."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +51,7 @@ def computed(paths, tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "usual"),
+    "name, value, usual",
     [("dtype", torch.bfloat16, torch.float32), ("dtype", torch.float64, torch.float32)]
     + [("device", "meta", None)],
 )
@@ -74,7 +72,7 @@ def test_torchs_defaults_change_no_bit(write_model, vocabulary, tmp_path, name, 
 
 
 @pytest.mark.parametrize(
-    ("newer", "kind", "dtype"),
+    "newer, kind, dtype",
     [(True, "BF16", "bfloat16"), (False, "BF16", "float16"), (True, "F16", "float16")],
 )
 def test_mps_keeps_bfloat16_where_it_has_it(tmp_path, monkeypatch, vocabulary, newer, kind, dtype):

@@ -1,7 +1,5 @@
 """Tests of tensor parallelism: each rank holds its share, and all together say what one would."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -93,7 +91,7 @@ def test_ranks_from_the_command_line(forms, cli):
 
 
 @pytest.mark.parametrize(
-    ("rank", "line"), [(0, "torchrun --nproc-per-node N examples/ranks.py"), (1, "")]
+    "rank, line", [(0, "torchrun --nproc-per-node N examples/ranks.py"), (1, "")]
 )
 def test_llama2_is_one_process(rank, line):
     """What a rank of `torchrun llama2.py` does: the first says in a line what to type."""

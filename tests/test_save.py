@@ -1,7 +1,5 @@
 """Tests of examples/save.py: what is saved can be read again, by llama.cpp, too; all else is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -130,7 +128,7 @@ def test_widths_without_whole_blocks_are_saved_as_f16(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize(("ggml_type", "tolerance"), [(None, 0), ("F32", 1e-4), ("Q8_0", 0.02)])
+@pytest.mark.parametrize("ggml_type, tolerance", [(None, 0), ("F32", 1e-4), ("Q8_0", 0.02)])
 def test_a_model_becomes_a_gguf_file(small, tmp_path, ggml_type, tolerance, compile):
     model, tokenizer = llama2.load(small, compile=compile)
     save_gguf(model, tmp_path / "out.gguf", ggml_type, tokenizer=tokenizer)
@@ -168,7 +166,7 @@ REPLACED = [  # a module of a model, another one in its place, what the error sa
 ]
 
 
-@pytest.mark.parametrize(("name", "module", "said"), REPLACED)
+@pytest.mark.parametrize("name, module, said", REPLACED)
 def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, name, module, said):
     """Silently dropped, each of them would give a file of another model."""
     model, tokenizer = llama2.load(model_path, trainable=True)

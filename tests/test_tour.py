@@ -1,7 +1,5 @@
 """docs/tour.md says what docs/tour.py finds in the model, and its changes do as it says."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Tests of models/train.py: it trains, goes on from its checkpoint, and what it writes loads."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math

@@ -1,7 +1,5 @@
 """SentencePiece's vocabularies: tokenizer.model, tokenizer.json, GGUF, tokens that are added."""
 
-from __future__ import annotations
-
 import io
 import json
 
