@@ -2815,15 +2815,15 @@ __all__ += ["accelerate", "load_kernels"]
 # 18. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 7  # the version of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 8  # the version of the interface between kernels/cpu.cpp and this file
 
 
 @functools.cache
 def load_kernels() -> Any:
     """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
-    It runs on torch's threads. In a pass of at most `load_kernels().gemv_tokens` tokens, the result
-    of each is bit-identical to that of a pass of this token alone.
+    It runs on torch's threads. Up to `load_kernels().gemv_tokens` tokens may go through a layer
+    together, and each gets the same bits as if it went alone.
     """
     try:
         path = KERNELS / "build.py"
@@ -2877,21 +2877,26 @@ def have_addresses(tensors: Sequence[Tensor]) -> bool:
 
 def unhooked(modules: Iterable[Any]) -> bool:
     """Whether calling each of the modules runs the forward() of its class and nothing else."""
-    of_all = nn.modules.module  # hooks for every module
+    # torch has no public names for these; the tests notice if one is gone.
+    of_all = nn.modules.module
     hooks: list[Any] = [of_all._global_forward_hooks, of_all._global_forward_pre_hooks]
     for own in map(vars, modules):  # those of one module, and a forward() that was set on it
         hooks += own["_forward_hooks"], own["_forward_pre_hooks"], own.get("forward")
     return not any(hooks)
 
 
-def run_kernel(name: str, matrix: Quantized, x: Tensor, y: Tensor, *sizes: int) -> bool:
-    """Call a kernel that writes y, computed from a matrix and x; False if it cannot."""
+def run_kernel(
+    name: str, matrix: Quantized, x: Tensor, shape: Sequence[int], *sizes: int
+) -> Tensor | None:
+    """What a kernel computes from a matrix and x: float32 of this shape; None if it cannot."""
+    y = torch.empty(shape, dtype=torch.float32, device=x.device)
     tensors = matrix.blocks, x, y
     if torch.compiler.is_compiling() or not load_kernels() or not have_addresses(tensors):
-        return False
+        return None
     numbers = GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes, *sizes
     kernel = getattr(load_kernels(), name)
-    return not kernel(*map(Tensor.data_ptr, tensors), *numbers)
+    failed = kernel(*map(Tensor.data_ptr, tensors), *numbers)
+    return None if failed else y
 
 
 class NativeLinear(QuantizedLinear):
@@ -2905,8 +2910,9 @@ class NativeLinear(QuantizedLinear):
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         if not needs_grad and x.dtype in DENSE_NAMES and x.shape[-1:] == (K,):
             x32 = x.float().contiguous()
-            y = x32.new_empty(*x.shape[:-1], N)
-            if run_kernel("linear", self, x32, y, x.numel() // K, N, K, self.fast):
+            shape = *x.shape[:-1], N
+            y = run_kernel("linear", self, x32, shape, x.numel() // K, N, K, self.fast)
+            if y is not None:
                 return y.to(x.dtype)
         return super().forward(x)
 
@@ -2916,18 +2922,19 @@ class NativeEmbedding(QuantizedEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C)."""
-        C = self.in_features
-        y = torch.empty(*tokens.shape, C, dtype=torch.float32, device="cpu")
-        if tokens.dtype == torch.int64 and run_kernel(
-            "embed", self, tokens.contiguous(), y, tokens.numel(), C
-        ):
-            return y.to(self.dtype)
+        if tokens.dtype == torch.int64:
+            shape = *tokens.shape, self.in_features
+            ids = tokens.contiguous()
+            y = run_kernel("embed", self, ids, shape, tokens.numel(), self.in_features)
+            if y is not None:
+                return y.to(self.dtype)
         return super().forward(tokens)
 
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
 BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
+LAYER = struct.Struct("15n 14n 7n 7n 7n 3n n 5n 3n 2d")  # struct Layer of kernels/cpu.cpp
 
 
 class NativeBlock(Block):
@@ -2950,8 +2957,9 @@ class NativeBlock(Block):
     ) -> bytes:
         """The struct Layer of kernels/cpu.cpp; empty if the kernel cannot stand for forward().
 
-        The code avoids nn.Module's attributes, because each takes 0.5 us: together 5 % of the time
-        of a small model.
+        Everything is looked up at each call: what was kept from an earlier one might have changed.
+        nn.Module's attributes are avoided, because each takes 0.5 us: together 5 % of the time of a
+        small model.
         """
         # 1. Are all modules of the classes that the kernel stands for, without hooks?
         children: Any = self._modules
@@ -2963,30 +2971,41 @@ class NativeBlock(Block):
         if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
 
-        # 2. Is the mask the causal one? The kernel knows no other.
+        # 2. Is the mask the causal one? The kernel knows no other. A mask of the cache itself is
+        #    recognised by where it lies, others by their elements.
         causal = cache.mask(x.shape[1])
-        if mask is not causal and (mask is None or causal is None or not mask.equal(causal)):
+        if mask is None or causal is None:
+            is_causal = mask is causal
+        else:
+            is_causal = mask.is_set_to(causal) or mask.equal(causal)
+        if not is_causal:
             return b""
 
-        # 3. Addresses and sizes in bytes of all tensors, in the order of the struct.
+        # 3. Can C++ use all tensors?
         weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
         scales = [norm._parameters["weight"] for norm in norms]
         tensors = [x, cos, sin, cache.k, cache.v, *scales, *weights]
         if not have_addresses(tensors):
             return b""
-        numbers = [*map(Tensor.data_ptr, tensors), y.data_ptr()]
-        numbers += [t.nbytes for t in tensors]
 
-        # 4. Rows and types of the matrices, sizes, the position. A cache that is not `half` is
-        #    taken for float32: the kernel compares 2 or 4 bytes times its size with the bytes that
-        #    it has, and so refuses any other dtype.
-        numbers += [matrix.out_features for matrix in matrices]
-        for matrix in matrices:
-            numbers += GGML_TYPES[matrix.ggml_type].number, matrix.fast
-        half = cache.k.dtype == cache.v.dtype == torch.float16
-        numbers += [*x.shape, attention.head_dim, *cache.k.shape]
-        numbers += [cache.pos, attention.layer, half]
-        return struct.pack("62n2d", *numbers, *[norm.eps for norm in norms])
+        # 4. The fields of the struct, in its order. A cache that is not `half` is taken for float32:
+        #    the kernel compares 2 or 4 bytes times its size with the bytes that it has, and so
+        #    refuses any other dtype.
+        return LAYER.pack(
+            *map(Tensor.data_ptr, tensors),
+            y.data_ptr(),
+            *[t.nbytes for t in tensors],
+            *[matrix.out_features for matrix in matrices],
+            *[GGML_TYPES[matrix.ggml_type].number for matrix in matrices],
+            *[matrix.fast for matrix in matrices],
+            *x.shape,
+            attention.head_dim,
+            *cache.k.shape,
+            cache.pos,
+            attention.layer,
+            cache.k.dtype == cache.v.dtype == torch.float16,
+            *[norm.eps for norm in norms],
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -653,10 +653,10 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
   const float *x, *cos, *sin;
   void *keys, *values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
   const float *norms[2];
-  Bytes weights[7];            // of q, k, v, o, gate, up, down
-  float *y;                    // as large as x
-  int64_t bytes[14], rows[7];  // that all but y have; of the weights
-  int64_t matrices[7][2];      // type, fast
+  Bytes weights[7];                    // of q, k, v, o, gate, up, down
+  float *y;                            // as large as x
+  int64_t bytes[14];                   // that all but y have
+  int64_t rows[7], types[7], fast[7];  // of the matrices
   int64_t B, T, C, D, L, cache_B, G, S, cache_D, pos, index, half;
   double eps[2];
 };
@@ -665,8 +665,7 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
 template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *keys, E *values) {
   const int64_t B = l.B, T = l.T, C = l.C, D = l.D, G = l.G, pos = l.pos, S = l.S, tokens = B * T;
   auto matrix = [&](int i, int64_t K, int64_t N, const Array<float> &y) {
-    const auto &[type, fast] = l.matrices[i];
-    return Matrix{find_format(type, K), l.weights[i], N, y.get(), fast != 0};
+    return Matrix{find_format(l.types[i], K), l.weights[i], N, y.get(), l.fast[i] != 0};
   };
   auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
@@ -734,7 +733,7 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 7; }
+int32_t kernels_version() { return 8; }
 const char *kernels_built_for() {  // the instruction set that the source has found, the compiler
   return
 #if defined(AVX512)
@@ -779,7 +778,7 @@ int32_t run_block(const Layer &l) try {
   const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
   int64_t bytes[14] = {x, angles, angles, all, all, 4 * C, 4 * C};
   for (int i = 0; i < 14; i++) {
-    const Format *f = i < 7 ? nullptr : find_format(l.matrices[i - 7][0], columns[i - 7]);
+    const Format *f = i < 7 ? nullptr : find_format(l.types[i - 7], columns[i - 7]);
     if (f) bytes[i] = rows[i - 7] * f->bytes(columns[i - 7]);
     if (bytes[i] < 1 || bytes[i] != l.bytes[i] || !((void **)&l)[i]) return NOT_SUPPORTED;
   }
