@@ -6,6 +6,8 @@ logits remain), gguf's reader and dequantisers, SentencePiece, or a formula writ
 folder tests/ holds what is long or special, and takes tiny models, vocabularies and files from here.
 """
 
+from __future__ import annotations
+
 import ast
 import dataclasses
 import functools
@@ -648,7 +650,6 @@ def test_cache_is_allocated_once_to_the_length_asked_for():
     assert cache.k.data_ptr() == place
 
 
-@torch.no_grad()
 def test_cache_knows_its_ids(model):
     """In every sequence; what was cut off is forgotten."""
     cache = llama2.Cache(CONFIG, 2)
@@ -733,7 +734,6 @@ GOLDEN = """
 """
 
 
-@torch.no_grad()
 def test_logits_equal_transformers(weights, model):
     tokens = TOKENS[:, :32]
     expected = make_hf(CONFIG, weights)(tokens).logits
@@ -741,7 +741,6 @@ def test_logits_equal_transformers(weights, model):
     assert_close(model(tokens), expected)
 
 
-@torch.no_grad()
 def test_logits_equal_frozen_ones(model):
     """The same without transformers, so that a run without it proves the pairing and the groups."""
     actual = model(TOKENS[:1, :32])[0]
@@ -760,7 +759,6 @@ def test_logits_equal_frozen_ones(model):
         [1] * 32,
     ],
 )
-@torch.no_grad()
 def test_cache_in_any_steps_equals_one_pass(model, steps):
     """Catches positions that are off by one and masks that are wrong when something is stored."""
     tokens = TOKENS[:, :32]
@@ -775,7 +773,6 @@ def test_cache_in_any_steps_equals_one_pass(model, steps):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 10, 31])
-@torch.no_grad()
 def test_second_turn_after_truncate(model, kept):
     """What was cut off must leave no trace."""
     cache = llama2.Cache(CONFIG)
@@ -786,7 +783,6 @@ def test_second_turn_after_truncate(model, kept):
     assert_close(actual, model(turn)[:, kept:])
 
 
-@torch.no_grad()
 def test_bfloat16_is_near_float32(model):
     expected = model(TOKENS[:1, :32])
     cache = llama2.Cache(CONFIG, dtype=torch.bfloat16)
@@ -837,7 +833,6 @@ def cut_out(monkeypatch, end):
     return text, module
 
 
-@torch.no_grad()
 def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
     """It knows torch, math and dataclasses; no files, no printing, no formats of weights."""
     text, cut = cut_out(monkeypatch, "II")
@@ -864,7 +859,6 @@ def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
 
 
 @pytest.mark.parametrize("ggml_type", [name for name in SCALES if hasattr(GGMLType, name)])
-@torch.no_grad()
 def test_every_type_gives_the_logits_of_dequantised_weights(
     tmp_path, vocabulary, monkeypatch, ggml_type
 ):
@@ -899,7 +893,6 @@ def test_blocks_of_another_size_are_refused(shape):
 @pytest.mark.parametrize(
     "ggml_types", [["F32"], ["F16"], ["BF16"], ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"]], ids=str
 )
-@torch.no_grad()
 def test_types_are_read_per_tensor(tmp_path, vocabulary, ggml_types, tied):
     """A file called Q4_K_M holds several; only the absence of the output matrix ties it."""
     config = dataclasses.replace(WIDE, tie_word_embeddings=tied)
@@ -978,7 +971,6 @@ LINEAR = """
 
 
 @pytest.mark.parametrize("changed, factor", table(LINEAR))
-@torch.no_grad()
 def test_linear_rope_scaling(write_tiny, weights, changed, factor):
     """With a type or without one, and by the key of older files."""
     rope = {"rope_type": "linear", "factor": float(factor), "rope_theta": 10000.0}
@@ -986,7 +978,6 @@ def test_linear_rope_scaling(write_tiny, weights, changed, factor):
     assert_close(logits_of(write_tiny(json.loads(changed))), hf(ROWS).logits, 1e-5)
 
 
-@torch.no_grad()
 def test_rope_freqs_divide_the_frequencies(write_tiny, weights):
     """The tensor that converters write for transformers' llama3 scaling; catches multiplying."""
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -999,7 +990,6 @@ def test_rope_freqs_divide_the_frequencies(write_tiny, weights):
     assert_close(actual, hf(ROWS).logits)
 
 
-@torch.no_grad()
 def test_split_files(tmp_path, keys, tensors, model):
     write_gguf(tmp_path / "x.gguf", keys, tensors, split_max_tensors=8)
     paths = sorted(tmp_path.glob("x-*.gguf"))
@@ -1058,7 +1048,6 @@ def test_tensors_that_are_refused(write_tiny, name, shape, message):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@torch.no_grad()
 def test_directories_that_transformers_wrote(forms, hf_model, tmp_path, vocabulary, tied):
     """One file or several with an index; only the absence of an output matrix ties it."""
     if tied:
@@ -1378,7 +1367,6 @@ PROMPTS = [
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("container, chunk", [(list, 512), (torch.tensor, 4), (np.array, 512)])
-@torch.no_grad()
 def test_greedy_equals_argmax_of_the_whole_text_each_time(
     model, monkeypatch, prompt, container, chunk
 ):
@@ -1505,7 +1493,6 @@ def test_arguments_that_are_refused(model):
 
 
 @pytest.mark.parametrize("chunk", [128, 7])
-@torch.no_grad()
 def test_score_is_the_log_softmax_of_one_pass(model, monkeypatch, chunk):
     monkeypatch.setattr(llama2, "SCORE_CHUNK", chunk)
     ids = TOKENS[0]
@@ -1693,7 +1680,6 @@ The cat smiled. Nobody had ever asked her to share. So they sat down and ate the
 and from that night on they were friends."""
 
 
-@torch.no_grad()
 def test_bundled_model_on_a_new_tale(bundled):
     """Its bits per byte on a story that it cannot know."""
     model, tokenizer = bundled

@@ -47,7 +47,6 @@ def write_model(forms, tmp_path):
     return write
 
 
-@torch.no_grad()
 def assert_as_transformers(path, tokens=TOKENS[:1]):
     """The logits; returns transformers' model and ours."""
     transformers = pytest.importorskip("transformers")
@@ -207,7 +206,6 @@ def as_llama_cpp(path, model, tokens=TOKENS[:1, :20]):
 
 
 @pytest.mark.parametrize("key", KEYS)
-@torch.no_grad()
 def test_keys(write_tiny, model, key):
     """What the table says is done."""
     path, verdict = write_tiny({key: KEYS[key]}), VERDICTS[key]

@@ -87,7 +87,6 @@ def ends(model, tokenizer):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
 def test_families_that_run(tmp_path, name):
     """Logits and ids are transformers', those of the GGUF file that is saved of it, too."""
     family = FAMILIES[name]

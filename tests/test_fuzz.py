@@ -352,7 +352,6 @@ def test_chat_templates(tokenizer):
 # Examples
 
 
-@torch.no_grad()
 def test_adapters(model, tmp_path):
     folder = tmp_path / "adapter"
     adapted = copy.deepcopy(model)

@@ -34,7 +34,6 @@ def write_adapter(folder, **options):
     return model
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
 def test_adapters_of_peft(tmp_path, init):
     where = {"layers_to_transform": [0, 2], "layers_pattern": "layers"}
@@ -45,7 +44,6 @@ def test_adapters_of_peft(tmp_path, init):
     assert (model(IDS) - expected).abs().max() < 1e-4
 
 
-@torch.no_grad()
 def test_command_line(tmp_path):
     """Train, go on, merge: PEFT and the saved file say what the adapted model says."""
     (tmp_path / "tales").write_text(TALE * 16, "utf-8")

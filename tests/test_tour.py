@@ -38,7 +38,6 @@ def test_what_differs_is_named(tmp_path, monkeypatch, capsys):
     assert named == ["5-maps", "5-muted"]  # the latter is not there
 
 
-@torch.no_grad()
 def test_the_attention_that_is_drawn_is_the_model_s():
     probe = tour.Probe()
     seen = probe.watch(tour.PROMPT)
