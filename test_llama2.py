@@ -233,14 +233,15 @@ def random_blocks(ggml_type, rows, columns, seed):
     return blocks.reshape(rows, -1)
 
 
-def quantised(vocabulary, path, ggml_types, config=WIDE, keys=None):
+def quantised(path, ggml_types, config=WIDE, keys=None):
     """A file with blocks of these types in turn, and its weights as gguf dequantises them."""
-    keys = config_keys(config) | vocabulary_keys(vocabulary[1]) | (keys or {})
-    weights, stored = make_weights(config), {}
+    sp = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model())
+    keys = config_keys(config) | vocabulary_keys(sp) | (keys or {})
+    weights, stored, types = make_weights(config), {}, ggml_types.split()
     for i, name in enumerate(sorted(weights)):
         blocks, ggml_type = weights[name], None
         if "norm" not in name:
-            ggml_type = GGMLType[ggml_types[i % len(ggml_types)]]
+            ggml_type = GGMLType[types[i % len(types)]]
             if ggml_type.name in SCALES:
                 blocks = random_blocks(ggml_type.name, *weights[name].shape, seed=i)
             else:
@@ -295,22 +296,29 @@ Ein kleiner B\u00e4r; \u00fcber Stra\u00dfen; na\u00efve caf\u00e9 \u2013 \u65e5
 """
 
 
+@functools.cache
+def tokenizer_model():
+    """A SentencePiece model of 320 pieces with byte fallback, trained on TALE."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TALE.splitlines() * 3),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=SHAPE["vocab_size"],
+        character_coverage=0.98,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
 @pytest.fixture(scope="session")
 def vocabulary(tmp_path_factory):
-    """A SentencePiece model of 320 pieces with byte fallback, trained on TALE: path and processor."""
+    """The same as a file: path and processor."""
     path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.model"
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(TALE.splitlines() * 3),
-            model_writer=file,
-            model_type="bpe",
-            vocab_size=SHAPE["vocab_size"],
-            character_coverage=0.98,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            minloglevel=2,
-        )
+    path.write_bytes(tokenizer_model())
     return path, sentencepiece.SentencePieceProcessor(model_file=str(path))
 
 
@@ -859,11 +867,9 @@ def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
 
 
 @pytest.mark.parametrize("ggml_type", [name for name in SCALES if hasattr(GGMLType, name)])
-def test_every_type_gives_the_logits_of_dequantised_weights(
-    tmp_path, vocabulary, monkeypatch, ggml_type
-):
+def test_every_type_gives_the_logits_of_dequantised_weights(tmp_path, monkeypatch, ggml_type):
     """Blocks are random bytes: every bit of every field counts. Each linear layer, then the model."""
-    path, weights = quantised(vocabulary, tmp_path / "x.gguf", [ggml_type])
+    path, weights = quantised(tmp_path / "x.gguf", ggml_type)
     monkeypatch.setattr(llama2, "CHUNK", 2**16)  # several chunks in each matrix
     for name, weight in llama2.open_checkpoint(path).weights.items():
         same = np.array_equal(weight.dense(torch.float32), weights[name])  # to the last bit
@@ -890,13 +896,11 @@ def test_blocks_of_another_size_are_refused(shape):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "ggml_types", [["F32"], ["F16"], ["BF16"], ["Q4_K", "Q6_K", "Q8_0", "IQ4_NL"]], ids=str
-)
-def test_types_are_read_per_tensor(tmp_path, vocabulary, ggml_types, tied):
+@pytest.mark.parametrize("ggml_types", ["F32", "F16", "BF16", "Q4_K Q6_K Q8_0 IQ4_NL"])
+def test_types_are_read_per_tensor(tmp_path, ggml_types, tied):
     """A file called Q4_K_M holds several; only the absence of the output matrix ties it."""
     config = dataclasses.replace(WIDE, tie_word_embeddings=tied)
-    path, weights = quantised(vocabulary, tmp_path / "x.gguf", ggml_types, config)
+    path, weights = quantised(tmp_path / "x.gguf", ggml_types, config)
     assert llama2.open_checkpoint(path).config == config
     expected = make_model(config, weights)(ROWS)
     assert_close(logits_of(path), expected, 1e-5)
@@ -925,7 +929,7 @@ NUMBERS |= {"INT32": -(2**31), "UINT64": 2**64 - 1, "INT64": -(2**63), "FLOAT32"
 NUMBERS |= {"FLOAT64": 0.1, "BOOL": True, "STRING": "\u65e5\n\U0001f999"}
 
 
-def test_reader_equals_gguf_reader(tmp_path, vocabulary):
+def test_reader_equals_gguf_reader(tmp_path):
     """All types of keys, arrays and tensors."""
     types = gguf.GGUFValueType
     keys = {"false": False, "general.alignment": 1024}
@@ -934,7 +938,7 @@ def test_reader_equals_gguf_reader(tmp_path, vocabulary):
     for name, value in NUMBERS.items():
         keys[f"general.{name}"] = value, types[name]
         keys[f"own.{name}"] = [value] * 3, types.ARRAY, types[name]
-    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["F32", "F16", "Q8_0"], CONFIG, keys)
+    path, _ = quantised(tmp_path / "a.gguf", "F32 F16 Q8_0", CONFIG, keys)
     ours = llama2.GGUF(path)
     theirs = gguf.GGUFReader(path)
     values = {key: field.contents() for key, field in theirs.fields.items()}

@@ -248,11 +248,11 @@ def check_folder(folder, source, tolerance=1e-5):
     "options, dtype, tolerance",
     [("", "float16", 2e-3), ("--type=BF16", "bfloat16", 0.05)],
 )
-def test_quantised_weights_as_a_folder(vocabulary, tmp_path, options, dtype, tolerance):
+def test_quantised_weights_as_a_folder(tmp_path, options, dtype, tolerance):
     """With a chat template and tied embeddings."""
     keys = {"tokenizer.chat_template": "{{ messages }}"}
     config = replace(WIDE, tie_word_embeddings=True)
-    source, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0"], config, keys)
+    source, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0", config, keys)
     folder = converted(source, tmp_path / "folder", *options.split())
     settings = check_folder(folder, source, tolerance)
     assert settings["torch_dtype"] == dtype

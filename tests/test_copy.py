@@ -23,9 +23,9 @@ from test_llama2 import (
 
 
 @pytest.fixture
-def small(vocabulary, tmp_path):
+def small(tmp_path):
     """A GGUF file of quantised matrices."""
-    return quantised(vocabulary, tmp_path / "small.gguf", ["Q4_K", "Q8_0"])[0]
+    return quantised(tmp_path / "small.gguf", "Q4_K Q8_0")[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -65,9 +65,9 @@ NAN = r"NaN or infinity in layers\.0\.mlp\.up_proj"
         ("Q4_K", 255, NAN),
     ],
 )
-def test_weights_without_sense_are_named(tmp_path, vocabulary, ggml_type, value, said):
+def test_weights_without_sense_are_named(tmp_path, ggml_type, value, said):
     """Dense ones, or the bytes of blocks, whose scales are then no numbers."""
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", [ggml_type])
+    path, _ = quantised(tmp_path / "x.gguf", ggml_type)
     model, _ = llama2.load(path)
     [weight] = model.layers[0].mlp.up_proj.state_dict().values()
     weight[3] = value
@@ -102,9 +102,9 @@ def test_copies_hold_the_file_once(small):
         assert max(sizes) < 1.2 * small.stat().st_size
 
 
-def test_models_of_one_checkpoint_are_their_own(tmp_path, vocabulary):
+def test_models_of_one_checkpoint_are_their_own(tmp_path):
     """Changing one changes neither another, nor the checkpoint, nor the file."""
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["F16", "Q8_0", "F32"])
+    path, _ = quantised(tmp_path / "x.gguf", "F16 Q8_0 F32")
     content = path.read_bytes()
     checkpoint = llama2.open_checkpoint(path)
     one, _ = llama2.load(checkpoint)

@@ -210,7 +210,7 @@ def gguf_files(draw, content):
     return b"".join(part + bytes(-len(part) % 32) for part in parts)
 
 
-def test_gguf(vocabulary, tmp_path):
+def test_gguf(tmp_path):
     """Keys and tensors are the same as gguf reads; a context is allocated when it is asked for."""
     path = tmp_path / "a.gguf"
     llama3 = taken_apart(write_gguf(path, bpe_keys()))
@@ -219,7 +219,7 @@ def test_gguf(vocabulary, tmp_path):
         "tokenizer.ggml.add_bos_token": True,
         "llama.context_length": 2**28,
     }
-    quantised(vocabulary, path, ("Q4_0", "Q8_0", "F16", "BF16", "Q5_1"), CONFIG, more)
+    quantised(path, "Q4_0 Q8_0 F16 BF16 Q5_1", CONFIG, more)
     assert outcome(path) == "runs"
 
     @fuzz(250, damaged(gguf_files(taken_apart(path)) | gguf_files(llama3)))

@@ -287,11 +287,11 @@ def test_layers_are_packed_as_cpp_names_their_fields():
         '[1e9, {"dtype": "bfloat16", "compile": true}, [false], "bfloat16"]',
     ],
 )
-def test_large_models_are_accelerated_and_rounded_if_told(monkeypatch, tmp_path, vocabulary, case):
+def test_large_models_are_accelerated_and_rounded_if_told(monkeypatch, tmp_path, case):
     """What is large; options; whether the kernels round, if they are used; the cache's dtype."""
     large, options, fast, cache_dtype = json.loads(case)
     monkeypatch.setattr(llama2, "LARGE", large)
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q8_0"])
+    path, _ = quantised(tmp_path / "x.gguf", "Q8_0")
     model, _ = llama2.load(path, **options)
     assert [m.fast for m in model.modules() if isinstance(m, llama2.NativeLinear)] == 8 * fast
     assert model.new_cache().k.dtype == getattr(torch, cache_dtype)

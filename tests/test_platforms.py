@@ -25,11 +25,11 @@ def test_windows_has_neither_proc_nor_resource(cli, monkeypatch):
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="MPS is there")
-def test_quantised_files_prefer_the_cpu_to_mps(tmp_path, monkeypatch, cli_path, vocabulary):
+def test_quantised_files_prefer_the_cpu_to_mps(tmp_path, monkeypatch, cli_path):
     """MPS, which would unpack them anew for every token, is taken for dense weights."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q8_0"])
+    path, _ = quantised(tmp_path / "x.gguf", "Q8_0")
     assert llama2.load(path, "auto")[0].norm.weight.device.type == "cpu"
     with pytest.raises(ValueError, match="mps"):  # which this torch does not have
         llama2.load(cli_path, "auto")
@@ -55,9 +55,9 @@ def computed(paths, tokens):
     [("dtype", torch.bfloat16, torch.float32), ("dtype", torch.float64, torch.float32)]
     + [("device", "meta", None)],
 )
-def test_torchs_defaults_change_no_bit(write_model, vocabulary, tmp_path, name, value, usual):  # noqa: F811
+def test_torchs_defaults_change_no_bit(write_model, tmp_path, name, value, usual):  # noqa: F811
     """As gpt-fast, torchtune and Meta's own code set them."""
-    quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "F16", "IQ4_NL"])
+    quantised(tmp_path / "x.gguf", "Q4_K F16 IQ4_NL")
     paths = tmp_path / "x.gguf", write_model({"rope_scaling": LLAMA_3})
     tokens = torch.arange(9)[None]
     expected = [*computed(paths, tokens)]
@@ -75,9 +75,9 @@ def test_torchs_defaults_change_no_bit(write_model, vocabulary, tmp_path, name, 
     "newer, kind, dtype",
     [(True, "BF16", "bfloat16"), (False, "BF16", "float16"), (True, "F16", "float16")],
 )
-def test_mps_keeps_bfloat16_where_it_has_it(tmp_path, monkeypatch, vocabulary, newer, kind, dtype):
+def test_mps_keeps_bfloat16_where_it_has_it(tmp_path, monkeypatch, newer, kind, dtype):
     """Not float16, which such a model may overflow; its memory is what torch says."""
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", [kind])
+    path, _ = quantised(tmp_path / "x.gguf", kind)
     checkpoint = llama2.open_checkpoint(path)
     mps = torch.device("mps")
     monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(device=mps))

@@ -67,14 +67,14 @@ def generated(model, temperature):
     return list(llama2.generate(model, PROMPTS[0], sampling, 6))
 
 
-def test_ranks_equal_one_process(forms, vocabulary):
+def test_ranks_equal_one_process(forms):
     root = forms[0]
-    quantised(vocabulary, root / "q4.gguf", ["Q4_0"], FORMS)
+    quantised(root / "q4.gguf", "Q4_0", FORMS)
     tied = replace(FORMS, tie_word_embeddings=True)
-    quantised(vocabulary, root / "tied.gguf", ["Q8_0"], tied)
+    quantised(root / "tied.gguf", "Q8_0", tied)
     wide = replace(CONFIG, head_dim=32)  # heads are together wider than the stream
     keys = {"llama.attention.key_length": 32, "llama.attention.value_length": 32}
-    quantised(vocabulary, root / "wide.gguf", ["F32", "Q8_0"], wide, keys)
+    quantised(root / "wide.gguf", "F32 Q8_0", wide, keys)
     torchrun(__file__, root)
 
 

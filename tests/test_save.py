@@ -34,9 +34,9 @@ from test_llama2 import (
 
 
 @pytest.fixture
-def small(vocabulary, tmp_path):
+def small(tmp_path):
     """A GGUF file of quantised matrices."""
-    return quantised(vocabulary, tmp_path / "small.gguf", ["Q4_K", "Q8_0"])[0]
+    return quantised(tmp_path / "small.gguf", "Q4_K Q8_0")[0]
 
 
 @pytest.mark.parametrize("ggml_type", [None, *SAVE_TYPES])
@@ -59,14 +59,14 @@ def test_save_round_trip(forms, tmp_path, ggml_type):
     assert saved.tokenizer.encode(TALE) == checkpoint.tokenizer.encode(TALE)
 
 
-def test_a_gguf_file_stays_as_it_is(tmp_path, vocabulary):
+def test_a_gguf_file_stays_as_it_is(tmp_path):
     """Its keys with their types, empty texts and lists, its tensors and their places."""
     types = gguf.GGUFValueType
     keys = {"general.alignment": 1024, "general.description": ""}
     keys |= {"general.quantization_version": (2, types.UINT8)}
     keys |= {f"own.{name}": (value, types[name]) for name, value in NUMBERS.items()}
     keys |= {f"all.{name}": ([v] * 3, types.ARRAY, types[name]) for name, v in NUMBERS.items()}
-    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["F32", "F16", "Q8_0"], CONFIG, keys)
+    path, _ = quantised(tmp_path / "a.gguf", "F32 F16 Q8_0", CONFIG, keys)
     save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf")
     first, again = gguf.GGUFReader(path), gguf.GGUFReader(tmp_path / "b.gguf")
     assert first.fields.keys() == again.fields.keys()
@@ -93,11 +93,11 @@ def test_a_vocabulary_smaller_than_the_embedding_is_padded(tmp_path, vocabulary)
     assert saved["tokenizer.ggml.token_type"][-3:] == [1, 5, 5]
 
 
-def test_a_trained_model_is_saved_as_it_is(vocabulary, tmp_path):
+def test_a_trained_model_is_saved_as_it_is(tmp_path):
     """Every weight is trained, and none without trainable=True; tied embeddings stay tied."""
     config = replace(WIDE, tie_word_embeddings=True)
     keys = {"tokenizer.chat_template": "{{ messages }} [INST] <<SYS>>"}
-    path, _ = quantised(vocabulary, tmp_path / "x.gguf", ["Q4_K", "Q8_0"], config, keys)
+    path, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0", config, keys)
     frozen, _ = llama2.load(path)
     assert not any(p.requires_grad for p in frozen.parameters())
     model, tokenizer = llama2.load(path, trainable=True)
@@ -211,10 +211,10 @@ def test_only_regular_files_are_replaced(small, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["fifo", "small.gguf"]
 
 
-def test_what_a_file_says_of_the_model_is_kept(tmp_path, vocabulary):
+def test_what_a_file_says_of_the_model_is_kept(tmp_path):
     """Name, author, licence; not what is no longer true: its types, or keys of what was changed."""
     general = {"general.name": "Fox", "general.tags": ["a", "b"], "general.file_type": 2}
-    path, _ = quantised(vocabulary, tmp_path / "a.gguf", ["Q8_0"], keys=general)
+    path, _ = quantised(tmp_path / "a.gguf", "Q8_0", keys=general)
     general["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     out = tmp_path / "b.gguf"
     for ggml_type, theta in (("F16", 1e4), (None, 5e5)):
