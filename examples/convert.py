@@ -5,8 +5,9 @@
 
 SOURCE is one of Meta's folders (params.json, consolidated.*.pth; Llama 2 or 3), a Hugging Face folder
 with pytorch_model*.bin, or any model that llama2.py opens. OUT is a GGUF file, or a Hugging Face
-folder (config.json, model.safetensors, the tokenizer's files); for a folder the whole model must fit
-into memory. --type is the type of the matrices: F32, F16, BF16, and in GGUF files Q8_0 and Q4_0.
+folder (config.json, model.safetensors, the tokenizer's files). --type is the type of the matrices:
+F32, F16, BF16, and in GGUF files Q8_0 and Q4_0. With --force what OUT has now stays whole until the
+new model is.
 
 Pickles are read by torch.load(weights_only=True): as safe as your version of torch makes it.
 """
@@ -15,6 +16,7 @@ import argparse
 import base64
 import json
 import re
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -267,9 +269,13 @@ def open_source(source: str) -> llama2.Checkpoint:
 
 def convert(args: argparse.Namespace) -> None:
     """Do what the command line says."""
-    checkpoint, out = open_source(args.source), Path(args.out)
-    write = save.save_gguf if out.suffix == ".gguf" else save.save_folder
-    write(checkpoint, out, args.type, overwrite=args.force)
+    out = Path(args.out)
+    is_gguf = out.suffix == ".gguf"
+    check, write = (
+        (save.check_file, save.save_gguf) if is_gguf else (save.check_folder, save.save_folder)
+    )
+    check(out, args.force)  # before the source is read, which may be downloaded
+    write(open_source(args.source), out, args.type, overwrite=args.force)
     weights = llama2.open_checkpoint(out).weights.values()
     print(f"wrote {out}: {save.describe_tensors(weights)}", file=sys.stderr)
 
@@ -293,4 +299,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # On SIGTERM, exit by an exception, so that what is unfinished is deleted.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

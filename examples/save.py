@@ -10,7 +10,9 @@ biases, adapters that are not merged, other modules. examples/convert.py is the 
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import os
 import re
 import secrets
@@ -19,7 +21,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -140,6 +142,12 @@ def convert_weight(weight: llama2.Weight, ggml_type: str | None) -> llama2.Weigh
     return weight if target == weight.ggml_type else llama2.Weight(target, weight.shape, read)
 
 
+def check_file(path: Path, overwrite: bool) -> None:
+    """Raises ValueError unless a file may be written there."""
+    if path.exists() and not (overwrite and path.is_file()):
+        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it if a file")
+
+
 @contextmanager
 def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """A new file that becomes `path` if the `with` block succeeds, and is deleted if it fails.
@@ -147,9 +155,8 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     A link stays a link. The new file gets the permissions of the file that it replaces.
     """
     path = path.resolve()
+    check_file(path, overwrite)
     exists = path.exists()
-    if exists and not (overwrite and path.is_file()):
-        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it if a file")
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         with unfinished.open("xb") as file:
@@ -277,7 +284,7 @@ def sentencepiece_keys(model: bytes) -> dict[str, Any]:
     return {
         "model": "llama",
         "scores": sp.get_score([*range(sp.get_piece_size())]),
-        "unknown_token_id": sp.unk_id(),
+        "unknown_token_id": sp.unk_id() if sp.unk_id() >= 0 else None,
         "remove_extra_whitespaces": "\u2581\u2581" not in sp.normalize("a  b"),
     }
 
@@ -474,42 +481,113 @@ def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
         settings["rope_scaling"] = rope
     elif factor != 1:
         settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+        # The context before it is extended by the factor, and, if that is not whole, after it.
+        context = config.max_position_embeddings
+        settings["max_position_embeddings"] = max(1, int(context / factor))
+        settings["max_sequence_length"] = context
     return settings
 
 
 def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
     """The tokenizer's files in a folder: their names, and bytes or an object to write as JSON."""
     vocabulary = tokenizer.vocabulary
-    model = vocabulary.model
-    is_bytes = isinstance(model, bytes)
     settings: dict[str, Any] = {
-        "tokenizer_class": "LlamaTokenizer" if is_bytes else "PreTrainedTokenizerFast",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # which runs tokenizer.json as it is
         "add_bos_token": vocabulary.add_bos,
         "chat_template": vocabulary.chat_template or None,
         "clean_up_tokenization_spaces": False,
-        "legacy": vocabulary.prepend_scheme in ("always", "prepend"),
     }
     for role, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)):
         if token_id is not None:
             settings[f"{role}_token"] = vocabulary.pieces[token_id]
-    if is_bytes:
-        return {"tokenizer_config.json": settings, "tokenizer.model": model}
-    if vocabulary.add_bos and not model.get("post_processor"):
-        bos = settings["bos_token"]
-        single = [
-            {"SpecialToken": {"id": bos, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ]
-        model = {
-            **model,
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": single,
-                "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {bos: {"id": bos, "ids": [vocabulary.bos_id], "tokens": [bos]}},
-            },
+    files: dict[str, Any] = {"tokenizer_config.json": settings}
+    content = vocabulary.model
+    if isinstance(content, bytes):
+        files["tokenizer.model"] = content  # has the scores, which GGUF needs
+        content = sentencepiece_json(vocabulary)
+    adds_bos = '"single": [{"SpecialToken"' in json.dumps(content.get("post_processor"))
+    if vocabulary.add_bos != adds_bos:
+        processor = bos_processor(vocabulary) if vocabulary.add_bos else None
+        content = content | {"post_processor": processor}
+    return files | {"tokenizer.json": content}
+
+
+def bos_processor(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
+    """The post_processor of a tokenizer.json that writes BOS in front of a text."""
+    bos = vocabulary.pieces[vocabulary.bos_id]
+    single = [
+        {"SpecialToken": {"id": bos, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [vocabulary.bos_id], "tokens": [bos]}},
+    }
+
+
+SPACE = "\u2581"  # SentencePiece's sign for a space
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+PREPEND = {"type": "Prepend", "prepend": SPACE}
+
+
+def sentencepiece_json(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
+    """A tokenizer.json that does what sentencepiece does with the bytes of a tokenizer.model."""
+    pieces, types = vocabulary.pieces, vocabulary.types
+    keys = sentencepiece_keys(vocabulary.model)
+    unknown = keys["unknown_token_id"]
+    scheme = vocabulary.prepend_scheme
+    steps = [PREPEND, REPLACE] if scheme == "prepend" else [REPLACE]
+    pre_tokenizer = None
+    if scheme in ("first", "always"):
+        steps = []
+        pre_tokenizer = {
+            "type": "Metaspace",
+            "replacement": SPACE,
+            "prepend_scheme": scheme,
+            "split": False,
         }
-    return {"tokenizer_config.json": settings, "tokenizer.json": model}
+    if keys["remove_extra_whitespaces"]:
+        spaces = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
+        steps = [{"type": "Strip", "strip_left": True, "strip_right": True}, spaces, *steps]
+    # Any two pieces that make a third one are merged, the highest score first.
+    scores = dict(zip(pieces, keys["scores"]))
+    words = {piece for piece, t in zip(pieces, types) if t == 1}  # NORMAL, as in GGUF
+    merges = sorted(
+        (-scores[word], -i, word, f"{word[:i]} {word[i:]}")
+        for word in words
+        for i in range(1, len(word))
+        if words >= {word[:i], word[i:]}
+    )
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    decoders = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if scheme != "never":
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {**flags, "id": i, "content": pieces[i], "special": t != 4}  # 4: USER_DEFINED
+            for i, t in enumerate(types)
+            if t in (2, 3, 4)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": steps} if steps else None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "unk_token": None if unknown is None else pieces[unknown],
+            "fuse_unk": True,
+            "byte_fallback": types.count(6) == 256,
+            "vocab": {piece: i for i, (piece, t) in enumerate(zip(pieces, types)) if t != 5},
+            "merges": [merge for *_, merge in merges],
+        },
+    }
 
 
 def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
@@ -527,6 +605,91 @@ def make_tensor(name: str, weight: llama2.Weight, dtype: torch.dtype, head_dim: 
     return w.to(dtype).contiguous()
 
 
+def write_safetensors(path: Path, checkpoint: llama2.Checkpoint, dtype: torch.dtype) -> None:
+    """Write the weights, one after another: a JSON header, then the numbers without gaps."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in checkpoint.weights.items():
+        start, end = end, end + math.prod(weight.shape) * dtype.itemsize
+        entry = {"dtype": TYPES[dtype], "shape": weight.shape, "data_offsets": [start, end]}
+        header[hf_name(name)] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, weight in checkpoint.weights.items():
+            w = make_tensor(name, weight, dtype, checkpoint.config.head_dim)
+            file.write(w.view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# The names of a model's files in a folder. What else lies there is not deleted.
+MODEL_FILES = (
+    r"(generation_)?config\.json|tokenizer.*|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"|(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?|chat_template\.(jinja|json)"
+    r"|additional_chat_templates|README\.md|LICENSE.*|USE_POLICY.*|\.gitattributes"
+)
+
+
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Raises ValueError unless a model may be written there."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a folder, or a name that ends in .gguf")
+    names = sorted(os.listdir(folder))
+    if names and not overwrite:
+        raise ValueError(
+            f"{folder} is not empty; overwrite=True (--force) replaces the model there"
+        )
+    for name in names:
+        if not re.fullmatch(MODEL_FILES, name):
+            raise ValueError(f"{folder} also has {name}, no file of a model: name another folder")
+
+
+@contextmanager
+def replacing_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A new folder that becomes `folder` if the `with` block succeeds, and is deleted if it fails."""
+    folder = folder.resolve()
+    check_folder(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.unfinished")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        if folder.exists():
+            shutil.copymode(folder, unfinished)
+            exchange(unfinished, folder)
+        else:
+            unfinished.rename(folder)
+    except OSError as error:  # on a full disk: name the folder
+        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def exchange(a: Path, b: Path) -> None:
+    """Exchange the names of two folders: at once where the system can, else one after the other."""
+    names = os.fsencode(a), os.fsencode(b)
+    with suppress(AttributeError, TypeError):  # older systems, Windows
+        system = ctypes.CDLL(None)
+        if sys.platform == "darwin":
+            status = system.renamex_np(*names, 2)  # RENAME_SWAP
+        else:
+            status = system.renameat2(-100, names[0], -100, names[1], 2)  # RENAME_EXCHANGE
+        if status == 0:
+            return
+    aside = a.with_name(f"{a.name}.old")
+    b.rename(aside)
+    try:
+        a.rename(b)
+    except BaseException:
+        aside.rename(b)
+        raise
+    aside.rename(a)
+
+
 def save_folder(
     model: llama2.Llama | llama2.Checkpoint,
     folder: str | Path,
@@ -536,37 +699,23 @@ def save_folder(
 ) -> None:
     """Write a model with its tokenizer, or a checkpoint, as a Hugging Face folder.
 
-    The arguments are those of save_gguf(). The files appear once all are complete. Raises
-    ValueError for what a folder cannot hold, and for one that is not empty, unless `overwrite`.
+    The arguments are those of save_gguf(), but matrices are F32, F16 or BF16 (None: as they are, or
+    F16). The folder appears when it is complete. Raises ValueError for what it cannot hold, for one
+    that is not empty, unless `overwrite`, and for one that holds more than a model.
     """
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
     if ggml_type not in (None, *DTYPES):
         raise ValueError(f"type {ggml_type}; a Hugging Face folder has {', '.join(DTYPES)}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
-        raise ValueError(
-            f"{folder} is there already and not an empty folder; --force writes into it"
-        )
     checkpoint = as_checkpoint(model, tokenizer)
-    config = checkpoint.config
     types = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
     own = types.pop() if len(types) == 1 else ""
     dtype = DTYPES[ggml_type or (own if own in DTYPES else "F16")]
-    files = {"config.json": hf_config(config, dtype), **tokenizer_files(checkpoint.tokenizer)}
-    tensors = {}
-    for name, weight in checkpoint.weights.items():
-        tensors[hf_name(name)] = make_tensor(name, weight, dtype, config.head_dim)
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / "model.safetensors.unfinished"
-    try:
-        save_file(tensors, unfinished, {"format": "pt"})
-        unfinished.replace(folder / "model.safetensors")
-    finally:
-        unfinished.unlink(missing_ok=True)
-    for name, content in files.items():
-        data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
-        (folder / name).write_bytes(data)
+    files = {"config.json": hf_config(checkpoint.config, dtype)}
+    files |= tokenizer_files(checkpoint.tokenizer)
+    with replacing_folder(Path(folder), overwrite) as unfinished:
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
+            (unfinished / name).write_bytes(data)
+        write_safetensors(unfinished / "model.safetensors", checkpoint, dtype)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Tests of examples/save.py: what is saved can be read again, by llama.cpp, too; all else is refused."""
 
+import itertools
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
+from functools import partial
 
 import convert
 import gguf
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
-from save import SAVE_TYPES, save_gguf
+from save import SAVE_TYPES, save_folder, save_gguf
 from test_hostile import lowered
 from torch import nn
 
@@ -29,6 +32,7 @@ from test_llama2 import (
     make_model,
     make_weights,
     quantised,
+    write_files,
     write_hf,
 )
 
@@ -137,10 +141,13 @@ def test_a_model_becomes_a_gguf_file(small, tmp_path, ggml_type, tolerance, comp
     assert_close(again(ROWS), model(ROWS), tolerance)
 
 
-def test_what_ends_early_leaves_nothing(small, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["out.gguf", "out"])
+def test_what_ends_early_leaves_nothing(small, model_path, tmp_path, capsys, monkeypatch, name):
     """The target stays as it was; of a full disk, one line says what is wrong and where."""
-    target = tmp_path / "out.gguf"
-    target.write_bytes(b"old")
+    target = tmp_path / name
+    assert convert.main([str(model_path), str(target)]) == 0
+    old = content(target)
+    capsys.readouterr()
     # write() then fails, as on a full disk
     with lowered("RLIMIT_FSIZE", 50_000), pytest.raises(SystemExit, match="2"):
         convert.main([str(small), str(target), "--force"])
@@ -149,9 +156,9 @@ def test_what_ends_early_leaves_nothing(small, tmp_path, capsys, monkeypatch):
     assert re.search(f"File too large.*{re.escape(str(target))}", err)
     monkeypatch.delattr("os.fsync")  # whatever else goes wrong
     with pytest.raises(AttributeError, match="fsync"):
-        save_gguf(llama2.open_checkpoint(small), target, overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == ["out.gguf", "small.gguf"]
-    assert target.read_bytes() == b"old"
+        convert.main([str(small), str(target), "--force"])
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "small.gguf"])
+    assert content(target) == old
 
 
 REPLACED = [  # a module of a model, another one in its place, what the error says
@@ -262,3 +269,66 @@ def test_llama_cpp_writes_the_same_text(tmp_path, bundled, ggml_type):
     pieces = llama2.stream_text(model, tokenizer, ids, sampling=GREEDY, max_new_tokens=24)
     said = theirs.create_completion(ids, max_tokens=24, temperature=0.0)
     assert said["choices"][0]["text"] == "".join(pieces)
+
+
+# --------------------------------------------------------------------------------------------------
+# What was there before
+
+
+def content(path):
+    """What lies there: the bytes of a file, or of all files of a folder."""
+    if path.is_dir():
+        return {p.name: p.read_bytes() for p in path.iterdir()}
+    return path.read_bytes()
+
+
+CHANGES = "open os.rename os.mkdir os.rmdir os.remove os.chmod ctypes.dlsym shutil.rmtree"
+
+
+def ended_at(count, save, interrupt):
+    """Run save() in a process of its own that ends at this change of a file; False: it was done."""
+    pid = os.fork()
+    if pid == 0:
+        changes = itertools.count()
+
+        def hook(event, args):
+            if event in CHANGES.split() and next(changes) == count:
+                if interrupt:
+                    raise KeyboardInterrupt
+                os._exit(1)
+
+        sys.addaudithook(hook)
+        status = 1
+        try:
+            save()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] != 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("interrupt", [False, True])
+@pytest.mark.parametrize("write", [save_gguf, save_folder])
+def test_the_old_model_or_the_new_one_is_whole(small, model_path, tmp_path, write, interrupt):
+    """Wherever a process is killed or interrupted. Nothing of the old one stays in the new one."""
+    out, new = tmp_path / "out", tmp_path / "new"
+    write(llama2.open_checkpoint(model_path), out)
+    if out.is_dir():
+        write_files(out, {"chat_template.jinja": "old", "generation_config.json": {"top_k": 1}})
+    write(llama2.open_checkpoint(small), new)
+    states = [content(out), content(new)]
+    save = partial(write, llama2.open_checkpoint(small), out, overwrite=True)
+    count = 0
+    while ended_at(count, save, interrupt):
+        assert content(out) in states
+        count += 1
+    assert count > 5 and content(out) == states[1]
+
+
+def test_folders_with_other_files_are_not_replaced(small, tmp_path):
+    out = write_files(tmp_path / "out", {"config.json": {}, "notes.txt": "mine"})
+    for overwrite, said in ((False, "is not empty; .*--force"), (True, r"has notes\.txt")):
+        with pytest.raises(ValueError, match=said):
+            save_folder(llama2.open_checkpoint(small), out, overwrite=overwrite)
+    assert sorted(os.listdir(out)) == ["config.json", "notes.txt"]
