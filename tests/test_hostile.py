@@ -5,6 +5,7 @@ take long or much memory, what SentencePiece would choke on, and what is no regu
 """
 
 import contextlib
+import json
 import os
 import struct
 import time
@@ -14,7 +15,7 @@ import pytest
 from save import save_gguf
 
 import llama2
-from test_llama2 import write_files
+from test_llama2 import table, write_files
 
 # --------------------------------------------------------------------------------------------------
 # What must come of each file
@@ -110,19 +111,20 @@ def test_hostile_headers(tmp_path, case):
     assert said in outcome(path)
 
 
-HOSTILE_VALUES = [  # a key, its value, what the error says
-    ("llama.block_count", 2**28, "layers"),
-    ("llama.embedding_length", 2**27, "embd"),
-    # SentencePiece is C++, and what it would choke on is refused before, or by it
-    ("tokenizer.ggml.tokens", ["same"] * 320, "same"),
-    ("tokenizer.ggml.token_type", [6] * 320, "byte"),
-]
+# SentencePiece is C++, and what it would choke on is refused before, or by it.
+HOSTILE_VALUES = """
+llama.block_count | 268435456 | layers
+llama.embedding_length | 134217728 | embd
+tokenizer.ggml.tokens | ["same"] | same
+tokenizer.ggml.token_type | [6] | byte
+"""
 
 
-@pytest.mark.parametrize("key, value, said", HOSTILE_VALUES)
+@pytest.mark.parametrize("key, value, said", table(HOSTILE_VALUES))
 def test_hostile_values(write_tiny, key, value, said):
-    """A count is believed only as far as the file bears it out."""
-    assert said in outcome(write_tiny({key: value}))
+    """A count is believed only as far as the file bears it out; a list is as long as it must be."""
+    value = json.loads(value)
+    assert said in outcome(write_tiny({key: 320 * value if isinstance(value, list) else value}))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,21 +11,19 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import GREEDY, scripted
+from test_llama2 import GREEDY, scripted, table
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
 SEEN = [1, 2, 2, 6]  # ids before LOGITS
-FROZEN = {
-    '{"temperature": 0.5}': "0.0208 0.4168 0.001 0.1533 0.0564 0.0076 0.3412 0.0028",
-    '{"top_k": 3}': "0 0.3982 0 0.2415 0 0 0.3603 0",
-    '{"top_p": 0.0}': "0 1 0 0 0 0 0 0",
-    '{"top_p": 0.5}': "0 0.525 0 0 0 0 0.475 0",
-    '{"top_p": 0.9}': "0.0719 0.3223 0 0.1955 0.1186 0 0.2917 0",
-    '{"min_p": 0.3}': "0 0.3473 0 0.2107 0.1278 0 0.3143 0",
-    '{"top_k": 6, "top_p": 0.95, "min_p": 0.3, "temperature": 1.5}': (
-        "0.1041 0.283 0 0.2028 0.1453 0 0.2648 0"
-    ),
-}
+FROZEN = """
+{"temperature": 0.5} | 0.0208 0.4168 0.001 0.1533 0.0564 0.0076 0.3412 0.0028
+{"top_k": 3} | 0 0.3982 0 0.2415 0 0 0.3603 0
+{"top_p": 0.0} | 0 1 0 0 0 0 0 0
+{"top_p": 0.5} | 0 0.525 0 0 0 0 0.475 0
+{"top_p": 0.9} | 0.0719 0.3223 0 0.1955 0.1186 0 0.2917 0
+{"min_p": 0.3} | 0 0.3473 0 0.2107 0.1278 0 0.3143 0
+{"top_k": 6, "top_p": 0.95, "min_p": 0.3, "temperature": 1.5} | 0.1041 0.283 0 0.2028 0.1453 0 0.2648 0
+"""
 
 
 def plain(**options):
@@ -33,27 +31,28 @@ def plain(**options):
     return llama2.Sampling(**{"temperature": 1.0, "top_p": 1.0} | options)
 
 
-@pytest.mark.parametrize("options", FROZEN)
-def test_distributions_are_those_of_transformers(monkeypatch, options):
+@pytest.mark.parametrize("options, frozen", table(FROZEN))
+def test_distributions_are_those_of_transformers(monkeypatch, options, frozen):
     """By random numbers that are spread evenly from 0 to 1."""
     numbers = iter((torch.arange(2000, dtype=torch.float64) + 0.5) / 2000)
     monkeypatch.setattr(torch, "rand", lambda *size, **options: next(numbers))
     sampling = plain(**json.loads(options))
     ids = [llama2.sample(LOGITS, sampling) for _ in range(2000)]
     actual = torch.tensor(ids).bincount(minlength=len(LOGITS)) / 2000
-    expected = torch.tensor([*map(float, FROZEN[options].split())])
+    expected = torch.tensor([*map(float, frozen.split())])
     assert (actual - expected).abs().max() < 0.001
     assert (actual > 0).equal(expected > 0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        '{"temperature": 0.3, "top_p": 0.9}',
-        '{"top_k": 900, "top_p": 0.97}',
-        '{"top_k": 30, "min_p": 0.02}',
-    ],
-)
+# Beside transformers' classes: those of more options are added here.
+WARPERS = {"temperature": "Temperature", "top_k": "TopK", "top_p": "TopP", "min_p": "MinP"}
+WARPED = """\
+{"temperature": 0.3, "top_p": 0.9}
+{"top_k": 900, "top_p": 0.97}
+{"top_k": 30, "min_p": 0.02}"""
+
+
+@pytest.mark.parametrize("options", WARPED.splitlines())
 def test_the_same_ids_as_in_transformers_can_be_sampled(options):
     """Of 700, for steep and flat logits; none outside of them in 500 samples, all of the likely."""
     process = pytest.importorskip("transformers").generation.logits_process
@@ -62,8 +61,7 @@ def test_the_same_ids_as_in_transformers_can_be_sampled(options):
         logits = scale * torch.randn(700, generator=generator)
         scores = logits[None]
         for name, value in json.loads(options).items():  # in the order of Sampling
-            warper = getattr(process, f"{name.title().replace('_', '')}LogitsWarper")
-            scores = warper(value)(None, scores)
+            scores = getattr(process, f"{WARPERS[name]}LogitsWarper")(value)(None, scores)
         probabilities = scores.softmax(-1)[0]
         sampling = plain(**json.loads(options))
         ids = [llama2.sample(logits, sampling, generator=generator) for _ in range(500)]
