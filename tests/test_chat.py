@@ -372,7 +372,7 @@ FAILING = {
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ messages.append(1) }}": "SecurityError",
     "{% include '/etc/passwd' %}": "TypeError",
-    "alpaca": " is 'alpaca'; expected llama-2, .*, zephyr or Jinja",
+    "klingon": " is 'klingon'; expected llama-2, .*, zephyr or Jinja",
 }
 
 

@@ -67,7 +67,7 @@ def test_the_readme_shows_the_attention_that_runs():
 @needs("accelerate")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
 def test_pages_name_what_exists(page):
-    """Functions, options, files and tests: where a page names one, it is there."""
+    """Functions, options, fields, paths, files and tests: where a page names one, it is there."""
     patterns = ["*.py", "examples/**/*.py", "models/*.py", "kernels/*.[cph]*"]
     files = [path.read_text("utf-8") for pattern in patterns for path in ROOT.glob(pattern)]
     source = "".join(files)
@@ -79,11 +79,32 @@ def test_pages_name_what_exists(page):
         assert f"def {name}(" in path.read_text("utf-8"), name
     for name in re.findall(r"`(\w+)\(\)`", text):
         assert re.search(rf"\b{name}\b", source), name
-    for option in re.findall(r"`(--[a-z-]+)", text):
-        name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
-        assert option in source or name in source, option
+    for option in re.findall(r"`--(?:no-)?([a-z0-9-]+)", text):
+        known = option.replace("-", "_") in llama2.SAMPLING_LIMITS
+        assert known or re.search(rf'"--(no-)?{option}"', source), option
+    for name in re.findall(r'`(/[\w/]+|"\w+)', text):  # of a server, a command of a chat, a field
+        assert name in source, name
     for file in re.findall(r"`((?:examples|docs|kernels|models|tests)/[\w./]+\w)", text):
         assert (ROOT / file).exists() or (ROOT / file.rpartition("/")[0]).is_dir(), file
+
+
+def test_contributing_maps_every_section_to_tests():
+    """And knows every file of tests."""
+    rows = re.findall(r"(?m)^\| (.*) \| (.*test_.*) \|$", PAGES[ROOT / "CONTRIBUTING.md"])
+    sections = re.findall(r"(?m)^# (\d+)\. ([\w ]+)", SCRIPT.read_text("utf-8"))
+    mapped = re.findall(r"(?:^|, )(\d+) ([\w ]+)", "\n".join(row[0] for row in rows), re.MULTILINE)
+    assert mapped == sections
+    files = {path.name for path in [*ROOT.glob("test_*.py"), *ROOT.glob("tests/test_*.py")]}
+    assert {*re.findall(r"`(test_\w+\.py)", str(rows))} == files
+
+
+def test_commands_of_a_chat_do_what_the_page_says(cli):
+    [chat] = re.findall(r"(?s)\n## Chat\n(.*?)\n## ", PAGES[ROOT / "docs/usage.md"])
+    commands = re.findall(r"`(/\w+)`", chat)
+    assert "/exit" in commands
+    for command in commands:
+        status, out, err = cli("--chat", stdin=f"{command}\n".encode())
+        assert (status, out) == (0, "") and "unknown" not in err, command
 
 
 def test_the_changelog_begins_with_this_version():
