@@ -42,7 +42,7 @@ def main() -> int:
             ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": args.prompt}])
         else:
             ids = tokenizer.encode(args.prompt)
-        grammar = Grammar(open_vocabulary(tokenizer, stop_ids), {"": schema})
+        grammar = Grammar(open_vocabulary(tokenizer, stop_ids), [schema])
         sampling = llama2.Sampling(args.temperature, seed=args.seed, logits_processor=grammar)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
         stream = llama2.stream_text(model, tokenizer, ids, stop_ids=stop_ids, **options)

@@ -57,7 +57,7 @@ def test_answers_fit_random_schemas(name, count):
     ids = tokenizer.encode("Once upon a time")
     for i in range(count):
         schema = json.loads(random_schema(random.Random(i), 3))
-        sampling = llama2.Sampling(seed=i, logits_processor=Grammar(vocabulary, {"": schema}))
+        sampling = llama2.Sampling(seed=i, logits_processor=Grammar(vocabulary, [schema]))
         options = {"sampling": sampling, "stop_ids": stop_ids, "max_new_tokens": 480}
         stream = llama2.stream_text(model, tokenizer, ids, **options)
         answer = "".join(stream)
@@ -79,8 +79,8 @@ def test_what_fits():
         ('{\n         "a"', False),
         ('{"a":1,"b":{"a"', False),  # a property that the schema does not name
     ):
-        grammar = Grammar(vocabulary, {"call ": json.loads(SCHEMA)})
-        ids = tokenizer.encode("call " + text, bos=False, first=False)
+        grammar = Grammar(vocabulary, [json.loads(SCHEMA)])
+        ids = tokenizer.encode(text, bos=False, first=False)
         assert (grammar.matcher.validate_tokens(ids) == len(ids)) is fits, text
 
 
@@ -111,7 +111,7 @@ def test_schemas_are_closed_and_data_is_not(schema, text, fits):
     _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
     vocabulary = open_vocabulary(tokenizer, {tokenizer.eos_id})
     ids = tokenizer.encode(text, bos=False, first=False)
-    matcher = Grammar(vocabulary, {"": json.loads(schema)}).matcher
+    matcher = Grammar(vocabulary, [json.loads(schema)]).matcher
     assert (matcher.validate_tokens(ids) == len(ids)) == fits
 
 

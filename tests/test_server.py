@@ -218,7 +218,7 @@ def test_scores_of_new_tokens(server, loaded):
     _, *chunks = server.chat(**options, stream=True)
     for chunk in chunks:
         entries += chunk.choices[0].logprobs.content
-        text += chunk.choices[0].delta.content
+        text += chunk.choices[0].delta.content or ""
         assert "".join(entry.token for entry in entries).lstrip() == text
     assert (entries, text) == (content, choice.message.content) and len(chunks) > 9
 
@@ -274,7 +274,7 @@ def test_calls_of_tools(server):
             (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
         assert streamed.function.arguments == call.function.arguments
     assert server.chat(**options, tool_choice="none").choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match='tool_choice is "auto"; expected required'):
+    with pytest.raises(openai.BadRequestError, match="no place for tools .* --chat-template"):
         server.chat(**options)
 
 
@@ -357,7 +357,7 @@ WRONG = """{
 "temperature": [-0.1, 2.1, "0", true, 1e400, NaN],
 "top_p": [-0.1, 1.1, "1", false],
 "seed": [1.5, "1", false, 9223372036854775808],
-"n": [0, 2, "1", true, 1.0],
+"n": [0, 5, "1", true, 1.0],
 "best_of": [2],
 "stop": ["", [""], [1], 1, {}, ["a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a"]],
 "stream": ["true", 1, []],
@@ -376,7 +376,6 @@ WRONG = """{
 ],
 "tools": [[{"type": "function"}], [{"function": {"name": "\\ud800"}}], [{"function": {"name": "a b"}}]],
 "tool_choice": ["required", " "],
-"parallel_tool_calls": [true],
 "continue_final_message": [1],
 "suffix": ["B"],
 "max_token": [5],
@@ -400,7 +399,7 @@ null, [], "A", ["A"], [{"role": "user"}], [{"content": "A"}],
 [{"role": "\\ud800", "content": "A"}],
 [{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}], [{"role": "user", "name": "A"}],
 [{"role": "user", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-[{"role": "user", "content": "A", "reasoning": "A"}],
+[{"role": "user", "content": "A", "audio": "A"}],
 [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
 ]},
 "/tokenize": {"content": [null, 5, ["a"]], "with_pieces": [true]},
@@ -504,6 +503,7 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     _, reply = server.post(CHAT, body)
     function = body["messages"][0]["tool_calls"][0]["function"]
     function["arguments"] = json.loads(function["arguments"])  # as templates take them
+    body["messages"][0]["content"] = ""  # which a template can print
     ids = llama2.encode_chat(loaded[1], body["messages"], TEMPLATE, tools=body["tools"])
     assert reply["usage"]["prompt_tokens"] == len(ids)
     headers = {

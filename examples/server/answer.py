@@ -5,7 +5,7 @@ import itertools
 import json
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio.from_thread
@@ -18,12 +18,13 @@ from server.fields import (
     check_messages,
     refuse,
     take,
-    take_calls,
     take_sampling,
     take_schema,
     take_stops,
+    take_tools,
 )
 from server.serving import Score, Session
+from server.tools import Answer, Reader, join, name_tokens
 
 MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
 TURN = anyio.Lock()  # to use the model: first come, first served
@@ -40,16 +41,16 @@ class Job:
     stream: bool
     include_usage: bool
     echo: bool
-    is_call: bool  # the answer calls a tool
+    n: int  # answers to each prompt
     options: dict[str, Any]  # of Session.start()
     replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # ends with None
     log: list[str] = field(default_factory=list)
-    call: str | None = ""  # the beginning of a call of a tool; None once its name is known
 
     def __post_init__(self) -> None:
         object_type = "text_completion"
         if self.chat:
             object_type = "chat.completion.chunk" if self.stream else "chat.completion"
+        self.nothing = {} if self.chat else {"text": ""}
         self.about = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": object_type,
@@ -102,10 +103,11 @@ class Job:
     def complete(self) -> None:
         """Continue the prompts, in the model's thread."""
         start = time.perf_counter()
-        pairs = [self.complete_one(*pair) for pair in enumerate(self.prompts)]
+        prompts = [ids for ids in self.prompts for _ in range(self.n)]
+        pairs = [self.complete_one(*pair) for pair in enumerate(prompts)]
         prompt_tokens = sum(map(len, self.prompts))
         new = sum(len(generation.new_ids) for _, generation in pairs)
-        prefilled = sum(generation.prompt_tokens for _, generation in pairs)
+        prefilled = sum(generation.prompt_tokens for _, generation in pairs[:: self.n])
         rate = new / (time.perf_counter() - start)
         cached = prompt_tokens - prefilled
         self.log.append(f"read {prefilled} + {cached} cached, made {new}, {rate:.1f} tokens/s")
@@ -124,52 +126,38 @@ class Job:
         choice = {"index": index, "logprobs": None, "finish_reason": None}
         if self.chat and self.stream:
             self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
-        stream, scorer = self.session.start(ids, **self.options)
+        sampling = self.options["sampling"]
+        if sampling.seed is not None:  # several answers to one prompt differ
+            sampling = replace(sampling, seed=(sampling.seed + index % self.n) % 2**63)
+        stream, scorer = self.session.start(ids, **self.options | {"sampling": sampling})
+        reader = Reader(self.options["answer"])
+        told, scores = [], []
         before = [self.session.tokenizer.decode(ids)] if self.echo else []
-        texts = []
-        for text in itertools.chain(before, stream):
-            if self.stream:
-                self.reply(choice | self.content(text, scorer))
-            else:
-                texts.append(text)
-        choice |= self.content("".join(texts), scorer)
+        for text in itertools.chain(before, stream, [""]):  # the last one ends it
+            new = scorer.take(text) if scorer else []
+            deltas = [{"text": text}] if text else []
+            if self.chat:
+                deltas = reader.feed(text, ended=not text)
+            told += deltas
+            scores += new
+            if self.stream and (deltas or new):
+                for delta in deltas or [self.nothing]:
+                    self.tell(choice, delta, new)
+                    new = []
         choice["finish_reason"] = "length"
         if stream.stop_reason.startswith("stop"):
-            choice["finish_reason"] = "tool_calls" if self.call is None else "stop"
+            choice["finish_reason"] = "tool_calls" if reader.calls else "stop"
         if self.stream:
-            self.reply(choice)
+            self.tell(choice, self.nothing, [])
+        elif self.chat:
+            choice |= {"message": join(told)} | self.table(scores)
+        else:
+            choice |= {"text": "".join(delta["text"] for delta in told)} | self.table(scores)
         return choice, stream.generation
 
-    def content(self, text: str, scorer: Any) -> dict:
-        """The fields of a choice for a text, with the log-probabilities of its tokens."""
-        choice = {"logprobs": self.table(scorer.take(text))} if scorer else {}
-        if not self.chat:
-            return choice | {"text": text}
-        message = {"content": text}
-        if self.is_call:
-            message = {"tool_calls": self.tool_calls(text)}
-        if self.stream:
-            return choice | {"delta": message}
-        return choice | {"message": {"role": "assistant", "content": None} | message}
-
-    def tool_calls(self, text: str) -> list[dict]:
-        """The fields of a tool call for a text, once the tool's name is known."""
-        if self.call is None:
-            return [{"index": 0, "function": {"arguments": text}}]
-        self.call += text
-        head, comma, arguments = self.call.partition(', "arguments": ')
-        if not comma:
-            return []
-        self.call = None
-        function = {"name": json.loads(head + "}")["name"], "arguments": arguments}
-        return [
-            {
-                "index": 0,
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": function,
-            }
-        ]
+    def tell(self, choice: dict, delta: dict, scores: list[Score]) -> None:
+        """Send an event of what is new."""
+        self.reply(choice | ({"delta": delta} if self.chat else delta) | self.table(scores))
 
     def entries(self, score: Score) -> list[dict]:
         """A token, and then the likeliest ones in its place. No two have the same name."""
@@ -177,7 +165,7 @@ class Job:
         entries = {}
         for token_id, logprob in score.top.items():
             data = tokenizer.token_bytes(token_id)  # maybe only some bytes of a character
-            name = score.text
+            name = name_tokens(tokenizer, score.text)
             if entries:
                 name = data.decode(errors="backslashreplace")
                 name = tokenizer.vocabulary.pieces[token_id] if name in ("", *entries) else name
@@ -185,12 +173,14 @@ class Job:
         return [*entries.values()]
 
     def table(self, scores: list[Score]) -> dict:
-        """Log-probabilities in OpenAI's form."""
+        """Log-probabilities in OpenAI's form, as a field, if they were asked for."""
+        if self.options["top"] is None:
+            return {}
         tokens = [self.entries(score) for score in scores]
         content = [{**token[0], "top_logprobs": token} for token in tokens if token]
         if self.chat:
-            return {"content": content, "refusal": None}
-        return {
+            return {"logprobs": {"content": content, "refusal": None}}
+        table = {
             "content": content,  # has bytes: the names below do not tell </s> from text
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.top.get(score.token_id) for score in scores],
@@ -199,6 +189,7 @@ class Job:
             ],
             "text_offset": [score.start for score in scores],
         }
+        return {"logprobs": table}
 
 
 def read_request(session: Session, name: str, reuse: bool, body: dict, field: str) -> "Job":
@@ -219,9 +210,9 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
     limit = take(body, "max_completion_tokens", int, limit)
     echo = not chat and take(body, "echo", bool, False)
     continued = chat and take(body, "continue_final_message", bool, False)
-    tools = take(body, "tools", list, []) if chat else []
-    calls = take_calls(body, tools) if tools else {}
-    schemas = calls or take_schema(body)
+    tools, answer = take_tools(body) if chat else ([], Answer())
+    answer.schemas += take_schema(body)
+    n = take(body, "n", int, 1)
     options = {
         "chat": chat,
         "strip": chat and not continued,
@@ -230,23 +221,25 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
         # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
         "reuse": take(body, "cache_prompt", bool, body.get("seed") is None) and reuse,
         "sampling": take_sampling(body, session.model.vocab_size),
-        "schemas": schemas,
+        "answer": answer,
         "score_prompt": echo and top is not None,
         "score_end": not chat or take(body, "include_stop_token", bool, False),
         "top": top,
     }
     body |= stream_options
-    if schemas:
-        param = "tools" if calls else "response_format"
-        try:
-            session.grammar(schemas, chat)
-        except ValueError as error:
-            raise Refusal(400, f"{param}: {error}", param=param) from error
     if chat:
         check_messages(prompt)
         prompts = [session.encode_chat(prompt, continued, tools)]
     else:
         prompts = session.encode(prompt)
+    param = "tools" if answer.names else "response_format"
+    try:
+        if chat:
+            session.settle(answer, prompts[0], continued)
+        if answer.schemas:
+            session.grammar(answer, chat)
+    except ValueError as error:
+        raise Refusal(400, f"{param}: {error}", param=param) from error
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
     longest = max(map(len, prompts))
@@ -258,4 +251,4 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
             param=field,
             code="context_length_exceeded",
         )
-    return Job(session, name, chat, prompts, stream, include_usage, echo, bool(calls), options)
+    return Job(session, name, chat, prompts, stream, include_usage, echo, n, options)

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 import llama2
 from server.serving import Adjustment
+from server.tools import Answer
 
 LIMITS = {
     **llama2.SAMPLING_LIMITS,
@@ -18,6 +19,7 @@ LIMITS = {
     "seed": (-(2**63), 2**63 - 1),
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
+    "n": (1, 4),
     "logprobs": (0, 20),
     "top_logprobs": (0, 20),
     "max_tokens": (0, 2**31 - 1),
@@ -26,7 +28,6 @@ LIMITS = {
 # Fields that change nothing, and fields that may only have these values.
 IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
 NEUTRAL = {
-    "n": [1],
     "best_of": [1],
     "modalities": [["text"]],
     "tools": [[]],
@@ -35,6 +36,16 @@ NEUTRAL = {
     "echo": [False],
     "top_logprobs": [0],
 }
+# What a message may have.
+MESSAGE = [
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+    "reasoning",
+]
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
 
 
@@ -128,16 +139,16 @@ def take_stops(body: dict) -> list[str]:
     return stops
 
 
-def take_schema(body: dict) -> dict[str, dict]:
-    """`response_format` as schemas of a Grammar; {} if the answer may be any text."""
+def take_schema(body: dict) -> list[dict]:
+    """The schema of `response_format`; none if the answer may be any text."""
     form = take(body, "response_format", dict, {"type": "text"})
-    if form == {"type": "text"}:
-        return {}
-    if form == {"type": "json_object"}:
-        return {"": {"type": "object"}}
     match form:
+        case {"type": "text"} if len(form) == 1:
+            return []
+        case {"type": "json_object"} if len(form) == 1:
+            return [{"type": "object"}]
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            return {"": schema}
+            return [schema]
     raise Refusal(
         400,
         "response_format: expected type text, json_object, or json_schema with a schema",
@@ -145,38 +156,50 @@ def take_schema(body: dict) -> dict[str, dict]:
     )
 
 
-def take_calls(body: dict, tools: list) -> dict[str, dict]:
-    """The tools of which one must be called, as schemas of a Grammar; {} if none must."""
+def take_tools(body: dict) -> tuple[list[dict], Answer]:
+    """The tools, and how an answer may call them."""
+    tools = take(body, "tools", list, [])
     choice = body.pop("tool_choice", "auto")
-    schemas = {}
+    several = take(body, "parallel_tool_calls", bool, True)
+    answer = Answer(several=several, forced=choice not in ("auto", "none"))
     for tool in tools:
         match tool:
             case {"function": {"name": str(name), **function}} if NAME.fullmatch(name):
-                if choice in ("required", {"type": "function", "function": {"name": name}}):
-                    schema = function.get("parameters") or {"type": "object", "properties": {}}
-                    schemas[f'{{"name": {json.dumps(name)}, "arguments": '] = schema
+                schema = function.get("parameters") or {"properties": {}}
+                if not isinstance(schema, dict) or schema.setdefault("type", "object") != "object":
+                    raise Refusal(
+                        400, f"tools: the parameters of {name} are no object", param="tools"
+                    )
+                named = {"type": "function", "function": {"name": name}}
+                if choice in ("auto", "required", named):
+                    answer.names.append(name)
+                    answer.schemas.append(schema)
             case _:
                 raise Refusal(
                     400,
-                    f"tools has {json.dumps(tool)[:60]}; expected functions, whose names have 1 to 64 of A-Z a-z 0-9 _ . -",
+                    f"tools has {json.dumps(tool)[:60]}; expected functions, "
+                    "whose names have 1 to 64 of A-Z a-z 0-9 _ . -",
                     param="tools",
                 )
-    if not schemas and choice != "none":
+    if answer.forced and not answer.names:
         raise Refusal(
             400,
-            f"tool_choice is {json.dumps(choice)[:60]}; expected required, a tool, or none",
+            f"tool_choice is {json.dumps(choice)[:60]}; expected auto, none, required or a tool",
             param="tool_choice",
         )
-    return schemas
+    return tools, answer
 
 
 def check_messages(messages: Any) -> None:
-    """Check messages; the role developer becomes system. Raises ValueError."""
+    """Check messages, and give them the form that templates expect. Raises ValueError."""
+    names = {}  # of the functions that were called
     try:
         for message in messages:
-            for key, value in message.items():
-                if value and key not in ("role", "content", "name", "tool_calls", "tool_call_id"):
+            for key, value in [*message.items()]:
+                if value and key not in MESSAGE:
                     raise ValueError(f"{key[:40]} in a message is not supported")
+                if not value and key != "content":  # templates ask whether there are tool_calls
+                    del message[key]
             if message["role"] == "developer":
                 message["role"] = "system"
             content = message.get("content")
@@ -187,7 +210,13 @@ def check_messages(messages: Any) -> None:
             calls = message.get("tool_calls") or []
             for call in calls:
                 function = call["function"]
-                function["arguments"] = json.loads(function["arguments"])  # as templates take them
+                names[call.get("id")] = function["name"]
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            if message["role"] == "tool" and message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+            thought = message.get("reasoning_content") or message.get("reasoning")
+            if thought:
+                message["reasoning_content"] = message["reasoning"] = thought
             if content is None and not calls:
                 raise TypeError
     except (LookupError, TypeError, AttributeError) as error:

@@ -1,8 +1,8 @@
-"""Nothing but JSON that fits a schema, by llguidance: schema.py and the server use it."""
+"""Nothing but text that fits rules or a JSON schema, by llguidance: for schema.py and the server."""
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,21 +69,23 @@ def close(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Grammar:
-    """A `logits_processor` for one answer: a key of `schemas`, then JSON that fits its schema.
+    """A `logits_processor` for one answer that fits rules, in which valueN is the schema of index N.
 
     Raises ValueError for a schema that llguidance does not support.
     """
 
-    def __init__(self, vocabulary: LLTokenizer, schemas: Mapping[str, dict[str, Any]]) -> None:
-        text = ", ".join(map(json.dumps, schemas.values()))
-        rules = ["start: " + " | ".join(f"answer{i}" for i in range(len(schemas)))]
-        for i, (prefix, schema) in enumerate(schemas.items()):
+    def __init__(
+        self,
+        vocabulary: LLTokenizer,
+        schemas: Sequence[dict[str, Any]],
+        rules: str = "start: value0",
+    ) -> None:
+        text = ", ".join(map(json.dumps, schemas))
+        for i, schema in enumerate(schemas):
             if not isinstance(schema, dict):
                 raise ValueError(f"the schema {text:.200} cannot be used: it is no object")
-            value = json.dumps(close(schema) | {"x-guidance": WHITE_SPACE})
-            rules.append(f"answer{i}: {json.dumps(prefix)} value{i}")
-            rules.append(f"value{i}: %json {value}")
-        self.matcher = LLMatcher(vocabulary, "\n".join(rules), log_level=0)
+            rules += f"\nvalue{i}: %json {json.dumps(close(schema) | {'x-guidance': WHITE_SPACE})}"
+        self.matcher = LLMatcher(vocabulary, rules, log_level=0)
         if problem := self.matcher.get_error():
             raise ValueError(f"the schema {text:.200} cannot be used: {problem.splitlines()[0]}")
         self.seen = 0  # how many ids the matcher has seen, with the prompt

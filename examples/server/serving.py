@@ -1,6 +1,7 @@
 """What the server does with a model: several caches, grammars, penalties, log-probabilities."""
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 import llama2
+from server.tools import (
+    PLAIN,
+    Answer,
+    Format,
+    Template,
+    read_format,
+    read_reasoning,
+    rules,
+    tokens_in,
+    visible,
+)
 
 try:
     from server import grammar
@@ -114,11 +126,55 @@ class Session:
         self.tokenizer.decode(prompt)  # ValueError for ids out of range
         return prompt
 
+    @functools.cached_property
+    def chat_template(self) -> Template:
+        """The template, from which formats are read."""
+        control = [*range(self.tokenizer.vocab_size)]
+        shown = visible(self.tokenizer, control)
+        stops = [shown.token_bytes(i).decode(errors="replace") for i in self.stop_ids(True)]
+        source = self.template or self.tokenizer.chat_template
+        source = llama2.CHAT_TEMPLATES.get(source, source)
+        return Template(shown, source, [*stops, *self.stops.texts])
+
+    @functools.cached_property
+    def format(self) -> Format | str:
+        """How the model calls tools, or why that is unknown."""
+        try:
+            return read_format(self.chat_template)
+        except ValueError as error:
+            return str(error)
+
+    @functools.cached_property
+    def reasoning(self) -> tuple[str, str] | None:
+        """What stands around the model's reasoning."""
+        return read_reasoning(self.chat_template)
+
+    def settle(self, answer: Answer, ids: list[int], continued: bool) -> None:
+        """How an answer to a conversation calls and reasons. Raises ValueError if that is unknown."""
+        if answer.names:
+            if isinstance(self.format, Format):
+                answer.form = self.format
+            elif answer.forced:
+                answer.form = PLAIN
+            else:
+                raise ValueError(self.format)
+        if self.reasoning and not continued:
+            answer.reasoning = self.reasoning
+            end = self.chat_template.text_of(ids[-32:]).rstrip()
+            answer.is_reasoning = end.endswith(self.reasoning[0])
+
     def encode_chat(self, messages: list, continued: bool, tools: list) -> list[int]:
         """Token ids of a conversation. Raises ValueError."""
         template = self.template or self.tokenizer.chat_template
-        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in template:
-            raise ValueError("the chat template has no place for tool_calls")
+        for message in messages:
+            calls = message.get("tool_calls") or ()
+            if calls and "tool_calls" not in template:
+                raise ValueError("the chat template has no place for tool_calls")
+            if calls and isinstance(self.format, Format):
+                message["content"] = message.get("content") or self.format.no_content
+            for call in calls:
+                if isinstance(self.format, Format) and self.format.arguments_as_text:
+                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         return llama2.encode_chat(
             self.tokenizer, messages, self.template, continued, tools=tools or None
         )
@@ -134,14 +190,14 @@ class Session:
         ids = {config.eos_token_id, *config.stop_token_ids, self.tokenizer.eos_id}
         return ids | {*self.stops.ids} if chat else ids
 
-    def grammar(self, schemas: dict[str, dict], chat: bool) -> Any:
+    def grammar(self, answer: Answer, chat: bool) -> Any:
         """A Grammar for one answer. Raises ValueError."""
         if grammar is None:
             raise ValueError("not supported here: it needs the package llguidance")
         if chat not in self.vocabularies:
             ends = self.stop_ids(chat)
             self.vocabularies[chat] = grammar.open_vocabulary(self.tokenizer, ends)
-        return grammar.Grammar(self.vocabularies[chat], schemas)
+        return grammar.Grammar(self.vocabularies[chat], answer.schemas, rules(answer))
 
     def start(
         self,
@@ -152,24 +208,25 @@ class Session:
         score_prompt: bool,
         score_end: bool,
         top: int | None,
-        schemas: dict[str, dict],
+        answer: Answer,
         **options: Any,
     ) -> tuple[llama2.TextStream, "Scorer | None"]:
         """llama2.stream_text() of a prompt, and the Scorer of its tokens, unless `top` is None.
 
         `reuse`: tokens that a cache holds are not prefilled again; as rounding may differ then, so may
-        the text. `schemas`: the answer fits their Grammar, and ends with it.
+        the text. An `answer` with a form or a schema fits its Grammar, and ends with it.
         """
         options["stop_ids"] = self.stop_ids(chat)
         options["cache"] = self.take_cache(ids, reuse and not score_prompt)
-        if schemas:  # stop texts of the template may occur in a JSON string
-            options["sampling"].logits_processor.grammar = self.grammar(schemas, chat)
-        elif chat:
+        if answer.form or answer.schemas:
+            options["sampling"].logits_processor.grammar = self.grammar(answer, chat)
+        if chat and not answer.schemas:  # in a JSON string these may occur
             options["stop"] = [*options["stop"], *self.stops.texts]
+        tokenizer = visible(self.tokenizer, tokens_in(answer))
         if top is None:
             options["step"] = self.step
-            return llama2.stream_text(self.model, self.tokenizer, ids, **options), None
-        scorer = Scorer(self, ids, top, score_prompt, score_end, options)
+            return llama2.stream_text(self.model, tokenizer, ids, **options), None
+        scorer = Scorer(self, tokenizer, ids, top, score_prompt, score_end, options)
         return scorer.stream, scorer
 
 
@@ -182,13 +239,13 @@ class Scorer:
     def __init__(
         self,
         session: Session,
+        tokenizer: llama2.Tokenizer,
         ids: list[int],
         top: int,
         score_prompt: bool,
         score_end: bool,
         options: dict,
     ) -> None:
-        tokenizer = session.tokenizer
         self.session = session
         self.top = top
         self.score_end = score_end  # of the stop token, which has no text

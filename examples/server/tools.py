@@ -1,0 +1,466 @@
+"""How a model calls tools and reasons: both are read off its chat template.
+
+A template that knows tools writes an assistant's `tool_calls` as its model was trained to write them.
+read_format() renders messages with names and values that occur nowhere else: what stands before,
+between and behind them is the format (llama.cpp compares renderings, too: docs/autoparser.md there).
+rules() holds the model to it, and a Reader takes the answer apart.
+
+In the texts here a control token is written as its mark, which no other token can write.
+"""
+
+import copy
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+import llama2
+
+SECRET = secrets.token_hex(8)
+MARK = re.compile(f"(§{SECRET}:\\d+§)")
+NAMES = ["zqfirst", "zqsecond", "zqthird"]
+KEY, VALUE, CONTENT, THOUGHT, CALL_ID = "zqkey", "zqvalue", "zqcontent", "zqthought", "callid00"
+ID = re.compile(f"({CALL_ID}\\d)")  # Mistral's templates want nine letters or digits
+JSON = json.JSONDecoder()
+THINK = "<think>", "</think>"
+
+
+class Format(NamedTuple):
+    """A call is before + name + between + arguments (a JSON object) + after.
+
+    Further calls: separator + name + between + arguments, in front of `after`.
+    """
+
+    before: str
+    between: str
+    separator: str | None  # None: an answer has one call
+    after: str
+    marker: str  # the start of `before` that begins a call; "": a tool's name decides
+    arguments_as_text: bool = False  # how the template takes them
+    no_content: str | None = ""  # the content of a message that only calls
+
+
+# Where a call must be made, and the template knows none.
+PLAIN = Format('{"name": "', '", "arguments": ', None, "}", "")
+
+
+@dataclass
+class Answer:
+    """What an answer may be."""
+
+    form: Format | None = None  # how it calls a tool
+    names: list[str] = field(default_factory=list)  # of the tools
+    schemas: list[dict] = field(default_factory=list)  # their arguments'; behind them, its text's
+    forced: bool = False  # it calls a tool at once
+    several: bool = True  # it may call more than once
+    reasoning: tuple[str, str] | None = None  # what stands around reasoning
+    is_reasoning: bool = False  # it begins within
+
+
+def visible(tokenizer: llama2.Tokenizer, ids: Iterable[int]) -> llama2.Tokenizer:
+    """The tokenizer with marks as the texts of these control tokens."""
+    shown = copy.copy(tokenizer)
+    marks = {i: f"§{SECRET}:{i}§".encode() for i in ids if not tokenizer.token_bytes(i)}
+    shown.token_bytes = lambda i: marks.get(i) or tokenizer.token_bytes(i)
+    return shown
+
+
+def token_of(mark: str) -> int:
+    """The id of a mark's token."""
+    return int(mark.strip("§").partition(":")[2])
+
+
+def tokens_in(answer: Answer) -> list[int]:
+    """The control tokens by which an answer is taken apart."""
+    texts = [*(answer.form or ())[:5], *(answer.reasoning or ())]
+    return [token_of(mark) for text in texts for mark in MARK.findall(text or "")]
+
+
+def name_tokens(tokenizer: llama2.Tokenizer, text: str) -> str:
+    """A text with the names of control tokens in place of their marks."""
+    return MARK.sub(lambda m: tokenizer.vocabulary.pieces[token_of(m[0])], text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading a template
+
+
+class Template:
+    """A chat template that writes texts with marks."""
+
+    def __init__(self, tokenizer: llama2.Tokenizer, source: str, stops: Iterable[str]) -> None:
+        self.tokenizer = tokenizer  # a visible() one
+        self.source = source
+        self.stops = stops  # texts and marks that end an answer
+
+    def text_of(self, ids: Iterable[int]) -> str:
+        """The text of ids."""
+        decoder = llama2.StreamDecoder(self.tokenizer, first=False)
+        return "".join(map(decoder.decode, ids)) + decoder.flush()
+
+    def render(self, *answers: dict[str, Any], prompt: bool = False) -> str:
+        """A question and answers to it; `prompt`: and what begins another. Raises ValueError."""
+        schema = {"type": "object", "properties": {KEY: {"type": "string", "description": "d"}}}
+        functions = [{"name": n, "description": "d", "parameters": schema} for n in NAMES]
+        tools = [{"type": "function", "function": function} for function in functions]
+        source = f"{{% set add_generation_prompt = {str(prompt).lower()} %}}{self.source}"
+        messages = [{"role": "user", "content": "hi"}, *answers]
+        return self.text_of(llama2.encode_chat(self.tokenizer, messages, source, tools=tools))
+
+    def render_calls(self, count: int, as_text: bool, content: str | None) -> str:
+        """A question and an answer with so many calls."""
+        arguments: Any = {KEY: VALUE}
+        arguments = json.dumps(arguments) if as_text else arguments
+        calls = [
+            {"id": f"{CALL_ID}{i}", "type": "function"}
+            | {"function": {"name": NAMES[i], "arguments": arguments}}
+            for i in range(count)
+        ]
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        return ID.sub(f"{CALL_ID}0", self.render(answer))
+
+    def until_stop(self, text: str) -> str:
+        """A text up to what ends an answer."""
+        return text[: min((text.index(stop) for stop in self.stops if stop in text), default=None)]
+
+
+def find_arguments(text: str) -> list[tuple[int, int]]:
+    """Where the arguments of calls stand in a text."""
+    places = []
+    for match in re.finditer(r"\{", text):
+        try:
+            value, end = JSON.raw_decode(text, match.start())
+        except ValueError:
+            continue
+        if value == {KEY: VALUE}:
+            places.append((match.start(), end))
+    return places
+
+
+def find_json(text: str, end: int) -> int | None:
+    """Where the JSON begins that holds all up to `end`, and more."""
+    for match in re.finditer(r"[\[{]", text[:end]):
+        try:
+            if JSON.raw_decode(text, match.start())[1] > end:
+                return match.start()
+        except ValueError:
+            continue
+    return None
+
+
+def read_format(template: Template) -> Format:
+    """How a template writes calls. Raises ValueError if it writes none, or in an unknown way."""
+    problems = []
+    for content in ("", None):  # some templates take content, or arguments, only in one form
+        for as_text in (False, True):
+            try:
+                return read_format_of(template, as_text, content)
+            except ValueError as error:
+                problems.append(str(error))
+    problems.sort(key=lambda problem: problem.startswith("the chat template:"))  # what it raised
+    raise ValueError(
+        f"the chat template has no place for tools that is understood ({problems[0]:.150}); "
+        "--chat-template names another"
+    )
+
+
+def read_format_of(template: Template, as_text: bool, no_content: str | None) -> Format:
+    """The same, for arguments as a dict or as text, and one form of content that is missing."""
+    # 1. Where the call begins: behind content; else where an answer without calls differs.
+    answer = template.render_calls(1, as_text, CONTENT)
+    head, content, rest = answer.rpartition(CONTENT)
+    before, name, behind = rest.partition(NAMES[0])
+    if not content or not name or template.until_stop(before) != before:
+        answer = template.render_calls(1, as_text, no_content)
+        plain = template.render({"role": "assistant", "content": CONTENT})
+        start = template.render(prompt=True)
+        if not answer.startswith(start):
+            start = commonprefix([answer, plain]).rstrip("<[")
+        head, rest = start, answer.removeprefix(start)
+        before, name, behind = rest.partition(NAMES[0])
+    before = before.lstrip()
+    if before and template.render(prompt=True).endswith(before):  # content has a name there, too
+        raise ValueError(f"{before!r} begins every answer")
+
+    # 2. The name, the arguments, and what is around them.
+    places = find_arguments(behind)
+    if not name or len(places) != 1:
+        shown = name_tokens(template.tokenizer, template.until_stop(rest))
+        raise ValueError(f"a call becomes {shown!r}")
+    ((start, end),) = places
+    between, after = behind[:start], template.until_stop(behind[end:]).rstrip()
+    if between.endswith("{"):  # arguments as text in a form that is not JSON
+        raise ValueError("its arguments are not JSON")
+
+    # 3. Several calls, if the same stands between any two.
+    separators: list[str] = []
+    try:
+        calls = template.render_calls(3, as_text, no_content)[len(head) :]
+        ends = [end for _, end in find_arguments(calls)]
+        for end, name in zip(ends, NAMES[1:], strict=False):
+            separator, _, further = calls[end:].partition(name)
+            fits = further.startswith(between) and template.until_stop(separator) == separator
+            separators.append(separator if fits else f"{len(separators)}")
+    except ValueError:  # the template takes one call
+        pass
+    separator = separators[0] if len(separators) == 2 and len({*separators}) == 1 else None
+
+    # 4. What begins a call: a control token, or what stands before its JSON.
+    call = before + NAMES[0] + behind
+    at = find_json(call, len(before + NAMES[0]) + places[0][1])
+    marker = ID.split(before if at is None else before[:at].rstrip())[0]
+    _, *marks = MARK.split(marker)
+    if marks and marker.startswith(marks[0]):
+        marker = marks[0]
+    return Format(before, between, separator, after, marker, as_text, no_content)
+
+
+def read_reasoning(template: Template) -> tuple[str, str] | None:
+    """What a template writes before and behind reasoning; None if it knows none."""
+    thought = {"reasoning_content": THOUGHT, "reasoning": THOUGHT}
+    try:
+        text = template.render({"role": "assistant", "content": CONTENT, **thought})
+    except ValueError:
+        text = ""
+    before, thought, rest = text.partition(THOUGHT)
+    end = rest.partition(CONTENT)[0].strip()
+    if thought and end:
+        marks = MARK.findall(before)
+        start = marks[-1] if MARK.fullmatch(end) and marks else end.replace("/", "", 1)
+        if before.rstrip().endswith(start) and start != end:
+            return start, end
+    pieces = template.tokenizer.vocabulary.pieces
+    if THINK[1] not in template.source:
+        return None
+    shown = [template.text_of([pieces.index(t)]) if t in pieces else t for t in THINK]
+    return shown[0], shown[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Holding an answer to the format: rules for llguidance, in which valueN is the schema of tool N
+
+
+def literal(text: str) -> str:
+    """A text with marks, as items of a rule."""
+    items = []
+    for part in MARK.split(text):
+        if MARK.fullmatch(part):
+            items.append(f"<[{token_of(part)}]>")
+        elif part:
+            fixed = [json.dumps(s) if i % 2 == 0 else "ID" for i, s in enumerate(ID.split(part))]
+            items += [s for s in fixed if s != '""']
+    return " ".join(items)
+
+
+def up_to(rule: str, text: str, start: str = "(?s:.*)", but: str = "") -> str:
+    """A rule for free text, which begins as `start` and not as `but`, up to the first such text."""
+    excluded = f" & ~/{but}(?s:.*)/" if but else ""
+    if MARK.fullmatch(text):
+        return f"{rule}: {rule.upper()} {literal(text)}\n{rule.upper()}: /{start}/{excluded}"
+    return f"{rule}[lazy]: {rule.upper()}\n{rule.upper()}: /{start}{escape(text)}/{excluded}"
+
+
+def escape(text: str) -> str:
+    """A text as a regular expression."""
+    return "".join(c if c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text)
+
+
+def triggers(form: Format, names: Iterable[str]) -> list[str]:
+    """The texts each of which begins a call."""
+    if form.marker:
+        return [form.marker]
+    rest = form.between if not form.before else form.between[:1]
+    return [form.before + name + rest for name in names]
+
+
+def rules(answer: Answer) -> str:
+    """The rules of an answer: reasoning, then text or calls."""
+    form = answer.form
+    lines = [f"ID: /[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}/", "SPACE: /\\s{0,4}/"]
+    has_schema = len(answer.schemas) > len(answer.names)
+    think = but = ""
+    if answer.reasoning:
+        start, end = answer.reasoning
+        think = "think" if answer.is_reasoning else "think?"
+        if answer.is_reasoning:
+            lines.append(up_to("think", end))
+        elif MARK.fullmatch(start):
+            lines += [f"think: {literal(start)} thought", up_to("thought", end)]
+        else:
+            but = f"\\s*{escape(start)}"
+            lines.append(up_to("think", end, f"{but}(?s:.*)"))
+        if answer.forced or has_schema:
+            think += " SPACE"
+
+    choices = []
+    if has_schema:
+        choices.append(f"value{len(answer.names)}")
+    elif not answer.forced:
+        choices.append("FREE")
+        lines.append(f"FREE: /(?s:.*)/{f' & ~/{but}(?s:.*)/' if but else ''}")
+    if form:
+        choices.append("calls")
+        calls = [f"{literal(n + form.between)} value{i}" for i, n in enumerate(answer.names)]
+        lines.append(f"call: {' | '.join(calls)}")
+        first = f"{literal(form.before)} call"
+        if choices[0] == "FREE" and form.marker:
+            first = f"lead {literal(form.before[len(form.marker) :])} call"
+            lines.append(up_to("lead", form.marker, but=but))
+        elif choices[0] == "FREE":
+            leads = []
+            for i, name in enumerate(answer.names):
+                (begun,) = triggers(form, [name])
+                rest = (form.before + name + form.between)[len(begun) :]
+                leads.append(f"lead{i} {literal(rest)} value{i}")
+                lines.append(up_to(f"lead{i}", begun, but=but))
+            first = f"({' | '.join(leads)})"
+        if answer.several and form.separator is not None:
+            first += f" ({literal(form.separator)} call)*"
+        lines.append(f"calls: {first} {literal(form.after)}")
+    return "\n".join([f"start: {think} ({' | '.join(choices)})", *lines])
+
+
+# --------------------------------------------------------------------------------------------------
+# Taking an answer apart
+
+
+class Reader:
+    """The text of an answer -> deltas of a message as in OpenAI's streams: reasoning, content, calls.
+
+    What may turn out to begin a call or to end reasoning is held back until that is decided.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        form = answer.form
+        self.text = ""  # what is not told yet
+        self.strip = False  # whether white space is left out, until there is text
+        self.triggers: list[str] = []
+        self.read_answer = self.read_content
+        if form:
+            name = f"({'|'.join(map(re.escape, answer.names))})"
+            self.heads = [call_head(form.before, name, form.between)]
+            if form.separator is not None:
+                self.heads.append(call_head(form.separator, name, form.between))
+            self.triggers = [] if answer.forced else triggers(form, answer.names)
+            self.read_answer = self.read_call if answer.forced else self.read_content
+        self.read = self.read_answer
+        if answer.reasoning:
+            self.start, self.end = answer.reasoning
+            self.read = self.read_reasoning if answer.is_reasoning else self.read_start
+        self.calls = 0  # how many have begun
+        self.arguments = ""  # of the last one
+
+    def feed(self, text: str, ended: bool = False) -> list[dict[str, Any]]:
+        """The deltas that more text makes; `ended`: it is the last."""
+        self.text += text
+        deltas: list[dict[str, Any]] = []
+        before: Any = None
+        while before != (self.read, self.text):
+            before = self.read, self.text
+            deltas += self.read(ended)
+        return deltas
+
+    def take(self, ends: list[str], ended: bool) -> tuple[str, bool]:
+        """Take the text in front of the first of `ends`, or until one is there, what is in front of
+        all that may become one; returns it, and whether one is there."""
+        if self.strip:
+            self.text = self.text.lstrip()
+            self.strip = not self.text
+        text = self.text
+        places = [text.index(end) for end in ends if end in text]
+        taken = text[: min(places, default=None)]
+        if not places and not ended:
+            beginnings = [end[:n] for end in ends for n in range(len(end))]
+            held = max((len(s) for s in beginnings if text.endswith(s)), default=0)
+            taken = text[: len(text) - held]
+        if places or (ends and not ended):
+            taken = taken.rstrip()  # white space may lead to what follows
+        self.text = text[min(places, default=len(taken)) :]
+        return taken, bool(places)
+
+    def read_start(self, ended: bool) -> list[dict[str, Any]]:
+        """Whether the answer begins with reasoning."""
+        text = self.text.lstrip()
+        if text.startswith(self.start):
+            self.text = text.removeprefix(self.start)
+            self.strip = True
+            self.read = self.read_reasoning
+        elif ended or not self.start.startswith(text):
+            self.read = self.read_answer
+        return []
+
+    def read_reasoning(self, ended: bool) -> list[dict[str, Any]]:
+        """Reasoning, under the names that llama-server and vLLM give to it."""
+        taken, found = self.take([self.end], ended)
+        if found:
+            self.text = self.text.removeprefix(self.end)
+            self.strip = True
+            self.read = self.read_answer
+        return [{"reasoning_content": taken, "reasoning": taken}] if taken else []
+
+    def read_content(self, ended: bool) -> list[dict[str, Any]]:
+        """Text, up to a call."""
+        taken, found = self.take(self.triggers, ended)
+        if found:
+            self.read = self.read_call
+        return [{"content": taken}] if taken else []
+
+    def read_call(self, ended: bool) -> list[dict[str, Any]]:
+        """A call up to its arguments, once it is whole; what follows the last call says nothing."""
+        match = self.heads[min(self.calls, len(self.heads) - 1)].match(self.text)
+        if not match or self.calls and len(self.heads) == 1:
+            self.text = "" if ended else self.text
+            return []
+        self.text = self.text[match.end() :]
+        self.read = self.read_arguments
+        self.arguments = ""
+        self.calls += 1
+        call = {"index": self.calls - 1, "id": secrets.token_hex(5)[:9], "type": "function"}
+        return [{"tool_calls": [call | {"function": {"name": match[1], "arguments": ""}}]}]
+
+    def read_arguments(self, ended: bool) -> list[dict[str, Any]]:
+        """The arguments of a call."""
+        told = len(self.arguments)
+        self.arguments += self.text
+        self.text = ""
+        try:
+            end = JSON.raw_decode(self.arguments)[1]
+            self.text = self.arguments[end:]
+            self.arguments = self.arguments[:end]
+            self.read = self.read_call
+        except ValueError:  # there is more to come
+            pass
+        new = {"arguments": self.arguments[told:]}
+        call = {"index": self.calls - 1, "function": new}
+        return [{"tool_calls": [call]}] if new["arguments"] else []
+
+
+def call_head(before: str, name: str, between: str) -> re.Pattern:
+    """A pattern of all in front of the arguments; the group is the name."""
+    before, between = (
+        ID.sub(lambda m: f"[a-zA-Z0-9]{{{len(m[0])}}}", re.escape(text))
+        for text in (before, between)
+    )
+    return re.compile(rf"\s*{before}{name}{between}")
+
+
+def join(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message that deltas make."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append(
+                    {"id": call["id"], "type": "function", "function": {**call["function"]}}
+                )
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        for key in delta.keys() - {"tool_calls"}:
+            message[key] = (message.get(key) or "") + delta[key]
+    if calls:
+        return message | {"tool_calls": calls}
+    return message | {"content": message["content"] or ""}

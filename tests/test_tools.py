@@ -1,0 +1,305 @@
+"""Tests of examples/server/tools.py: formats of calls, read off templates; answers taken apart.
+
+tool_formats.json has what templates write for calls, in short forms; the models are named.
+"""
+
+import dataclasses
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llguidance")
+pytest.importorskip("uvicorn")
+testclient = pytest.importorskip("starlette.testclient")
+
+from server import __main__ as server
+from server import grammar, tools
+from server.serving import Session
+
+import llama2
+
+FORMATS = json.loads(Path(__file__).with_name("tool_formats.json").read_text("utf-8"))
+UNDERSTOOD = [name for name, entry in FORMATS.items() if "format" in entry]
+TEMPLATE = """{%% for m in messages %%}<|{{ m.role }}|>{{ m.content or '' }}
+{%%- if m.tool_calls %%}%s{%% endif %%}<|end|>{%% endfor %%}
+{%%- if add_generation_prompt %%}<|assistant|>%s{%% endif %%}"""
+THINKING = """{% for m in messages %}<|{{ m.role }}|>
+{%- if m.reasoning_content %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+SCHEMA = """{"type": "object", "properties": {"city": {"type": "string"}, "days": {}},
+"required": ["city"]}"""
+ARGUMENTS = r"""{"city": "a}\"]<\n", "days": [1, {"x": null}]}"""
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": json.loads(SCHEMA)}}
+    for name in ("wind", "winds")
+]
+QUESTION = [{"role": "user", "content": "A"}]
+THOUGHT = ("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """That of the bundled model, with a control token."""
+    vocabulary = llama2.load(llama2.DEFAULT_MODEL)[1].vocabulary
+    pieces, types = [*vocabulary.pieces[:-1], "[C]"], [*vocabulary.types[:-1], 3]
+    return llama2.Tokenizer(dataclasses.replace(vocabulary, pieces=pieces, types=types))
+
+
+def source_of(name):
+    entry = FORMATS[name]
+    return TEMPLATE % (entry["calls"], entry.get("prompt", ""))
+
+
+def template_of(tokenizer, source):
+    shown = tools.visible(tokenizer, range(tokenizer.vocab_size))
+    return tools.Template(shown, source, ["<|end|>"])
+
+
+def called(names, call_id="abcdefgh1", arguments=ARGUMENTS):
+    return [
+        {"id": call_id, "type": "function", "function": {"name": n, "arguments": arguments}}
+        for n in names
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_read_off_templates(tokenizer, name):
+    template = template_of(tokenizer, source_of(name))
+    if name in UNDERSTOOD:
+        assert [*tools.read_format(template)] == FORMATS[name]["format"]
+    else:
+        with pytest.raises(ValueError, match=FORMATS[name]["refused"]) as error:
+            tools.read_format(template)
+        assert "--chat-template" in str(error.value)
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_what_a_template_writes_fits_and_is_taken_apart(tokenizer, name):
+    """One call and two, behind text, alone, and behind reasoning in which a call is only thought of."""
+    template = template_of(tokenizer, source_of(name))
+    form = tools.Format(*FORMATS[name]["format"])
+    vocabulary = grammar.open_vocabulary(tokenizer, {tokenizer.eos_id})
+    count = 1 if form.separator is None else 2
+    arguments = ARGUMENTS if form.arguments_as_text else json.loads(ARGUMENTS)
+    names = ["winds", "wind"][:count]
+    message = {"role": "assistant", "content": form.no_content}
+    text = template.render(message | {"tool_calls": called(names, arguments=arguments)})
+    text = text.rpartition("<|assistant|>")[2].removesuffix("<|end|>").strip()
+    rng = random.Random(1)
+    for before, reasoning in itertools.product(("", "Well.\n"), (None, THOUGHT)):
+        answer = tools.Answer(form, ["wind", "winds"], [json.loads(SCHEMA)] * 2)
+        answer.reasoning = reasoning
+        thought = f"<think>I {form.before} think</think>\n" if reasoning else ""
+        whole = thought + before + text
+        matcher = grammar.Grammar(vocabulary, answer.schemas, tools.rules(answer)).matcher
+        ids = tokenizer.encode(whole, bos=False, first=False)
+        assert matcher.validate_tokens(ids) == len(ids)
+        reader, rest, deltas = tools.Reader(answer), whole, []
+        while rest:
+            n = rng.randint(1, 9)
+            deltas += reader.feed(rest[:n])
+            rest = rest[n:]
+        message = tools.join(deltas + reader.feed("", ended=True))
+        functions = [call["function"] for call in message["tool_calls"]]
+        assert [function["name"] for function in functions] == names
+        assert {function["arguments"] for function in functions} == {ARGUMENTS} or form.marker == ""
+        assert [json.loads(f["arguments"]) for f in functions] == [json.loads(ARGUMENTS)] * count
+        assert message["content"] == (before.strip() or None)
+        assert ("reasoning" in message) is bool(reasoning)
+
+
+def test_reasoning_is_read_off_templates(tokenizer):
+    for source, expected in {
+        source_of(UNDERSTOOD[0]): None,
+        THINKING: THOUGHT,
+        THINKING.replace("think>", "seed:think>"): ("<seed:think>", "</seed:think>"),
+        THINKING.replace("<think>", "<s>").replace("</think>", "[C]"): (1, 4095),
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}": THOUGHT,
+    }.items():
+        actual = tools.read_reasoning(template_of(tokenizer, source))
+        if expected == (1, 4095):  # control tokens
+            actual = tuple(map(tools.token_of, actual))
+        assert actual == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# The server, with a model that says what it is told to say
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory, tokenizer):
+    """Sessions by their templates."""
+    folder = tmp_path_factory.mktemp("templates")
+    made = {}
+
+    def session(source):
+        if source not in made:
+            path = folder / str(len(made))
+            path.write_text(source)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("sys.argv", ["server", "--quiet", "--chat-template", str(path)])
+                args = server.parse_args()
+                model, _ = llama2.load(llama2.DEFAULT_MODEL)
+                patch.setattr(llama2, "load", lambda *_, **__: (model, tokenizer))
+                app = server.make_app(Session(args), "m", args)
+            made[source] = testclient.TestClient(app, "http://localhost")
+        return made[source]
+
+    return session
+
+
+@pytest.fixture
+def say(sessions, tokenizer, monkeypatch):
+    """say(source, text, ...) -> the choice of a chat, whole and streamed, in which the model says this text."""
+
+    def say(source, text, **body):
+        script = (
+            [
+                i
+                for part in text.split("¤")  # the control token
+                for i in [tokenizer.vocab_size - 1, *tokenizer.encode(part, bos=False, first=False)]
+            ][1:]
+            + [2]
+        )
+        body = {
+            "messages": QUESTION,
+            "tools": TOOLS,
+            "logprobs": True,
+            "cache_prompt": False,
+            **body,
+        }
+
+        def sample(logits, sampling, ids, generator):
+            token_id = script[next(steps)]
+            assert sampling.logits_processor(ids, logits)[token_id] > -1e9, (token_id, text)
+            return token_id
+
+        monkeypatch.setattr(llama2, "sample", sample)
+        steps = itertools.count()
+        reply = sessions(source).post("/v1/chat/completions", json=body).json()
+        if "error" in reply:
+            return reply["error"]["message"]
+        (choice,) = reply["choices"]
+        steps = itertools.count()
+        reply = sessions(source).post("/v1/chat/completions", json={**body, "stream": True})
+        lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")]
+        chunks = [json.loads(line)["choices"][0] for line in lines]
+        deltas = [chunk["delta"] for chunk in chunks[1:]]
+        message = tools.join(deltas)
+        entries = [e for chunk in chunks[1:] for e in chunk["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"]
+        assert len(entries) == len(script) - 1, choice  # without EOS
+        for one in (message, choice["message"]):
+            for call in one.get("tool_calls", ()):
+                assert len(call.pop("id")) == 9
+        assert message == choice["message"]
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
+        return choice, deltas
+
+    return say
+
+
+HERMES, LLAMA = UNDERSTOOD[0], UNDERSTOOD[1]
+CALL = '<tool_call>\n{"name": "wind", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def test_auto(say):
+    """Text, text and two calls, and what only begins like a call, which is held back."""
+    source = source_of(HERMES)
+    choice, _ = say(source, "Hello <tool_box> there")
+    assert choice["message"] == {"role": "assistant", "content": "Hello <tool_box> there"}
+    assert choice["finish_reason"] == "stop"
+    choice, deltas = say(source, f"Well.\n{CALL}\n{CALL}")
+    message = choice["message"]
+    assert message["content"] == "Well." and choice["finish_reason"] == "tool_calls"
+    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"city": "Rome"}'] * 2
+    assert len(deltas) > 9
+    assert {c["index"] for d in deltas for c in d.get("tool_calls", ())} == {0, 1}
+    for text in ('{"name": "window"}', '{"name": "x", "parameters": {}}', "{"):
+        assert say(source_of(LLAMA), text)[0]["message"]["content"] == text
+    choice, _ = say(source_of(LLAMA), '{"name": "wind", "parameters": {"city": "Rome"}}')
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+
+
+def test_what_a_call_must_be(say):
+    """Once it has begun, it fits a tool's schema, and is the only one if that was asked for."""
+    source = source_of(HERMES)
+    for text, body in (
+        ('<tool_call>\n{"name": "rain', {}),
+        ('<tool_call>\n{"name": "wind", "arguments": {"town', {}),
+        ('<tool_call>\n{"name": "wind", "arguments": {}', {}),
+        (f"{CALL}\n", {"parallel_tool_calls": False}),
+        ("Hello", {"tool_choice": "required"}),
+        (CALL, {"tool_choice": {"type": "function", "function": {"name": "winds"}}}),
+    ):
+        assert say(source, text, **body) == "the server failed: AssertionError"
+    for body in ({"parallel_tool_calls": False}, {"tool_choice": "required"}):
+        assert say(source, CALL, **body)[0]["finish_reason"] == "tool_calls"
+    form = {"type": "json_schema", "json_schema": {"schema": json.loads(SCHEMA)}}
+    for text in (CALL, '{"city": "Rome"}'):  # with a form for the last answer, too
+        choice, _ = say(source, text, response_format=form)
+        assert bool(choice["message"]["content"]) is (text != CALL)
+
+
+def test_control_tokens_begin_calls(say):
+    """Their text does not."""
+    source = source_of("Mistral Nemo").replace("[TOOL_CALLS]", "[C]")
+    call = '[{"name": "wind", "arguments": {"city": "Rome"}, "id": "123456789"}]'
+    choice, _ = say(source, f"Hi [C]{call}")
+    assert choice["message"]["content"] == f"Hi [C]{call}"
+    choice, _ = say(source, f"Hi ¤ {call}")
+    assert choice["message"]["content"] == "Hi"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
+    assert "[C]" in [entry["token"] for entry in choice["logprobs"]["content"]]
+
+
+def test_reasoning(say):
+    """Apart from the answer, also where the prompt ends with its beginning, and in calls' way."""
+    for source, begins in (
+        (THINKING, "<think>"),
+        (THINKING.replace("t|>{% endif", "t|><think>\n{% endif"), ""),
+    ):
+        choice, deltas = say(source, f"{begins}\nHm </thin.\n</think>\n\nYes.", tools=[])
+        message = choice["message"]
+        assert message["reasoning_content"] == message["reasoning"] == "Hm </thin."
+        assert message["content"] == "Yes."
+        assert len(deltas) > 5
+        form = {"response_format": {"type": "json_object"}}
+        choice, _ = say(source, f"{begins}Hm</think>\n{{}}", tools=[], **form)
+        assert choice["message"]["content"] == "{}"
+    choice, _ = say(THINKING, "No <think>", tools=[])
+    assert choice["message"] == {"role": "assistant", "content": "No <think>"}
+
+
+def test_templates_that_cannot_call(say):
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert "no place for tools that is understood" in say(source, "Hi")
+    choice, _ = say(
+        source, '{"name": "wind", "arguments": {"city": "Rome"}}', tool_choice="required"
+    )
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "wind"
+    message = {"role": "assistant", "tool_calls": called(["wind"])}
+    assert "has no place for tool_calls" in say(source, "Hi", messages=[*QUESTION, message])
+
+
+def test_messages_reach_the_template(sessions, tokenizer):
+    """Arguments as it takes them, a result's name, reasoning by both names, no empty keys."""
+    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}{# tool_calls #}"
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": called(["wind"]), "refusal": None},
+        {"role": "tool", "tool_call_id": "abcdefgh1", "content": "calm"},
+        {"role": "assistant", "content": "B", "reasoning": "C", "tool_calls": []},
+    ]
+    call = called(["wind"], arguments=json.loads(ARGUMENTS))
+    expected = [
+        {"role": "assistant", "content": None, "tool_calls": call},
+        {**messages[1], "name": "wind"},
+        {"role": "assistant", "content": "B", "reasoning": "C", "reasoning_content": "C"},
+    ]
+    body = {"messages": messages, "max_tokens": 1}
+    usage = sessions(source).post("/v1/chat/completions", json=body).json()["usage"]
+    ids = llama2.encode_chat(tokenizer, expected, source)
+    assert usage["prompt_tokens"] == len(ids)
