@@ -8,6 +8,7 @@ import itertools
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from unittest.mock import MagicMock, patch
@@ -58,7 +59,12 @@ def run(cli_path, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr("torch.set_flush_denormal", MagicMock())
     monkeypatch.setattr("socket.create_server", MagicMock())
-    monkeypatch.setattr("signal.signal", MagicMock(side_effect=KeyboardInterrupt))  # the server's
+
+    def end(number, handler):
+        if handler is signal.default_int_handler:  # the server's
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("signal.signal", end)
 
     def run(script, *options, prompt="fox"):
         folder = write_files(tmp_path / f"{next(count)}", {"raw.bin": b"\xff\xfe\0"})
