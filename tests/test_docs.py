@@ -59,6 +59,12 @@ def test_links_resolve(page):
             assert re.search(f"(?m)^#+-{anchor}$", text.replace(" ", "-")), anchor
 
 
+def test_the_readme_counts_the_lines_of_the_model():
+    part_1, _, rest = SCRIPT.read_text("utf-8").partition("# Part II:")
+    lines = [round(text.count("\n"), -2) for text in (part_1, part_1 + rest)]
+    assert "first {} of {:,} lines".format(*lines) in PAGES[ROOT / "README.md"]
+
+
 def test_the_readme_shows_the_attention_that_runs():
     source = inspect.getsource(llama2.CausalSelfAttention.forward)
     assert textwrap.dedent(source) in PAGES[ROOT / "README.md"]
