@@ -11,11 +11,14 @@ prompt: edited code, summaries, lists. If the model has a chat template, the pro
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
     import torch
+    import torch.nn.functional as F
     from torch import Tensor
+    from torch.overrides import TorchFunctionMode
 
     import llama2
 except ImportError as error:
@@ -37,29 +40,43 @@ def prompt_lookup(ids: Tensor, limit: int) -> Tensor:
     return ids[end : end + limit]
 
 
-def tokens_of_equal_bits(model: llama2.Llama, cache: llama2.Cache) -> int:
+class AttentionByTorch(TorchFunctionMode):
+    """`called` says whether torch has computed any attention while this was entered."""
+
+    called = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.called |= function is F.scaled_dot_product_attention
+        return function(*args, **(kwargs or {}))
+
+
+def tokens_of_equal_bits(model: llama2.Llama) -> int:
     """How many tokens one pass may have so that each gets the same bits as in a pass of its own.
 
-    Several if the CPU kernels run all layers and the output matrix, else 1. This does not look for
-    hooks inside a layer: with them rounding may differ.
+    Several if the CPU kernels run all layers and the output matrix, else 1. A pass of one token
+    tells: torch computes the attention of a layer with a hook, for example.
     """
     classes = {type(module).__name__ for module in (*model.layers, model.lm_head)}
-    if type(cache) is not llama2.Cache or not classes <= {"NativeBlock", "NativeLinear"}:
+    kernels = llama2.load_kernels() if classes <= {"NativeBlock", "NativeLinear"} else None
+    if not kernels:
         return 1
-    kernels = llama2.load_kernels()
-    return kernels.gemv_tokens if kernels else 1
+    with AttentionByTorch() as attention, torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64), model.new_cache(1))
+    return 1 if attention.called else kernels.gemv_tokens
 
 
 class Drafts:
     """A `step` for generate(). Whatever is drafted, the logits stay the same, bit for bit.
 
     The cache also holds the draft, until the next pass replaces it. Batches, and models that the CPU
-    kernels do not run, are not drafted for.
+    kernels do not run when this is made, are not drafted for.
     """
 
     def __init__(self, model: llama2.Llama, limit: int = 3) -> None:
         self.model = model
-        self.limit = limit  # tokens of a draft
+        self.limit = min(limit, tokens_of_equal_bits(model) - 1)  # tokens of a draft
         self.tokens = torch.empty(1, 0, dtype=torch.int64)  # (1, n), up to the end of the last pass
         self.logits = torch.empty(0, 0)  # (T, V) of the last pass
         self.start = 0  # the position of its first token
@@ -78,8 +95,7 @@ class Drafts:
 
         # 2. Without a draft: the prefill of a prompt, and a batch.
         limit = min(self.limit, cache.max_seq_len - n)
-        limit = min(limit, tokens_of_equal_bits(self.model, cache) - 1)
-        if stored < last or limit < 1 or len(tokens) > 1:
+        if stored < last or limit < 1 or len(tokens) > 1 or type(cache) is not llama2.Cache:
             return llama2.prefill(self.model, tokens, cache)
 
         # 3. One pass of the last token and a draft of the next ones.

@@ -564,6 +564,25 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t D) {
   }
 }
 
+// n numbers, float32 or float16, become the other
+template <class From, class To> static void convert(const From *from, To *to, int64_t n) {
+  const int64_t whole = n - n % VL;
+  for (int64_t i = 0; i < whole; i += VL) store_f32(to + i, load_f32(from + i));
+  if (whole == n) return;
+  From rest[VL] = {};
+  To converted[VL];
+  std::copy_n(from + whole, n - whole, rest);
+  store_f32(converted, load_f32(rest));
+  std::copy_n(converted, n - whole, to + whole);
+}
+// The last VL of n numbers; if there are fewer, these and zeros
+template <class E> INLINE f32 load_last(const E *row, int64_t n) {
+  if (n >= VL) return load_f32(row + n - VL);
+  E all[VL];
+  for (int64_t i = 0; i < VL; i++) all[i] = i < n ? row[i] : E{};
+  return load_f32(all);
+}
+
 // Attention of one token: J heads q (J, D) of one key/value head -> y (J, D); p has J length + 16
 template <int J, class E>
 static void attend(const float *q, const E *keys, const E *values, float *y, float *p,
@@ -571,17 +590,25 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
   constexpr int KEYS = 8 / J, N = J == 1 ? 64 / VL : V;  // keys and vectors at a time
   const float scale = 1 / std::sqrt((float)D);
   f32x8 tops = f32x8{} - INFINITY;
+  const int64_t whole = D - D % VL;
+  f32 rest[J] = {};  // of q: what fills no vector, and zeros where load_last() has more of a key
+  for (int j = 0; j < J; j++)
+    for (int64_t d = whole; d < D; d++) rest[j][D < VL ? d : d - D + VL] = q[j * D + d];
   for (int64_t s = 0; s < length; s += KEYS) {
     f32 products[8] = {};
     prefetch((Bytes)(keys + s * D) + AHEAD, KEYS * D * sizeof(E));
-    for (int64_t d = 0; d < D; d += VL) {
-      f32 numbers[J];
-      EACH (j, J) numbers[j] = keep<(KEYS > 1)>(load<f32>(q + j * D + d));
+    auto add = [&](const f32 *numbers, auto load_key) INLINE_LAMBDA {
       EACH (i, KEYS) {  // the last one again if there are fewer
-        const f32 key = keep<(J > 1)>(load_f32(keys + std::min(s + i, length - 1) * D + d));
+        const f32 key = keep<(J > 1)>(load_key(keys + std::min(s + i, length - 1) * D));
         EACH (j, J) products[i * J + j] += numbers[j] * key;
       }
+    };
+    for (int64_t d = 0; d < whole; d += VL) {
+      f32 numbers[J];
+      EACH (j, J) numbers[j] = keep<(KEYS > 1)>(load<f32>(q + j * D + d));
+      add(numbers, [=](const E *key) INLINE_LAMBDA { return load_f32(key + d); });
     }
+    if (whole < D) add(rest, [=](const E *key) INLINE_LAMBDA { return load_last(key, D); });
     const f32x8 scores = sums(products) * scale;
     tops = tops > scores ? tops : scores;
     store(p + s * J, scores);
@@ -595,6 +622,16 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
     store(p + s, e), total += e;
   }
   for (int i = J; i < VL; i++) total[i % J] += total[i];
+  if (D < VL) {
+    f32 mix[J] = {};
+    for (int64_t s = 0; s < length; s++) {
+      f32 value = load_last(values + s * D, D);
+      EACH (j, J) mix[j] += value * p[s * J + j];
+    }
+    for (int j = 0; j < J; j++)
+      for (int64_t d = 0; d < D; d++) y[j * D + d] = mix[j][d] / total[j];
+    return;
+  }
   for (int64_t d = 0; d < D; d += N * VL) {
     f32 mix[J][N] = {};
     auto at = [=](int i) INLINE_LAMBDA { return std::min(d + i * VL, D - VL); };
@@ -679,15 +716,12 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
     for (int64_t j = 0; j < G; j++) {
       const int64_t from = (i * G + j) * D, to = ((i / T * G + j) * S + pos + i % T) * D;
       rotate(&k[from], cos, sin, D);
-      for (int64_t d = 0; d < D; d += VL) {
-        store_f32(keys + to + d, load<f32>(&k[from + d]));
-        store_f32(values + to + d, load<f32>(&v[from + d]));
-      }
+      convert(&k[from], keys + to, D), convert(&v[from], values + to, D);
     }
   });
   const int64_t step = T > GEMV_TOKENS ? MR : 1, steps = (T + step - 1) / step;
-  const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;  // that are handled together
-  const int64_t floats = (pos + T + NK) * D;  // of a head's keys; tiles read up to NK further
+  const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;   // that are handled together
+  const int64_t floats = ((pos + T + NK) * D + 15) / 16 * 16;  // tiles read up to NK keys further
   const int64_t size =
       step > 1 ? 2 * floats + (2 * D + pos + T + MR + 3 * NK) * MR : heads * (pos + T) + 16;
   const auto scratch = array<float>(size * omp_get_max_threads());
@@ -702,11 +736,10 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
       const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * S * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
       if (step > 1) {
-        if (unpacked != at)
-          for (int64_t d = 0; d < (pos + T) * D; d += VL) {
-            store(ours + d, load_f32(keys + at + d));
-            store(ours + floats + d, load_f32(values + at + d));
-          }
+        if (unpacked != at) {
+          convert(keys + at, ours, (pos + T) * D);
+          convert(values + at, ours + floats, (pos + T) * D);
+        }
         unpacked = at;
         attend_many(&q[from], ours, ours + floats, &y[from], ours + 2 * floats, length, D,
                     std::min(T - t, step), H * D);
@@ -782,7 +815,7 @@ int32_t run_block(const Layer &l) try {
     if (f) bytes[i] = rows[i - 7] * f->bytes(columns[i - 7]);
     if (bytes[i] < 1 || bytes[i] != l.bytes[i] || !((void **)&l)[i]) return NOT_SUPPORTED;
   }
-  if (memcmp(rows, l.rows, sizeof rows) || l.D % 16 || C % 32 || inner % 32) return NOT_SUPPORTED;
+  if (memcmp(rows, l.rows, sizeof rows) || l.D % 2 || C % 32 || inner % 32) return NOT_SUPPORTED;
   if (KV < 1 || Q % KV || l.cache_B != l.B || l.cache_D != l.D) return NOT_SUPPORTED;
   if (l.index < 0 || l.index >= l.L || l.pos < 0 || l.pos + l.T > l.S) return NOT_SUPPORTED;
   const int64_t from = l.index * size;

@@ -81,7 +81,10 @@ def test_drafts_that_are_not_used(model):
 
 
 def test_what_is_read_without_drafts(model):
-    """A batch, and a model that the kernels do not run."""
+    """A batch, a model that the kernels do not run, and one of whose layers torch computes a part."""
+    hooked = copy.deepcopy(model)
+    hooked.layers[1].self_attn.register_forward_hook(lambda *args: None)
+    assert Drafts(model).limit == 3 and Drafts(hooked).limit == 0
     tokens = torch.tensor([PROMPT, PROMPT])
     for batch, each in ((tokens, model), (tokens[:1], llama2.Llama(model.config))):
         step = Drafts(each)

@@ -188,6 +188,8 @@ def test_threads_are_torchs(native):
         {"num_key_value_heads": 4},
         {"num_attention_heads": 8, "head_dim": 64},  # together wider than the residual stream
         {"head_dim": 32},  # narrower
+        {"num_attention_heads": 64, "num_key_value_heads": 16, "head_dim": 28},  # parts of vectors
+        {"num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 4},  # less than one
     ],
 )
 @torch.no_grad()
