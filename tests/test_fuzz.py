@@ -5,6 +5,7 @@ gives. The examples are the same each time. `FUZZ=20000 pytest tests/test_fuzz.p
 many others; `--hypothesis-seed=7` with it repeats them.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -318,6 +319,68 @@ def test_tokenizer_model(tokenizer, tmp_path):
     keys = changed(vocabulary_keys(tokenizer.vocabulary, 320))
     models = keys.map(lambda keys: llama2.vocabulary_from_gguf(keys).model)
     check_ids(tmp_path / "tokenizer.model", 250, models, encode)
+
+
+WORDS = json.loads(r"""{
+"tokenizer_config.json": {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": true},
+ "pad_token": "<pad>", "add_bos_token": true, "add_prefix_space": null, "legacy": false,
+ "added_tokens_decoder": {"319": {"content": "<tool>", "special": false, "lstrip": false,
+  "rstrip": false, "normalized": false, "single_word": false}},
+ "additional_special_tokens": ["<|eot_id|>"], "extra_special_tokens": {"image_token": "the"},
+ "chat_template": [{"name": "default", "template": "{{ messages[0].content }}"},
+  {"name": "tool_use", "template": "{{ tools }}"}], "tokenizer_class": "LlamaTokenizer"},
+"special_tokens_map.json": {"bos_token": "<s>", "unk_token": {"content": "<unk>"},
+ "additional_special_tokens": ["<|eom_id|>"]},
+"added_tokens.json": {"<|eot_id|>": 322, "<fox>": 330},
+"generation_config.json": {"eos_token_id": [2, 5], "temperature": 0.5, "top_p": 0.5, "top_k": 5},
+"chat_template.jinja": "{% for m in messages %}{{ m.role + m.content + eos_token + pad_token }}{% endfor %}",
+"additional_chat_templates/tool_use.jinja": "{{ tools }}{{ messages[0].content }}"
+}""")
+
+
+@pytest.mark.filterwarnings("ignore:the model has no chat template")
+def test_folders_of_a_tokenizer(vocabulary, tokenizer, tmp_path):
+    """Whatever stands beside it, by sentencepiece or tokenizers: no text becomes a control token."""
+    folder = tmp_path / "words"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    model = vocabulary[0].read_bytes()
+    jsons = llama2_json(tokenizer, legacy=False), published_json()
+    files = {name: json.dumps(value).encode() for name, value in WORDS.items()}
+    for name in files:
+        if name.endswith("jinja"):
+            files[name] = WORDS[name].encode()
+    said = "the fox</s><|eot_id|><tool> <s>"
+
+    def control(words, ids):
+        return [i for i in ids if words.types[i] == llama2.CONTROL]
+
+    @fuzz(
+        300,
+        st.sampled_from((None, *jsons)),
+        st.sets(st.sampled_from([*files])),
+        changed_files(files.items()),
+    )
+    def check(content, left_out, change):
+        given = files | dict([change])
+        for name in left_out:
+            (folder / name).unlink(missing_ok=True)
+            del given[name]
+        (folder / "tokenizer.json").unlink(missing_ok=True)
+        given |= {"tokenizer.model": model} if content is None else {"tokenizer.json": content}
+        write_files(folder, given)
+        config = llama2.Config(vocab_size=400)
+        words, _ = read(lambda path: llama2.Tokenizer(llama2.read_vocabulary(path, config)), folder)
+        if words:
+            ids = words.encode(said, bos=False)
+            assert not control(words, ids)
+            words.decode(ids)
+            for tools in (None, [{"name": "f"}]):
+                with contextlib.suppress(ValueError):
+                    innocent, ids = (
+                        llama2.encode_chat(words, [{"role": "user", "content": text}], tools=tools)
+                        for text in ("x", said)
+                    )
+                    assert control(words, ids) == control(words, innocent)
 
 
 CHAT = """[{"role": "system", "content": " Be\\n"}, {"role": "user", "content": "hi </s>"},
