@@ -369,7 +369,10 @@ def test_folders_of_a_tokenizer(vocabulary, tokenizer, tmp_path):
         given |= {"tokenizer.model": model} if content is None else {"tokenizer.json": content}
         write_files(folder, given)
         config = llama2.Config(vocab_size=400)
-        words, _ = read(lambda path: llama2.Tokenizer(llama2.read_vocabulary(path, config)), folder)
+        tokenizer_of = llama2.naming(folder)(
+            lambda path: llama2.Tokenizer(llama2.read_vocabulary(path, config))
+        )
+        words, _ = read(tokenizer_of, folder)
         if words:
             ids = words.encode(said, bos=False)
             assert not control(words, ids)
