@@ -60,7 +60,7 @@ __all__ = [
     "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
     "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
     "open_hf", "state_dict_from_hf", "llama3_divisors", "PRE_TOKENIZERS", "LIKE_LLAMA_3",
-    "json_steps", "SAMPLING_LIMITS", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK",
+    "SAMPLING_LIMITS", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK",
     "naming", "DEFAULT_MODEL", "Parser", "in_range", "main",
 ]  # fmt: skip
 
@@ -103,7 +103,8 @@ class Config:
     num_hidden_layers: int = 32  # L
     num_attention_heads: int = 32  # H
     num_key_value_heads: int = 32  # G; fewer than H is grouped-query attention
-    head_dim: int = None  # type: ignore[assignment]  # D; None: hidden_size / num_attention_heads
+    # D. None becomes hidden_size / num_attention_heads, so that a Config always has a number here.
+    head_dim: int = None  # type: ignore[assignment]
     vocab_size: int = 32000  # V
     max_position_embeddings: int = 4096  # the context that the model was trained for
     rms_norm_eps: float = 1e-5
@@ -123,7 +124,7 @@ class Config:
                 continue
             # Sizes are limited so that the product of two of them fits into 64 bits.
             limit = 2**28 if expected_type is int else 1e38
-            if not isinstance(value, (int, expected_type)) or not 0 < value <= limit:
+            if type(value) not in (int, expected_type) or not 0 < value <= limit:
                 raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {limit}")
         C = self.hidden_size
         H = self.num_attention_heads
@@ -217,21 +218,21 @@ class Cache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        # In this method S is the capacity; elsewhere it counts the visible tokens.
-        S = config.max_position_embeddings if max_seq_len is None else max_seq_len
-        if batch_size < 1 or S < 1 or not dtype.is_floating_point:
+        if max_seq_len is None:
+            max_seq_len = config.max_position_embeddings
+        if batch_size < 1 or max_seq_len < 1 or not dtype.is_floating_point:
             raise ValueError(
                 "batch_size and max_seq_len must be at least 1, dtype a floating point one;"
-                f" they are {batch_size}, {S} and {dtype}"
+                f" they are {batch_size}, {max_seq_len} and {dtype}"
             )
         L, G = config.num_hidden_layers, config.num_key_value_heads
-        shape = (L, batch_size, G, S, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (L, B, G, S, D)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)  # (L, B, G, S, D)
-        self.cos, self.sin = rope_tables(config, S, device)  # each (S, D/2)
-        self.band = torch.ones(0, S, dtype=torch.bool, device=device)  # mask() enlarges it
-        self.tokens = torch.zeros(batch_size, S, dtype=torch.int64, device=device)  # (B, S)
-        self.max_seq_len = S
+        shape = (L, batch_size, G, max_seq_len, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.cos, self.sin = rope_tables(config, max_seq_len, device)  # each (max_seq_len, D/2)
+        self.causal_mask = torch.ones(0, 0, dtype=torch.bool, device=device)  # mask() makes it
+        self.tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.int64, device=device)
+        self.max_seq_len = max_seq_len
         self.pos = 0  # how many tokens are stored, which is the position of the next one
 
     def check(self, config: Config, tokens: Tensor) -> None:
@@ -267,16 +268,15 @@ class Cache:
             1 1 1 1 1
 
         (is_causal=True of scaled_dot_product_attention would put the triangle at the upper left,
-        which is wrong as soon as pos is above 0.) The mask for any pos and T is cut from the lower
-        right corner of a larger one, `band`, which is made again only when T exceeds all before.
+        which is wrong as soon as pos is above 0.) All layers of a pass get the same tensor.
         """
         S = self.slots(T).stop
         if T == 1:
             return None
-        if T > len(self.band):
-            ones = torch.ones(T, self.max_seq_len, dtype=torch.bool, device=self.band.device)
-            self.band = ones.tril(self.max_seq_len - T)
-        return self.band[len(self.band) - T :, self.max_seq_len - S :]
+        if self.causal_mask.shape != (T, S):
+            position = torch.arange(S, device=self.k.device)
+            self.causal_mask = position <= position[self.pos :, None]
+        return self.causal_mask
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v (B, G, T, D) of one layer; return all keys and values (B, G, S, D)."""
@@ -440,6 +440,7 @@ class Llama(nn.Module):
         # Higher ids only pad the matrices and are never sampled: load() sets the tokenizer's size.
         self.vocab_size = config.vocab_size
         self.name_or_path = "the model"  # where it came from, for messages
+        self.sampling: Sampling | None = None  # what its publisher recommends; None: nothing
         C, V = config.hidden_size, config.vocab_size
         # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
         weight = torch.empty(V, C).uniform_(-(C**-0.5), C**-0.5)  # (V, C)
@@ -511,7 +512,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any, NamedTuple
 
 # --------------------------------------------------------------------------------------------------
@@ -530,8 +531,7 @@ PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled. The command line and the server have the same defaults, except
-    the command line's --seed, which is 0.
+    """How the next token is sampled. These defaults are for models whose files recommend nothing.
 
     They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
     min_p. Raises ValueError for values out of range.
@@ -539,8 +539,8 @@ class Sampling:
 
     temperature: float = 0.8  # divides the logits; 0: always the likeliest token (greedy)
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
-    # Nucleus sampling (arXiv:1904.09751): the fewest likeliest tokens whose probabilities reach
-    # this sum. Tokens as likely as the last of them are kept, too.
+    # Nucleus sampling (arXiv:1904.09751): the smallest set of likeliest tokens whose probabilities
+    # reach this sum. Tokens as likely as the last of them are kept, too.
     top_p: float = 0.95
     # The tokens with at least this share of the likeliest one's probability (arXiv:2407.01082).
     min_p: float = 0.0
@@ -554,9 +554,12 @@ class Sampling:
             value = getattr(self, name)
             if name == "seed" and value is None:
                 continue
-            types = (int, float) if isinstance(getattr(Sampling, name), float) else (int,)
+            types = (int, float) if SAMPLING_TYPES[name] is float else (int,)
             if type(value) not in types or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
+
+
+SAMPLING_TYPES = {name: type(getattr(Sampling, name)) for name in SAMPLING_LIMITS} | {"seed": int}
 
 
 def sample(
@@ -567,13 +570,14 @@ def sample(
 ) -> int:
     """Sample the id that follows `ids` from its logits (V,).
 
-    Without a `generator`, sampling.seed makes a new one at each call, which so draws the same
-    number: pass a generator in a loop. Without a seed, it is torch's own. Raises ValueError if a
+    Without a `generator`, sampling.seed makes a new one, and so draws the same number at every
+    call: pass a generator in a loop. Without a seed, it is torch's own. Raises ValueError if a
     logit / temperature is NaN or infinity, or all are -infinity, as if every id were excluded.
     """
     logits = logits.float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
     if penalty != 1:
+        # Generation passes only the logits of ids that the tokenizer has.
         recent = [i for i in {*ids[-PENALTY_WINDOW:]} if i < len(logits)]
         values = logits[recent]
         logits = logits.clone()
@@ -587,7 +591,7 @@ def sample(
         kth_largest = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < kth_largest, -math.inf)
     probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
-    if math.isnan(probabilities[0]):  # if one is NaN, the softmax has made all of them NaN
+    if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
         raise ValueError(f"no token can be sampled: the largest logit is {logits.max().item()}")
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -613,8 +617,8 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
         ordered.sort()
         sums = ordered[::-1].astype(float).cumsum()  # from the likeliest on
         # [:-1]: if rounding keeps all sums below top_p, all ids are kept.
-        count = 1 + sums[:-1].searchsorted(sampling.top_p)
-        threshold = ordered[-count]
+        nucleus_size = 1 + sums[:-1].searchsorted(sampling.top_p)
+        threshold = ordered[-nucleus_size]
     if sampling.min_p:
         threshold = max(threshold, sampling.min_p * p.max())
     ids = (p >= threshold).nonzero()[0]
@@ -627,14 +631,16 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass, to limit the memory for activations and masks
 SCORE_CHUNK = 128  # tokens per forward pass in score(), which needs the logits of all positions
+MAX_NEW_TOKENS, CONTEXT_FULL = "max new tokens", "context full"  # two reasons why a text stopped
 
 
 class Generation(Iterator[int]):
     """What generate() returns: an iterator over the ids that continue a prompt, without the final
     stop token.
 
-    `stop_ids` end the text (default: EOS and the model's further stop ids). Tokens that `cache`
-    stores already are not computed again; call cache.reset() after you have changed weights.
+    `sampling` is by default what the model's files recommend. `stop_ids` end the text (default: EOS
+    and the model's further stop ids). Tokens that `cache` stores already are not computed again;
+    call cache.reset() after you have changed weights.
     `step(tokens, cache)` runs the model instead of prefill(), for the prompt and for every decode
     step: it gets all tokens so far (1, n) and returns the logits (1, V) of the next. Raises
     ValueError for arguments out of range.
@@ -644,7 +650,7 @@ class Generation(Iterator[int]):
         self,
         model: Llama,
         ids: Iterable[int],
-        sampling: Sampling = Sampling(),
+        sampling: Sampling | None = None,
         max_new_tokens: int = 256,
         stop_ids: Collection[int] | None = None,
         cache: Cache | None = None,
@@ -659,7 +665,7 @@ class Generation(Iterator[int]):
         self.seconds: list[float] = []  # the time of the prefill, then of each decode step
         self.stop_reason = ""  # "" until the text has ended
         self.model = model
-        self.sampling = sampling
+        self.sampling = sampling = sampling or model.sampling or Sampling()
         self.max_new_tokens = max_new_tokens
         if stop_ids is None:
             stop_ids = (config.eos_token_id, *config.stop_token_ids)
@@ -679,9 +685,9 @@ class Generation(Iterator[int]):
     def __next__(self) -> int:
         # 1. Has the text ended? The reason is kept for whoever asks.
         if not self.stop_reason and len(self.new_ids) >= self.max_new_tokens:
-            self.stop_reason = "max new tokens"
+            self.stop(MAX_NEW_TOKENS)
         if not self.stop_reason and len(self.ids) >= self.cache.max_seq_len:
-            self.stop_reason = "context full"
+            self.stop(CONTEXT_FULL)
         if self.stop_reason:
             raise StopIteration
 
@@ -704,10 +710,14 @@ class Generation(Iterator[int]):
 
         # 4. Return the new token, unless it is a stop token: that ends the text.
         if token_id in self.stop_ids:
-            self.stop_reason = f"stop token {token_id}"
+            self.stop(f"stop token {token_id}")
             raise StopIteration
         self.new_ids.append(token_id)
         return token_id
+
+    def stop(self, reason: str) -> None:
+        """End the text here."""
+        self.stop_reason = reason
 
 
 generate = Generation  # for token_id in generate(model, ids): ...
@@ -760,10 +770,10 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
     logprobs = torch.empty(len(ids) - 1, dtype=torch.float32, device="cpu")
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
-        # The logits at a token predict the next one, so the chunk has one token more.
-        chunk = tokens[:, start : start + SCORE_CHUNK + 1]  # (1, t + 1)
-        logits = model(chunk[:, :-1], cache, all_positions=True)[0]  # (t, V)
-        logprobs[start : cache.pos] = -F.cross_entropy(logits, chunk[0, 1:], reduction="none")
+        end = min(start + SCORE_CHUNK, len(ids) - 1)
+        logits = model(tokens[:, start:end], cache, all_positions=True)[0]
+        next_ids = tokens[0, start + 1 : end + 1]  # the logits at a token predict the next one
+        logprobs[start:end] = -F.cross_entropy(logits, next_ids, reduction="none")
     return logprobs
 
 
@@ -817,11 +827,11 @@ class TextStream(Iterator[str]):
             matches = [(text.index(stop), stop) for stop in self.stops if stop in text]
             if matches:
                 end, stop = min(matches)
-                self.generation.stop_reason = f"stop text {stop!r}"
+                self.generation.stop(f"stop text {stop!r}")
                 self.ended = True
             elif not self.ended:
-                prefixes = [stop[:n] for stop in self.stops for n in range(len(stop))]
-                end -= max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
+                beginnings = (stop[:n] for stop in self.stops for n in range(len(stop)))
+                end -= max((len(part) for part in beginnings if text.endswith(part)), default=0)
             self.waiting = text[end:]
             if end:
                 return text[:end]
@@ -843,17 +853,19 @@ class Vocabulary:
 
     pieces: list[str]  # the text of each id
     types: list[int]  # the piece type of each id
-    model: Any  # the bytes of a tokenizer.model (sentencepiece) or a tokenizer.json (tokenizers)
+    # The bytes of a tokenizer.model (sentencepiece), or the content of a tokenizer.json (tokenizers).
+    model: Any
     bos_id: int | None = 1  # None: there is no such token
     eos_id: int | None = 2  # None: there is no such token
     add_bos: bool = True  # whether encode() begins with BOS
-    # Where SentencePiece adds a space, which its words begin with:
+    # Where a space is added, which SentencePiece's words begin with (a tokenizer.json does it itself):
     #   "never"    nowhere
     #   "first"    at the start of a text
-    #   "always"   there and after each special token, unless a space follows (transformers)
-    #   "prepend"  there and after each special token, even if a space follows (llama.cpp)
+    #   "always"   there and after each special token, unless a space follows
+    #   "prepend"  there and after each special token, even if a space follows (Meta, llama.cpp)
     prepend_scheme: str = "first"
     chat_template: str = ""  # in Jinja; "": the model's files have none
+    special_tokens: dict[str, str] = field(default_factory=dict)  # for templates: pad_token -> text
 
 
 class Tokenizer:
@@ -861,8 +873,8 @@ class Tokenizer:
 
     Special tokens are of two types: control tokens, which no text gives, and user-defined ones,
     which their own text gives. In a text to encode, a control token is written as its mark, a
-    string with a random number that no text can guess: "</s>" is just four characters. Only
-    encode_chat() writes marks.
+    string with a random number that no text can guess: "</s>" is just four characters. Marks are
+    only written here and at the end of encode_chat(); no template and no error shows them.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -872,19 +884,17 @@ class Tokenizer:
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.add_bos = vocabulary.add_bos
         self.chat_template = vocabulary.chat_template
-        self.secret = f"\u00a7{secrets.randbelow(10**18)}"
+        secret = secrets.randbelow(10**18)
         self.special_ids = {}  # the text of a special token -> its id
         self.marks = {}  # the text of a control token -> its mark
-        self.marked_ids = {}  # the mark or text of a special token -> its id
         for i, (piece, piece_type) in enumerate(zip(self.pieces, self.types)):
             if piece and piece_type in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
                 if piece_type == CONTROL:
-                    self.marks[piece] = f"{self.secret}:{i}\u00a7"
-                self.marked_ids[self.marks.get(piece, piece)] = i
-        # Two patterns: the texts of control tokens; the texts that become a token as they are.
-        self.control_texts = any_of(self.marks)
-        self.marked_texts = any_of(self.marked_ids)
+                    self.marks[piece] = f"\u00a7{secret}:{i}\u00a7"
+        self.control_pattern = any_of(self.marks)
+        # The mark, or the text if it is user-defined, of a special token -> its id.
+        self.marked_ids = {self.marks.get(text, text): i for text, i in self.special_ids.items()}
         model = vocabulary.model
         self.is_sentencepiece = isinstance(model, bytes)
         if self.is_sentencepiece:
@@ -892,38 +902,58 @@ class Tokenizer:
             # A second engine that adds no space at the start. What is appended to a message of
             # protobuf overrides its fields: normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
+            # Control tokens that this engine would find in a text: other files call them so.
+            encode = self.engine_no_prefix.encode
+            self.exposed = {t for t in self.marks if self.special_ids[t] in encode(t)}
+            self.marked_pattern = any_of([*self.marked_ids, *self.exposed])
         else:
             self.engine = open_tokenizers(model, self.marks)
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
         self.strips_space = vocabulary.prepend_scheme != "never" and not self.byte_level
 
-    def encode(self, text: str, bos: bool | None = None, first: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        bos: bool | None = None,
+        first: bool = True,
+        parse_special: bool = False,
+    ) -> list[int]:
         """Text -> ids. `bos`: whether they begin with BOS (None: as the vocabulary says).
 
         `first`: whether this is the start of a text, where SentencePiece may add a space (a
-        tokenizer.json decides that itself).
+        tokenizer.json decides that itself). `parse_special`: the texts of control tokens become
+        these tokens; if BOS is the first of them, no second one is added.
         """
-        ids = self.encode_marked(text, first)
-        if self.bos_id is not None and (self.add_bos if bos is None else bos):
+        ids = self.encode_marked(self.mark(text) if parse_special else text, first)
+        add_bos = self.add_bos if bos is None else bos
+        if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
+    def mark(self, text: str) -> str:
+        """The text with marks in place of the texts of control tokens."""
+        return self.control_pattern.sub(lambda match: self.marks[match[0]], text)
+
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
-        """The ids of a text in which marks stand for control tokens."""
+        """The ids of a text in which marks stand for control tokens. Raises ValueError."""
         # Lone surrogates cannot be written in UTF-8. They become U+FFFD.
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         if not self.is_sentencepiece:
-            return self.engine.encode(text, add_special_tokens=False).ids
+            return call_tokenizers(self.engine.encode, text, add_special_tokens=False).ids
         scheme = self.vocabulary.prepend_scheme
+        first = first and scheme != "never"
         ids: list[int] = []
-        for segment in self.marked_texts.split(text):  # a special token, or text between two
+        for segment in self.marked_pattern.split(text):  # a special token, or text between two
             if segment in self.marked_ids:
                 ids.append(self.marked_ids[segment])
+                first = scheme in ("prepend", "always")
+            elif segment in self.exposed:
+                for character in segment:
+                    ids += self.engine_no_prefix.encode(character)
+                first = False
             elif segment:
-                if ids:
-                    first = scheme == "prepend" or scheme == "always" and segment[0] != " "
-                # With the scheme "never", the engine itself adds no space either.
-                ids += (self.engine if first else self.engine_no_prefix).encode(segment)
+                adds_space = first and not (scheme == "always" and segment[0] == " ")
+                ids += (self.engine if adds_space else self.engine_no_prefix).encode(segment)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -969,18 +999,6 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
     """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
     import tokenizers
 
-    model = dict(content["model"])
-    vocab = model["vocab"]
-    if isinstance(vocab, list):  # Unigram
-        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
-    else:
-        model["vocab"] = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        # A merge is a text like "a b", or a pair. None may give the text of a control token.
-        model["merges"] = [
-            merge
-            for merge in model["merges"]
-            if (merge if isinstance(merge, str) else "".join(merge)).replace(" ", "") not in marks
-        ]
     # A mark must be recognised whatever a normalizer does to the text, and within a word.
     added = [
         {**t, "content": marks[t["content"]], "normalized": False, "single_word": False}
@@ -988,10 +1006,33 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
         else t
         for t in content["added_tokens"]
     ]
+    model = dict(content["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # Unigram
+        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
+    else:
+        vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
+        # tokenizers numbers the added tokens that are not in here by itself.
+        model["vocab"] = vocab | {t["content"]: t["id"] for t in added}
+        # A merge is a text like "a b", or a pair. None may give the text of a control token.
+        model["merges"] = [
+            merge
+            for merge in model["merges"]
+            if (merge if isinstance(merge, str) else "".join(merge)).replace(" ", "") not in marks
+        ]
+    # A trainer may have left settings here that would cut or fill up every text.
+    off = {"truncation": None, "padding": None}
+    text = json.dumps({**content, **off, "model": model, "added_tokens": added}, ensure_ascii=False)
+    return call_tokenizers(tokenizers.Tokenizer.from_str, text)
+
+
+def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
+    """Call a function of tokenizers. Raises ValueError for whatever it raises."""
     try:
-        content = {**content, "model": model, "added_tokens": added}
-        return tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
-    except Exception as error:  # tokenizers raises nothing more specific
+        return function(*args, **options)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
         raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
 
 
@@ -1132,7 +1173,7 @@ def find_template(tokenizer: Tokenizer, template: str | None) -> str:
             warnings.warn("the model has no chat template: llama-2 is assumed", stacklevel=3)
             template = "llama-2"
     template = CHAT_TEMPLATES.get(template, template)
-    if "{" not in template:
+    if "{" not in template:  # a misspelt name: Jinja's expressions have braces
         raise ValueError(
             f"the chat template is {template!r:.60}; expected {', '.join(CHAT_TEMPLATES)} or Jinja"
         )
@@ -1173,7 +1214,13 @@ def render(
     tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], **variables: Any
 ) -> str:
     """The text that a template makes of messages. Raises ValueError if the template fails."""
-    variables = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
+    variables = {
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": False,
+        **tokenizer.vocabulary.special_tokens,
+        **variables,
+    }
     for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         variables[name] = "" if token_id is None else tokenizer.pieces[token_id]
     try:
@@ -1195,19 +1242,46 @@ def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
     return messages
 
 
-def hide_control_texts(value: Any, tokenizer: Tokenizer) -> Any:
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+
+def check_names(
+    tokenizer: Tokenizer, messages: Iterable[Mapping[str, Any]], tools: Iterable[Any]
+) -> None:
+    """Raises ValueError for a role or name of which a template could make a control token.
+
+    A template may write '<|' + message.role + '|>', which for the role "im_end" is ChatML's token.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    names = [message["role"] for message in messages]
+    for item in [*messages, *calls, *tools]:
+        if isinstance(item, Mapping):
+            function = item.get("function")
+            names.append((function if isinstance(function, Mapping) else item).get("name"))
+    for name in names:
+        if name is None or name in ROLES:
+            continue
+        is_word = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", name)
+        if not is_word or any(name in control_text for control_text in tokenizer.marks):
+            raise ValueError(
+                f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.', and"
+                " nothing that is part of a control token's text"
+            )
+
+
+def hide_control_texts(value: Any, tokenizer: Tokenizer, secret: str) -> Any:
     """`value` (text, or lists and dicts of texts) with a placeholder for each control token's text.
 
     encode_chat() puts the text back once the template is rendered. So it stays text.
     """
     if isinstance(value, str):
-        return tokenizer.control_texts.sub(
-            lambda m: f"{tokenizer.secret};{tokenizer.special_ids[m[0]]};", value
+        return tokenizer.control_pattern.sub(
+            lambda match: f"{secret};{tokenizer.special_ids[match[0]]};", value
         )
     if isinstance(value, Mapping):
-        return dict(hide_control_texts([*value.items()], tokenizer))
+        return dict(hide_control_texts([*value.items()], tokenizer, secret))
     if isinstance(value, (list, tuple)):
-        return [hide_control_texts(item, tokenizer) for item in value]
+        return [hide_control_texts(item, tokenizer, secret) for item in value]
     return value
 
 
@@ -1225,17 +1299,28 @@ def encode_chat(
     `variables`, such as tools. The ids end where the answer begins, or within the final message if
     that is to be continued. Raises ValueError for messages that the template refuses.
     """
-    # 1. In the messages, placeholders replace the texts of control tokens. The space after end_mark
-    #    shows in step 2 whether the template strips messages.
-    end_mark = f"{tokenizer.secret}!"  # where a final message that is to be continued ends
-    turns = hide_control_texts(check_messages(messages), tokenizer)
+    # 1. In the messages, placeholders replace the texts of control tokens. They have a new secret
+    #    number each time, because a template may quote a message, and so a placeholder, to someone.
+    secret = f"\u00a7{secrets.randbelow(10**18)}"
+    end_mark = f"{secret}!"  # where a final message that is to be continued ends
+
+    def show_control_texts(text: str) -> str:
+        return re.sub(f"{secret};(\\d+);", lambda match: tokenizer.pieces[int(match[1])], text)
+
+    messages = check_messages(messages)
+    check_names(tokenizer, messages, variables.get("tools") or ())
+    turns = hide_control_texts(messages, tokenizer, secret)
     if continue_final_message:
+        # The space behind it shows in step 2 whether the template strips messages.
         turns[-1]["content"] = f"{turns[-1].get('content') or ''}{end_mark} "
-    variables = hide_control_texts(variables, tokenizer)
+    variables = hide_control_texts(variables, tokenizer, secret)
 
     # 2. The template writes the messages as one text.
     variables["add_generation_prompt"] = not continue_final_message
-    text = render(tokenizer, find_template(tokenizer, template), turns, **variables)
+    try:
+        text = render(tokenizer, find_template(tokenizer, template), turns, **variables)
+    except ValueError as error:
+        raise ValueError(show_control_texts(str(error)).replace(end_mark, "")) from None
     if continue_final_message:
         text, separator, rest = text.rpartition(end_mark)
         if not separator:
@@ -1245,9 +1330,7 @@ def encode_chat(
 
     # 3. The control tokens in it are now the template's own: marks replace them. Then the texts of
     #    the messages return to their places, and stay text.
-    text = tokenizer.control_texts.sub(lambda m: tokenizer.marks[m[0]], text)
-    text = re.sub(f"{tokenizer.secret};(\\d+);", lambda m: tokenizer.pieces[int(m[1])], text)
-    return tokenizer.encode_marked(text)
+    return tokenizer.encode_marked(show_control_texts(tokenizer.mark(text)))
 
 
 class ChatStops(NamedTuple):
@@ -1259,14 +1342,15 @@ class ChatStops(NamedTuple):
 
 def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     """What a template (None: the tokenizer's own) writes at the end of an assistant's message."""
-    answer = f"{tokenizer.secret}!"
+    answer = f"\u00a7{secrets.randbelow(10**18)}"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
     try:
         text = render(tokenizer, find_template(tokenizer, template), messages)
     except ValueError:  # the template refuses these roles
         return ChatStops([], [])
     ending = text.rpartition(answer)[2].strip()
-    special = max((text for text in tokenizer.special_ids if ending.startswith(text)), default="")
+    beginnings = [text for text in tokenizer.special_ids if ending.startswith(text)]
+    special = max(beginnings, key=len, default="")
     if special:
         return ChatStops([tokenizer.special_ids[special]], [])
     return ChatStops([], [ending] if ending else [])
@@ -1278,6 +1362,7 @@ def chat(
     messages: Iterable[Mapping[str, Any]],
     template: str | None = None,
     stop: str | Sequence[str] = (),
+    continue_final_message: bool = False,
     **options: Any,
 ) -> TextStream:
     """An iterator over the text of the answer to messages: see encode_chat() and stream_text().
@@ -1285,13 +1370,13 @@ def chat(
     The answer ends at EOS, at what the template writes after an answer, or before a text of
     `stop`. `options` are those of generate().
     """
-    ids = encode_chat(tokenizer, messages, template)
+    ids = encode_chat(tokenizer, messages, template, continue_final_message)
     ends = chat_stops(tokenizer, template)
     stops = [stop] if isinstance(stop, str) else stop
     config = model.config
     stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id, *ends.ids}
-    options = {"stop": [*stops, *ends.texts], "stop_ids": stop_ids, "strip": True, **options}
-    return stream_text(model, tokenizer, ids, **options)
+    options = {"stop_ids": stop_ids, "strip": not continue_final_message, **options}
+    return stream_text(model, tokenizer, ids, [*stops, *ends.texts], **options)
 
 
 # ==================================================================================================
@@ -1303,6 +1388,7 @@ import io
 import mmap
 import os
 import struct
+import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -1537,28 +1623,52 @@ class Weight:
         return w
 
 
-def stored_weight(path: Path, offset: int, size: int, ggml_type: str, shape: Sequence) -> Weight:
-    """The tensor at `offset` in a file of `size` bytes. Raises ValueError if it does not fit."""
+class MappedFile:
+    """A file in memory (mmap). What is not used takes none. Raises ValueError or OSError."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # reading a pipe could wait for ever
+            raise ValueError("not a regular file")
+        self.path = path
+        self.map()
+        if self.data[:23] == b"version https://git-lfs":
+            raise ValueError(
+                "a pointer of git-lfs, not the file: git lfs pull, or download it again"
+            )
+
+    def map(self) -> None:
+        """Map the file. What is changed in memory does not reach it."""
+        with self.path.open("rb") as file:
+            if sys.platform == "linux":
+                # 0x4000 is MAP_NORESERVE. Linux would refuse to map a file that is larger than the
+                # memory, because all of it could be changed.
+                self.data = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | 0x4000)
+            else:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.read: set[int] = set()  # where the tensors begin that were read
+
+    def tensor(self, offset: int, nbytes: int) -> Tensor:
+        """Bytes of the file as a uint8 tensor (nbytes) with a storage of its own."""
+        if offset in self.read:  # for another model: changes to one must not reach the other
+            self.map()
+        self.read.add(offset)
+        return torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
+    """The tensor at `offset` in a file. Raises ValueError if it does not fit."""
 
     def read() -> Tensor:
-        import numpy
-
-        # Mode "c" (copy on write): changes to the model do not reach the file or other models.
-        # str(path), because memmap resolves a Path each time, which is slow for many tensors.
-        data = numpy.memmap(str(path), numpy.uint8, "c", offset, weight.nbytes)
-        rows = torch.from_numpy(data).view(math.prod(shape[:-1]), -1)
+        rows = file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1)
         # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch
         # needs.
         return rows.clone() if offset % 4 else rows
 
     weight = Weight(ggml_type, tuple(shape), read)
-    if (
-        {*map(type, shape)} != {int}
-        or not 0 < math.prod(shape) < 2**40
-        or shape[-1] % weight.block[0]
-    ):
+    are_sizes = all(type(size) is int for size in shape)
+    if not are_sizes or not 0 < math.prod(shape) < 2**40 or shape[-1] % weight.block[0]:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
-    end = offset + weight.nbytes
+    end, size = offset + weight.nbytes, len(file.data)
     if end > size:
         raise ValueError(f"ends at byte {end}, the file at {size}: truncated?")
     return weight
@@ -1640,16 +1750,21 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the GGUF file, with its metadata, if it is one
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of Sampling, as recommended
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, which is read when it is first asked for."""
-        with naming(self.path):
+        with naming(Path(self.path)):
             return self.read_tokenizer()
 
 
 class FileError(ValueError):
-    """A ValueError about a file. Its message begins with the path of the file."""
+    """A ValueError about a file (`item` is its Path), or about an item in it."""
+
+    def __init__(self, item: str | Path, text: str) -> None:
+        super().__init__(printable(f"{item}: {text}"))
+        self.names_file = isinstance(item, Path)
 
 
 def printable(text: str) -> str:
@@ -1659,7 +1774,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def naming(item: str | Path) -> Iterator[None]:
-    """Prefixes errors with the name of the file, or of the item in it, that is being read."""
+    """Prefixes errors with the file (a Path), or with the item in it, that is being read."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -1668,34 +1783,22 @@ def naming(item: str | Path) -> Iterator[None]:
         text = str(error)
         if isinstance(error, OSError) and error.filename:
             raise
-        if isinstance(error, FileError) and text.startswith(str(item)):  # the path is there already
+        if isinstance(error, FileError) and error.names_file:
             raise
-        if not isinstance(error, (ValueError, NotImplementedError)):
+        if not isinstance(error, (ValueError, NotImplementedError, OSError)):
             text = f"damaged: {type(error).__name__} {text}"
-        raise FileError(printable(f"{item}: {text}"[:400])) from error
+        raise FileError(item, text[:400]) from error
 
 
 LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokenizer.json has 2**24
 
 
-def read_head(path: Path) -> tuple[mmap.mmap, int]:
-    """The first bytes of a file (at most LIMIT, mapped) and its size. Raises ValueError."""
-    if path.exists() and not path.is_file():  # reading a pipe could wait for ever
-        raise ValueError("not a regular file")
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        head = mmap.mmap(file.fileno(), min(size, LIMIT), access=mmap.ACCESS_READ)
-    if head[:23] == b"version https://git-lfs":
-        raise ValueError("a pointer of git-lfs, not the file: git lfs pull, or download it again")
-    return head, size
-
-
 def read_file(path: Path) -> bytes:
     """The content of a file. Raises ValueError if it is longer than LIMIT."""
     with naming(path):
-        data, size = read_head(path)
-        if size > LIMIT:
-            raise ValueError(f"{size} bytes; expected at most {LIMIT}")
+        data = MappedFile(path).data
+        if len(data) > LIMIT:
+            raise ValueError(f"{len(data)} bytes; expected at most {LIMIT}")
         return data[:]
 
 
@@ -1741,6 +1844,26 @@ def read_config(settings: Mapping, keys: Mapping[str, str], known: dict[str, Any
                 settings, key, type(default), default if name in OPTIONAL else None
             )
     return Config(**values)
+
+
+GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+def read_sampling(settings: Mapping, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a Sampling that `settings` recommend, by the names in `keys`.
+
+    Raises ValueError for values out of range.
+    """
+    stated = [name for name, key in keys.items() if settings.get(key) is not None]
+    values = {name: get_typed(settings, keys[name], SAMPLING_TYPES[name]) for name in stated}
+    Sampling(**values)
+    return values
 
 
 def match_tensors(
@@ -1793,9 +1916,12 @@ class GGUF:
     def __init__(self, path: str | Path) -> None:
         self.metadata: dict[str, Any] = {}
         self.weights: dict[str, Weight] = {}
+        path = Path(path)
         with naming(path):
             # 1. The head: magic, version, and two counts.
-            self.file, size = read_head(Path(path))
+            file = MappedFile(path)
+            self.head = memoryview(file.data)[:LIMIT]
+            self.at = 0  # the next byte to read
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
@@ -1833,32 +1959,34 @@ class GGUF:
 
             # 4. The tensors follow, in this order and without gaps, each at a multiple of `align`.
             align = get_typed(self.metadata, "general.alignment", int, 32)
-            start = -(-self.file.tell() // align) * align
+            start = -(-self.at // align) * align
             end = 0
             for name, (offset, ggml_type, shape) in infos.items():
                 with naming(name):
                     if offset != end:
                         raise ValueError(f"is at byte {offset} after the header; expected {end}")
-                    weight = stored_weight(Path(path), start + end, size, ggml_type, shape)
+                    weight = stored_weight(file, start + end, ggml_type, shape)
                 end += -(-weight.nbytes // align) * align
                 self.weights[name] = weight
 
     def unpack(self, letters: str) -> tuple:
         """The next values, little-endian, of the types that struct's letters name."""
         layout = struct.Struct(f"<{letters}")
-        return layout.unpack(self.file.read(layout.size))
+        values = layout.unpack_from(self.head, self.at)
+        self.at += layout.size
+        return values
 
     def strings(self, count: int = 1) -> list[str]:
         """The next strings, each a length in 8 bytes and that many bytes of UTF-8."""
         values = []
-        read = self.file.read  # looked up once: Llama 3's vocabulary has 400,000 strings
+        head, at = self.head, self.at
         for _ in range(count):
-            head = read(8)
-            size = int.from_bytes(head, "little")
-            data = read(size)
-            if len(data) != size or len(head) != 8:
+            size = int.from_bytes(head[at : at + 8], "little")
+            at += 8 + size
+            if at > len(head):
                 raise ValueError(f"a text of {size} bytes, beyond the end of the header")
-            values.append(data.decode())
+            values.append(str(head[at - size : at], "utf-8"))
+        self.at = at
         return values
 
     def value(self) -> Any:
@@ -1923,6 +2051,7 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
+        sampling=read_sampling(metadata, GGUF_SAMPLING),
         file=file,
     )
 
@@ -1946,7 +2075,8 @@ def hf_settings(folder: Path) -> dict[str, Any]:
     """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
     path = folder / "config.json"
     with naming(path):
-        settings = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | read_json(path)
+        defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": 4096}
+        settings = defaults | read_json(path)
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
         rope = get_typed(settings, "rope_scaling", dict, {})
         rope = rope or get_typed(settings, "rope_parameters", dict, {})
@@ -1992,21 +2122,21 @@ def weight_files(folder: Path) -> list[str]:
 
 def safetensors_weights(path: Path) -> dict[str, Weight]:
     """The tensors of a .safetensors file: 8 bytes with a size, a JSON header, tensors, no gaps."""
-    head, size = read_head(path)
-    start = 8 + int.from_bytes(head[:8], "little")
-    header = json.loads(head[8:start])
+    file = MappedFile(path)
+    start = 8 + int.from_bytes(file.data[:8], "little")
+    header = json.loads(file.data[8 : min(start, LIMIT)])
     header.pop("__metadata__", None)
     weights = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         with naming(name):
             require(entry, "dtype", [*DENSE])
-            weight = stored_weight(path, start + end, size, entry["dtype"], entry["shape"])
+            weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
             require(entry, "data_offsets", [[end, end + weight.nbytes]])
         weights[name] = weight
         end += weight.nbytes
-    if start + end != size:
-        raise ValueError(f"has {size} bytes; expected {start + end}")
+    if start + end != len(file.data):
+        raise ValueError(f"has {len(file.data)} bytes; expected {start + end}")
     return weights
 
 
@@ -2019,7 +2149,8 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     with naming(folder / "config.json"):
         settings = hf_settings(folder)
         ids: list[Any] = []
-        for source in settings, read_json(folder / "generation_config.json"):
+        generation = read_json(folder / "generation_config.json")
+        for source in settings, generation:
             value = source.get("eos_token_id")
             ids += value if isinstance(value, list) else [value]
         ids = [i for i in dict.fromkeys(ids) if i is not None]
@@ -2029,6 +2160,10 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         tied = get_typed(settings, "tie_word_embeddings", bool, False)
+    with naming(folder / "generation_config.json"):
+        sampling = read_sampling(generation, dict(zip(GGUF_SAMPLING, GGUF_SAMPLING)))
+        if not get_typed(generation, "do_sample", bool, True):  # greedy
+            sampling = {"temperature": 0.0}
 
     # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
@@ -2050,92 +2185,115 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         config,
         weights=match_tensors(weights, config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
+        sampling=sampling,
     )
 
 
+TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
+
+
 def read_chat_template(folder: Path) -> str:
-    """The chat template of a Hugging Face directory, "" if there is none."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return read_file(file).decode("utf-8", "replace")
-    settings = read_json(folder / "tokenizer_config.json")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several templates, which have names
-        named = {t["name"]: t["template"].removesuffix("\n") for t in template}
-        template = named.get("default", "")
-        if template and "tool_use" in named:  # transformers chooses this one if there are tools
-            template = f"{{% if tools +%}}{named['tool_use']}{{%+ else +%}}{template}{{%+ endif %}}"
-    return get_typed({"chat_template": template}, "chat_template", str, "")
+    """The chat template of a Hugging Face directory, "" if there is none. Raises ValueError."""
+    files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
+    named = {name: read_file(file).decode() for name, file in files.items() if file.exists()}
+    if not named:
+        path = folder / "tokenizer_config.json"
+        with naming(path):
+            settings = read_json(path)
+            if isinstance(settings.get("chat_template"), list):
+                named = {t["name"]: t["template"] for t in settings["chat_template"]}
+            else:
+                named["default"] = get_typed(settings, "chat_template", str, "")
+    return join_templates(named.get("default", ""), named.get("tool_use", ""))
+
+
+def join_templates(default: str, tool_use: str) -> str:
+    """One template of two, the second of which is for chats with tools; "": there is none."""
+    if not default or not tool_use:
+        return default or tool_use
+    default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
+    return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
 #
-# sentencepiece runs a tokenizer.model, tokenizers runs a tokenizer.json. A GGUF file holds lists of
-# pieces, types, scores or merges instead; a tokenizer.model or tokenizer.json is built from them.
-# GGUF's metadata, keys and values, is the form that all formats pass through:
-#
-#   tokenizer.model, tokenizer.json  --read_vocabulary_file()-->  GGUF's keys
-#   GGUF's keys                      --vocabulary_from_gguf()-->  Vocabulary
+# tokenizers runs a tokenizer.json, as it is; sentencepiece runs a tokenizer.model. A GGUF file holds
+# lists of pieces, types, scores or merges instead, from which one of the two is built.
+
+# The name of a special token in GGUF's keys -> in tokenizer_config.json and in chat templates.
+SPECIAL_TOKENS = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+    "seperator": "sep_token",  # so spelt in GGUF
+    "cls": "cls_token",
+    "mask": "mask_token",
+}
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary that GGUF's keys describe. Raises ValueError.
-
-    The value of tokenizer.ggml.model is "llama" (SentencePiece), "gpt2" (byte-level BPE) or, from
-    read_vocabulary_file(), the content of a tokenizer.json.
-    """
+    """The vocabulary that GGUF's keys describe. Raises ValueError."""
     # 1. The lists of pieces and types.
     get = partial(get_typed, metadata)
-    model = metadata.get("tokenizer.ggml.model")  # a name; from step 3 on, the file's content
-    pre = metadata.get("tokenizer.ggml.pre")
-    is_llama, is_json = model == "llama", isinstance(model, dict)
+    engine = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2"))
+    is_llama = engine == "llama"  # SentencePiece; "gpt2": byte-level BPE
     pieces = get("tokenizer.ggml.tokens", list)
     types = [*get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))]
-    bos = metadata.get("tokenizer.ggml.bos_token_id", 1 if is_llama else None)
-    eos = metadata.get("tokenizer.ggml.eos_token_id", 2 if is_llama else None)
-    unknown = get("tokenizer.ggml.unknown_token_id", int, 0)
 
-    # 2. Special tokens become CONTROL, so that no text gives them: BOS and EOS whatever type the
-    #    converter wrote, others if it wrote USER_DEFINED.
-    for token_id in {bos, eos, unknown, *gguf_stop_ids(metadata)} - {None}:
-        if not 0 <= token_id < len(pieces):
-            raise ValueError(f"token id {token_id}; expected 0 to {len(pieces) - 1}")
+    # 2. The special tokens. They become CONTROL, so that no text gives them: BOS and EOS whatever
+    #    type the converter wrote, others if it wrote USER_DEFINED.
+    ids = {}
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
+    for name in SPECIAL_TOKENS:
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id = get(key, int, defaults.get(name, -1))
+        if 0 <= token_id < len(pieces):
+            ids[name] = token_id
+        elif key in metadata:  # llama.cpp runs such files, too
+            warnings.warn(f"{key} is {token_id}, of {len(pieces)} tokens: ignored", stacklevel=2)
+    bos, eos, unknown = map(ids.get, ("bos", "eos", "unknown"))
+    for token_id in {*ids.values(), *gguf_stop_ids(metadata)} & {*range(len(pieces))}:
         if token_id in (bos, eos) or types[token_id] == USER_DEFINED:
             types[token_id] = CONTROL
 
     # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
+    model: bytes | dict[str, Any]
     if is_llama:
-        types[unknown] = UNKNOWN
+        if unknown is not None:
+            types[unknown] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
-        normalizer = [  # in protobuf: add_dummy_prefix, remove_extra_whitespaces
-            0x18,
-            prefix,
-            0x20,
-            get("tokenizer.ggml.remove_extra_whitespaces", bool, False),
-        ]
-        model = sentencepiece_model(pieces, scores, types, bytes(normalizer))
-    elif not is_json:
-        require(metadata, "tokenizer.ggml.model", ("llama", "gpt2"))
+        strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
+        model = sentencepiece_model(pieces, scores, types, prefix, strip)
+        like_llama_3 = False
+    else:
+        pre = metadata.get("tokenizer.ggml.pre")
         if pre is None:
             raise ValueError(NO_PRE_TOKENIZER)
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
         model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
+        like_llama_3 = pre in LIKE_LLAMA_3
 
     # 4. The rest: what a text begins with, and the chat template.
+    template = "tokenizer.chat_template"
     return Vocabulary(
         pieces,
         types,
         model,
         bos,
         eos,
-        get("tokenizer.ggml.add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
+        get("tokenizer.ggml.add_bos_token", bool, is_llama or like_llama_3),
         # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
-        get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
-        get("tokenizer.chat_template", str, ""),
+        prepend_scheme=get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
+        chat_template=join_templates(get(template, str, ""), get(f"{template}.tool_use", str, "")),
+        special_tokens={SPECIAL_TOKENS[name]: pieces[i] for name, i in ids.items()},
     )
 
 
@@ -2250,20 +2408,19 @@ FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 def protobuf(number: int, value: bytes) -> bytes:
     """A field of protobuf that holds bytes: its number and type, its length as a varint, the bytes.
 
-    This file writes and reads protobuf itself, because the package that does it is not installed
-    with sentencepiece. The numbers of the fields are those of sentencepiece_model.proto.
+    A tokenizer.model is a message of protobuf; the numbers are those of sentencepiece_model.proto.
     """
     size = len(value)  # always as three bytes of seven bits each: up to 2 MiB
     return bytes([number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + value
 
 
 def sentencepiece_model(
-    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], normalizer: bytes
+    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], prefix: bool, strip: bool
 ) -> bytes:
-    """A tokenizer.model of BPE."""
-    trainer = bytes(
-        [0x18, 2, 0x98, 2, types.count(BYTE) == 256]
-    )  # model_type 2 (BPE), byte_fallback
+    """A tokenizer.model of BPE. `prefix` and `strip`: whether it adds and strips spaces."""
+    byte_fallback = types.count(BYTE) == 256
+    trainer = bytes([0x18, 2, 0x98, 2, byte_fallback])  # model_type 2 (BPE), byte_fallback
+    normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
     messages = [protobuf(2, trainer), protobuf(3, normalizer)]
     for piece, score, t in zip(pieces, scores, types):
         piece_fields = protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t)
@@ -2271,197 +2428,189 @@ def sentencepiece_model(
     return b"".join(messages)
 
 
-def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message of protobuf: a number and a value, which is an integer or bytes."""
-    file = io.BytesIO(message)
+class TokenizerFile(NamedTuple):
+    """What a tokenizer.json or a tokenizer.model says by itself."""
 
-    def read_varint() -> int:
-        byte = file.read(1)[0]
-        return byte if byte < 128 else byte - 128 + (read_varint() << 7)
-
-    while file.tell() < len(message):
-        number, wire_type = divmod(read_varint(), 8)
-        if wire_type == 0:
-            yield number, read_varint()
-        else:
-            yield number, file.read(4 if wire_type == 5 else read_varint())
+    model: Any  # its content, as in Vocabulary
+    pieces: dict[int, str]
+    types: dict[int, int]  # of pieces that are not NORMAL
+    special_tokens: dict[str, str]  # bos_token -> its text
+    add_bos: bool
+    prepend_scheme: str  # as in Vocabulary
 
 
-def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A tokenizer.model as three things that read_vocabulary_file() needs. Raises ValueError.
-
-    They are its entries (id -> piece, type, score), the added tokens, and GGUF's other keys.
-    """
+def read_tokenizer_model(path: Path) -> TokenizerFile:
+    """A tokenizer.model of SentencePiece, to be used as Meta uses it. Raises ValueError."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
-        raise ValueError(
-            "tiktoken's, as Meta's Llama 3 has it: python examples/convert.py FOLDER OUT.gguf reads it"
-        )
+        raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
     sp = open_sentencepiece(data)
-    fields = [*read_protobuf(sp.serialized_model_proto())]
-    trainer, normalizer = (dict(read_protobuf(dict(fields)[number])) for number in (2, 3))
-    # model_type, treat_whitespace_as_suffix, precompiled_charsmap
-    if trainer.get(3) != 2 or trainer.get(24) or normalizer.get(2):
-        raise ValueError("it is not BPE, or it changes characters; its tokenizer.json may be read")
-    types = [dict(read_protobuf(value)).get(3, NORMAL) for number, value in fields if number == 1]
-    ids = [*range(len(types))]
-    prefix = get_typed(settings, "add_prefix_space", bool, bool(normalizer.get(3, True)))
-    # Before version 4.34, transformers wrote added tokens to a file of their own.
-    added = settings.get("added_tokens_decoder") or {
-        i: {"content": text, "special": True}
-        for text, i in read_json(path.with_name("added_tokens.json")).items()
-    }
-    added = [{**token, "id": int(i)} for i, token in added.items()]
-    keys = {
-        "model": "llama",
-        "bos_token_id": sp.bos_id(),
-        "eos_token_id": sp.eos_id(),
-        "unknown_token_id": sp.unk_id(),
-        "add_space_prefix": prefix,
-        "remove_extra_whitespaces": bool(normalizer.get(4, True)),
-        "prepend_scheme": ("always" if settings.get("legacy") else "first") if prefix else "never",
-    }
-    entries = zip(sp.id_to_piece(ids), types, sp.get_score(ids))
-    return dict(zip(ids, entries)), added, keys
+    pieces = sp.id_to_piece([*range(len(sp))])
+    # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
+    tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
+    types = {i: t for t, test in tests.items() for i in range(len(sp)) if test(i)}
+    named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
+    normalized = sp.normalize("a")
+    require({"'a' with spaces": normalized}, "'a' with spaces", ("a", "\u2581a"))
+    return TokenizerFile(
+        data,
+        dict(enumerate(pieces)),
+        types,
+        {name: pieces[i] for name, i in named.items() if i >= 0},
+        add_bos=True,
+        prepend_scheme="never" if normalized == "a" else "prepend",
+    )
 
 
-def read_tokenizer_json(path: Path, settings: dict[str, Any]) -> tuple[Any, ...]:
-    """A tokenizer.json as three things that read_vocabulary_file() needs. Raises ValueError.
-
-    They are as those of read_tokenizer_model(), and BOS is added to `settings`.
-    """
-    # 1. The pieces and their types.
+def read_tokenizer_json(path: Path) -> TokenizerFile:
+    """A tokenizer.json. Raises ValueError."""
     content = {"added_tokens": [], **read_json(path)}
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram: pairs of a piece and a score
         get_typed(content["model"], "unk_id", int)  # without it tokenizers cannot encode every text
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    has_bytes = content["model"].get("byte_fallback")
-    entries = {
-        i: (piece, BYTE if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL, 0.0)
-        for piece, i in vocab.items()
-    }
+    types = {}
+    if content["model"].get("byte_fallback"):
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        types = {vocab[name]: BYTE for name in names if name in vocab}
 
-    # 2. Its decoder must be one that Tokenizer.token_bytes() knows.
+    # Its decoder must be one that Tokenizer.token_bytes() knows.
     decoder = json.dumps(content.get("decoder"))
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
 
-    # 3. Where a space is added, and whether a text begins with a token, which then is BOS.
-    steps = json_steps(content)
     # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme.
+    steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     match = re.search('"(prepend|first|always)"', steps)
-    scheme = match[1] if match else "never"
+    # A text begins with a token, which then is BOS, if the post_processor says so.
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
     bos = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
-    if bos:
-        settings["bos_token"] = settings.get("bos_token") or bos[1]
-    keys = {"model": content, "add_bos_token": bool(bos), "prepend_scheme": scheme}
-    return entries, content["added_tokens"], keys
-
-
-def json_steps(content: Mapping[str, Any]) -> str:
-    """The steps of a tokenizer.json before its model, as JSON: equal steps are equal texts."""
-    steps = []
-    for name, plural in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        step = content.get(name) or {plural: []}  # one step, or a Sequence of several
-        steps += step.get(plural, [step])
-    # Two settings need not be the same: one is a default, the other changes no id.
-    return (
-        json.dumps(steps, sort_keys=True)
-        .replace(', "use_regex": true', "")
-        .replace('"trim_offsets": false', '"trim_offsets": true')
+    return TokenizerFile(
+        content,
+        {i: piece for piece, i in vocab.items()},
+        types,
+        {"bos_token": bos[1]} if bos else {},
+        add_bos=bool(bos),
+        prepend_scheme=match[1] if match else "never",
     )
 
 
+def read_special_tokens(folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """What stands beside a tokenizer's file: the texts of special tokens by their names, such as
+    pad_token, and added tokens, as in a tokenizer.json. Raises ValueError.
+    """
+    named: dict[str, str] = {}
+    for path in folder / "tokenizer_config.json", folder / "special_tokens_map.json":
+        settings = read_json(path)
+        with naming(path):
+            unnamed = get_typed(settings, "additional_special_tokens", list, [])
+            extra = settings.get("extra_special_tokens") or {}
+            if isinstance(extra, list):  # so in transformers 5
+                unnamed, extra = unnamed + extra, {}
+            tokens = {name: settings.get(name) for name in SPECIAL_TOKENS.values()} | extra
+            tokens |= {f"special_token_{i}": token for i, token in enumerate(unnamed)}
+            for name, token in tokens.items():
+                if token is not None:
+                    text = token["content"] if isinstance(token, dict) else token
+                    named[name] = get_typed({name: text}, name, str)
+            decoder = settings.get("added_tokens_decoder")
+            if decoder is not None:  # transformers since 4.34, which ignores the two older files
+                return named, [{**token, "id": int(i)} for i, token in decoder.items()]
+    added = read_json(folder / "added_tokens.json")
+    return named, [{"id": i, "content": text, "special": True} for text, i in added.items()]
+
+
 def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
-    """The vocabulary of a Hugging Face directory. Raises ValueError."""
-    if not (folder / "tokenizer.json").exists():
-        return read_vocabulary_file(folder / "tokenizer.model", config)
-    vocabulary = read_vocabulary_file(folder / "tokenizer.json", config)
-    with suppress(ValueError, OSError):  # tokenizer.model may be missing, or be tiktoken's
-        # The tokenizer.json was converted from the tokenizer.model. If both have the same pieces,
-        # the latter is better: SentencePiece is faster, and only it has the scores that GGUF needs.
-        # But transformers uses the tokenizer.json. So that one is taken where the two differ: if
-        # added tokens absorb the spaces beside them, or, for Mistral, if the two add spaces in
-        # different places. (For Llama, it adds them by "legacy" in tokenizer_config.json.)
-        trained = read_vocabulary_file(folder / "tokenizer.model", config)
-        if trained.pieces == vocabulary.pieces and not absorbs_spaces(vocabulary):
-            is_mistral = read_json(folder / "config.json").get("model_type") == "mistral"
-            if trained.prepend_scheme == vocabulary.prepend_scheme or not is_mistral:
-                return trained
-    return vocabulary
+    """The vocabulary of a Hugging Face directory: that of its tokenizer.json, if it has one.
+
+    Raises ValueError.
+    """
+    path = folder / "tokenizer.json"
+    return read_vocabulary_file(path if path.exists() else path.with_suffix(".model"), config)
 
 
 def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
-    """The vocabulary in a tokenizer file and the files beside it. Raises ValueError."""
+    """The vocabulary in a tokenizer.json or tokenizer.model and the files beside it.
+
+    Raises ValueError.
+    """
     with naming(path):
-        # 1. The settings beside it. Files with added_tokens_decoder are new: transformers then
-        #    ignores special_tokens_map.json.
-        settings = read_json(path.with_name("tokenizer_config.json"))
-        if "added_tokens_decoder" not in settings:
-            settings |= read_json(path.with_name("special_tokens_map.json"))
+        # 1. Pieces and types, with the added tokens; those of a tokenizer.json itself count most.
+        #    Tokens that the model lacks are left out: Llama 2's directory has one.
+        is_json = path.suffix == ".json"
+        file = read_tokenizer_json(path) if is_json else read_tokenizer_model(path)
+        pieces, types, model = file.pieces, file.types, file.model
+        named, added = read_special_tokens(path.parent)
+        added += model["added_tokens"] if is_json else []
+        tokens = {token["id"]: token for token in added if token["id"] < config.vocab_size}
+        for i, token in tokens.items():
+            pieces[i] = token["content"]
+            types[i] = CONTROL if token.get("special") else USER_DEFINED
 
-        # 2. The entries, id -> (piece, type, score). Added tokens replace or extend them.
-        read = read_tokenizer_json if path.suffix == ".json" else read_tokenizer_model
-        entries, added, keys = read(path, settings)
-        for token in added:
-            if token["id"] < config.vocab_size:  # Llama 2's folder has one that the model lacks
-                token_type = CONTROL if token.get("special") else USER_DEFINED
-                entries[token["id"]] = token["content"], token_type, 0.0
+        # 2. A special token that is only named may be any piece. Stop tokens are control tokens.
+        ids = {piece: i for i, piece in pieces.items()}
+        named = file.special_tokens | named
+        for i in map(ids.get, named.values()):
+            if i is not None and i not in tokens and types.get(i) != UNKNOWN:
+                types[i] = CONTROL
+        for i in (config.eos_token_id, *config.stop_token_ids):
+            if types.get(i) == USER_DEFINED or (i in pieces and not is_json):
+                types[i] = CONTROL
 
-        # 3. Three lists by id, as in GGUF. An id without an entry is unused.
-        ids = range(max(entries) + 1)
-        if len(ids) > config.vocab_size:
-            raise ValueError(f"{len(ids)} pieces; the model has {config.vocab_size}")
-        all_entries = (entries.get(i, (f"[PAD{i}]", UNUSED, 0.0)) for i in ids)
-        pieces, types, scores = map(list, zip(*all_entries))
-        stop_ids = [i for i in (config.eos_token_id, *config.stop_token_ids) if i in ids]
-        keys |= {"tokens": pieces, "token_type": types, "scores": scores, "eos_token_ids": stop_ids}
-
-        # 4. BOS and EOS: by their texts in the settings; else by the id that the tokenizer's file,
-        #    or config.json, has, if that is a control token.
+        # 3. BOS and EOS: by their texts, else by the ids in config.json if these are control tokens.
+        special_ids: dict[str, int | None] = {}
         for role in "bos", "eos":
-            token = settings.get(f"{role}_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            token_id = keys.get(f"{role}_token_id", getattr(config, f"{role}_token_id"))
-            if text in pieces:
-                token_id = pieces.index(text)
-                if types[token_id] != CONTROL:  # the engine must know it as a special token, too
-                    added.append({**FLAGS, "id": token_id, "content": text, "special": True})
-            elif token_id not in ids or types[token_id] != CONTROL:
-                token_id = None
-            keys[f"{role}_token_id"] = token_id
+            i = ids.get(named.get(f"{role}_token", ""), getattr(config, f"{role}_token_id"))
+            if pieces.get(i) == named.get(f"{role}_token"):
+                types[i] = CONTROL
+            special_ids[role] = i if types.get(i) == CONTROL else None
 
-        # 5. The rest of GGUF's keys.
-        if settings.get("add_bos_token") is not None:
-            keys["add_bos_token"] = settings["add_bos_token"]
-        metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-        metadata["tokenizer.chat_template"] = read_chat_template(path.parent)
-        return vocabulary_from_gguf(metadata)
+        # 4. Lists by id; an id without a piece is unused. tokenizers must know all special tokens.
+        count = max(pieces) + 1
+        if count > config.vocab_size:
+            raise ValueError(f"{count} pieces; the model has {config.vocab_size}")
+        if is_json:
+            special = [
+                FLAGS | tokens.get(i, {}) | {"id": i, "content": pieces[i], "special": t == CONTROL}
+                for i, t in sorted(types.items())
+                if t in (CONTROL, USER_DEFINED)
+            ]
+            model = model | {"added_tokens": special}
 
-
-def absorbs_spaces(vocabulary: Vocabulary) -> bool:
-    """Whether added tokens of a tokenizer.json absorb spaces beside them or must be whole words."""
-    added = json.dumps(vocabulary.model.get("added_tokens"))
-    return bool(re.search('"(single_word|lstrip|rstrip)": true', added))
-
-
-# Attached to Tokenizer below, so that part II knows no files. 262144: more than any vocabulary has.
-def tokenizer_from_file(path: str | Path, config: Config = Config(vocab_size=262144)) -> Tokenizer:
-    """The tokenizer of a tokenizer.model or tokenizer.json. Raises ValueError."""
+    # 5. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
+    #    tokenizer.json: if it is false, a space is added at the start of a text only.
+    path = path.with_name("tokenizer_config.json")
+    settings = read_json(path)
     with naming(path):
-        return Tokenizer(read_vocabulary_file(Path(path), config))
+        scheme = file.prepend_scheme
+        is_legacy = is_json or get_typed(settings, "legacy", bool, True)
+        if not is_legacy and scheme != "never":
+            scheme = "first" if settings.get("add_prefix_space", True) else "never"
+        return Vocabulary(
+            [pieces.get(i, f"[PAD{i}]") for i in range(count)],
+            [types.get(i, NORMAL if i in pieces else UNUSED) for i in range(count)],
+            model,
+            special_ids["bos"],
+            special_ids["eos"],
+            get_typed(settings, "add_bos_token", bool, file.add_bos),
+            scheme,
+            read_chat_template(path.parent),
+            named,
+        )
 
 
-def tokenizer_from_gguf(path: str | Path) -> Tokenizer:
-    """The tokenizer in a GGUF file. Raises ValueError."""
+# 262144: more than any vocabulary has.
+def read_tokenizer(path: str | Path, config: Config = Config(vocab_size=262144)) -> Tokenizer:
+    """The tokenizer of a tokenizer.model, tokenizer.json or GGUF file. Raises ValueError."""
+    path = Path(path)
     with naming(path):
+        if path.suffix in (".model", ".json"):
+            return Tokenizer(read_vocabulary_file(path, config))
         return Tokenizer(vocabulary_from_gguf(GGUF(path).metadata))
 
 
-Tokenizer.from_file = staticmethod(tokenizer_from_file)  # type: ignore[attr-defined]
-Tokenizer.from_gguf = staticmethod(tokenizer_from_gguf)  # type: ignore[attr-defined]
+# Here, because part II knows no files.
+Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2503,9 +2652,8 @@ def find_model(name: str) -> Path:
             fetch = folder.joinpath
         pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else file or ""
         return locate(names, fetch, repository, pattern)
-    except FileError as error:
-        first = f"; FOLDER: hf download {repository} --local-dir FOLDER"
-        raise FileError(f"{error}{first if CONVERT in str(error) else ''}") from error
+    except FileError:
+        raise
     except Exception as error:
         raise ValueError(
             f"{name}: no such file; huggingface_hub, which must be installed to download it, says:"
@@ -2522,10 +2670,12 @@ HF_FILES = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    *TEMPLATE_FILES.values(),
     INDEX,
 ]
-CONVERT = "python examples/convert.py FOLDER OUT.gguf"
+CONVERT = (
+    "python examples/convert.py FOLDER OUT.gguf (a hub's: hf download ORG/NAME --local-dir FOLDER)"
+)
 FOREIGN = {  # patterns of the names of files in directories that cannot be loaded -> advice
     r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
     r"pytorch_model.*\.bin": f"a directory of pytorch_model.bin: {CONVERT}",
@@ -2575,7 +2725,7 @@ def locate(
     if models:
         listed = ", ".join(f"{source}/{name}" for name in models)
         problem = f"{len(models)} GGUF files; pass one of them: {listed}"
-    raise FileError(printable(f"{source}: {problem}"))
+    raise FileError(Path(source), problem)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -2654,6 +2804,31 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
     return 1.05 * size
 
 
+def find_device(device: torch.device | str, matrices: list[Weight]) -> torch.device:
+    """The device that is meant; "auto": CUDA, else MPS, else the CPU. Raises ValueError."""
+    if device == "auto":
+        # MPS has no kernels for quantised matrices: they are left to the CPU.
+        is_packed = any(w.kept_type(torch.float16) for w in matrices)
+        use_mps = torch.backends.mps.is_available() and not is_packed
+        device = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
+        ) from error
+
+
+def can_accelerate(device: torch.device) -> bool:
+    """Whether accelerate() has kernels for a device. Part IV replaces both functions."""
+    return False
+
+
+def accelerate(model: Llama, fast: bool = False) -> Llama:
+    """Make a model faster; without part IV it stays as it is."""
+    return model
+
+
 def plan_loading(
     checkpoint: Checkpoint,
     device: torch.device | str = "cpu",
@@ -2662,22 +2837,10 @@ def plan_loading(
     compile: bool | None = None,
 ) -> Plan:
     """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
-    # 1. The device. MPS has no kernels for quantised matrices, so "auto" leaves them to the CPU.
+    # 1. The device and the dtype of the activations.
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
-    if device == "auto":
-        use_mps = torch.backends.mps.is_available() and not any(
-            w.kept_type(torch.half) for w in matrices
-        )
-        device = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
-    try:
-        device = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
-        ) from error
+    device = find_device(device, matrices)
     on_cpu = device.type == "cpu"
-
-    # 2. The dtype of the activations.
     name = str(dtype).removeprefix("torch.")
     require({"dtype": name}, "dtype", ("float32",) if trainable else ("auto", *DTYPES))
     activations = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
@@ -2685,19 +2848,16 @@ def plan_loading(
         # Such a model may have numbers that float16 has not.
         activations = torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else activations
 
-    # 3. Kernels, if there are quantised matrices: those of kernels/ on a CPU, torch.compile's on
-    #    CUDA. Only "auto" lets them round.
+    # 2. Kernels, if there are quantised matrices. Only "auto" lets them round.
     is_large = sum(weight.nbytes for weight in matrices) > LARGE
-    compile = is_large if compile is None else compile
     is_packed = any(w.kept_type(activations) for w in matrices) and not trainable
-    kernels = is_packed and compile and "accelerate" in globals()  # part IV may be deleted
-    if kernels:
-        kernels = load_kernels() is not None if on_cpu else device.type == "cuda"
+    is_wanted = is_large if compile is None else compile
+    kernels = is_packed and is_wanted and can_accelerate(device)
     fast = kernels and is_large and on_cpu and name == "auto"
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
 
-    # 4. Without kernels, every matrix would be dequantised again for every token. "auto"
-    #    dequantises all of them once, if there is memory for that.
+    # 3. Without kernels, every matrix would be dequantised again for every token. "auto"
+    #    dequantises all of them once, if there is half as much memory again as that needs.
     if name == "auto" and is_packed and not kernels:
         # On a CPU, bfloat16 is slower than float32, but it takes half the memory.
         dense_dtype = torch.bfloat16 if is_large and on_cpu else activations
@@ -2725,12 +2885,6 @@ def build_model(
 
     With `unpack` all become dense. Only with `trainable` do they take gradients.
     """
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
-        import resource
-
-        # Each tensor that is mapped keeps its file open. macOS allows 256 open files by default.
-        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(hard, 4096)), hard))
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -2798,6 +2952,8 @@ def load(
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
+    if checkpoint.sampling:
+        model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
     if plan.kernels:
@@ -2838,7 +2994,12 @@ def load_kernels() -> Any:
         return None
 
 
-def accelerate(model: Llama, fast: bool = False) -> Llama:
+def can_accelerate(device: torch.device) -> bool:  # type: ignore[no-redef]
+    """Whether accelerate() has kernels for a device. They are compiled at the first call."""
+    return load_kernels() is not None if device.type == "cpu" else device.type == "cuda"
+
+
+def accelerate(model: Llama, fast: bool = False) -> Llama:  # type: ignore[no-redef]
     """Make a model faster by changing the classes of its modules; returns the model.
 
     On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
@@ -3094,6 +3255,7 @@ from typing import NoReturn
 # 20. Options
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
+CHAT_TOKENS = 1024  # of an answer without --max-new-tokens; /more goes on
 CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
 
 
@@ -3140,6 +3302,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     prompt("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
     prompt("--prompt-file", metavar="FILE", type=Path, help="a file with the text to continue")
     add = group.add_argument
+    add(
+        "--parse-special",
+        action="store_true",
+        help="texts of control tokens in the prompt, such as </s>, become these tokens",
+    )
     add("--chat", action="store_true", help="chat; a prompt is the first question")
     add("--system", metavar="TEXT", help="with --chat: the system prompt")
     add(
@@ -3153,7 +3320,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-new-tokens",
         metavar="N",
         type=in_range(int, 0),
-        help="stop after N tokens (default: 256; in a chat there is no limit)",
+        help=f"stop after N tokens (default: 256; in a chat {CHAT_TOKENS} for each answer)",
     )
     add(
         "--stop",
@@ -3163,16 +3330,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="stop before this text; may be given several times",
     )
     sampling_help = {
-        "temperature": "higher is more varied; 0: the likeliest token (default: %(default)s)",
-        "top_k": "sample from the K likeliest tokens; 0: from all (default: %(default)s)",
-        "top_p": "nucleus: the fewest tokens that sum to this probability (default: %(default)s)",
-        "min_p": "minimum probability, relative to the likeliest token's (default: %(default)s)",
-        "repetition_penalty": "divides logits of recent tokens; 1: off (default: %(default)s)",
+        "temperature": "higher is more varied; 0: the likeliest token",
+        "top_k": "sample from the K likeliest tokens; 0: from all",
+        "top_p": "nucleus: the smallest set of likeliest tokens that sum to this probability",
+        "min_p": "minimum probability, relative to the likeliest token's",
+        "repetition_penalty": "divides logits of recent tokens; 1: off",
     }
     for name, help_text in sampling_help.items():
-        default = getattr(Sampling, name)
+        default = f"(default: the model's files, else {getattr(Sampling, name)})"
         option = f"--{name.replace('_', '-')}"
-        add(option, metavar="X", type=type(default), default=default, help=help_text)
+        add(option, metavar="X", type=SAMPLING_TYPES[name], help=f"{help_text} {default}")
     add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0; -1: a new one)")
 
     add = add_group("speed and memory").add_argument
@@ -3235,16 +3402,22 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     return sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
-def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str | None:
-    """The chat template that --chat-template names; None: the tokenizer's own."""
+def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
+    """The text of --chat-template, else the tokenizer's own template. Raises ValueError."""
     template = args.chat_template
-    if template is None and not tokenizer.chat_template.strip():
-        note("the model has no chat template: llama-2 is assumed", args.quiet)
-        template = "llama-2"
-    if template is not None and Path(template).is_file():
+    if template is not None and "{" not in template and Path(template).is_file():
         template = read_file(Path(template)).decode("utf-8", "replace")
+    template = find_template(tokenizer, template)
     encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # raises if it is wrong
     return template
+
+
+def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of the prompt. If the text of a control token stays text, a line says so."""
+    control = tokenizer.control_pattern.search(prompt)
+    if control and not args.parse_special:
+        note(f"{control[0]} in the prompt stays text; --parse-special makes it a token", args.quiet)
+    return tokenizer.encode(prompt, parse_special=args.parse_special)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3277,7 +3450,7 @@ def show(stream: TextStream) -> str:
                 text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
-        stream.generation.stop_reason = "interrupted"
+        stream.generation.stop("interrupted")
     write("\n")
     return shown
 
@@ -3302,20 +3475,63 @@ def describe_tensors(checkpoint: Checkpoint) -> str:
     return f"{counts}; {size / 1e9:.3f} GB"
 
 
-def describe_checkpoint(checkpoint: Checkpoint, plan: Plan, context: int) -> str:
+def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
     """What --info prints."""
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
     parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
     file = checkpoint.file
-    file_format = f"GGUF version {file.version}" if file else "Hugging Face directory"
-    items = {"format": file_format, "parameters": f"{parameters:,}"}
-    for name, value in vars(checkpoint.config).items():
-        # GGUF has float32: more than 7 digits would show its rounding.
-        items[name] = f"{value:.7g}" if isinstance(value, float) else str(value)
-    items["chat template"] = "yes" if checkpoint.tokenizer.chat_template.strip() else "none"
-    items["tensors"] = describe_tensors(checkpoint)
-    needed = memory_needed(checkpoint, plan, context)
-    items[f"memory at {context} tokens"] = f"{needed / 1e9:.3f} GB"
-    return "".join(f"{name:<25} {value}\n" for name, value in items.items())
+    context = args.context or config.max_position_embeddings
+    memory = [
+        f"{memory_needed(checkpoint, plan, tokens) / 1e9:.3f} GB for {tokens:,} tokens"
+        for tokens in (min(256, context), context)
+    ]
+    engine = "sentencepiece" if tokenizer.is_sentencepiece else "tokenizers"
+    names = [
+        f"{name} {token_id} {tokenizer.pieces[token_id]!r}"
+        for name, token_id in (("BOS", tokenizer.bos_id), ("EOS", tokenizer.eos_id))
+        if token_id is not None
+    ]
+    stops = ", ".join(map(str, config.stop_token_ids)) or "none"
+    weights = "unpacked" if plan.unpack else "as in the file"
+    rounding = ", activations rounded to 16-bit integers" if plan.fast else ""
+    items = {
+        "model": f"{checkpoint.path}, {f'GGUF version {file.version}' if file else 'Hugging Face'}",
+        "size": f"{parameters:,} parameters in {config.num_hidden_layers} layers;"
+        f" width {config.hidden_size}, in the MLP {config.intermediate_size}",
+        "attention": f"{config.num_attention_heads} query heads, {config.num_key_value_heads}"
+        f" key/value heads of size {config.head_dim}; RoPE theta {config.rope_theta:.7g},"
+        f" {'scaled' if config.rope_freq_factors or config.rope_scaling_factor != 1 else 'not scaled'}",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "vocabulary": f"{tokenizer.vocab_size:,} pieces, by {engine}; {', '.join(names)};"
+        f" further stop tokens: {stops}",
+        "chat template": "its own" if tokenizer.chat_template.strip() else "none",
+        "sampling": describe_sampling(Sampling(**checkpoint.sampling), checkpoint.sampling, {}),
+        "tensors": describe_tensors(checkpoint),
+        "memory": "; ".join(memory),
+        "this machine": f"{plan.device}, {free_memory(plan.device) / 1e9:.1f} GB free,"
+        f" {torch.get_num_threads()} threads",
+        "it would run": f"{'with' if plan.kernels else 'without'} kernels, matrices {weights},"
+        f" {DENSE_NAMES[plan.dtype]} activations{rounding}",
+    }
+    return "".join(f"{name:<14} {printable(text)}\n" for name, text in items.items())
+
+
+def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> str:
+    """The settings in force, and where they come from: an option, the model's files, or neither."""
+    settings = []
+    for name in GGUF_SAMPLING:
+        value = getattr(sampling, name)
+        source = "option" if name in given else "model" if name in stated else "default"
+        if (
+            value != getattr(Sampling, name)
+            or source != "default"
+            or name in ("temperature", "top_p")
+        ):
+            settings.append(f"{name} {value:.6g} ({source})")
+        if sampling.temperature == 0:  # the others change nothing then
+            break
+    return ", ".join(settings)
 
 
 def describe_run(generations: list[Generation], device: torch.device) -> str:
@@ -3338,7 +3554,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
 # --------------------------------------------------------------------------------------------------
 # 22. The chat, and main
 
-CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all"
+CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all, /more goes on"
 
 
 def read_question() -> str | None:
@@ -3374,36 +3590,51 @@ def converse(
     turns: list[dict[str, str]] = []
     generations = []
     while (question := ask()) is not None:
+        # 1. What is to be answered: the turns with a new question, or the last answer again.
         command = question.strip().lower()
+        kept = turns
         if command == "/exit":
             break
         if command == "/reset":
             turns = []
             note("the conversation is forgotten", args.quiet)
-        elif question.startswith("/"):
-            fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
-        elif command:
-            kept = [*turns, {"role": "user", "content": question}]
-            # Leave room for the answer: max_new_tokens, but at most a quarter of the context.
-            limit = size - min(options["max_new_tokens"], size // 4)
-            try:
-                while len(encode_chat(tokenizer, [*system, *kept], template)) > limit:
-                    if len(kept) == 1:
-                        break
-                    kept = kept[2:]
-                    limit = size // 2
-                stream = chat(model, tokenizer, [*system, *kept], template, **options)
-            except (ValueError, KeyboardInterrupt) as error:  # Ctrl-C may stop an endless template
-                fail(str(error) or "interrupted")
+            continue
+        if command != "/more" or not turns:
+            if question.startswith("/"):
+                fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
+            if question.startswith("/") or not command:
                 continue
-            if dropped := (len(turns) + 1 - len(kept)) // 2:
-                note(f"context full: {dropped} of the oldest turns dropped", args.quiet)
-            turns = [*kept, {"role": "assistant", "content": show(stream)}]
-            generations.append(stream.generation)
-            if stream.stop_reason in ("context full", "max new tokens"):
-                note(f"{stream.stop_reason}: the answer ends here", args.quiet)
-            seed = options["sampling"].seed + 1  # the next answer gets other random numbers
-            options["sampling"] = replace(options["sampling"], seed=seed % 2**63)
+            kept = [*turns, {"role": "user", "content": question}]
+
+        # 2. Leave room for the answer: max_new_tokens, but at most a quarter of the context.
+        limit = size - min(options["max_new_tokens"], size // 4)
+        try:
+            while len(encode_chat(tokenizer, [*system, *kept], template)) > limit and kept[2:]:
+                kept = kept[2:]
+                limit = size // 2
+            goes_on = kept[-1]["role"] == "assistant"
+            messages = [*system, *kept]
+            stream = chat(
+                model, tokenizer, messages, template, continue_final_message=goes_on, **options
+            )
+        except (ValueError, KeyboardInterrupt) as error:  # Ctrl-C may stop an endless template
+            fail(str(error) or "interrupted")
+            continue
+        if dropped := (len(turns) + 1 - len(kept)) // 2:
+            note(f"context full: {dropped} of the oldest turns dropped", args.quiet)
+
+        # 3. Show the answer, and say why it was cut.
+        answer = show(stream)
+        if goes_on:
+            answer = kept.pop()["content"] + answer
+        turns = [*kept, {"role": "assistant", "content": answer}]
+        generations.append(stream.generation)
+        if stream.stop_reason in (CONTEXT_FULL, MAX_NEW_TOKENS):
+            repeats = re.search(r"(?s)(.{8,200}?)\1\1$", answer.rstrip()[-1000:])
+            advice = "; it repeats itself: try --repetition-penalty 1.1" if repeats else ""
+            note(f"{stream.stop_reason}: the answer was cut, /more goes on{advice}", args.quiet)
+        seed = options["sampling"].seed + 1  # the next answer gets other random numbers
+        options["sampling"] = replace(options["sampling"], seed=seed % 2**63)
     return generations
 
 
@@ -3411,44 +3642,34 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     """Do what the options ask for; returns the exit status."""
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model)
-    context = args.context or checkpoint.config.max_position_embeddings
     if args.info:
-        plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
-        write(describe_checkpoint(checkpoint, plan, context))
+        write(describe_checkpoint(checkpoint, args))
         return 0
-    return write_text(args, load, checkpoint, context, start)
 
-
-def write_text(
-    args: argparse.Namespace,
-    load: Callable[..., tuple[Llama, Tokenizer]],
-    checkpoint: Checkpoint,
-    context: int,
-    start: float,
-) -> int:
-    """Continue the prompt, or converse; returns the exit status."""
     # 1. Read the prompt. The cache needs room for its tokens and the new ones.
     prompt: Any = read_prompt(args)  # None in a chat only
+    ids = [] if args.chat else encode_prompt(args, checkpoint.tokenizer, prompt)
+    context = args.context or checkpoint.config.max_position_embeddings
     max_new_tokens = args.max_new_tokens
-    ids: list[int] = []
+    if max_new_tokens is None:
+        max_new_tokens = CHAT_TOKENS if args.chat else 256
+    size = min(context, len(ids) + max_new_tokens)
     if args.chat:
         size = args.context or min(context, CHAT_CONTEXT)
-        max_new_tokens = size if max_new_tokens is None else max_new_tokens
-    else:
-        ids = checkpoint.tokenizer.encode(prompt)
-        max_new_tokens = 256 if max_new_tokens is None else max_new_tokens
-        size = max(1, min(context, len(ids) + max_new_tokens))
 
     # 2. Load the model.
-    loading = {"context": args.context or size, "compile": args.compile, "progress": not args.quiet}
+    loading = {"compile": args.compile, "progress": not args.quiet}
+    loading["context"] = args.context or max(1, size)
     model, tokenizer = load(checkpoint, args.device, args.dtype, **loading)
     load_seconds = time.perf_counter() - start
 
     # 3. Generate and print the text, or hold the chat.
+    given = {name: getattr(args, name) for name in GGUF_SAMPLING}
+    given = {name: value for name, value in given.items() if value is not None}
     seed = torch.seed() % 2**31 if args.seed == -1 else args.seed
-    sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING_LIMITS} | {"seed": seed})
+    sampling = replace(model.sampling or Sampling(), seed=seed, **given)
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
-    options["cache"] = model.new_cache(size)
+    options["cache"] = model.new_cache(max(1, size))
     if args.chat:
         first = [] if prompt is None else [prompt]
         generations = converse(
@@ -3462,7 +3683,8 @@ def write_text(
         generations = [stream.generation]
     if generations:
         report = describe_run(generations, model.norm.weight.device)
-        note(f"load {load_seconds:.2f} s; {report}; seed {seed}", args.quiet)
+        settings = describe_sampling(sampling, checkpoint.sampling, given)
+        note(f"load {load_seconds:.2f} s; {report}; {settings}, seed {seed}", args.quiet)
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 

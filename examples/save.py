@@ -277,13 +277,17 @@ def vocabulary_keys(
 
 
 def sentencepiece_keys(model: bytes) -> dict[str, Any]:
-    """GGUF's keys for the bytes of a tokenizer.model."""
+    """GGUF's keys for the bytes of a tokenizer.model. Raises ValueError if it is not BPE's."""
     import sentencepiece
 
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    scores = sp.get_score([*range(sp.get_piece_size())])
+    # The scores of BPE are ranks. A normalizer would change the ligature.
+    if not all(map(float.is_integer, scores)) or "\ufb01" not in sp.normalize("\ufb01"):
+        raise ValueError("GGUF can only hold a tokenizer.model of BPE that changes no characters")
     return {
         "model": "llama",
-        "scores": sp.get_score([*range(sp.get_piece_size())]),
+        "scores": scores,
         "unknown_token_id": sp.unk_id() if sp.unk_id() >= 0 else None,
         "remove_extra_whitespaces": "\u2581\u2581" not in sp.normalize("a  b"),
     }
@@ -297,6 +301,20 @@ SPACES = (  # the steps of a tokenizer.json that treats spaces as SentencePiece 
 )
 
 
+def json_steps(content: Mapping[str, Any]) -> str:
+    """The steps of a tokenizer.json before its model, as JSON: equal steps are equal texts."""
+    steps = []
+    for name, plural in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        step = content.get(name) or {plural: []}  # one step, or a Sequence of several
+        steps += step.get(plural, [step])
+    # Two settings need not be the same: one is a default, the other changes no id.
+    return (
+        json.dumps(steps, sort_keys=True)
+        .replace(', "use_regex": true', "")
+        .replace('"trim_offsets": false', '"trim_offsets": true')
+    )
+
+
 def json_keys(vocabulary: llama2.Vocabulary, folder: Path | None) -> dict[str, Any]:
     """GGUF's keys for a tokenizer.json. Raises ValueError if GGUF cannot describe it.
 
@@ -305,7 +323,7 @@ def json_keys(vocabulary: llama2.Vocabulary, folder: Path | None) -> dict[str, A
     content = vocabulary.model
     if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(content.get("added_tokens"))):
         raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
-    model, steps = content["model"], llama2.json_steps(content)
+    model, steps = content["model"], json_steps(content)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     if re.fullmatch(SPACES, steps) and merges:
         return {

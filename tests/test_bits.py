@@ -16,7 +16,7 @@ from test_kernels import layer_of, wide_blocks
 import llama2
 from test_llama2 import needs
 
-pytestmark = needs("accelerate")
+pytestmark = needs("load_kernels")
 TOKENS = torch.arange(60).view(1, 60)
 
 

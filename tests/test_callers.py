@@ -17,7 +17,7 @@ from torch import nn
 import llama2
 from test_llama2 import needs
 
-pytestmark = [needs("accelerate"), pytest.mark.usefixtures("native")]
+pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native")]
 CHANGE = {
     "hidden_size": 128,
     "intermediate_size": 256,

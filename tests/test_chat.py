@@ -230,10 +230,10 @@ def random_dialogue(chance):
 
 
 TOOL = json.loads(
-    '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
+    '{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}'
 )
 WITH_TOOLS = json.loads("""[{"role": "user", "content": "a", "name": "Ann"},
-{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":
+{"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments":
 {"x": "\u65e5", "y": [1, null]}}}]}, {"role": "tool", "content": "{}"}]""")
 ORDERS = """u:hi~ a:yes u:so|u:hi|s:S u:hi|s:~S~ u:a a:b~|u:a u:b|a:hello u:hi|s:A s:B u:c
 |u:a s:b|s:S|a:b"""
@@ -274,20 +274,18 @@ def test_families(tmp_path, family):
             assert_as_transformers(ours, theirs, messages, final, tools=[TOOL], date_string="3 Mar")
 
 
-EVERYWHERE = """[{"role": "system", "content": "X"}, {"role": "user", "content": "X", "name": "X"},
-{"role": "assistant", "content": "X", "tool_calls": [{"function": {"name": "X", "arguments":
+EVERYWHERE = """[{"role": "system", "content": "X"}, {"role": "user", "content": "X"},
+{"role": "assistant", "content": "X", "tool_calls": [{"function": {"name": "clock", "arguments":
 {"X": ["X"]}}}]}, {"role": "user", "content": "X"}]"""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_message_makes_a_control_token(tmp_path, family):
-    """Whatever it says, and wherever: in a role, a name, an argument, a variable."""
+    """Whatever it says, and wherever: in a content, an argument, a variable."""
     ours = load(folder(tmp_path, FAMILIES[family][0]))
 
     def encode(x):
         messages = json.loads(EVERYWHERE.replace("X", x))[family == "mistral 0.1" :]
-        if "hermes" in family:
-            messages[1]["role"] = x
         return llama2.encode_chat(ours, messages, tools=[{x: x}], date_string=x)
 
     innocent = encode("<x>")
@@ -295,6 +293,22 @@ def test_no_message_makes_a_control_token(tmp_path, family):
         ids = encode(text)
         assert [i for i in ids if i >= 256] == [i for i in innocent if i >= 256]
         assert ours.decode(ids) == ours.decode(innocent).replace("<x>", text)
+
+
+NAMES = """[{"role": "X"}] | [{"role": "user", "name": "X"}]
+| [{"role": "assistant", "tool_calls": [{"function": {"name": "X"}}]}]"""
+
+
+@pytest.mark.parametrize("name", ["im_end", "</s>", "s", "a b", "a|", "", "\u00e9", 5])
+def test_names_of_which_a_template_could_make_a_control_token(bare, name):
+    """zephyr writes '<|' + role + '|>'."""
+    named = [json.loads(text.replace('"X"', json.dumps(name))) for text in NAMES.split("|")]
+    tools = [{"type": "function", "function": {"name": name}}]
+    for messages, variables in (*((m, {}) for m in named), (dialogue("u:hi"), {"tools": tools})):
+        with pytest.raises(ValueError, match="role or name|messages with a role"):
+            llama2.encode_chat(bare, messages, "zephyr", **variables)
+    for role in (*llama2.ROLES, "critic-2.b_"):
+        assert llama2.encode_chat(bare, [{"role": role, "content": "x"}], "zephyr")
 
 
 NONE = """[] | {"role": "user"} | [{"content": "a"}] | [{"role": ["user"], "content": "a"}]
@@ -347,7 +361,7 @@ FOUND = {
     '[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]': (
         "{% if tools +%}t{%+ else +%}d{%+ endif %}"
     ),
-    '[{"name": "tool_use", "template": "t"}]': "",
+    '[{"name": "tool_use", "template": "t"}]': "t",
 }
 
 
@@ -358,6 +372,9 @@ def test_templates_of_a_folder(tmp_path, template):
     assert load(path).chat_template == FOUND[template]
     write_files(path, {"chat_template.jinja": "of its own"})
     assert load(path).chat_template == "of its own"
+    (path / "additional_chat_templates").mkdir()
+    write_files(path, {"additional_chat_templates/tool_use.jinja": "t"})
+    assert load(path).chat_template == "{% if tools +%}t{%+ else +%}of its own{%+ endif %}"
     with pytest.raises(ValueError, match="chat_template is 5; expected str"):
         load(folder(tmp_path / "wrong", 5))
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import llama2
 from test_llama2 import CONFIG, TOKENS, assert_close, needs, random_blocks
 
-pytestmark = needs("accelerate", "CompiledBlock")
+pytestmark = needs("load_kernels", "CompiledBlock")
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_the_readme_shows_the_attention_that_runs():
     assert textwrap.dedent(source) in PAGES[ROOT / "README.md"]
 
 
-@needs("accelerate")
+@needs("load_kernels")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
 def test_pages_name_what_exists(page):
     """Functions, options, fields, paths, files and tests: where a page names one, it is there."""

@@ -51,12 +51,13 @@ def lowered(name, limit):
 
 
 @contextlib.contextmanager
-def limited():
-    """Let this process take 300 MB more of memory (on Linux), and 5 seconds."""
+def limited(path=None):
+    """Let this process take 300 MB more of memory (on Linux), besides a file, and 5 seconds."""
     start, memory = time.process_time(), contextlib.nullcontext()
     if STATM.exists():
         pages = int(STATM.read_text().split()[0])
-        memory = lowered("RLIMIT_AS", pages * os.sysconf("SC_PAGESIZE") + 300 * 2**20)
+        size = 300 * 2**20 + (path.stat().st_size if path else 0)
+        memory = lowered("RLIMIT_AS", pages * os.sysconf("SC_PAGESIZE") + size)
     with memory:
         yield
     assert time.process_time() - start < 5
@@ -65,7 +66,7 @@ def limited():
 def read(reader, path):
     """What a reader gives, or None, and what it says is wrong."""
     try:
-        with limited():
+        with limited(path):
             return reader(path), ""
     except (ValueError, OSError) as error:
         said = str(error)
@@ -73,13 +74,15 @@ def read(reader, path):
     return None, said
 
 
-@limited()
 def outcome(path):
     """Load a model and generate two tokens: "runs", or what the error said."""
     loaded, said = read(llama2.load, path)
-    if said:
-        return said
-    model, tokenizer = loaded
+    return said or generated(*loaded)
+
+
+@limited()
+def generated(model, tokenizer):
+    """The same for a model that was loaded."""
     try:
         ids = tokenizer.encode("ab \u00e9\U0001f600")
         new = list(llama2.generate(model, ids, max_new_tokens=2, stop_ids=()))

@@ -18,7 +18,7 @@ from cut import without_part_4
 import llama2
 from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
 
-pytestmark = needs("accelerate")  # else there is nothing to cut
+pytestmark = needs("load_kernels")  # else there is nothing to cut
 
 
 @pytest.fixture(params=[str, without_part_4], ids=["alone", "without part IV"])
@@ -45,7 +45,7 @@ def test_quantised_models_run(copied, tmp_path, capsys):
     assert copied.main([*argv, "--compile"]) == 0
     again, error = capsys.readouterr()
     assert again == text
-    assert error.count("slow") == hasattr(copied, "accelerate")
+    assert error.count("slow") == hasattr(copied, "load_kernels")
 
 
 def test_import_is_quick(monkeypatch):
@@ -70,16 +70,16 @@ def test_loading_imports_no_compiler(bundled):
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (160, 11.5),
     "I": (2750, 11.0),
-    "II": (4600, 9.0),
-    "III": (9900, 9.5),
-    "IV": (1800, 11.5),
-    "V": (2900, 9.0),
+    "II": (5100, 9.0),
+    "III": (10450, 9.5),
+    "IV": (1810, 11.5),
+    "V": (3100, 9.0),
 }
-ALL = 21850  # tokens of the file
+ALL = 23300  # tokens of the file
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
-LONG = {"parse_args"}  # functions that are longer: the options' parser
-ONCE = 32  # functions that are named in one place, each of which costs a jump
-DEEP = 80  # functions from main() to the text of the first token of README's first command
+LONG = {"parse_args", "read_vocabulary_file", "converse", "vocabulary_from_gguf"}  # functions that are longer: the options' parser
+ONCE = 45  # functions that are named in one place, each of which costs a jump
+DEEP = 87  # functions from main() to the text of the first token of README's first command
 ADVICE = """Look for what no user would miss: a second way to do one thing, a check or message written
 twice, an option nobody needs, code that only tests call. If a line is dense, let one statement do one
 thing. If all that is left earns its place, raise the number here, and say in the commit what for."""

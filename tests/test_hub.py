@@ -192,7 +192,7 @@ FOREIGN = {
 def test_other_forms(hub, tmp_path, names):
     """Such as vicuna's, of .bin files alone: in a repository refused before anything is fetched."""
     hub.files |= dict.fromkeys(names.split(), b"{}")
-    first = "hf download org/name --local-dir FOLDER" if "OUT.gguf" in FOREIGN[names] else ""
+    first = "hf download ORG/NAME --local-dir FOLDER" if "OUT.gguf" in FOREIGN[names] else ""
     refused("org/name", "org/name", FOREIGN[names], first)
     assert not hub.asked
     refused(write_files(tmp_path / "folder", hub.files), "folder", FOREIGN[names])

@@ -19,7 +19,7 @@ import llama2
 import test_llama2
 from test_llama2 import SCALES, TOKENS, assert_close, needs, quantised, random_blocks
 
-pytestmark = [needs("accelerate"), pytest.mark.usefixtures("native")]
+pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native")]
 KINDS = ["Q4_K", "Q6_K", "Q8_0", "Q5_1"]
 SHAPE = test_llama2.SHAPE | {
     "hidden_size": 256,

@@ -96,7 +96,7 @@ def test_interrupted_process(tmp_path, keys, tensors):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert err.endswith(b"stopped: interrupted; seed 0\n")
+    assert err.endswith(b"stopped: interrupted; temperature 0 (option), seed 0\n")
 
 
 # --------------------------------------------------------------------------------------------------

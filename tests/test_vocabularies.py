@@ -14,7 +14,9 @@ SIZE = 300
 PIECES = ["\u2581", *"abcdefgh", "ab", "\u2581a", "\u2581ab"]
 KEYS = " ".join(f"{259 + i}:{piece}" for i, piece in enumerate(PIECES))
 CONFIG = llama2.Config(vocab_size=SIZE + 2)
-A, B, AB, SPACE_A = (259 + PIECES.index(piece) for piece in ("a", "b", "ab", "\u2581a"))
+A, B, AB, SPACE, SPACE_A = (
+    259 + PIECES.index(piece) for piece in ("a", "b", "ab", "\u2581", "\u2581a")
+)
 TAGS = {"<|im_end|>": True, "<|im_start|>": False}  # whether they are special
 
 
@@ -37,7 +39,7 @@ def saved(tokenizer, count):
 
 def marked(tokenizer, text):
     """What encode_chat() makes of a text that a template wrote."""
-    text = tokenizer.control_texts.sub(lambda match: tokenizer.marks[match[0]], text)
+    text = tokenizer.mark(text)
     return tokenizer.encode_marked(text)
 
 
@@ -85,26 +87,35 @@ def test_what_was_read_can_be_saved(tmp_path, options):
     ours = llama2.Tokenizer.from_file(str(tmp_path / "tokenizer.model"))
     again = saved(ours, 330)
     assert (again.vocab_size, again.pieces[-1], again.eos_id) == (330, "[PAD329]", sp.eos_id())
+    holds_all = "user_defined" not in options  # GGUF's have a space behind them
     for text in random_texts(WORDS, 200):
         ids = sp.encode(text)
         if "remove_extra_whitespaces" not in options:  # then SentencePiece strips more
             assert ours.decode(ids) == sp.decode(ids)
-        for tokenizer in (ours, again):
+        for tokenizer in (ours, again)[: 1 + holds_all]:
             assert tokenizer.decode(ids) == ours.decode(ids)
-            if not text.startswith("<|tag|>"):  # which has no space in front, as in transformers
-                assert tokenizer.encode(text) == [sp.bos_id(), *ids], text
+            assert tokenizer.encode(text) == [sp.bos_id(), *ids], text
 
 
 OTHERS = """\
 {"model_type": "unigram"}
-{"treat_whitespace_as_suffix": true}
 {"normalization_rule_name": "nmt_nfkc"}"""
 
 
 @pytest.mark.parametrize("options", OTHERS.splitlines())
-def test_other_models_are_refused(tmp_path, options):
-    trained(tmp_path, **json.loads(options))
-    with pytest.raises(ValueError, match=r"tokenizer\.model: it is not BPE, or it changes"):
+def test_other_models(tmp_path, options):
+    """sentencepiece runs them; a GGUF file cannot hold them."""
+    sp = trained(tmp_path, **json.loads(options))
+    ours = llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
+    for text in random_texts([*WORDS, "\ufb01", "\u2460"], 100):
+        assert ours.encode(text, bos=False) == sp.encode(text)
+    with pytest.raises(ValueError, match="GGUF can only hold a tokenizer.model of BPE"):
+        saved(ours, 330)
+
+
+def test_words_with_a_space_behind_are_refused(tmp_path):
+    trained(tmp_path, treat_whitespace_as_suffix=True)
+    with pytest.raises(ValueError, match="'a' with spaces is 'a\u2581'; expected a or \u2581a"):
         llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
 
 
@@ -154,36 +165,51 @@ def test_gaps_and_ids_beyond_the_model(tmp_path):
 @pytest.mark.parametrize("end", ["bos_token", "eos_token", "stop_token_ids", "eom"])
 def test_no_text_becomes_what_ends_a_text(tmp_path, end):
     """Though the vocabulary calls the piece user-defined."""
-    added = [("<end>", 4), ("<tool x>", 4)]
+    added = [("<end>", 4), ("<tool>", 4)]
     stops = (SIZE,) if end == "stop_token_ids" else ()
     config = llama2.Config(vocab_size=SIZE + 2, stop_token_ids=stops)
     tokenizer = read(tmp_path, config, added, tokenizer_config={end: "<end>"})
     if end == "eom":
         keys = some_pieces(KEYS, SIZE, added) | {"tokenizer.ggml.eom_token_id": SIZE}
         tokenizer = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
-    ids = tokenizer.encode("a<end><tool x>", bos=False)
-    assert SIZE not in ids and SIZE + 1 in ids and tokenizer.decode(ids) == "a<end><tool x>"
+    ids = tokenizer.encode("a<end><tool>", bos=False)
+    assert SIZE not in ids and SIZE + 1 in ids and tokenizer.decode(ids) == "a<end><tool>"
     assert tokenizer.types[SIZE] == 3 and tokenizer.decode([A, SIZE, B]) == "ab"
 
 
-@pytest.mark.parametrize("legacy", [False, None, True])
-@pytest.mark.parametrize("prefix", [None, False])
-def test_spaces_behind_special_tokens(tmp_path, legacy, prefix):
-    """ "legacy" adds one to text behind each, as transformers does; a GGUF file keeps that."""
-    settings = IN_CONFIG["tokenizer_config"] | {"legacy": legacy, "add_prefix_space": prefix}
-    settings |= {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    ours = read(tmp_path, tokenizer_config=settings)
+SPACES = {  # settings -> ids of three texts, of transformers 4.57.6
+    '{"legacy": false}': [[SPACE_A, 2, A, 2, SPACE_A], [SIZE, A, 2, A], [SPACE_A, SIZE, SPACE_A]],
+    '{"legacy": false, "add_prefix_space": false}': [
+        [A, 2, A, 2, SPACE_A],
+        [SIZE, A, 2, A],
+        [A, SIZE, SPACE_A],
+    ],
+    '{"legacy": true, "add_prefix_space": false}': [
+        [SPACE_A, 2, SPACE_A, 2, SPACE, SPACE_A],
+        [SIZE, SPACE_A, 2, SPACE_A],
+        [SPACE_A, SIZE, SPACE, SPACE_A],
+    ],
+}
+SPACES |= dict.fromkeys(
+    ("{}", '{"legacy": null}'), SPACES['{"legacy": true, "add_prefix_space": false}']
+)
+
+
+@pytest.mark.parametrize("settings", SPACES)
+def test_spaces_behind_special_tokens(tmp_path, settings):
+    """Behind each there is one, as Meta encodes text, unless "legacy" is false; a GGUF file keeps that."""
+    named = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    named |= IN_CONFIG["tokenizer_config"] | json.loads(settings)
+    ours = read(tmp_path, tokenizer_config=named)
     again = saved(ours, SIZE + 2)
-    first = A if prefix is False else SPACE_A
-    a = first if legacy else A
-    for text, ids in (
-        ("a</s>a</s> a", [first, 2, a, 2, SPACE_A]),
-        ("<|im_start|>a<|im_end|>a", [SIZE + 1, a, SIZE, a]),
-        ("a<|im_start|> a", [first, SIZE + 1, SPACE_A]),
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text, ids in zip(
+        ("a</s>a</s> a", "<|im_end|>a</s>a", "a<|im_end|> a"), SPACES[settings], strict=True
     ):
         assert marked(ours, text) == marked(again, text) == ids
-        theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
-        assert theirs.encode(text, add_special_tokens=False) == ids
+        if transformers.__version__ < "5":
+            assert theirs.encode(text, add_special_tokens=False) == ids
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,20 +288,14 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
         saved(read_json(tmp_path, content), 320)
 
 
-@pytest.mark.parametrize(
-    "change", [None, "pieces", "tiktoken's", "spaces", "a Mistral's spaces", "rstrip"]
-)
-def test_a_folder_of_both(tmp_path, vocabulary, tokenizer, change):
-    """tokenizer.model where both say the same, else tokenizer.json, which transformers reads."""
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_tokenizer_json_counts_whatever_lies_beside_it(tmp_path, vocabulary, tokenizer, legacy):
+    """The ids depend on no other file: a tokenizer.model, tiktoken's or SentencePiece's, or none."""
     pytest.importorskip("tokenizers")
-    content = llama2_json(tokenizer, legacy="spaces" in str(change))
-    model_type = "mistral" if change == "a Mistral's spaces" else "llama"
-    content["added_tokens"][2]["rstrip"] = change == "rstrip"
-    if change == "pieces":
-        vocab = content["model"]["vocab"]
-        vocab["new"] = vocab.pop(tokenizer.pieces[-1])
-    model = b"IQ== 0\n" if change == "tiktoken's" else vocabulary[0].read_bytes()
-    write_files(tmp_path, {"tokenizer.model": model, "config.json": {"model_type": model_type}})
-    actual = read_json(tmp_path, content)
-    assert actual.is_sentencepiece is (change in (None, "spaces"))
-    assert ("new" in actual.pieces) is (change == "pieces")
+    content = llama2_json(tokenizer, legacy)
+    text = "<s>the fox</s> the</s>fox"
+    expected = marked(read_json(tmp_path, content), text)
+    for model in (b"IQ== 0\n", vocabulary[0].read_bytes()):
+        for settings in ({}, {"legacy": not legacy}):
+            write_files(tmp_path, {"tokenizer.model": model, "tokenizer_config.json": settings})
+            assert marked(read_json(tmp_path, content), text) == expected
