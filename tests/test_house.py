@@ -77,7 +77,12 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
 }
 ALL = 23300  # tokens of the file
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
-LONG = {"parse_args", "read_vocabulary_file", "converse", "vocabulary_from_gguf"}  # functions that are longer: the options' parser
+LONG = {
+    "parse_args",
+    "read_vocabulary_file",
+    "converse",
+    "vocabulary_from_gguf",
+}  # functions that are longer: the options' parser
 ONCE = 45  # functions that are named in one place, each of which costs a jump
 DEEP = 87  # functions from main() to the text of the first token of README's first command
 ADVICE = """Look for what no user would miss: a second way to do one thing, a check or message written
