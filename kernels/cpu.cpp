@@ -578,9 +578,15 @@ template <class From, class To> static void convert(const From *from, To *to, in
 // The last VL of n numbers; if there are fewer, these and zeros
 template <class E> INLINE f32 load_last(const E *row, int64_t n) {
   if (n >= VL) return load_f32(row + n - VL);
+#ifdef AVX512
+  const auto these = (__mmask16)((1 << n) - 1);
+  if constexpr (sizeof(E) == 4) return (f32)_mm512_maskz_loadu_ps(these, row);
+  else return (f32)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(these, row));
+#else
   E all[VL];
   for (int64_t i = 0; i < VL; i++) all[i] = i < n ? row[i] : E{};
   return load_f32(all);
+#endif
 }
 
 // Attention of one token: J heads q (J, D) of one key/value head -> y (J, D); p has J length + 16
