@@ -608,21 +608,22 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
     times the total.
     """
     p = probabilities.cpu().numpy()  # numpy sorts many times as fast as torch
-    threshold = 0.0  # ids with a lower probability are excluded
+    # Sorting all of V is slow. Probabilities below this bound have at most (1 - top_p) / 2 together,
+    # so top_p is reached before the first of them.
+    bound = (1 - sampling.top_p) / 2 / len(p)
+    if sampling.min_p:
+        bound = max(bound, sampling.min_p * p.max())
+    ids = (p >= bound).nonzero()[0]
+    p = p[ids]
     if sampling.top_p < 1:
-        # Sorting all of V is slow. Probabilities below this bound have at most (1 - top_p) / 2
-        # together, so top_p is reached before the first of them.
-        bound = (1 - sampling.top_p) / 2 / len(p)
-        ordered = p[(p >= bound).nonzero()]
+        ordered = p.copy()
         ordered.sort()
         sums = ordered[::-1].astype(float).cumsum()  # from the likeliest on
         # [:-1]: if rounding keeps all sums below top_p, all ids are kept.
         nucleus_size = 1 + sums[:-1].searchsorted(sampling.top_p)
-        threshold = ordered[-nucleus_size]
-    if sampling.min_p:
-        threshold = max(threshold, sampling.min_p * p.max())
-    ids = (p >= threshold).nonzero()[0]
-    sums = p[ids].astype(float).cumsum()
+        kept = p >= ordered[-nucleus_size]
+        ids, p = ids[kept], p[kept]
+    sums = p.astype(float).cumsum()
     return int(ids[sums.searchsorted(u * sums[-1], side="right")])
 
 
