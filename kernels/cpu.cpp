@@ -77,6 +77,20 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
   }
 }
 
+#ifdef BYTES
+// Each W of n numbers q, in place: high bytes, then low bytes, q = 256 high + low, both signed
+INLINE void split_bytes(int16_t *q, int64_t n) {
+  for (int16_t *end = q + n; q < end; q += W) {
+    i16 v[2];
+    memcpy(v, q, sizeof v);
+    for (int i = 0; i < 2; i++) {
+      store((int8_t *)q + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
+      store((int8_t *)q + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
+    }
+  }
+}
+#endif
+
 // 256 numbers of a token: integers in the order of unpacked weights, sums of groups, their scale
 struct alignas(64) Slice {
   int16_t q[256];
@@ -87,15 +101,8 @@ template <int ORDER> static void slice(const float *x, Slice &to) {
   to.scale = quantize<256, ORDER == NATURAL ? 16 : 32>(x, 1, q, to.sums);
   static const Fours<ORDER> fours;
   for (int i = 0; i < 64; i++) memcpy(to.q + 4 * i, q + 4 * fours.at[i], 8);
-#ifdef VNNI  // high bytes, then low bytes: q = 256 high + low, both signed
-  for (int16_t *to_q = to.q; to_q < to.q + 256; to_q += W) {
-    i16 v[2];
-    memcpy(v, to_q, sizeof v);
-    for (int i = 0; i < 2; i++) {
-      store((int8_t *)to_q + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
-      store((int8_t *)to_q + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
-    }
-  }
+#ifdef BYTES
+  split_bytes(to.q, 256);
 #else
   split<W>(to.q, 256);
 #endif
@@ -122,10 +129,10 @@ struct Input {
 // N vectors of W weights times the numbers of one of R tokens; each lane sums up 4 N products
 template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   i32 high = {}, low = {};
-#ifdef VNNI
-  EACH (i, N) high = (i32)VNNI(dpbusd)((Mi)high, (Mi)w[i], load<Mi>(x + W * i));
+#ifdef BYTES
+  EACH (i, N) high = dot(high, w[i], x + W * i);
   if (N < 4 || R > 1) low = high << 8, high = i32{};  // else both sums grow at the same time
-  EACH (i, N) low = (i32)VNNI(dpbusd)((Mi)low, (Mi)w[i], load<Mi>(x + W * i + W / 2));
+  EACH (i, N) low = dot(low, w[i], x + W * i + W / 2);
 #else
   EACH (i, N) {
     low = madd(low, (i16)((u16)w[i] & 255), load<i16>(x + W * i));
@@ -135,34 +142,44 @@ template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   return (high << 8) + low;
 }
 
+#ifdef SDOT  // signed: bytes of Q8_0, which are signed in the file, get their sign bit back
+template <class T> constexpr uint8_t FLIP = T::ZERO & 128;
+#else
+template <class T> constexpr uint8_t FLIP = 0;
+#endif
+
 // total (N, R) += the first `there` of 256 weights of N rows of W times the slices of R tokens
 template <class T, int N, int R>
 INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]) {
-  constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>;
-  f32x8 scales[N][GROUPS / 8];
+  constexpr int GROUPS = T::GROUPS, VECTORS = SHARE<T::ORDER>, ZERO = T::ZERO - FLIP<T>;
+  Narrow scales[N][GROUPS / NL];
   f32 part[N][R];
   EACH (n, N) {
-    f32x8 minima[GROUPS / 8];
+    Narrow minima[GROUPS / NL];
     read_scales<T>(w[n], (float *)scales[n], (float *)minima);
     if (there < 256) {  // behind them is the next row
       const i32x8 in_row = i32x8{0, 1, 2, 3, 4, 5, 6, 7} < there / T::BLOCK;
-      scales[n][0] = (f32x8)((i32x8)scales[n][0] & in_row);
-      minima[0] = (f32x8)((i32x8)minima[0] & in_row);
+      EACH (g, 8 / NL) {
+        const Mask mask = load<Mask>((int32_t *)&in_row + NL * g);
+        scales[n][g] = (Narrow)((Mask)scales[n][g] & mask);
+        minima[g] = (Narrow)((Mask)minima[g] & mask);
+      }
     }
-    EACH (g, GROUPS / 8) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-T::ZERO;
+    EACH (g, GROUPS / NL) minima[g] = T::MINIMUM ? minima[g] : scales[n][g] * (float)-ZERO;
     EACH (r, R) {
       Narrow low = {};  // what minima or zero points come to
-      for (int g = 0; g < GROUPS; g += sizeof low / 4)
-        low += load<Narrow>((float *)minima + g) * load<Narrow>(x[r].sums + g);
+      if (T::MINIMUM || ZERO)
+        EACH (g, GROUPS / NL) low += minima[g] * load<Narrow>(x[r].sums + NL * g);
       part[n][r] = with_zeros(low);
     }
   }
   EACH_VECTOR (i, 256 / W / VECTORS) {
     if (i * VECTORS * W >= there) break;
+    LOAD_LATER;
     u8 v[N][VECTORS];
     f32 scale[N];
     EACH (n, N) {
-      EACH (j, VECTORS) v[n][j] = T::values(w[n], {VECTORS * i + j, T::ORDER});
+      EACH (j, VECTORS) v[n][j] = T::values(w[n], {VECTORS * i + j, T::ORDER}) ^ FLIP<T>;
       mix<T::ORDER>(v[n]);
       scale[n] = spread_mixed<T>(scales[n], VECTORS * i);
     }
@@ -176,11 +193,16 @@ INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]
 // `high` rows of W (K), NW at a time, times R tokens from `first_token` on -> y (count, high),
 // whose rows are `stride` numbers apart; `count` may be less than R. W ends at `end`. With AVX2 and
 // more than two tokens, COLUMNS of all rows come first: so the tokens' slices stay in L1.
-constexpr int NW = VL == 16 ? 2 : 1, HIGH = 8, COLUMNS = 2048;  // NW: few registers hold one row
+#if defined(AVX512) || defined(NEON)
+constexpr int NW = 2;
+#else
+constexpr int NW = 1;  // 16 registers hold one row
+#endif
+constexpr int HIGH = 8, COLUMNS = 2048;
 template <class T, int R>
 static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t first_token,
                 int64_t count, float *y, int64_t stride) {
-  constexpr int N = R == 1 ? 1 : NW;
+  constexpr int N = R == 1 && VL > 4 ? 1 : NW;
   const int64_t K = input.K, size = K / T::BLOCK * T::SIZE, cols = R > 2 && VL < 16 ? COLUMNS : K;
   f32 totals[HIGH][R] = {};
   for (int64_t start = 0; start < K; start += cols)
@@ -247,7 +269,9 @@ template <class T> static constexpr Format format(int64_t type) {
     f.slice = slice<T::ORDER>;
     f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>;
     f.fast[2] = f.fast[3] = dot<T, 4>;  // for 3 takes as long
-#ifdef MM  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
+#if defined(MM) || \
+    defined(       \
+        SDOT)  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
     if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
 #endif
   }
@@ -267,6 +291,7 @@ static const Format *find_format(int64_t type, int64_t K) {  // null if there is
 // Up to `high` rows of W, from the n-th on, times all tokens in float32. For 256 columns after the
 // other, all rows are multiplied, so that x stays in L1. If D is not their type, they are unpacked.
 constexpr int STRIP = 16, TILE = VL == 16 ? 4 : 2;  // tokens, whose sums fit into the registers
+constexpr int PARTS = VL == 16 ? 2 : 4;             // vectors of sums for each
 template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Input &x) {
   const int64_t K = x.K, size = m.format->bytes(256), row = m.format->bytes(K);
   const auto unpack = m.format->slice ? m.format->unpack : nullptr;
@@ -284,15 +309,17 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
       for (int i = 0; i < NW; i++, ahead += size) {
         b[i] = first + i < high ? at + i * row : at;
         if (K - k < 256) b[i] = pad(b[i], row - k / 256 * size, size, padded[i]);
-        prefetch(ahead, size);
+        if (VL > 4 || std::is_same<D, F32>::value) prefetch(ahead, size);
+        else
+          EACH (j, D::SIZE256 / 64) __builtin_prefetch(ahead + 64 * j, 0, 2);
         if (unpack) unpack(b[i], line[i]), b[i] = (Bytes)line[i];
       }
       auto multiply = [&](auto count, int64_t r) INLINE_LAMBDA {
         constexpr int R = count;
         const float *from = &x.x[k * x.stride + 256 * r];
-        f32 sums[NW][R][32 / VL] = {};
-        for (int at = 0; at < 256; at += 32)
-          EACH (part, 32 / VL) {
+        f32 sums[NW][R][PARTS] = {};
+        for (int at = 0; at < 256; at += PARTS * VL)
+          EACH (part, PARTS) {
             f32 v[NW];
             EACH (i, NW) v[i] = keep<(R > 1)>(D::load(b[i], at + VL * part));
             EACH (j, R) {
@@ -302,7 +329,7 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
           }
         EACH (j, R)
           EACH (i, NW)
-            EACH (part, 32 / VL) total[r + j][first + i] += sums[i][j][part];
+            EACH (part, PARTS) total[r + j][first + i] += sums[i][j][part];
       };
       int64_t r = 0;
       for (; x.count - r > TILE / 2; r += TILE) multiply(std::integral_constant<int, TILE>(), r);
@@ -340,7 +367,7 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t toke
 // scaled span by span; minima are added for HELD columns at a time.
 
 constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
-constexpr int KC = 256, HELD = 1024, LANES = 16 * MR;
+constexpr int KC = 256, HELD = 1024, LANES = 16 * MR, SPANS = VL == 4 ? 16 : 8;
 template <int V> constexpr int NR = V == 1 ? 12 : VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 3 : 6;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
 
@@ -350,6 +377,24 @@ template <class X, int S = 1, int V, int R>
 INLINE void microkernel(Sum<X> (&sums)[R][V], const void *w, int64_t down, int64_t right,
                         const void *x, int64_t count, Bytes &ahead, int64_t step) {
   Bytes a = (Bytes)w, b = (Bytes)x;
+#ifdef NEON
+  // Eight columns of a row are loaded at a time
+  if constexpr (!is_int16<X>)
+    for (; right == 1 && count >= 8; count -= 8, a += 32, b += 128 * V) {
+      asm("" : "+r"(a));  // one address: GCC would have R
+      f32 row[R][2];
+      EACH (n, R)
+        EACH (half, 2) row[n][half] = keep<true>(load<f32>(a + 4 * n * down + 16 * half));
+      EACH (column, 8) {
+        f32 v[V];
+        if (column % 4 == 0) LOAD_LATER;
+        EACH (i, V) v[i] = load<f32>(b + 16 * (V * column + i));
+        EACH (n, R)
+          EACH (i, V) sums[n][i] += v[i] * row[n][column / 4][column % 4];
+      }
+      EACH (i, 2) __builtin_prefetch(ahead, 0, 2), ahead += 4 * step;
+    }
+#endif
   UNROLL_4
   for (int64_t k = 0; k < count; k += S, a += 4 * S * right, b += 4 * VL * V) {
     X v[V];
@@ -398,7 +443,11 @@ template <class X, int V, int S> struct Panels {
     for (int64_t r = 0; r < rounded; r++) {
       for (int64_t k = r * K; k < (r + 1) * K; k += span)
         std::fill_n(scale + k / 32, span / 32, f(x + k, max, &q[k], sum + k / 32));
+#ifdef SDOT
+      split_bytes(&q[r * K], K);
+#else
       split<32>(&q[r * K], K);
+#endif
     }
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++) {
@@ -414,6 +463,35 @@ template <class X, int V, int S> struct Panels {
   }
 };
 
+#ifdef SDOT
+// sums (R, V) = w (R, COUNT bytes), whose rows are `down` bytes apart, . x (COUNT, V vectors),
+// which has the high and the low bytes of 16 columns in turn
+template <int COUNT, int V, int R>
+INLINE void multiply_bytes(i32 (&sums)[R][V], Bytes w, int64_t down, Bytes x) {
+  u8 row[R][COUNT / 16];
+  asm("" : "+r"(w));  // one address: GCC would have R
+  EACH (n, R)
+    EACH (part, COUNT / 16) row[n][part] = load<u8>(w + n * down + 16 * part);
+  EACH (low, 2) {
+    if (low)
+      EACH (n, R)
+        EACH (i, V) sums[n][i] <<= 8;
+    EACH (part, COUNT / 16) {
+      Bytes from = x + (2 * part + low) * 64 * V;
+      LOAD_LATER;
+      auto column = [&](auto lane) INLINE_LAMBDA {  // of four bytes each
+        u8 v[V];
+        EACH (i, V) v[i] = load<u8>(from + 16 * (lane * V + i));
+        EACH (n, R)
+          EACH (i, V) dot_lane<lane>(sums[n][i], v[i], row[n][part]);
+      };
+      column(std::integral_constant<int, 0>()), column(std::integral_constant<int, 1>());
+      column(std::integral_constant<int, 2>()), column(std::integral_constant<int, 3>());
+    }
+  }
+}
+#endif
+
 // total (NR, lanes) += w (NR, count), of strides `down` and `right`, times x (count, lanes)
 template <int V>
 INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t right, const void *x,
@@ -426,13 +504,20 @@ INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t ri
 }
 // The same with int16: w has a scale for each `span` columns, x (words) one for each 32
 template <int V, int S>
-INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*scales)[8],
+INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*scales)[SPANS],
                        const uint32_t *x, const float *x_scales, int64_t span, int64_t spans,
                        Bytes ahead, int64_t step) {
   for (int64_t g = 0; g < spans; g++) {
     i32 sums[NR<V>][V] = {};
+#ifdef SDOT
+    Bytes row = (Bytes)w + g * span, columns = (Bytes)x + g * span * 2 * V * VL;
+    if (span == 32) multiply_bytes<32>(sums, row, KC * 2, columns);
+    else multiply_bytes<16>(sums, row, KC * 2, columns);
+    __builtin_prefetch(ahead, 0, 2), ahead += span / 2 * step;
+#else
     microkernel<i16, S>(sums, w + g * span / 2, KC / 2, 1, x + g * span / 2 * (V * VL / S),
                         span / 2, ahead, step);
+#endif
     f32 x_scale[V];  // loaded once: a store to total might change them
     EACH (i, V) x_scale[i] = load<f32>(x_scales + g * span / 32 * V * VL + i * VL);
     EACH (j, NR<V>) {
@@ -457,7 +542,7 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
   const int64_t K = x.K, size = f->bytes(256), row = f->bytes(K);
   struct Scratch {  // of a thread, with up to 24 KB of words; stacks may be small
     uint32_t words[STRIP][KC / PER_WORD<X>];
-    float scales[STRIP][8], minima[STRIP][HELD / 32], total[PANELS][STRIP][ALL];
+    float scales[STRIP][SPANS], minima[STRIP][HELD / 32], total[PANELS][STRIP][ALL];
   };
   const auto memory = array<Scratch>(omp_get_max_threads());
   std::atomic<int64_t> taken(0), started(0);  // strips, by a thread each; threads
@@ -779,11 +864,15 @@ const char *kernels_built_for() {  // the instruction set that the source has fo
       "AVX-512"
 #elif defined(AVX2)
       "AVX2"
+#elif defined(NEON)
+      "NEON"
 #else
       "128 bits"
 #endif
 #ifdef VNNI
       " with VNNI"
+#elif defined(SDOT)
+      " with dotprod"
 #endif
 #ifdef __clang__
       ", " __VERSION__;

@@ -38,7 +38,12 @@ template <int BLOCK_, int SIZE_, int ZERO_ = 0, bool MINIMUM_ = false, int GROUP
           int MAX_ = 128, int D_ = 0>
 struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, ZERO = ZERO_, MINIMUM = MINIMUM_, GROUP = GROUP_ };
-  enum { MAX = MAX_, D = D_, DENSE = ZERO_ == NO_ZERO, SPAN = BLOCK_ == 256 ? 128 : 32 };
+  enum { MAX = MAX_, D = D_, DENSE = ZERO_ == NO_ZERO };
+#ifdef SDOT
+  enum { SPAN = GROUP_ };
+#else
+  enum { SPAN = BLOCK_ == 256 ? 128 : 32 };
+#endif
   enum { GROUPS = 256 / GROUP_, SIZE256 = 256 / BLOCK_ * SIZE_ };
   enum { ORDER = GROUP_ == 16 ? NATURAL : BLOCK_ == 32 ? HALVES : PARITY };
 };
@@ -76,13 +81,19 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
 #else
   const Mi all = load_pieces(b, first, second);
 #endif
-#else
-  const u32 all = load<u32>(b + first);
+#else  // of 16 weights
+  const int bit = piece(w[0]).bit;
+  u8 all = load<u8>(b + first);
+  all = bit > to ? all >> (uint8_t)(bit - to) : all << (uint8_t)(to - bit);
+  const bool alone = to == 0 && mask == 255 >> bit;  // the shift has left no others
+  return alone ? all : all & (uint8_t)(mask << to);
 #endif
+#ifdef MM
   auto bit = [&](int l) INLINE_LAMBDA { return piece(w[l / 4]).bit; };
   const u32 right = by_lanes([&](int l) INLINE_LAMBDA { return std::max(bit(l) - to, 0); });
   const u32 left = by_lanes([&](int l) INLINE_LAMBDA { return std::max(to - bit(l), 0); });
   return (u8)((u32)all >> right << left) & (uint8_t)(mask << to);
+#endif
 }
 // Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
 template <int SIZE> INLINE u8 nibbles(Bytes b, Sixteens w) {
@@ -97,6 +108,12 @@ template <int BITS> INLINE u8 stacked(Bytes b, Sixteens w, int to = 0) {
 constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101; }
 // Of blocks that hold the fifth bit of 32 weights in 32 bits
 template <int SIZE> INLINE u8 fifth(Bytes b, Sixteens w) {
+#ifdef NEON
+  const uint8x16_t all = (uint8x16_t)uint32x4_t{load<uint32_t>(b + w[0] / 2 * SIZE)};
+  const uint64x2_t at = {each(w[0] % 2 * 2), each(w[0] % 2 * 2 + 1)};
+  const uint8x16_t mask = (uint8x16_t)vdupq_n_u64(0x8040201008040201);
+  return (u8)vtstq_u8(vqtbl1q_u8(all, (uint8x16_t)at), mask) & 16;
+#else
   uint64_t high = 0;
   for (int p = 0; p < W / 16; p++)
     high |= (uint64_t)load<uint16_t>(b + w[p] / 2 * SIZE + w[p] % 2 * 2) << 16 * p;
@@ -112,6 +129,7 @@ template <int SIZE> INLINE u8 fifth(Bytes b, Sixteens w) {
 #endif
   for (uint64_t &bytes : v) bytes &= 0x8040201008040201;
   return (u8)(load<u8>(v) != 0) & 16;
+#endif
 #endif
 }
 // 8 scales and 8 minima of 6 bits in 12 bytes, four at a time
@@ -132,7 +150,11 @@ struct F16 : Block<32, 64, NO_ZERO> {
 };
 struct BF16 : Block<32, 64, NO_ZERO> {
   INLINE f32 load(Bytes b, int i) {
+#ifdef NEON
+    return (f32)vshll_n_u16(::load<uint16x4_t>(b + 2 * i), 16);
+#else
     return (f32)(__builtin_convertvector(::load<u16_half>(b + 2 * i), u32) << 16);
+#endif
   }
 };
 struct Q4_0 : Block<32, 18, 8> {
@@ -191,10 +213,9 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {  // of
     uint64_t scale[2], minimum[2];
     T::integers(b, scale, minimum);
     const float d = half(b + T::D), d_minimum = T::MINIMUM ? -half(b + T::D + 2) : 0;
-    for (int i = 0; i < T::GROUPS / 8; i++) {
-      store(s + 8 * i, __builtin_convertvector(widen8(scale[i]), f32x8) * d);
-      if constexpr (T::MINIMUM)
-        store(m + 8 * i, __builtin_convertvector(widen8(minimum[i]), f32x8) * d_minimum);
+    EACH (i, T::GROUPS / 8) {
+      scale8(scale[i], d, s + 8 * i);
+      if constexpr (T::MINIMUM) scale8(minimum[i], d_minimum, m + 8 * i);
     }
 #ifdef AVX512
   } else if constexpr (T::SIZE <= 20) {  // four blocks begin within a vector, the others in another
@@ -204,6 +225,18 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {  // of
     const __m512 all = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutex2var_epi16(v, at, w)));
     store(s, _mm512_castps512_ps256(all));
     if (T::MINIMUM) store(m, _mm512_extractf32x8_ps(all, 1));
+#elif defined(NEON)
+  } else if constexpr (T::SIZE <= 20) {  // four blocks begin within 64 bytes
+    auto byte = [](int i) INLINE_LAMBDA { return i % 4 * T::SIZE + i / 4 * 2; };
+    auto two = [=](int i) INLINE_LAMBDA { return byte(i) | (byte(i) + 1) << 8; };
+    auto four = [=](int l) INLINE_LAMBDA { return two(2 * l) | two(2 * l + 1) << 16; };
+    const uint8x16_t at = (uint8x16_t)by_lanes(four);
+    EACH (i, 2) {
+      const uint8x16_t v = vqtbl4q_u8(vld1q_u8_x4(b + i * 4 * T::SIZE), at);
+      const float16x8_t eight = vreinterpretq_f16_u8(v);
+      store(s + 4 * i, vcvt_f32_f16(vget_low_f16(eight)));
+      if (T::MINIMUM) store(m + 4 * i, vcvt_high_f32_f16(eight));
+    }
 #endif
   } else {
     EACH (i, 1 + T::MINIMUM) {
@@ -218,7 +251,7 @@ template <class T> INLINE void read_scales(Bytes b, float *s, float *m) {  // of
   }
 }
 // Of all groups' numbers those of the lanes, whose groups are group(0), group(1), ...
-template <int GROUPS, class F> INLINE f32 spread(const f32x8 *v, F group) {
+template <int GROUPS, class F> INLINE f32 spread(const Narrow *v, F group) {
 #ifdef AVX512
   const Mf all = GROUPS == 16 ? load<Mf>(v) : _mm512_castps256_ps512((__m256)*v);
   return (f32)_mm512_permutexvar_ps((Mi)by_lanes(group), all);
@@ -228,7 +261,7 @@ template <int GROUPS, class F> INLINE f32 spread(const f32x8 *v, F group) {
   if (group(0) != group(VL - 1))
     return (f32)_mm256_permutevar8x32_ps((__m256)v[group(0) / 8], (Mi)lane);
 #endif
-  return splat(((const float *)v)[group(0)]);  // there is one
+  return splat(v[group(0) / NL][group(0) % NL]);  // there is one
 #endif
 }
 // gemv takes SHARE vectors of weights at a time, in whose lanes are the same groups: their products
@@ -246,7 +279,7 @@ template <int ORDER> INLINE void mix([[maybe_unused]] u8 *v) {
 #endif
 }
 // The groups of the lanes of SHARE vectors from the i-th on
-template <class T> INLINE f32 spread_mixed(const f32x8 *v, int i) {
+template <class T> INLINE f32 spread_mixed(const Narrow *v, int i) {
   return spread<T::GROUPS>(v, [&](int lane) INLINE_LAMBDA {
     if (SHARE<T::ORDER> == 4) return T::GROUP == 16 ? lane % 4 * 4 + lane / 4 : lane / 2;
     return Sixteens{i, T::ORDER}[lane / 4] * 16 / T::GROUP;
@@ -290,6 +323,11 @@ template <class T> static void unpack(Bytes w, float *y) {
 }
 // The same as int16, even ones of 32 first, with a scale for each SPAN and the minima
 template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
+#ifdef SDOT  // as signed bytes, in their order
+  read_scales<T>(w, scale, minima);
+  EACH_VECTOR (i, 256 / W)
+    store((uint8_t *)y + W * i, (u8)(T::values(w, {i, NATURAL}) - (uint8_t)T::ZERO));
+#else
   f32x8 factors[2];  // twice an int16
   if constexpr (T::BLOCK == 256) {
     uint64_t integers[2], minimum[2];
@@ -320,4 +358,5 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
 #endif
     y += W;
   }
+#endif
 }

@@ -12,8 +12,14 @@
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
+#endif
+#ifdef __aarch64__
+#include <arm_neon.h>
+#define NEON
+#endif
+#if defined(__AVX2__) || defined(NEON)
 #define EACH_VECTOR EACH
-#else  // of narrow vectors there are too many to unroll
+#else  // of narrow vectors there are too many to unroll, without 32 registers
 #define EACH_VECTOR(i, count) for (int i = 0; i < (count); i++)
 #endif
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"  // without OpenMP
@@ -22,7 +28,11 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
+#ifdef NEON
+#define UNROLL _Pragma("GCC unroll 16")
+#else
 #define UNROLL _Pragma("GCC unroll 12")
+#endif
 #define UNROLL_4 _Pragma("GCC unroll 4")
 #pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -30,6 +40,11 @@
 #define EACH(i, count) UNROLL for (int i = 0; i < (count); i++)
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
+#if defined(NEON) && !defined(__clang__)  // GCC would load earlier, and more than registers hold
+#define LOAD_LATER asm volatile("" : : : "memory")
+#else
+#define LOAD_LATER
+#endif
 
 // VL: 32-bit lanes of a vector; MM(add_ps): the intrinsic
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -53,6 +68,12 @@ constexpr int VL = 4;
 #define VNNI(name) _mm512_##name##_epi32
 #elif defined(AVX2) && defined(__AVXVNNI__)
 #define VNNI(name) _mm256_##name##_avx_epi32
+#endif
+#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define SDOT
+#endif
+#if defined(VNNI) || defined(SDOT)
+#define BYTES  // activations of 16 bits are two bytes, four of which an instruction multiplies
 #endif
 #define VECTOR(bytes) __attribute__((vector_size(bytes)))
 typedef const uint8_t *Bytes;
@@ -78,8 +99,10 @@ template <class V, int WORDS = 1> INLINE V splat(const void *p) {  // one after 
   return WORDS == 2 ? (V)(load<uint64_t>(p) - u64{}) : (V)(load<uint32_t>(p) - u32{});
 }
 template <bool SHARED> INLINE f32 keep(f32 v) {  // a register; GCC would load it for each use
-#ifdef MM
+#if defined(MM)
   if (SHARED) asm("" : "+v"(v));
+#elif defined(NEON)
+  if (SHARED) asm("" : "+w"(v));
 #endif
   return v;
 }
@@ -87,7 +110,13 @@ INLINE f32 splat(float f) { return f - f32{}; }
 INLINE f32 to_f32(i32 v) { return __builtin_convertvector(v, f32); }
 INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
 using Narrow = std::conditional_t<VL == 16, f32x8, f32>;  // of at most 8 lanes
+constexpr int NL = sizeof(Narrow) / 4;
+typedef int32_t Mask VECTOR(4 * NL);  // of Narrow
+#ifdef NEON
+INLINE float sum(f32x4 v) { return vaddvq_f32((float32x4_t)v); }  // in the same order
+#else
 INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
+#endif
 #ifdef AVX512
 INLINE f32 with_zeros(f32x8 v) { return (f32)_mm512_zextps256_ps512((__m256)v); }
 INLINE f32x8 halves(f32 v) {  // added
@@ -108,6 +137,15 @@ INLINE f32x8 sums(const f32 *v) {  // of each of eight
   const __m256 a = add(two(0), two(2)), b = add(two(4), two(6));
   return (f32x8)_mm256_permute2f128_ps(a, b, 0x20) + (f32x8)_mm256_permute2f128_ps(a, b, 0x31);
 }
+#elif defined(NEON)
+INLINE f32x8 sums(const f32 *v) {
+  auto add = [](auto a, auto b)
+                 INLINE_LAMBDA { return vpaddq_f32((float32x4_t)a, (float32x4_t)b); };
+  auto four = [&](int i)
+                  INLINE_LAMBDA { return add(add(v[i], v[i + 1]), add(v[i + 2], v[i + 3])); };
+  const float32x4_t eight[2] = {four(0), four(4)};
+  return load<f32x8>(eight);
+}
 #else
 INLINE f32x8 sums(const f32 *v) {
   f32x8 r;
@@ -123,7 +161,11 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
   return (i32)VNNI(dpwssd)((Mi)total, (Mi)a, (Mi)b);
 #elif defined(MM)
   return total + (i32)MM(madd_epi16)((Mi)a, (Mi)b);
-#else  // other pairs: a number and the one half a vector away
+#elif defined(NEON)  // other pairs, as below
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  const int32x4_t low = vmlal_s16((int32x4_t)total, vget_low_s16(x), vget_low_s16(y));
+  return (i32)vmlal_high_s16(low, x, y);
+#else                // other pairs: a number and the one half a vector away
   auto part = [](const i16 &v, int at) INLINE_LAMBDA {
     return __builtin_convertvector(load<i16_half>((Bytes)&v + at), i32);
   };
@@ -131,11 +173,30 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
 #endif
 }
 
+#ifdef BYTES
+// The 4i-th to the 4i+3-rd product are added to the i-th total. VNNI: w is unsigned; NEON: signed
+INLINE i32 dot(i32 total, u8 w, const void *x) {
+#ifdef VNNI
+  return (i32)VNNI(dpbusd)((Mi)total, (Mi)w, load<Mi>(x));
+#else
+  return (i32)vdotq_s32((int32x4_t)total, (int8x16_t)w, load<int8x16_t>(x));
+#endif
+}
+#endif
+#ifdef SDOT  // with the same four bytes of w for all; GCC would copy the total of the intrinsic
+template <int LANE> INLINE void dot_lane(i32 &total, u8 x, u8 w) {
+  asm volatile("sdot %0.4s, %1.16b, %2.4b[%c3]" : "+w"(total) : "w"(x), "w"(w), "i"(LANE));
+}
+#endif
+
 INLINE i32 widen(const void *p) {  // VL bytes -> int32
 #if defined(AVX512)
   return (i32)_mm512_cvtepu8_epi32(load<__m128i>(p));
 #elif defined(AVX2)
   return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#elif defined(NEON)
+  const uint8x8_t v = vreinterpret_u8_u32(vdup_n_u32(load<uint32_t>(p)));
+  return (i32)vmovl_u16(vget_low_u16(vmovl_u8(v)));
 #else
   typedef uint8_t Part VECTOR(VL);
   return __builtin_convertvector(load<Part>(p), i32);
@@ -149,11 +210,22 @@ INLINE i32x8 widen8(const uint64_t &bytes) {  // 8 signed bytes; GCC would do it
   return __builtin_convertvector(load<i8x8>(&bytes), i32x8);
 #endif
 }
+INLINE void scale8(const uint64_t &bytes, float scale, float *to) {  // 8 signed bytes
+#ifdef NEON
+  const int16x8_t v = vmovl_s8(vcreate_s8(bytes));
+  store(to, to_f32((i32)vmovl_s16(vget_low_s16(v))) * scale);
+  store(to + 4, to_f32((i32)vmovl_high_s16(v)) * scale);
+#else
+  store(to, __builtin_convertvector(widen8(bytes), f32x8) * scale);
+#endif
+}
 
 enum float16 : uint16_t {};  // its bits
 INLINE float half(const void *p) {
 #ifdef MM
   return _cvtsh_ss(load<uint16_t>(p));
+#elif defined(NEON)
+  return load<__fp16>(p);
 #else
   const uint32_t v = load<uint16_t>(p), bits = (v & 0x7fff) << 13;  // exponent: 112 too low
   const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f : bits << 9 ? NAN : INFINITY;
@@ -165,6 +237,8 @@ INLINE f32 load_f32(const float *p) { return load<f32>(p); }
 INLINE f32 load_f32(const float16 *p) {
 #ifdef MM
   return (f32)MM(cvtph_ps)(load<Mhalf>(p));
+#elif defined(NEON)
+  return (f32)vcvt_f32_f16(load<float16x4_t>(p));
 #else
   f32 v;
   for (int i = 0; i < VL; i++) v[i] = half(p + i);
@@ -175,6 +249,8 @@ INLINE void store_f32(float *p, f32 v) { store(p, v); }
 INLINE void store_f32(float16 *p, f32 v) {
 #ifdef MM
   store(p, MM(cvtps_ph)((Mf)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(NEON)
+  store(p, vcvt_f16_f32((float32x4_t)v));
 #else
   for (int i = 0; i < VL; i++) {
     float f = v[i], shifted = std::fabs(f) + .5f;  // to where a unit is the smallest float16
