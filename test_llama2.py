@@ -65,6 +65,12 @@ def table(text):
     return [row.split(" | ") for row in text.strip().splitlines()]
 
 
+def raises(said, function, *arguments, **options):
+    """This call ends in a ValueError that says so."""
+    with pytest.raises(ValueError, match=said):
+        function(*arguments, **options)
+
+
 def needs(*names):
     """Skips tests of what llama2.py does not have: its part IV may be deleted."""
     missing = [name for name in names if not hasattr(llama2, name)]
@@ -563,8 +569,7 @@ REFUSED_CONFIGS = """
 
 @pytest.mark.parametrize("change, message", table(REFUSED_CONFIGS))
 def test_config_refuses(change, message):
-    with pytest.raises(ValueError, match=message):
-        llama2.Config(**SHAPE | json.loads(change))
+    raises(message, llama2.Config, **SHAPE | json.loads(change))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -616,35 +621,27 @@ def test_cache_errors_name_both_numbers(model):
     """Nothing is stored and the position stays when tokens do not fit."""
     cache = llama2.Cache(CONFIG, max_seq_len=8)
     model(TOKENS[:1, :6], cache)
-    with pytest.raises(ValueError, match=r"8.*6.*3"):
-        model(TOKENS[:1, :3], cache)
+    raises(r"8.*6.*3", model, TOKENS[:1, :3], cache)
     assert cache.pos == 6
     model(TOKENS[:1, :2], cache)
-    with pytest.raises(ValueError, match="8 are stored"):
-        model(TOKENS[:1, :1], cache)
-    with pytest.raises(ValueError, match=r"9.*8"):
-        cache.truncate(9)
-    with pytest.raises(ValueError, match="-1"):
-        cache.truncate(-1)
+    raises("8 are stored", model, TOKENS[:1, :1], cache)
+    raises(r"9.*8", cache.truncate, 9)
+    raises("-1", cache.truncate, -1)
     cache.reset()
     assert cache.pos == 0
     cache.pos = -1
-    with pytest.raises(ValueError, match="position is -1"):
-        model(TOKENS[:1, :1], cache)
+    raises("position is -1", model, TOKENS[:1, :1], cache)
 
 
 def test_cache_for_another_batch_is_refused(model):
     cache = llama2.Cache(CONFIG, batch_size=3)
-    with pytest.raises(ValueError, match=r"cache is \(2, 3, .* must be \(2, 2, "):
-        model(TOKENS[:2, :4], cache)
-    with pytest.raises(ValueError, match="on meta; it must be .* on cpu"):
-        model(TOKENS[:1, :4], llama2.Cache(CONFIG, device="meta"))
-    with pytest.raises(ValueError, match=r"\(1, 0\)"):
-        model(TOKENS[:1, :0])
-    with pytest.raises(ValueError, match="at least 1"):
-        llama2.Cache(CONFIG, batch_size=0)
-    with pytest.raises(ValueError, match="at least 1"):
-        llama2.Cache(CONFIG, max_seq_len=0)
+    raises(r"cache is \(2, 3, .* must be \(2, 2, ", model, TOKENS[:2, :4], cache)
+    raises(
+        "on meta; it must be .* on cpu", model, TOKENS[:1, :4], llama2.Cache(CONFIG, device="meta")
+    )
+    raises(r"\(1, 0\)", model, TOKENS[:1, :0])
+    raises("at least 1", llama2.Cache, CONFIG, batch_size=0)
+    raises("at least 1", llama2.Cache, CONFIG, max_seq_len=0)
 
 
 def test_cache_is_allocated_once_to_the_length_asked_for():
@@ -891,8 +888,7 @@ def test_every_type_gives_the_logits_of_dequantised_weights(tmp_path, monkeypatc
 @pytest.mark.parametrize("shape", [(2, 18, 1), (2, 17), (2, 19), (2, 18)])
 def test_blocks_of_another_size_are_refused(shape):
     dtype = torch.float32 if shape == (2, 18) else torch.uint8
-    with pytest.raises(ValueError, match="needs uint8"):
-        llama2.QuantizedLinear(torch.zeros(shape, dtype=dtype), "Q4_0")
+    raises("needs uint8", llama2.QuantizedLinear, torch.zeros(shape, dtype=dtype), "Q4_0")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -916,8 +912,7 @@ def test_types_that_hold_no_weights_are_refused(write_tiny, ggml_type):
     elements, size = gguf.GGML_QUANT_SIZES[GGMLType[ggml_type]]
     blocks = np.zeros((320, 64 // elements * size), np.uint8)
     path = write_tiny(None, {"output.weight": (blocks, GGMLType[ggml_type])})
-    with pytest.raises(ValueError, match=rf"x\.gguf: lm_head.weight: .*{ggml_type}"):
-        llama2.load(path)
+    raises(rf"x\.gguf: lm_head.weight: .*{ggml_type}", llama2.load, path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -999,11 +994,9 @@ def test_split_files(tmp_path, keys, tensors, model):
     paths = sorted(tmp_path.glob("x-*.gguf"))
     assert len(paths) == 3
     assert_close(logits_of(paths[0]), model(ROWS), 1e-6)
-    with pytest.raises(ValueError, match="00001-of-00003"):
-        llama2.open_checkpoint(paths[1])
+    raises("00001-of-00003", llama2.open_checkpoint, paths[1])
     shutil.copy(paths[0], paths[1])
-    with pytest.raises(ValueError, match="tensors are missing"):
-        llama2.open_checkpoint(paths[0])
+    raises("tensors are missing", llama2.open_checkpoint, paths[0])
     paths[2].unlink()
     with pytest.raises(FileNotFoundError, match="00003-of-00003"):
         llama2.open_checkpoint(paths[0])
@@ -1024,8 +1017,7 @@ tokenizer.ggml.scores | [0.0] | scores
 @pytest.mark.parametrize("key, value, message", table(REFUSED_KEYS))
 def test_keys_that_are_refused(write_tiny, key, value, message):
     """Silently ignored, each of them would give a model that writes something else."""
-    with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
-        llama2.load(write_tiny({key: json.loads(value)}))
+    raises(rf"x\.gguf.*{message}", llama2.load, write_tiny({key: json.loads(value)}))
 
 
 REFUSED_TENSORS = r"""
@@ -1042,8 +1034,7 @@ def test_tensors_that_are_refused(write_tiny, name, shape, message):
     """Biases, other shapes: unknown or missing tensors are named."""
     shape = json.loads(shape)
     odd = np.ones(shape, np.float32) if shape else (None, None)
-    with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
-        llama2.open_checkpoint(write_tiny(None, {name: odd}))
+    raises(rf"x\.gguf.*{message}", llama2.open_checkpoint, write_tiny(None, {name: odd}))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1081,8 +1072,7 @@ def test_what_cannot_be_run_is_refused_by_name(forms, tmp_path, change, message)
     shutil.copytree(forms[0] / "hf", tmp_path, dirs_exist_ok=True)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(change)))
-    with pytest.raises(ValueError, match=message):
-        llama2.open_checkpoint(tmp_path)
+    raises(message, llama2.open_checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "model.safetensors", "config.json"])
@@ -1095,8 +1085,7 @@ def test_missing_files_are_named(forms, tmp_path, name):
 
 
 def test_one_file_of_a_directory_is_no_model(forms):
-    with pytest.raises(ValueError, match="directory"):
-        llama2.open_checkpoint(forms[0] / "hf" / "model.safetensors")
+    raises("directory", llama2.open_checkpoint, forms[0] / "hf" / "model.safetensors")
 
 
 def test_vocabulary_smaller_than_the_embedding(tmp_path, vocabulary):
@@ -1110,8 +1099,7 @@ def test_vocabulary_smaller_than_the_embedding(tmp_path, vocabulary):
     model, _ = llama2.load(tmp_path / "322")
     ids, _ = generated(model, [1, 5, 6], max_new_tokens=40, stop_ids=())
     assert len(ids) == 40 and max(ids) < 320
-    with pytest.raises(ValueError, match=r"320.*319"):
-        llama2.load(tmp_path / "319")
+    raises(r"320.*319", llama2.load, tmp_path / "319")
 
 
 def test_models_that_cannot_fit_are_refused_before_they_are_loaded(write_tiny, cli):
@@ -1233,10 +1221,8 @@ def test_tokenizer_takes_ids_of_any_kind_and_names_wrong_ones(rebuilt):
     assert rebuilt.decode(np.array(ids)) == "the fox"
     assert "\ufffd" in rebuilt.decode(rebuilt.encode("a\ud800b"))  # as in argv with broken bytes
     for bad in (320, -1):
-        with pytest.raises(ValueError, match=f"{bad}.*319"):
-            rebuilt.decode([5, bad])
-        with pytest.raises(ValueError, match=f"{bad}.*319"):
-            streamed(rebuilt, [5, bad])
+        raises(f"{bad}.*319", rebuilt.decode, [5, bad])
+        raises(f"{bad}.*319", streamed, rebuilt, [5, bad])
 
 
 def test_unknown_piece_of_another_type(tmp_path, keys, rebuilt):
@@ -1437,8 +1423,7 @@ def test_generation_ends_with_the_context(model):
     ids, generation = generated(model, prompt + prompt[:24], max_new_tokens=5)
     assert ids == []
     assert generation.stop_reason == "context full"
-    with pytest.raises(ValueError, match=r"65.*64"):
-        llama2.generate(model, prompt + prompt[:25])
+    raises(r"65.*64", llama2.generate, model, prompt + prompt[:25])
 
 
 def test_generate_continues_a_cache(model):
@@ -1454,8 +1439,7 @@ def test_generate_continues_a_cache(model):
         assert list(second) == expected
     assert second.prompt_tokens == 3  # the last of the first is not in the cache, either
     assert lengths == [3, 1, 1, 1, 1]
-    with pytest.raises(ValueError, match=r"31.*30"):
-        llama2.generate(model, [5] * 31, cache=cache)
+    raises(r"31.*30", llama2.generate, model, [5] * 31, cache=cache)
 
 
 def test_generations_that_take_turns_on_one_cache_are_both_right(model):
@@ -1487,8 +1471,7 @@ def test_prompts_that_are_refused(model, prompt, message):
 
 
 def test_arguments_that_are_refused(model):
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        llama2.generate(model, [1], max_new_tokens=-1)
+    raises("max_new_tokens", llama2.generate, model, [1], max_new_tokens=-1)
     with pytest.raises(AttributeError, match="seed"):
         llama2.generate(model, [1, 5], 20)
     with pytest.raises(TypeError, match="vocab_size"):  # which is the model's

@@ -17,7 +17,7 @@ import jinja2
 import pytest
 
 import llama2
-from test_llama2 import added_tokens_decoder, dialogue, write_files
+from test_llama2 import added_tokens_decoder, dialogue, raises, write_files
 
 pytest.importorskip("tokenizers")
 
@@ -305,8 +305,14 @@ def test_names_of_which_a_template_could_make_a_control_token(bare, name):
     named = [json.loads(text.replace('"X"', json.dumps(name))) for text in NAMES.split("|")]
     tools = [{"type": "function", "function": {"name": name}}]
     for messages, variables in (*((m, {}) for m in named), (dialogue("u:hi"), {"tools": tools})):
-        with pytest.raises(ValueError, match="role or name|messages with a role"):
-            llama2.encode_chat(bare, messages, "zephyr", **variables)
+        raises(
+            "role or name|messages with a role",
+            llama2.encode_chat,
+            bare,
+            messages,
+            "zephyr",
+            **variables,
+        )
     for role in (*llama2.ROLES, "critic-2.b_"):
         assert llama2.encode_chat(bare, [{"role": role, "content": "x"}], "zephyr")
 
@@ -375,8 +381,7 @@ def test_templates_of_a_folder(tmp_path, template):
     (path / "additional_chat_templates").mkdir()
     write_files(path, {"additional_chat_templates/tool_use.jinja": "t"})
     assert load(path).chat_template == "{% if tools +%}t{%+ else +%}of its own{%+ endif %}"
-    with pytest.raises(ValueError, match="chat_template is 5; expected str"):
-        load(folder(tmp_path / "wrong", 5))
+    raises("chat_template is 5; expected str", load, folder(tmp_path / "wrong", 5))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -410,8 +415,13 @@ def test_old_jinja_is_refused(bare, monkeypatch, version):
     monkeypatch.setattr(jinja2, "__version__", version)
     template = f"{{# {version} #}}fine"  # which is not compiled yet
     if version == "3.1.5":
-        with pytest.raises(ValueError, match=r"3\.1\.6 or newer: .*pip install --upgrade jinja2"):
-            written(bare, dialogue("u:hi"), template)
+        raises(
+            r"3\.1\.6 or newer: .*pip install --upgrade jinja2",
+            written,
+            bare,
+            dialogue("u:hi"),
+            template,
+        )
     else:
         assert written(bare, dialogue("u:hi"), template) == "fine"
 

@@ -22,6 +22,7 @@ from test_llama2 import (
     assert_close,
     make_model,
     make_weights,
+    raises,
     safetensors,
     write_files,
 )
@@ -94,8 +95,7 @@ def test_fields_that_are_followed_or_ignored(write_model, change):
 @pytest.mark.parametrize("name", REFUSED)
 def test_fields_that_are_refused(write_model, name):
     path = write_model({name: REFUSED[name]})
-    with pytest.raises(ValueError, match=f"config.json: {name} is"):
-        llama2.open_checkpoint(path)
+    raises(f"config.json: {name} is", llama2.open_checkpoint, path)
 
 
 ROPES = """\
@@ -211,8 +211,7 @@ def test_keys(write_tiny, model, key):
     path, verdict = write_tiny({key: KEYS[key]}), VERDICTS[key]
     if verdict == "refused" or key.endswith("key_length"):  # the weights then do not fit
         said = key if verdict == "refused" else r"blk.0.attn_\w+.weight is"
-        with pytest.raises(ValueError, match=f"x.gguf: {said}"):
-            llama2.open_checkpoint(path)
+        raises(f"x.gguf: {said}", llama2.open_checkpoint, path)
         return
     ours, _ = llama2.load(path)
     same = torch.allclose(ours(TOKENS), model(TOKENS))
@@ -230,16 +229,18 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"ab" * 3
 def test_pointers_of_git_lfs(write_model, name):
     """What a clone without git-lfs has in the places of large files."""
     path = write_files(write_model({}), {name: POINTER})
-    with pytest.raises(ValueError, match=rf"{name}: a pointer of git-lfs.*git lfs pull"):
-        llama2.open_checkpoint(path / name if name == "x.gguf" else path)
+    raises(
+        rf"{name}: a pointer of git-lfs.*git lfs pull",
+        llama2.open_checkpoint,
+        path / name if name == "x.gguf" else path,
+    )
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b.ggmlv3.q4_0.bin", "stories15M.bin"])
 def test_formats_before_gguf(tmp_path, name):
     """They are no file of a directory."""
     path = write_files(tmp_path, {name: b"tjgg" + bytes(28)}) / name
-    with pytest.raises(ValueError, match=rf"{name}: starts with b'tjgg'.* GGML .* llama2\.c"):
-        llama2.open_checkpoint(path)
+    raises(rf"{name}: starts with b'tjgg'.* GGML .* llama2\.c", llama2.open_checkpoint, path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "x.gguf"])
@@ -248,8 +249,11 @@ def test_downloads_that_ended_early(write_model, model_path, name):
     folder = write_files(write_model({}), {"x.gguf": model_path.read_bytes()})
     size = (folder / name).stat().st_size - 1000
     os.truncate(folder / name, size)
-    with pytest.raises(ValueError, match=rf"{name}: .*ends at byte \d+, the file at {size}: trunc"):
-        llama2.open_checkpoint(folder / name if name == "x.gguf" else folder)
+    raises(
+        rf"{name}: .*ends at byte \d+, the file at {size}: trunc",
+        llama2.open_checkpoint,
+        folder / name if name == "x.gguf" else folder,
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,5 +266,4 @@ def test_types_that_are_removed_or_unknown(tmp_path, model_path, number, said):
     data[data.index(name.encode()) + len(name) + 4 + 2 * 8] = number
     path = tmp_path / "x.gguf"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"x\.gguf: {name}: .*{said}"):
-        llama2.open_checkpoint(path)
+    raises(rf"x\.gguf: {name}: .*{said}", llama2.open_checkpoint, path)

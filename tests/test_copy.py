@@ -18,6 +18,7 @@ from test_llama2 import (
     assert_close,
     make_hf,
     quantised,
+    raises,
     table,
 )
 
@@ -42,14 +43,12 @@ WRONG = """
 
 @pytest.mark.parametrize("options, said", table(WRONG))
 def test_wrong_options_of_load(small, options, said):
-    with pytest.raises(ValueError, match=rf"\A.*{said}.*\Z"):  # one line
-        llama2.load(small, **json.loads(options))
+    raises(rf"\A.*{said}.*\Z", llama2.load, small, **json.loads(options))  # one line
 
 
 def test_calls_with_what_is_no_tensor_of_ids(model):
     for odd in ("text", [1, 2], TOKENS[0], TOKENS.float()):
-        with pytest.raises(ValueError, match="tokens"):
-            model(odd)
+        raises("tokens", model, odd)
 
 
 NONSENSE = r"""

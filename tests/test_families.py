@@ -26,6 +26,7 @@ from test_llama2 import (
     dialogue,
     hf_state,
     make_weights,
+    raises,
     safetensors,
     write_files,
 )
@@ -120,12 +121,10 @@ def test_families_that_are_refused(tmp_path, write_tiny, name):
     """By what their config.json says, and by a key or a tensor of their GGUF files."""
     family = REFUSED[name]
     write_files(tmp_path, {"config.json": family["config"], "model.safetensors": b""})
-    with pytest.raises(ValueError, match=f"config.json: {family['key']} is"):
-        llama2.open_checkpoint(tmp_path)
+    raises(f"config.json: {family['key']} is", llama2.open_checkpoint, tmp_path)
     for key, value in family["gguf"].items():
         biases = {key: np.zeros(64, "f4")} if key.startswith("blk.") else {}
-        with pytest.raises(ValueError, match=f"x.gguf: .*{key}"):
-            llama2.open_checkpoint(write_tiny({key: value}, biases))
+        raises(f"x.gguf: .*{key}", llama2.open_checkpoint, write_tiny({key: value}, biases))
 
 
 def test_the_table_is_what_was_tried():

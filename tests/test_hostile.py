@@ -15,7 +15,7 @@ import pytest
 from save import save_gguf
 
 import llama2
-from test_llama2 import table, write_files
+from test_llama2 import raises, table, write_files
 
 # --------------------------------------------------------------------------------------------------
 # What must come of each file
@@ -160,6 +160,7 @@ def test_numbers_beyond_f16(write_tiny, tmp_path, tensors):
     """Weights that would become infinite are refused, and the target is not touched."""
     path = write_tiny(None, {"output.weight": tensors["output.weight"] * 1e6})
     for ggml_type in ("F16", "Q4_0"):
-        with pytest.raises(ValueError, match="output.weight"):
-            save_gguf(llama2.open_checkpoint(path), tmp_path / "b.gguf", ggml_type)
+        raises(
+            "output.weight", save_gguf, llama2.open_checkpoint(path), tmp_path / "b.gguf", ggml_type
+        )
     assert os.listdir(tmp_path) == ["x.gguf"]

@@ -16,7 +16,7 @@ from test_vocabularies import marked
 
 import llama2
 from test_llama2 import CONFIG as TINY
-from test_llama2 import make_weights, random_texts, write_files, write_hf
+from test_llama2 import make_weights, raises, random_texts, write_files, write_hf
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -206,8 +206,7 @@ def test_tokenizer_json_is_run_as_it_says(tmp_path, change):
         assert ours.encode(text, bos=False) == ids, text
     text = "the <|eot_id|>\n  the <|eom_id|> "  # which a chat template wrote
     assert marked(ours, text) == theirs.encode(text, add_special_tokens=False).ids
-    with pytest.raises(ValueError, match=said):
-        vocabulary_keys(ours.vocabulary, SIZE)
+    raises(said, vocabulary_keys, ours.vocabulary, SIZE)
 
 
 def test_stream_and_decode_agree():
@@ -277,8 +276,7 @@ def test_ids_of_config_json_that_are_words(tmp_path):
     ],
 )
 def test_hostile_keys(key, value, said):
-    with pytest.raises(ValueError, match=said):
-        from_keys(**{key: value})
+    raises(said, from_keys, **{key: value})
 
 
 def test_control_tokens_that_are_words():

@@ -11,7 +11,7 @@ peft = pytest.importorskip("peft")
 import lora
 
 import llama2
-from test_llama2 import TALE, make_hf
+from test_llama2 import TALE, make_hf, raises
 
 IDS = torch.tensor([[1, *range(300, 340)]])
 pytestmark = pytest.mark.usefixtures("bundled")
@@ -71,8 +71,7 @@ def test_what_does_not_fit(tmp_path):
 
     def refused(said, layers=9):
         model = llama2.Llama(llama2.Config(64, 128, layers, 4, 4, 512))
-        with pytest.raises(ValueError, match=said):
-            lora.load_adapter(model, tmp_path)
+        raises(said, lora.load_adapter, model, tmp_path)
 
     refused("which does not fit")
     refused(r"layers\.1\..* has no place", layers=1)

@@ -9,7 +9,7 @@ import torch
 from test_config import LLAMA_3, write_model  # noqa: F401 (a fixture)
 
 import llama2
-from test_llama2 import quantised
+from test_llama2 import quantised, raises
 
 
 def test_windows_has_neither_proc_nor_resource(cli, monkeypatch):
@@ -31,8 +31,7 @@ def test_quantised_files_prefer_the_cpu_to_mps(tmp_path, monkeypatch, cli_path):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     path, _ = quantised(tmp_path / "x.gguf", "Q8_0")
     assert llama2.load(path, "auto")[0].norm.weight.device.type == "cpu"
-    with pytest.raises(ValueError, match="mps"):  # which this torch does not have
-        llama2.load(cli_path, "auto")
+    raises("mps", llama2.load, cli_path, "auto")  # which this torch does not have
 
 
 def computed(paths, tokens):

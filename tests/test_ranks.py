@@ -16,7 +16,16 @@ import ranks
 from torch import distributed
 
 import llama2
-from test_llama2 import CONFIG, FORMS, PROMPT, SCRIPT, TOKENS, assert_close, quantised
+from test_llama2 import (
+    CONFIG,
+    FORMS,
+    PROMPT,
+    SCRIPT,
+    TOKENS,
+    assert_close,
+    quantised,
+    raises,
+)
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="never tried there")
 RANKS = 2
@@ -113,8 +122,9 @@ def test_every_rank_reports_its_own_error(monkeypatch, capsys):
 def test_shares_that_are_refused(forms):
     """More ranks than heads; a share that ends within a block of 256."""
     checkpoint = llama2.open_checkpoint(forms[0] / "hf")
-    with pytest.raises(ValueError, match=r"8 ranks for 4 key/value heads; expected \[1, 2, 4\]"):
-        ranks.rank_share(checkpoint, 0, 8)
+    raises(
+        r"8 ranks for 4 key/value heads; expected \[1, 2, 4\]", ranks.rank_share, checkpoint, 0, 8
+    )
     for expected in (
         r"layers.0.mlp.down_proj.weight \(Q4_K\): 160 cannot be divided by 2 ranks into units of 256",
         r"layers.0.self_attn.o_proj.weight \(Q4_K\): 128 cannot be divided by 2 ranks into units of 32",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import GREEDY, scripted, table
+from test_llama2 import GREEDY, raises, scripted, table
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
 SEEN = [1, 2, 2, 6]  # ids before LOGITS
@@ -79,8 +79,7 @@ def test_temperature_zero_is_greedy_and_tiny_ones_nearly():
 def test_logits_that_are_not_finite_are_told(sampling, bad):
     logits = LOGITS.clone()
     logits[3] = bad
-    with pytest.raises(ValueError, match=f"largest logit is {bad}"):
-        llama2.sample(logits, sampling, SEEN)
+    raises(f"largest logit is {bad}", llama2.sample, logits, sampling, SEEN)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,8 +144,7 @@ REFUSED = json.loads("""{"temperature": [-1.0, NaN, Infinity, "hot"], "top_k": [
 @pytest.mark.parametrize("name", REFUSED)
 def test_sampling_refuses(name):
     for value in REFUSED[name]:
-        with pytest.raises(ValueError, match=name):
-            llama2.Sampling(**{name: value})
+        raises(name, llama2.Sampling, **{name: value})
 
 
 def test_global_state_is_left_alone(model):

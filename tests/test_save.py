@@ -32,6 +32,7 @@ from test_llama2 import (
     make_model,
     make_weights,
     quantised,
+    raises,
     write_files,
     write_hf,
 )
@@ -178,8 +179,9 @@ def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, name, module, 
     """Silently dropped, each of them would give a file of another model."""
     model, tokenizer = llama2.load(model_path, trainable=True)
     model.set_submodule(name, module)
-    with pytest.raises(ValueError, match=f"a file cannot hold.*{said}"):
-        save_gguf(model, tmp_path / "out.gguf", tokenizer=tokenizer)
+    raises(
+        f"a file cannot hold.*{said}", save_gguf, model, tmp_path / "out.gguf", tokenizer=tokenizer
+    )
     assert not os.listdir(tmp_path)
 
 
@@ -187,8 +189,7 @@ def test_more_pieces_than_rows_are_refused(tmp_path, tokenizer):
     """load() would refuse such a file."""
     model = make_model(llama2.Config(**SHAPE | {"vocab_size": 300}))
     for words, said in ((tokenizer, "320 pieces, the model 300 rows"), (None, "its tokenizer")):
-        with pytest.raises(ValueError, match=said):
-            save_gguf(model, tmp_path / "out.gguf", tokenizer=words)
+        raises(said, save_gguf, model, tmp_path / "out.gguf", tokenizer=words)
     assert not os.listdir(tmp_path)
 
 
@@ -329,6 +330,5 @@ def test_the_old_model_or_the_new_one_is_whole(small, model_path, tmp_path, writ
 def test_folders_with_other_files_are_not_replaced(small, tmp_path):
     out = write_files(tmp_path / "out", {"config.json": {}, "notes.txt": "mine"})
     for overwrite, said in ((False, "is not empty; .*--force"), (True, r"has notes\.txt")):
-        with pytest.raises(ValueError, match=said):
-            save_folder(llama2.open_checkpoint(small), out, overwrite=overwrite)
+        raises(said, save_folder, llama2.open_checkpoint(small), out, overwrite=overwrite)
     assert sorted(os.listdir(out)) == ["config.json", "notes.txt"]

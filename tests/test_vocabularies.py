@@ -8,7 +8,14 @@ import sentencepiece
 from save import vocabulary_keys
 
 import llama2
-from test_llama2 import TALE, added_tokens_decoder, random_texts, some_pieces, write_files
+from test_llama2 import (
+    TALE,
+    added_tokens_decoder,
+    raises,
+    random_texts,
+    some_pieces,
+    write_files,
+)
 
 SIZE = 300
 PIECES = ["\u2581", *"abcdefgh", "ab", "\u2581a", "\u2581ab"]
@@ -109,14 +116,16 @@ def test_other_models(tmp_path, options):
     ours = llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
     for text in random_texts([*WORDS, "\ufb01", "\u2460"], 100):
         assert ours.encode(text, bos=False) == sp.encode(text)
-    with pytest.raises(ValueError, match="GGUF can only hold a tokenizer.model of BPE"):
-        saved(ours, 330)
+    raises("GGUF can only hold a tokenizer.model of BPE", saved, ours, 330)
 
 
 def test_words_with_a_space_behind_are_refused(tmp_path):
     trained(tmp_path, treat_whitespace_as_suffix=True)
-    with pytest.raises(ValueError, match="'a' with spaces is 'a\u2581'; expected a or \u2581a"):
-        llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
+    raises(
+        "'a' with spaces is 'a\u2581'; expected a or \u2581a",
+        llama2.Tokenizer.from_file,
+        tmp_path / "tokenizer.model",
+    )
 
 
 DAMAGED = {
@@ -128,8 +137,7 @@ DAMAGED = {
 @pytest.mark.parametrize("said", DAMAGED)
 def test_damaged_tokenizer_model(tmp_path, said, capfd):
     write_files(tmp_path, {"tokenizer.model": DAMAGED[said]})
-    with pytest.raises(ValueError, match=f"tokenizer.model: {said}"):
-        llama2.read_vocabulary(tmp_path, CONFIG)
+    raises(f"tokenizer.model: {said}", llama2.read_vocabulary, tmp_path, CONFIG)
     assert capfd.readouterr().err == ""
 
 
