@@ -861,10 +861,11 @@ class Vocabulary:
     add_bos: bool = True  # whether encode() begins with BOS
     # Where a space is added, which SentencePiece's words begin with (a tokenizer.json does it itself):
     #   "never"    nowhere
-    #   "first"    at the start of a text
-    #   "always"   there and after each special token, unless a space follows
-    #   "prepend"  there and after each special token, even if a space follows (Meta, llama.cpp)
-    prepend_scheme: str = "first"
+    #   "start"    at the start of a text
+    #   "prepend"  there and after each special token (Meta, llama.cpp)
+    #   "first"    as "start", unless a space follows
+    #   "always"   as "prepend", unless a space follows
+    prepend_scheme: str = "start"
     chat_template: str = ""  # in Jinja; "": the model's files have none
     special_tokens: dict[str, str] = field(default_factory=dict)  # for templates: pad_token -> text
 
@@ -953,8 +954,9 @@ class Tokenizer:
                     ids += self.engine_no_prefix.encode(character)
                 first = False
             elif segment:
-                adds_space = first and not (scheme == "always" and segment[0] == " ")
-                ids += (self.engine if adds_space else self.engine_no_prefix).encode(segment)
+                if scheme in ("first", "always") and segment[0] in " \u2581":
+                    first = False
+                ids += (self.engine if first else self.engine_no_prefix).encode(segment)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -1015,6 +1017,8 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
         vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
         # tokenizers numbers the added tokens that are not in here by itself.
         model["vocab"] = vocab | {t["content"]: t["id"] for t in added}
+        if model.get("unk_token") in marks:
+            model["unk_token"] = marks[model["unk_token"]]
         # A merge is a text like "a b", or a pair. None may give the text of a control token.
         model["merges"] = [
             merge
@@ -2586,7 +2590,7 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
         scheme = file.prepend_scheme
         is_legacy = is_json or get_typed(settings, "legacy", bool, True)
         if not is_legacy and scheme != "never":
-            scheme = "first" if settings.get("add_prefix_space", True) else "never"
+            scheme = "start" if settings.get("add_prefix_space", True) else "never"
         return Vocabulary(
             [pieces.get(i, f"[PAD{i}]") for i in range(count)],
             [types.get(i, NORMAL if i in pieces else UNUSED) for i in range(count)],

@@ -177,7 +177,9 @@ def open_meta(folder: Path) -> llama2.Checkpoint:
         eos_token_id=tokenizer.eos_id,
         stop_token_ids=tuple(i for i in stops if i is not None),
     )
-    return llama2.Checkpoint(str(folder), config, weights, lambda: tokenizer)
+    # As in Meta's generation.py.
+    sampling = {"temperature": 0.6, "top_p": 0.9}
+    return llama2.Checkpoint(str(folder), config, weights, lambda: tokenizer, sampling=sampling)
 
 
 def meta_tokenizer(folder: Path, config: llama2.Config) -> llama2.Tokenizer:

@@ -17,8 +17,8 @@ try:
     import torch
     import torch.nn.functional as F
     from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
-    from save import SAVE_TYPES, save_gguf
+    from safetensors.torch import load_file, save
+    from save import SAVE_TYPES, replacing, save_gguf
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
 
@@ -86,7 +86,8 @@ def save_adapter(model: llama2.Llama, folder: Path) -> None:
     settings = {name: values[0] for name, values in USUAL.items()} | model.lora_settings
     settings["target_modules"] = targets
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    with replacing(folder / "adapter_model.safetensors", overwrite=True) as file:
+        file.write(save(tensors, {"format": "pt"}))
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
 
 

@@ -11,6 +11,7 @@ biases, adapters that are not merged, other modules. examples/convert.py is the 
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import math
 import os
@@ -35,6 +36,7 @@ import llama2
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = {dtype: name for name, dtype in DTYPES.items()}
 SAVE_TYPES = (*DTYPES, "Q8_0", "Q4_0")  # a folder has the first three
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces, as in GGUF
 
 # --------------------------------------------------------------------------------------------------
 # What is written: a checkpoint
@@ -69,7 +71,10 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
     if model.config.tie_word_embeddings and torch.equal(embedding.read(), head.read()):
         del weights["lm_head.weight"]
         config = model.config
-    return llama2.Checkpoint("the model", config, weights, lambda: tokenizer)
+    usual = vars(llama2.Sampling())
+    sampling = vars(model.sampling or llama2.Sampling())
+    sampling = {k: sampling[k] for k in GGUF_SAMPLING if sampling[k] != usual[k]}
+    return llama2.Checkpoint("the model", config, weights, lambda: tokenizer, sampling=sampling)
 
 
 def make_weight(w: Tensor, ggml_type: str = "") -> llama2.Weight:
@@ -223,6 +228,15 @@ def pack_value(value: Any) -> bytes:
     return struct.pack("<I", STRING) + pack_text(value)
 
 
+GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
 def model_keys(config: llama2.Config, vocabulary: llama2.Vocabulary) -> dict[str, Any]:
     """GGUF's keys for a Config. `vocabulary` has the EOS that its chat template means."""
     ends = [*dict.fromkeys((vocabulary.eos_id, *config.stop_token_ids, config.eos_token_id))][1:]
@@ -248,21 +262,17 @@ def model_keys(config: llama2.Config, vocabulary: llama2.Vocabulary) -> dict[str
     return keys
 
 
-def vocabulary_keys(
-    vocabulary: llama2.Vocabulary, count: int, folder: Path | None = None
-) -> dict[str, Any]:
-    """GGUF's keys for a vocabulary, padded to `count` pieces. Raises ValueError.
-
-    `folder`: where its tokenizer.json lies, and perhaps a tokenizer.model.
-    """
+def vocabulary_keys(vocabulary: llama2.Vocabulary, count: int) -> dict[str, Any]:
+    """GGUF's keys for a vocabulary, padded to `count` pieces. Raises ValueError."""
     padding = range(len(vocabulary.pieces), count)
+    keys: dict[str, Any] = {"token_type": vocabulary.types}
     if isinstance(vocabulary.model, bytes):
-        keys = sentencepiece_keys(vocabulary.model)
+        keys |= sentencepiece_keys(vocabulary)
     else:
-        keys = json_keys(vocabulary, folder)
+        keys |= json_keys(vocabulary)
     keys |= {
         "tokens": vocabulary.pieces + [f"[PAD{i}]" for i in padding],
-        "token_type": vocabulary.types + [5] * len(padding),  # UNUSED
+        "token_type": keys["token_type"] + [UNUSED] * len(padding),
         "bos_token_id": vocabulary.bos_id,
         "eos_token_id": vocabulary.eos_id,
         "add_bos_token": vocabulary.add_bos,
@@ -272,24 +282,79 @@ def vocabulary_keys(
     }
     if "scores" in keys:
         keys["scores"] += [0.0] * (count - len(keys["scores"]))
+    for name, role in SPECIAL_TOKENS.items():
+        text = vocabulary.special_tokens.get(role)
+        if text in vocabulary.pieces:
+            keys[f"{name}_token_id"] = vocabulary.pieces.index(text)
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     return metadata | {"tokenizer.chat_template": vocabulary.chat_template}
 
 
-def sentencepiece_keys(model: bytes) -> dict[str, Any]:
-    """GGUF's keys for the bytes of a tokenizer.model. Raises ValueError if it is not BPE's."""
-    import sentencepiece
+SPECIAL_TOKENS = {  # the name of a special token in GGUF -> in tokenizer_config.json
+    "unknown": "unk_token",
+    "padding": "pad_token",
+    "seperator": "sep_token",  # so spelt in GGUF
+    "cls": "cls_token",
+    "mask": "mask_token",
+}
 
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    scores = sp.get_score([*range(sp.get_piece_size())])
-    # The scores of BPE are ranks. A normalizer would change the ligature.
-    if not all(map(float.is_integer, scores)) or "\ufb01" not in sp.normalize("\ufb01"):
-        raise ValueError("GGUF can only hold a tokenizer.model of BPE that changes no characters")
+
+class SentencePiece:
+    """The content of a tokenizer.model, which is a message of protobuf. Raises ValueError.
+
+    Its fields have numbers, those of sentencepiece_model.proto.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        fields = [*read_protobuf(model)]
+        messages = [dict(read_protobuf(value)) for number, value in fields if number == 1]
+        # Of a field that comes twice, the last one counts.
+        trainer, normalizer = (dict(read_protobuf(dict(fields).get(i, b""))) for i in (2, 3))
+        self.pieces = [message[1].decode() for message in messages]
+        self.scores = [struct.unpack("<f", message.get(2, bytes(4)))[0] for message in messages]
+        self.types = [message.get(3, NORMAL) for message in messages]
+        self.byte_fallback = bool(trainer.get(35))
+        self.strips_spaces = bool(normalizer.get(4, True))
+        # model_type, treat_whitespace_as_suffix, precompiled_charsmap
+        if trainer.get(3) != 2 or trainer.get(24) or normalizer.get(2):
+            raise ValueError(
+                "GGUF can only hold a tokenizer.model of BPE that changes no characters"
+            )
+
+    def left_to_engine(self, vocabulary: llama2.Vocabulary) -> list[int]:
+        """The ids of user-defined pieces that llama2.py leaves to sentencepiece."""
+        types = zip(self.types, vocabulary.types)
+        return [i for i, both in enumerate(types) if both == (USER_DEFINED, NORMAL)]
+
+
+def read_protobuf(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a message of protobuf: a number and a value, which is an integer or bytes."""
+    file = io.BytesIO(message)
+
+    def read_varint() -> int:
+        byte = file.read(1)[0]
+        return byte if byte < 128 else byte - 128 + (read_varint() << 7)
+
+    while file.tell() < len(message):
+        number, wire_type = divmod(read_varint(), 8)
+        if wire_type == 0:
+            yield number, read_varint()
+        else:
+            yield number, file.read(4 if wire_type == 5 else read_varint())
+
+
+def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
+    """GGUF's keys for the bytes of a tokenizer.model. Raises ValueError."""
+    sp = SentencePiece(vocabulary.model)
+    types = [*vocabulary.types]
+    for i in sp.left_to_engine(vocabulary):
+        types[i] = USER_DEFINED
     return {
         "model": "llama",
-        "scores": scores,
-        "unknown_token_id": sp.unk_id() if sp.unk_id() >= 0 else None,
-        "remove_extra_whitespaces": "\u2581\u2581" not in sp.normalize("a  b"),
+        "token_type": types,
+        "scores": sp.scores,
+        "unknown_token_id": sp.types.index(UNKNOWN) if UNKNOWN in sp.types else None,
+        "remove_extra_whitespaces": sp.strips_spaces,
     }
 
 
@@ -315,7 +380,7 @@ def json_steps(content: Mapping[str, Any]) -> str:
     )
 
 
-def json_keys(vocabulary: llama2.Vocabulary, folder: Path | None) -> dict[str, Any]:
+def json_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
     """GGUF's keys for a tokenizer.json. Raises ValueError if GGUF cannot describe it.
 
     For the steps before the model GGUF has only a name: that of equal steps in PRE_TOKENIZERS.
@@ -328,7 +393,7 @@ def json_keys(vocabulary: llama2.Vocabulary, folder: Path | None) -> dict[str, A
     if re.fullmatch(SPACES, steps) and merges:
         return {
             "model": "llama",
-            "scores": stored_scores(vocabulary, folder) or merge_scores(vocabulary, merges),
+            "scores": merge_scores(vocabulary, merges),
             "unknown_token_id": vocabulary.pieces.index(model.get("unk_token") or "<unk>"),
         }
     for pre, named_steps in llama2.PRE_TOKENIZERS.items():
@@ -339,37 +404,21 @@ def json_keys(vocabulary: llama2.Vocabulary, folder: Path | None) -> dict[str, A
     raise ValueError(f"GGUF has no name for {steps:.150}")
 
 
-def stored_scores(vocabulary: llama2.Vocabulary, folder: Path | None) -> list[float] | None:
-    """The scores of a tokenizer.model that has the same pieces as the tokenizer.json beside it."""
-    path = folder / "tokenizer.model" if folder else Path()
-    if not path.is_file():
-        return None
-    import sentencepiece
-
-    try:
-        sp = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except RuntimeError:  # not SentencePiece's
-        return None
-    ids = [*range(sp.get_piece_size())]
-    same = sp.id_to_piece(ids) == vocabulary.pieces[: len(ids)]
-    return sp.get_score(ids) if same else None
+def sentencepiece_merges(vocabulary: llama2.Vocabulary) -> list[tuple[str, int]]:
+    """SentencePiece merges any two pieces that make a third one: that one, and where it is cut."""
+    words = {piece for piece, t in zip(vocabulary.pieces, vocabulary.types) if t == NORMAL}
+    return [
+        (word, i) for word in words for i in range(1, len(word)) if words >= {word[:i], word[i:]}
+    ]
 
 
 def merge_scores(vocabulary: llama2.Vocabulary, merges: list[str]) -> list[float]:
     """Scores by which SentencePiece merges in the order of `merges`. Raises ValueError."""
-    pieces = vocabulary.pieces
-    words = {piece for piece, t in zip(pieces, vocabulary.types) if t == 1}  # NORMAL, as in GGUF
-    # SentencePiece merges any two pieces that make a third one.
-    pairs = {
-        f"{word[:i]} {word[i:]}"
-        for word in words
-        for i in range(1, len(word))
-        if words >= {word[:i], word[i:]}
-    }
-    if others := pairs.difference(merges):
+    expected = {f"{word[:i]} {word[i:]}" for word, i in sentencepiece_merges(vocabulary)}
+    if others := expected.difference(merges):
         raise ValueError(f"GGUF cannot say that {min(others)!r} are not merged")
     scores = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
-    return [scores.get(piece, 0.0) for piece in pieces]
+    return [scores.get(piece, 0.0) for piece in vocabulary.pieces]
 
 
 def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
@@ -386,9 +435,9 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
     vocabulary = checkpoint.tokenizer.vocabulary
     stored = {}
     if checkpoint.file is None:
-        folder = path if path.is_dir() else None
-        keys |= vocabulary_keys(vocabulary, config.vocab_size, folder)
+        keys |= vocabulary_keys(vocabulary, config.vocab_size)
         keys |= model_keys(config, vocabulary)
+        keys |= {GGUF_SAMPLING[name]: value for name, value in checkpoint.sampling.items()}
     else:
         stored = stored_values(path)
         if llama2.open_checkpoint(path).config != config:
@@ -510,24 +559,56 @@ def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
     """The tokenizer's files in a folder: their names, and bytes or an object to write as JSON."""
     vocabulary = tokenizer.vocabulary
     settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # which runs tokenizer.json as it is
         "add_bos_token": vocabulary.add_bos,
         "chat_template": vocabulary.chat_template or None,
         "clean_up_tokenization_spaces": False,
     }
-    for role, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)):
-        if token_id is not None:
-            settings[f"{role}_token"] = vocabulary.pieces[token_id]
+    for role in SPECIAL_TOKENS.values():
+        settings[role] = vocabulary.special_tokens.get(role)
+    for role, token_id in (("bos_token", vocabulary.bos_id), ("eos_token", vocabulary.eos_id)):
+        settings[role] = None if token_id is None else vocabulary.pieces[token_id]
     files: dict[str, Any] = {"tokenizer_config.json": settings}
     content = vocabulary.model
     if isinstance(content, bytes):
         files["tokenizer.model"] = content  # has the scores, which GGUF needs
         content = sentencepiece_json(vocabulary)
+    if content is None:
+        return files | {"tokenizer_config.json": settings | model_settings(vocabulary)}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # which runs tokenizer.json as it is
     adds_bos = '"single": [{"SpecialToken"' in json.dumps(content.get("post_processor"))
     if vocabulary.add_bos != adds_bos:
         processor = bos_processor(vocabulary) if vocabulary.add_bos else None
         content = content | {"post_processor": processor}
     return files | {"tokenizer.json": content}
+
+
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+
+def model_settings(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
+    """What tokenizer_config.json says of a tokenizer.model that has no tokenizer.json beside it."""
+    return {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": vocabulary.prepend_scheme != "start",
+        "add_prefix_space": vocabulary.prepend_scheme != "never",
+        "added_tokens_decoder": {
+            i: {**FLAGS, "content": vocabulary.pieces[i], "special": t == CONTROL}
+            for i, t in enumerate(vocabulary.types)
+            if t in (CONTROL, USER_DEFINED)
+        },
+    }
+
+
+def generation_config(checkpoint: llama2.Checkpoint) -> dict[str, Any]:
+    """The content of generation_config.json: how to sample, and what ends a text."""
+    config = checkpoint.config
+    settings = dict(checkpoint.sampling)
+    settings["do_sample"] = settings.get("temperature") != 0
+    if not settings["do_sample"]:
+        del settings["temperature"]
+    settings["bos_token_id"] = config.bos_token_id
+    settings["eos_token_id"] = [config.eos_token_id, *config.stop_token_ids]
+    return settings
 
 
 def bos_processor(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
@@ -546,39 +627,38 @@ def bos_processor(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
 
 
 SPACE = "\u2581"  # SentencePiece's sign for a space
-REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-PREPEND = {"type": "Prepend", "prepend": SPACE}
 
 
-def sentencepiece_json(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
-    """A tokenizer.json that does what sentencepiece does with the bytes of a tokenizer.model."""
+def sentencepiece_json(vocabulary: llama2.Vocabulary) -> dict[str, Any] | None:
+    """A tokenizer.json that does what sentencepiece does with a tokenizer.model; None: none does."""
     pieces, types = vocabulary.pieces, vocabulary.types
-    keys = sentencepiece_keys(vocabulary.model)
-    unknown = keys["unknown_token_id"]
     scheme = vocabulary.prepend_scheme
-    steps = [PREPEND, REPLACE] if scheme == "prepend" else [REPLACE]
+    try:
+        sp = SentencePiece(vocabulary.model)
+    except ValueError:
+        return None
+    if sp.strips_spaces or not sp.byte_fallback or sp.left_to_engine(vocabulary):
+        return None  # none of the models that were published
+    # 1. Any two pieces that make a third one are merged, the highest score first. Of equal scores,
+    #    sentencepiece merges the leftmost pair, tokenizers the first in its list. In this order it is
+    #    the same pair where one character is repeated, as in the usual pieces of several spaces.
+    scores = dict(zip(pieces, sp.scores))
+    merges = sentencepiece_merges(vocabulary)
+    merges.sort(key=lambda merge: (-scores[merge[0]], -merge[1], merge[1] - len(merge[0]), merge))
+    merged = {word for word, _ in merges if len({*word}) > 1}
+    if scheme == "start" or len({scores[word] for word in merged}) < len(merged):
+        return None
+
+    # 2. Where spaces are added.
+    steps: list[dict[str, Any]] = []
+    if scheme == "prepend":
+        steps.append({"type": "Prepend", "prepend": SPACE})
     pre_tokenizer = None
     if scheme in ("first", "always"):
-        steps = []
-        pre_tokenizer = {
-            "type": "Metaspace",
-            "replacement": SPACE,
-            "prepend_scheme": scheme,
-            "split": False,
-        }
-    if keys["remove_extra_whitespaces"]:
-        spaces = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
-        steps = [{"type": "Strip", "strip_left": True, "strip_right": True}, spaces, *steps]
-    # Any two pieces that make a third one are merged, the highest score first.
-    scores = dict(zip(pieces, keys["scores"]))
-    words = {piece for piece, t in zip(pieces, types) if t == 1}  # NORMAL, as in GGUF
-    merges = sorted(
-        (-scores[word], -i, word, f"{word[:i]} {word[i:]}")
-        for word in words
-        for i in range(1, len(word))
-        if words >= {word[:i], word[i:]}
-    )
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        pre_tokenizer = {"type": "Metaspace", "replacement": SPACE, "split": False}
+        pre_tokenizer["prepend_scheme"] = scheme
+    else:
+        steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     decoders = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -589,9 +669,9 @@ def sentencepiece_json(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
     return {
         "version": "1.0",
         "added_tokens": [
-            {**flags, "id": i, "content": pieces[i], "special": t != 4}  # 4: USER_DEFINED
+            {**FLAGS, "id": i, "content": pieces[i], "special": t != USER_DEFINED}
             for i, t in enumerate(types)
-            if t in (2, 3, 4)
+            if t in (UNKNOWN, CONTROL, USER_DEFINED)
         ],
         "normalizer": {"type": "Sequence", "normalizers": steps} if steps else None,
         "pre_tokenizer": pre_tokenizer,
@@ -599,11 +679,11 @@ def sentencepiece_json(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
-            "unk_token": None if unknown is None else pieces[unknown],
+            "unk_token": pieces[sp.types.index(UNKNOWN)] if UNKNOWN in sp.types else None,
             "fuse_unk": True,
-            "byte_fallback": types.count(6) == 256,
-            "vocab": {piece: i for i, (piece, t) in enumerate(zip(pieces, types)) if t != 5},
-            "merges": [merge for *_, merge in merges],
+            "byte_fallback": True,
+            "vocab": {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED},
+            "merges": [f"{word[:i]} {word[i:]}" for word, i in merges],
         },
     }
 
@@ -729,6 +809,8 @@ def save_folder(
     dtype = DTYPES[ggml_type or (own if own in DTYPES else "F16")]
     files = {"config.json": hf_config(checkpoint.config, dtype)}
     files |= tokenizer_files(checkpoint.tokenizer)
+    if checkpoint.sampling:
+        files["generation_config.json"] = generation_config(checkpoint)
     with replacing_folder(Path(folder), overwrite) as unfinished:
         for name, content in files.items():
             data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()

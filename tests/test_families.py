@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from save import save_gguf
+from save import save_folder, save_gguf
 from test_chat import FAMILIES as CHATS
 from test_chat import TOOL, assert_as_transformers
 from test_config import USAGE
@@ -89,15 +89,28 @@ def ends(model, tokenizer):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_that_run(tmp_path, name):
-    """Logits and ids are transformers', those of the GGUF file that is saved of it, too."""
+    """Logits and ids are transformers', also after conversions there and back twice."""
     family = FAMILIES[name]
     write_family(tmp_path, family)
     model, tokenizer = llama2.load(tmp_path)
-    save_gguf(llama2.open_checkpoint(tmp_path), tmp_path / "x.gguf")
-    again, same = llama2.load(tmp_path / "x.gguf")
+    checkpoint = llama2.open_checkpoint(tmp_path)
+    for write, form in [(save_gguf, "x.gguf"), (save_folder, "x"), (save_gguf, "y.gguf")]:
+        write(checkpoint, tmp_path / form)
+        checkpoint = llama2.open_checkpoint(tmp_path / form)
+    again, same = llama2.load(checkpoint)
+    save_folder(checkpoint, tmp_path / "y", "F32")
+    last = llama2.open_checkpoint(tmp_path / "y").tokenizer
     tokens = TOKENS[:2] % model.config.vocab_size
     assert_close(again(tokens), model(tokens), 1e-6)
-    assert ends(model, tokenizer) == ends(again, same) == family["ends"]
+    for field in (
+        "max_position_embeddings",
+        "rope_scaling_factor",
+        "tie_word_embeddings",
+        "bos_token_id",
+    ):
+        assert getattr(again.config, field) == getattr(model.config, field)
+    assert ends(model, tokenizer) == ends(again, same) == ends(again, last) == family["ends"]
+    assert tokenizer.chat_template == same.chat_template == last.chat_template
     assert tokenizer.add_bos is same.add_bos is family["bos"]
     transformers = pytest.importorskip("transformers")
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -107,8 +120,10 @@ def test_families_that_run(tmp_path, name):
         "PreTrainedTokenizerFast" if (tmp_path / "tokenizer.json").exists() else "AutoTokenizer"
     )
     theirs = getattr(transformers, class_name).from_pretrained(tmp_path)
-    for ours in (tokenizer, same):
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "y")
+    for ours in (tokenizer, same, last):
         for text in TEXTS:
+            assert ours.encode(text) == saved.encode(text)
             ids = theirs.encode(text, add_special_tokens=False)
             assert ours.encode(text, bos=False) == ids, text
         for messages in DIALOGUES if "template" in family else []:

@@ -70,12 +70,12 @@ def test_loading_imports_no_compiler(bundled):
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (160, 11.5),
     "I": (2750, 11.0),
-    "II": (5100, 9.0),
+    "II": (5120, 9.0),
     "III": (10450, 9.5),
     "IV": (1810, 11.5),
     "V": (3100, 9.0),
 }
-ALL = 23300  # tokens of the file
+ALL = 23320  # tokens of the file
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {
     "parse_args",

@@ -9,6 +9,7 @@ import torch
 peft = pytest.importorskip("peft")
 
 import lora
+from test_hostile import lowered
 
 import llama2
 from test_llama2 import TALE, make_hf, raises
@@ -63,6 +64,18 @@ def test_command_line(tmp_path):
     assert (theirs(IDS).logits - ours).abs().max() < 1e-4
     merged, _ = llama2.load(tmp_path / "tuned.gguf")
     assert (merged(IDS) - ours).abs().max() < 1e-3
+
+
+@torch.no_grad()
+def test_a_full_disk_is_an_error_of_the_system(model_path, tmp_path):
+    """Not of safetensors; the adapter of before stays."""
+    model, _ = llama2.load(model_path)
+    lora.add_adapters(model, ["q_proj"], 8, 1.0)
+    lora.save_adapter(model, tmp_path)
+    old = [path.read_bytes() for path in tmp_path.iterdir()]
+    with lowered("RLIMIT_FSIZE", 1000), pytest.raises(OSError, match="too large.*adapter_model"):
+        lora.save_adapter(model, tmp_path)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == old
 
 
 def test_what_does_not_fit(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
-from save import SAVE_TYPES, save_folder, save_gguf
+from save import SAVE_TYPES, save_folder, save_gguf, tokenizer_files, vocabulary_keys
 from test_hostile import lowered
 from torch import nn
 
@@ -33,6 +33,7 @@ from test_llama2 import (
     make_weights,
     quantised,
     raises,
+    random_texts,
     write_files,
     write_hf,
 )
@@ -270,6 +271,40 @@ def test_llama_cpp_writes_the_same_text(tmp_path, bundled, ggml_type):
     pieces = llama2.stream_text(model, tokenizer, ids, sampling=GREEDY, max_new_tokens=24)
     said = theirs.create_completion(ids, max_tokens=24, temperature=0.0)
     assert said["choices"][0]["text"] == "".join(pieces)
+
+
+SAMPLING = {"temperature": 0.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, {"temperature": 0.0}, {"min_p": 0.05}])
+def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling):
+    """From a model in memory and from files, there and back."""
+    model, tokenizer = llama2.load(small)
+    model.sampling = llama2.Sampling(**sampling)
+    save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
+    save_folder(llama2.open_checkpoint(tmp_path / "x.gguf"), tmp_path / "x")
+    save_gguf(llama2.open_checkpoint(tmp_path / "x"), tmp_path / "y.gguf")
+    for form in ("x.gguf", "x", "y.gguf"):
+        assert llama2.open_checkpoint(tmp_path / form).sampling == pytest.approx(sampling)
+
+
+@pytest.mark.parametrize("scheme", ["never", "start", "prepend", "first", "always"])
+def test_where_spaces_are_added_stays(tmp_path, tokenizer, scheme):
+    """In GGUF's keys and in a folder's files; so do tokens that only a chat template names."""
+    special = {"pad_token": "</s>"}
+    vocabulary = replace(tokenizer.vocabulary, prepend_scheme=scheme, special_tokens=special)
+    ours = llama2.Tokenizer(vocabulary)
+    write_files(tmp_path, tokenizer_files(ours))
+    for again in (
+        llama2.vocabulary_from_gguf(vocabulary_keys(vocabulary, 320)),
+        llama2.read_vocabulary(tmp_path, CONFIG),
+    ):
+        theirs = llama2.Tokenizer(again)
+        assert special.items() <= again.special_tokens.items()
+        words = [*TALE.split(), " ", "  ", "</s>", "\n", "\U0001f600"]
+        for text in random_texts(words, 200):
+            ids = ours.encode(text, parse_special=True)
+            assert theirs.encode(text, parse_special=True) == ids, text
 
 
 # --------------------------------------------------------------------------------------------------

@@ -278,6 +278,17 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy):
         assert marked(again, text) == marked(ours, text)
 
 
+def test_unknown_characters_of_a_tokenizer_json(tmp_path, tokenizer):
+    """Where bytes have no pieces: the unknown token, although no text of its own gives it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    content = llama2_json(tokenizer, legacy=True)
+    content["model"] |= {"byte_fallback": False, "unk_token": "<unk>"}
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
+    ours = read_json(tmp_path, content)
+    assert ours.encode("a\U0001f600") == theirs.encode("a\U0001f600").ids
+    assert 0 in ours.encode("a\U0001f600") and 0 not in ours.encode("<unk>")
+
+
 def test_a_mark_within_a_word_is_its_token(tmp_path, tokenizer):
     """Also if tokenizer.json asks for whole words: else the model would read the mark's text."""
     pytest.importorskip("tokenizers")
