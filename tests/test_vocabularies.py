@@ -286,7 +286,7 @@ def test_unknown_characters_of_a_tokenizer_json(tmp_path, tokenizer):
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
     ours = read_json(tmp_path, content)
     assert ours.encode("a\U0001f600") == theirs.encode("a\U0001f600").ids
-    assert 0 in ours.encode("a\U0001f600") and 0 not in ours.encode("<unk>")
+    assert 0 in ours.encode("a\U0001f600") and len(ours.encode("<unk>")) > 1
 
 
 def test_a_mark_within_a_word_is_its_token(tmp_path, tokenizer):
