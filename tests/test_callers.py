@@ -6,8 +6,10 @@ raise the same error, or give the same numbers.
 
 import copy
 import pickle
+import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -140,24 +142,27 @@ CHANGES = {  # a change, or what becomes something else; how many of the three B
 }
 
 
+def change_model(model, path, change):
+    """Do one of CHANGES; returns what it returns."""
+    if not path:
+        return change(model)
+    parent, _, last = path.rpartition(".")
+    return setattr(model.get_submodule(parent), last, change)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
 def test_changed_models(models, blocks, name):
     """What stands in the model when it is called counts."""
-    path, change, plain_blocks = CHANGES[name]
-    parent, _, last = path.rpartition(".")
     results = []
     for model in models:
         model = copy.deepcopy(model)
         model(TOKENS, llama2.Cache(CONFIG))
         blocks.clear()
-        if path:
-            setattr(model.get_submodule(parent), last, change)
-        else:
-            change(model)
+        change_model(model, *CHANGES[name][:2])
         results.append(outcome(model, TOKENS, llama2.Cache(CONFIG)))
     agree(*results, tolerance=0.05 if name == "bfloat16" else 1e-5)
-    assert len(blocks) == plain_blocks
+    assert len(blocks) == CHANGES[name][2]
     if name not in ("bfloat16", "a layer of another shape"):  # the case does what it says
         assert (results[1] - models[0](TOKENS, llama2.Cache(CONFIG))).abs().max() > 1e-3
 
@@ -211,3 +216,63 @@ def test_torch_compile_sees_plain_torch(models):
     plain, native = models
     compiled = torch.compile(native, backend="eager", fullgraph=True)
     agree(plain(TOKENS, llama2.Cache(CONFIG)), compiled(TOKENS, llama2.Cache(CONFIG)))
+
+
+def double(module, *arguments):
+    return arguments[-1] * 2
+
+
+def blocks_of(model):
+    return model.layers[1].mlp.up_proj.blocks
+
+
+MORE_CHANGES = [  # of a model, whatever was done to it before
+    lambda m: m.layers[1].self_attn.register_forward_hook(double),
+    lambda m: m.layers[2].mlp.gate_proj.register_forward_pre_hook(double),
+    lambda m: nn.modules.module.register_module_forward_hook(double),
+    lambda m: blocks_of(m).copy_(blocks_of(m).flip(0)),
+    lambda m: setattr(blocks_of(m), "data", blocks_of(m).flip(0)),
+    lambda m: setattr(blocks_of(m), "data", blocks_of(m)[:8]),
+    lambda m: setattr(m.layers[0].input_layernorm.weight, "data", torch.linspace(0.5, 2, 256)[::2]),
+    lambda m: setattr(m.layers[2].input_layernorm.weight, "data", torch.ones(64)),
+    nn.Module.share_memory,
+    copy.deepcopy,
+    lambda m: pickle.loads(pickle.dumps(m)),
+]
+MORE_CHANGES = [("", change) for change in MORE_CHANGES]
+MORE_CHANGES += [case[:2] for name, case in CHANGES.items() if name != "bfloat16"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+@torch.no_grad()
+def test_random_changes_between_steps_of_random_models(seed):
+    """Both models are changed in the same way; hooks go again, and caches are cut."""
+    r = random.Random(seed)
+    heads, kv_heads, head_dim = r.choice([(8, 4, 16), (8, 8, 8), (32, 8, 20), (16, 16, 36)])
+    heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    plain = model_of(r.choices(["Q8_0", "Q4_0", "Q5_1", "F16"], k=3), **CHANGE | heads)
+    models, hooks = [plain, llama2.accelerate(copy.deepcopy(plain))], []
+    new_cache = partial(llama2.Cache, plain.config, dtype=r.choice([torch.half, torch.float]))
+    caches = [new_cache(), new_cache()]
+    for _ in range(8):
+        change = r.choice(MORE_CHANGES)
+        if hooks and r.random() < 0.3:
+            for hook in hooks.pop():
+                hook.remove()
+        else:
+            results = [outcome(change_model, model, *copy.deepcopy(change)) for model in models]
+            if isinstance(results[0], llama2.Llama):
+                models = results
+            if hasattr(results[0], "remove"):
+                hooks.append(results)
+        tokens = torch.tensor([r.choices(range(100), k=r.choice([1, 1, 2, 9, 20]))])
+        kept = r.randrange(min(40, caches[0].pos) + 1)
+        for cache in caches:
+            cache.truncate(kept)
+        results = [outcome(*call, True) for call in zip(models, [tokens] * 2, caches)]
+        if isinstance(results[0], type):  # an error, after which their contents may differ
+            caches = [new_cache(), new_cache()]
+        agree(*results, tolerance=0.01)
+    for pair in hooks:
+        for hook in pair:
+            hook.remove()
