@@ -1333,9 +1333,11 @@ def encode_chat(
         if not rest.startswith(" "):  # the template strips messages
             text = text.rstrip()
 
-    # 3. The control tokens in it are now the template's own: marks replace them. Then the texts of
-    #    the messages return to their places, and stay text.
-    return tokenizer.encode_marked(show_control_texts(tokenizer.mark(text)))
+    # 3. The control tokens in it are now the template's own: marks replace them, but not within
+    #    placeholders. Then the texts of the messages return to their places, and stay text.
+    parts = re.split(f"({secret};\\d+;)", text)  # every other one is a placeholder
+    parts[::2] = map(tokenizer.mark, parts[::2])
+    return tokenizer.encode_marked(show_control_texts("".join(parts)))
 
 
 class ChatStops(NamedTuple):

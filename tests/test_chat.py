@@ -172,9 +172,9 @@ FAMILIES = {
         r"(?s)## ([\w. ]+\w).*?: (\S+)\n(.+?)\n->\n(.+?)\n(?:\n|$)", FAMILIES
     )
 }
-# "<|im" begins others: the longest one counts.
+# "<|im" begins others: the longest one counts. ";258;" is in a placeholder of encode_chat().
 CONTROL = "<s> </s> <|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <|end_header_id|>"
-CONTROL = f"{CONTROL} <|im [INST] [/INST] <\uff5cUser\uff5c> <\uff5cAssistant\uff5c>".split()
+CONTROL = f"{CONTROL} <|im ;258; [INST] [/INST] <\uff5cUser\uff5c> <\uff5cAssistant\uff5c>".split()
 TAGS = dict.fromkeys(CONTROL, True) | {"<tool_call>": False}
 PLAIN = json.loads("""{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
 "use_regex": false}""")
