@@ -1258,16 +1258,13 @@ def check_names(
     A template may write '<|' + message.role + '|>', which for the role "im_end" is ChatML's token.
     """
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    items = [item for item in (*messages, *calls, *tools) if isinstance(item, Mapping)]
+    named = [item.get("function", item) for item in items]
     names = [message["role"] for message in messages]
-    for item in [*messages, *calls, *tools]:
-        if isinstance(item, Mapping):
-            function = item.get("function")
-            names.append((function if isinstance(function, Mapping) else item).get("name"))
-    for name in names:
-        if name is None or name in ROLES:
-            continue
-        is_word = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", name)
-        if not is_word or any(name in control_text for control_text in tokenizer.marks):
+    names += [item["name"] for item in named if isinstance(item, Mapping) and "name" in item]
+    for name in {*map(str, names)} - {*ROLES}:
+        in_control = any(name in text for text in tokenizer.marks)
+        if in_control or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             raise ValueError(
                 f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.', and"
                 " nothing that is part of a control token's text"
@@ -1862,13 +1859,9 @@ GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
 }
 
 
-def read_sampling(settings: Mapping, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a Sampling that `settings` recommend, by the names in `keys`.
-
-    Raises ValueError for values out of range.
-    """
-    stated = [name for name, key in keys.items() if settings.get(key) is not None]
-    values = {name: get_typed(settings, keys[name], SAMPLING_TYPES[name]) for name in stated}
+def read_sampling(recommended: Mapping[str, Any]) -> dict[str, Any]:
+    """What files recommend, by the names of Sampling. Raises ValueError for values out of range."""
+    values = {n: recommended[n] for n in GGUF_SAMPLING if recommended.get(n) is not None}
     Sampling(**values)
     return values
 
@@ -2058,7 +2051,7 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        sampling=read_sampling(metadata, GGUF_SAMPLING),
+        sampling=read_sampling({name: metadata.get(key) for name, key in GGUF_SAMPLING.items()}),
         file=file,
     )
 
@@ -2168,8 +2161,8 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         tied = get_typed(settings, "tie_word_embeddings", bool, False)
     with naming(folder / "generation_config.json"):
-        sampling = read_sampling(generation, dict(zip(GGUF_SAMPLING, GGUF_SAMPLING)))
-        if not get_typed(generation, "do_sample", bool, True):  # greedy
+        sampling = read_sampling(generation)
+        if generation.get("do_sample") is False:  # greedy
             sampling = {"temperature": 0.0}
 
     # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
@@ -2204,16 +2197,16 @@ TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
 
 def read_chat_template(folder: Path) -> str:
     """The chat template of a Hugging Face directory, "" if there is none. Raises ValueError."""
+    path = folder / "tokenizer_config.json"
+    with naming(path):
+        named = read_json(path).get("chat_template") or ""
+        if isinstance(named, list):  # several templates, which have names
+            named = {t["name"]: t["template"] for t in named}
+        else:
+            named = {"default": get_typed({"chat_template": named}, "chat_template", str)}
     files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
-    named = {name: read_file(file).decode() for name, file in files.items() if file.exists()}
-    if not named:
-        path = folder / "tokenizer_config.json"
-        with naming(path):
-            settings = read_json(path)
-            if isinstance(settings.get("chat_template"), list):
-                named = {t["name"]: t["template"] for t in settings["chat_template"]}
-            else:
-                named["default"] = get_typed(settings, "chat_template", str, "")
+    texts = {name: read_file(file).decode() for name, file in files.items() if file.exists()}
+    named = texts or named
     return join_templates(named.get("default", ""), named.get("tool_use", ""))
 
 
@@ -2254,15 +2247,14 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
 
     # 2. The special tokens. They become CONTROL, so that no text gives them: BOS and EOS whatever
     #    type the converter wrote, others if it wrote USER_DEFINED.
-    ids = {}
-    defaults = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
+    ids = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
     for name in SPECIAL_TOKENS:
         key = f"tokenizer.ggml.{name}_token_id"
-        token_id = get(key, int, defaults.get(name, -1))
-        if 0 <= token_id < len(pieces):
-            ids[name] = token_id
-        elif key in metadata:  # llama.cpp runs such files, too
-            warnings.warn(f"{key} is {token_id}, of {len(pieces)} tokens: ignored", stacklevel=2)
+        token_id = ids[name] = metadata.get(key, ids.get(name))
+        if token_id not in range(len(pieces)):
+            del ids[name]
+            if key in metadata:  # llama.cpp runs such files, too
+                warnings.warn(f"{key} is {token_id!r}, of {len(pieces)}: ignored", stacklevel=2)
     bos, eos, unknown = map(ids.get, ("bos", "eos", "unknown"))
     for token_id in {*ids.values(), *gguf_stop_ids(metadata)} & {*range(len(pieces))}:
         if token_id in (bos, eos) or types[token_id] == USER_DEFINED:
@@ -2270,7 +2262,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
 
     # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
-    model: bytes | dict[str, Any]
+    model: Any
     if is_llama:
         if unknown is not None:
             types[unknown] = UNKNOWN
@@ -2279,27 +2271,29 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
         model = sentencepiece_model(pieces, scores, types, prefix, strip)
-        like_llama_3 = False
+        add_bos = True
     else:
         pre = metadata.get("tokenizer.ggml.pre")
         if pre is None:
             raise ValueError(NO_PRE_TOKENIZER)
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
         model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
-        like_llama_3 = pre in LIKE_LLAMA_3
+        add_bos = pre in LIKE_LLAMA_3
 
     # 4. The rest: what a text begins with, and the chat template.
-    template = "tokenizer.chat_template"
     return Vocabulary(
         pieces,
         types,
         model,
         bos,
         eos,
-        get("tokenizer.ggml.add_bos_token", bool, is_llama or like_llama_3),
+        get("tokenizer.ggml.add_bos_token", bool, add_bos),
         # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
         prepend_scheme=get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
-        chat_template=join_templates(get(template, str, ""), get(f"{template}.tool_use", str, "")),
+        chat_template=join_templates(
+            get("tokenizer.chat_template", str, ""),
+            get("tokenizer.chat_template.tool_use", str, ""),
+        ),
         special_tokens={SPECIAL_TOKENS[name]: pieces[i] for name, i in ids.items()},
     )
 
@@ -2435,19 +2429,8 @@ def sentencepiece_model(
     return b"".join(messages)
 
 
-class TokenizerFile(NamedTuple):
-    """What a tokenizer.json or a tokenizer.model says by itself."""
-
-    model: Any  # its content, as in Vocabulary
-    pieces: dict[int, str]
-    types: dict[int, int]  # of pieces that are not NORMAL
-    special_tokens: dict[str, str]  # bos_token -> its text
-    add_bos: bool
-    prepend_scheme: str  # as in Vocabulary
-
-
-def read_tokenizer_model(path: Path) -> TokenizerFile:
-    """A tokenizer.model of SentencePiece, to be used as Meta uses it. Raises ValueError."""
+def read_tokenizer_model(path: Path) -> Vocabulary:
+    """What a tokenizer.model of SentencePiece says by itself, as Meta uses it. Raises ValueError."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
         raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
@@ -2455,31 +2438,37 @@ def read_tokenizer_model(path: Path) -> TokenizerFile:
     pieces = sp.id_to_piece([*range(len(sp))])
     # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
     tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
-    types = {i: t for t, test in tests.items() for i in range(len(sp)) if test(i)}
+    types = [NORMAL] * len(pieces)
+    for piece_type, test in tests.items():
+        types = [piece_type if test(i) else t for i, t in enumerate(types)]
     named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
     normalized = sp.normalize("a")
     require({"'a' with spaces": normalized}, "'a' with spaces", ("a", "\u2581a"))
-    return TokenizerFile(
-        data,
-        dict(enumerate(pieces)),
+    return Vocabulary(
+        pieces,
         types,
-        {name: pieces[i] for name, i in named.items() if i >= 0},
-        add_bos=True,
+        data,
         prepend_scheme="never" if normalized == "a" else "prepend",
+        special_tokens={name: pieces[i] for name, i in named.items() if i >= 0},
     )
 
 
-def read_tokenizer_json(path: Path) -> TokenizerFile:
-    """A tokenizer.json. Raises ValueError."""
+def read_tokenizer_json(path: Path) -> Vocabulary:
+    """What a tokenizer.json says by itself. Raises ValueError."""
     content = {"added_tokens": [], **read_json(path)}
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram: pairs of a piece and a score
         get_typed(content["model"], "unk_id", int)  # without it tokenizers cannot encode every text
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    types = {}
-    if content["model"].get("byte_fallback"):
-        names = (f"<0x{byte:02X}>" for byte in range(256))
-        types = {vocab[name]: BYTE for name in names if name in vocab}
+    has_bytes = content["model"].get("byte_fallback")
+    count = max(vocab.values()) + 1
+    if count > 2**20:
+        raise ValueError(f"{count} pieces; expected at most {2**20}")
+    pieces = [f"[PAD{i}]" for i in range(count)]  # all but gaps are replaced
+    types = [UNUSED] * len(pieces)
+    for piece, i in vocab.items():
+        pieces[i] = piece
+        types[i] = BYTE if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL
 
     # Its decoder must be one that Tokenizer.token_bytes() knows.
     decoder = json.dumps(content.get("decoder"))
@@ -2492,13 +2481,13 @@ def read_tokenizer_json(path: Path) -> TokenizerFile:
     # A text begins with a token, which then is BOS, if the post_processor says so.
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
     bos = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
-    return TokenizerFile(
-        content,
-        {i: piece for piece, i in vocab.items()},
+    return Vocabulary(
+        pieces,
         types,
-        {"bos_token": bos[1]} if bos else {},
+        content,
         add_bos=bool(bos),
         prepend_scheme=match[1] if match else "never",
+        special_tokens={"bos_token": bos[1]} if bos else {},
     )
 
 
@@ -2536,74 +2525,80 @@ def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
     return read_vocabulary_file(path if path.exists() else path.with_suffix(".model"), config)
 
 
+def add_special_tokens(vocabulary: Vocabulary, tokens: Mapping[int, Any], config: Config) -> None:
+    """Give pieces and types to `tokens` (by id), and find BOS, EOS and the other special tokens."""
+    # 1. Added tokens.
+    pieces, types = vocabulary.pieces, vocabulary.types
+    for i, token in sorted(tokens.items()):
+        while len(pieces) <= i:
+            pieces.append(f"[PAD{len(pieces)}]")
+            types.append(UNUSED)
+        pieces[i] = token["content"]
+        types[i] = CONTROL if token.get("special") else USER_DEFINED
+
+    # 2. A special token that is only named may be any piece. Stop tokens are control tokens.
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    for text in vocabulary.special_tokens.values():
+        if text in ids and ids[text] not in tokens and types[ids[text]] != UNKNOWN:
+            types[ids[text]] = CONTROL
+    is_sentencepiece = isinstance(vocabulary.model, bytes)
+    for i in {config.eos_token_id, *config.stop_token_ids} & {*ids.values()}:
+        if types[i] == USER_DEFINED or is_sentencepiece:
+            types[i] = CONTROL
+
+    # 3. BOS and EOS: by their texts, else by the ids in config.json if these are control tokens.
+    special_ids: list[int | None] = []
+    for role in "bos", "eos":
+        token_id = ids.get(vocabulary.special_tokens.get(f"{role}_token", ""))
+        default = getattr(config, f"{role}_token_id")
+        if token_id is not None:
+            types[token_id] = CONTROL
+        elif types[default : default + 1] == [CONTROL]:
+            token_id = default
+        special_ids.append(token_id)
+    vocabulary.bos_id, vocabulary.eos_id = special_ids
+
+
 def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
     """The vocabulary in a tokenizer.json or tokenizer.model and the files beside it.
 
     Raises ValueError.
     """
     with naming(path):
-        # 1. Pieces and types, with the added tokens; those of a tokenizer.json itself count most.
-        #    Tokens that the model lacks are left out: Llama 2's directory has one.
+        # 1. The file itself, and the special tokens that it or others name. Tokens that the model
+        #    lacks are left out: Llama 2's directory has one.
         is_json = path.suffix == ".json"
-        file = read_tokenizer_json(path) if is_json else read_tokenizer_model(path)
-        pieces, types, model = file.pieces, file.types, file.model
+        vocabulary = read_tokenizer_json(path) if is_json else read_tokenizer_model(path)
         named, added = read_special_tokens(path.parent)
-        added += model["added_tokens"] if is_json else []
+        vocabulary.special_tokens |= named
+        added += vocabulary.model["added_tokens"] if is_json else []  # these count most
         tokens = {token["id"]: token for token in added if token["id"] < config.vocab_size}
-        for i, token in tokens.items():
-            pieces[i] = token["content"]
-            types[i] = CONTROL if token.get("special") else USER_DEFINED
+        add_special_tokens(vocabulary, tokens, config)
+        pieces, types = vocabulary.pieces, vocabulary.types
+        if len(pieces) > config.vocab_size:
+            raise ValueError(f"{len(pieces)} pieces; the model has {config.vocab_size}")
 
-        # 2. A special token that is only named may be any piece. Stop tokens are control tokens.
-        ids = {piece: i for i, piece in pieces.items()}
-        named = file.special_tokens | named
-        for i in map(ids.get, named.values()):
-            if i is not None and i not in tokens and types.get(i) != UNKNOWN:
-                types[i] = CONTROL
-        for i in (config.eos_token_id, *config.stop_token_ids):
-            if types.get(i) == USER_DEFINED or (i in pieces and not is_json):
-                types[i] = CONTROL
-
-        # 3. BOS and EOS: by their texts, else by the ids in config.json if these are control tokens.
-        special_ids: dict[str, int | None] = {}
-        for role in "bos", "eos":
-            i = ids.get(named.get(f"{role}_token", ""), getattr(config, f"{role}_token_id"))
-            if pieces.get(i) == named.get(f"{role}_token"):
-                types[i] = CONTROL
-            special_ids[role] = i if types.get(i) == CONTROL else None
-
-        # 4. Lists by id; an id without a piece is unused. tokenizers must know all special tokens.
-        count = max(pieces) + 1
-        if count > config.vocab_size:
-            raise ValueError(f"{count} pieces; the model has {config.vocab_size}")
+        # 2. tokenizers must know them all.
         if is_json:
             special = [
                 FLAGS | tokens.get(i, {}) | {"id": i, "content": pieces[i], "special": t == CONTROL}
-                for i, t in sorted(types.items())
+                for i, t in enumerate(types)
                 if t in (CONTROL, USER_DEFINED)
             ]
-            model = model | {"added_tokens": special}
+            vocabulary.model |= {"added_tokens": special}
 
-    # 5. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
+    # 3. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
     #    tokenizer.json: if it is false, a space is added at the start of a text only.
     path = path.with_name("tokenizer_config.json")
     settings = read_json(path)
     with naming(path):
-        scheme = file.prepend_scheme
         is_legacy = is_json or get_typed(settings, "legacy", bool, True)
-        if not is_legacy and scheme != "never":
-            scheme = "start" if settings.get("add_prefix_space", True) else "never"
-        return Vocabulary(
-            [pieces.get(i, f"[PAD{i}]") for i in range(count)],
-            [types.get(i, NORMAL if i in pieces else UNUSED) for i in range(count)],
-            model,
-            special_ids["bos"],
-            special_ids["eos"],
-            get_typed(settings, "add_bos_token", bool, file.add_bos),
-            scheme,
-            read_chat_template(path.parent),
-            named,
-        )
+        if not is_legacy and vocabulary.prepend_scheme != "never":
+            adds_space = settings.get("add_prefix_space", True)
+            vocabulary.prepend_scheme = "start" if adds_space else "never"
+        vocabulary.add_bos = get_typed(settings, "add_bos_token", bool, vocabulary.add_bos)
+        vocabulary.chat_template = read_chat_template(path.parent)
+    return vocabulary
 
 
 # 262144: more than any vocabulary has.
@@ -3474,52 +3469,41 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe_tensors(checkpoint: Checkpoint) -> str:
-    """How many tensors of each type a checkpoint has, and the size of all."""
-    types = Counter(weight.ggml_type for weight in checkpoint.weights.values())
-    counts = ", ".join(f"{n} {name}" for name, n in types.most_common())
-    size = sum(weight.nbytes for weight in checkpoint.weights.values())
-    return f"{counts}; {size / 1e9:.3f} GB"
-
-
 def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
     """What --info prints."""
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    config, tokenizer, file = checkpoint.config, checkpoint.tokenizer, checkpoint.file
     plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
-    parameters = sum(math.prod(weight.shape) for weight in checkpoint.weights.values())
-    file = checkpoint.file
+    weights = checkpoint.weights.values()
+    types = Counter(weight.ggml_type for weight in weights)
     context = args.context or config.max_position_embeddings
-    memory = [
-        f"{memory_needed(checkpoint, plan, tokens) / 1e9:.3f} GB for {tokens:,} tokens"
-        for tokens in (min(256, context), context)
+    memory = [memory_needed(checkpoint, plan, n) / 1e9 for n in (min(256, context), context)]
+    special = [
+        (i, tokenizer.pieces[i]) for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None
     ]
-    engine = "sentencepiece" if tokenizer.is_sentencepiece else "tokenizers"
-    names = [
-        f"{name} {token_id} {tokenizer.pieces[token_id]!r}"
-        for name, token_id in (("BOS", tokenizer.bos_id), ("EOS", tokenizer.eos_id))
-        if token_id is not None
-    ]
-    stops = ", ".join(map(str, config.stop_token_ids)) or "none"
-    weights = "unpacked" if plan.unpack else "as in the file"
-    rounding = ", activations rounded to 16-bit integers" if plan.fast else ""
+    is_scaled = config.rope_freq_factors or config.rope_scaling_factor != 1
     items = {
         "model": f"{checkpoint.path}, {f'GGUF version {file.version}' if file else 'Hugging Face'}",
-        "size": f"{parameters:,} parameters in {config.num_hidden_layers} layers;"
-        f" width {config.hidden_size}, in the MLP {config.intermediate_size}",
+        "size": f"{sum(math.prod(w.shape) for w in weights):,} parameters in"
+        f" {config.num_hidden_layers} layers; width {config.hidden_size}, in the MLP"
+        f" {config.intermediate_size}",
         "attention": f"{config.num_attention_heads} query heads, {config.num_key_value_heads}"
-        f" key/value heads of size {config.head_dim}; RoPE theta {config.rope_theta:.7g},"
-        f" {'scaled' if config.rope_freq_factors or config.rope_scaling_factor != 1 else 'not scaled'}",
+        f" key/value heads of size {config.head_dim}; RoPE theta {config.rope_theta:.7g}"
+        f"{', scaled' if is_scaled else ''}",
         "context": f"{config.max_position_embeddings:,} tokens",
-        "vocabulary": f"{tokenizer.vocab_size:,} pieces, by {engine}; {', '.join(names)};"
-        f" further stop tokens: {stops}",
+        "vocabulary": f"{tokenizer.vocab_size:,} pieces, run by"
+        f" {'sentencepiece' if tokenizer.is_sentencepiece else 'tokenizers'}; BOS and EOS {special},"
+        f" further stop tokens {config.stop_token_ids}",
         "chat template": "its own" if tokenizer.chat_template.strip() else "none",
         "sampling": describe_sampling(Sampling(**checkpoint.sampling), checkpoint.sampling, {}),
-        "tensors": describe_tensors(checkpoint),
-        "memory": "; ".join(memory),
+        "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"
+        f" {sum(weight.nbytes for weight in weights) / 1e9:.3f} GB",
+        "memory": f"{memory[0]:.3f} GB for {min(256, context)} tokens; {memory[1]:.3f} GB for"
+        f" {context:,} tokens",
         "this machine": f"{plan.device}, {free_memory(plan.device) / 1e9:.1f} GB free,"
         f" {torch.get_num_threads()} threads",
-        "it would run": f"{'with' if plan.kernels else 'without'} kernels, matrices {weights},"
-        f" {DENSE_NAMES[plan.dtype]} activations{rounding}",
+        "it would run": f"{'with' if plan.kernels else 'without'} kernels, matrices"
+        f" {'unpacked' if plan.unpack else 'as in the file'}, {DENSE_NAMES[plan.dtype]} activations"
+        f"{', rounded to 16-bit integers' if plan.fast else ''}",
     }
     return "".join(f"{name:<14} {printable(text)}\n" for name, text in items.items())
 
@@ -3530,11 +3514,7 @@ def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> st
     for name in GGUF_SAMPLING:
         value = getattr(sampling, name)
         source = "option" if name in given else "model" if name in stated else "default"
-        if (
-            value != getattr(Sampling, name)
-            or source != "default"
-            or name in ("temperature", "top_p")
-        ):
+        if source != "default" or name in ("temperature", "top_p"):
             settings.append(f"{name} {value:.6g} ({source})")
         if sampling.temperature == 0:  # the others change nothing then
             break
@@ -3594,36 +3574,32 @@ def converse(
     system = [{"role": "system", "content": args.system}] if args.system else []
     size = options["cache"].max_seq_len
     note(f"{Path(args.model).name}, {size} tokens; {CHAT_KEYS}", args.quiet)
-    turns: list[dict[str, str]] = []
+    turns: list = []  # messages
     generations = []
     while (question := ask()) is not None:
         # 1. What is to be answered: the turns with a new question, or the last answer again.
         command = question.strip().lower()
-        kept = turns
         if command == "/exit":
             break
         if command == "/reset":
             turns = []
             note("the conversation is forgotten", args.quiet)
             continue
-        if command != "/more" or not turns:
-            if question.startswith("/"):
-                fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
-            if question.startswith("/") or not command:
-                continue
-            kept = [*turns, {"role": "user", "content": question}]
+        goes_on = command == "/more" and bool(turns)
+        if question.startswith("/") and not goes_on:
+            fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
+            continue
+        if not command:
+            continue
+        kept = turns if goes_on else [*turns, {"role": "user", "content": question}]
 
         # 2. Leave room for the answer: max_new_tokens, but at most a quarter of the context.
         limit = size - min(options["max_new_tokens"], size // 4)
         try:
-            while len(encode_chat(tokenizer, [*system, *kept], template)) > limit and kept[2:]:
-                kept = kept[2:]
-                limit = size // 2
-            goes_on = kept[-1]["role"] == "assistant"
-            messages = [*system, *kept]
-            stream = chat(
-                model, tokenizer, messages, template, continue_final_message=goes_on, **options
-            )
+            while kept[2:] and len(encode_chat(tokenizer, [*system, *kept], template)) > limit:
+                kept, limit = kept[2:], size // 2
+            options["continue_final_message"] = goes_on
+            stream = chat(model, tokenizer, [*system, *kept], template, **options)
         except (ValueError, KeyboardInterrupt) as error:  # Ctrl-C may stop an endless template
             fail(str(error) or "interrupted")
             continue
@@ -3631,17 +3607,17 @@ def converse(
             note(f"context full: {dropped} of the oldest turns dropped", args.quiet)
 
         # 3. Show the answer, and say why it was cut.
-        answer = show(stream)
-        if goes_on:
-            answer = kept.pop()["content"] + answer
+        start = kept.pop()["content"] if goes_on else ""
+        answer = start + show(stream)
         turns = [*kept, {"role": "assistant", "content": answer}]
         generations.append(stream.generation)
         if stream.stop_reason in (CONTEXT_FULL, MAX_NEW_TOKENS):
-            repeats = re.search(r"(?s)(.{8,200}?)\1\1$", answer.rstrip()[-1000:])
-            advice = "; it repeats itself: try --repetition-penalty 1.1" if repeats else ""
+            advice = ""
+            if re.search(r"(?s)(.{8,200}?)\1\1$", answer.rstrip()[-1000:]):
+                advice = "; it repeats itself: try --repetition-penalty 1.1"
             note(f"{stream.stop_reason}: the answer was cut, /more goes on{advice}", args.quiet)
-        seed = options["sampling"].seed + 1  # the next answer gets other random numbers
-        options["sampling"] = replace(options["sampling"], seed=seed % 2**63)
+        sampling = options["sampling"]  # the next answer gets other random numbers
+        options["sampling"] = replace(sampling, seed=(sampling.seed + 1) % 2**63)
     return generations
 
 

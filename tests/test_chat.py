@@ -299,7 +299,7 @@ NAMES = """[{"role": "X"}] | [{"role": "user", "name": "X"}]
 | [{"role": "assistant", "tool_calls": [{"function": {"name": "X"}}]}]"""
 
 
-@pytest.mark.parametrize("name", ["im_end", "</s>", "s", "a b", "a|", "", "\u00e9", 5])
+@pytest.mark.parametrize("name", ["im_end", "</s>", "s", "a b", "a|", "", "\u00e9"])
 def test_names_of_which_a_template_could_make_a_control_token(bare, name):
     """zephyr writes '<|' + role + '|>'."""
     named = [json.loads(text.replace('"X"', json.dumps(name))) for text in NAMES.split("|")]
