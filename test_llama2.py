@@ -302,22 +302,21 @@ Ein kleiner B\u00e4r; \u00fcber Stra\u00dfen; na\u00efve caf\u00e9 \u2013 \u65e5
 """
 
 
-@functools.cache
-def tokenizer_model():
-    """A SentencePiece model of 320 pieces with byte fallback, trained on TALE."""
+LIKE_LLAMA = json.loads("""{"model_type": "bpe", "vocab_size": 320, "byte_fallback": true,
+"character_coverage": 0.98, "normalization_rule_name": "identity", "remove_extra_whitespaces": false,
+"minloglevel": 2, "hard_vocab_limit": false}""")
+
+
+def train(**options):
+    """The bytes of a SentencePiece model, trained on TALE."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TALE.splitlines() * 3),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=SHAPE["vocab_size"],
-        character_coverage=0.98,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
+        sentence_iterator=iter(TALE.splitlines() * 3), model_writer=model, **LIKE_LLAMA | options
     )
     return model.getvalue()
+
+
+tokenizer_model = functools.cache(train)  # of 320 pieces with byte fallback
 
 
 @pytest.fixture(scope="session")

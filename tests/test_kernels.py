@@ -1,7 +1,6 @@
 """The kernels in C++ against plain torch, and when they are used."""
 
 import copy
-import ctypes
 import itertools
 import json
 import math
@@ -237,36 +236,33 @@ def test_precision_is_each_layers_own():
 @torch.no_grad()
 def test_layers_are_packed_as_cpp_names_their_fields():
     """Each by its name in the source. Nor is the cache's own mask compared element by element."""
-    source = (llama2.KERNELS / "cpu.cpp").read_text("utf-8")
-    lines = re.sub("//.*", "", re.search(r"struct Layer \{(.*?)\n\};", source, re.DOTALL)[1])
-    fields = []
-    for line in lines.split(";"):
-        number = ctypes.c_double if "double" in line else ctypes.c_int64
-        for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?(?=,|$)", line.strip()):
-            fields.append((name, number * int(count or 1)))
-    layer_type = type("Layer", (ctypes.Structure,), {"_fields_": fields})
-
     model = llama2.accelerate(model_of(KINDS))
     block, cache = model.layers[1], llama2.Cache(model.config, 2, 40, torch.float16)
     block.mlp.up_proj.fast = True
     block.input_layernorm.eps, block.self_attn.head_dim, cache.pos = 0.5, 32, 6
-    x = torch.zeros(3, 5, 256)
+    x, y = torch.zeros(2, 3, 5, 256)
     with mock.patch.object(torch.Tensor, "equal", side_effect=AssertionError):
-        packed = block.pack(x, *cache.rope(5), cache.mask(5), cache, y := torch.zeros(3, 5, 256))
-    actual = {name: [*getattr(layer_type.from_buffer_copy(packed), name)] for name, _ in fields}
-    norms = block.input_layernorm, block.post_attention_layernorm
-    attention, mlp = block.self_attn, block.mlp
-    matrices = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    tensors = {"x": [x], "cos": [cache.rope(5)[0]], "sin": [cache.rope(5)[1]]}
-    tensors |= {"keys": [cache.k], "values": [cache.v], "norms": [norm.weight for norm in norms]}
-    tensors |= {"weights": [matrix.blocks for matrix in matrices]}
-    expected = {name: [t.data_ptr() for t in ts] for name, ts in tensors.items()}
+        packed = block.pack(x, *cache.rope(5), cache.mask(5), cache, y)
+
+    source = (llama2.KERNELS / "cpu.cpp").read_text("utf-8")
+    struct = re.search(r"struct Layer \{(.*?)\n\};", source, re.DOTALL)[1]
+    values = iter(llama2.LAYER.unpack(packed))
+    layer = {
+        name: [next(values) for _ in range(int(count or 1))]
+        for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?[,;]", re.sub("//.*", "", struct))
+    }
+    assert not [*values]
+    matrices = [m for m in block.modules() if isinstance(m, llama2.NativeLinear)]
+    norms = [block.input_layernorm, block.post_attention_layernorm]
+    tensors = [x, *cache.rope(5), cache.k, cache.v, *(norm.weight for norm in norms)]
+    tensors += [matrix.blocks for matrix in matrices]
     sizes = dict(zip(("L", "cache_B", "G", "S", "cache_D"), cache.k.shape)) | {"D": 32}
-    sizes |= {"B": 3, "T": 5, "C": 256, "pos": 6, "index": 1, "half": True}
-    assert actual == expected | {name: [size] for name, size in sizes.items()} | {
-        "y": [y.data_ptr()],
-        "bytes": [t.nbytes for ts in tensors.values() for t in ts],
+    sizes |= {"B": 3, "T": 5, "C": 256, "pos": 6, "index": 1, "half": True, "y": y.data_ptr()}
+    names = ("x", "cos", "sin", "keys", "values", "norms", "weights")
+    pointers = [pointer for name in names for pointer in layer.pop(name)]
+    assert pointers == [t.data_ptr() for t in tensors]
+    assert layer == {name: [size] for name, size in sizes.items()} | {
+        "bytes": [t.nbytes for t in tensors],
         "rows": [matrix.out_features for matrix in matrices],
         "types": [llama2.GGML_TYPES[matrix.ggml_type].number for matrix in matrices],
         "fast": [0, 0, 0, 0, 0, 1, 0],

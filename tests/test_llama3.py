@@ -306,23 +306,6 @@ def test_tokenizer_json_that_is_refused(tmp_path, change, said):
 # Saving
 
 
-@pytest.mark.parametrize("pre", PUBLISHED)
-def test_saved_and_read_back(tmp_path, pre):
-    """Tokens, merges, types and the pre-tokenizer stay, from a folder and from a GGUF file."""
-    first = read(tmp_path, published_json(pre, as_pairs=True))
-    keys = vocabulary_keys(first.vocabulary, SIZE + 1)
-    expected = bpe_keys(pre)
-    expected["tokenizer.ggml.tokens"] += [f"[PAD{SIZE}]"]
-    expected["tokenizer.ggml.token_type"] += [5]
-    assert expected.items() <= keys.items()
-    again = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
-    assert vocabulary_keys(again.vocabulary, SIZE + 1) == keys
-    assert again.add_bos == first.add_bos
-    assert again.decode([SIZE]) == ""
-    for text in [f"[PAD{SIZE}]", *random_texts(WORDS, 60)]:
-        assert again.encode(text) == first.encode(text)
-
-
 def test_a_folder_without_tokenizer_model(tmp_path, cli, monkeypatch):
     """BOS and ends are saved where llama.cpp reads them. Without tokenizers, one line says so."""
     write_hf(tmp_path / "hf", CONFIG, make_weights(CONFIG))

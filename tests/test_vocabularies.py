@@ -1,6 +1,5 @@
 """SentencePiece's vocabularies: tokenizer.model, tokenizer.json, GGUF, tokens that are added."""
 
-import io
 import json
 
 import pytest
@@ -14,6 +13,7 @@ from test_llama2 import (
     raises,
     random_texts,
     some_pieces,
+    train,
     write_files,
 )
 
@@ -46,8 +46,7 @@ def saved(tokenizer, count):
 
 def marked(tokenizer, text):
     """What encode_chat() makes of a text that a template wrote."""
-    text = tokenizer.mark(text)
-    return tokenizer.encode_marked(text)
+    return tokenizer.encode_marked(tokenizer.mark(text))
 
 
 def test_text_inside_others_has_no_space_in_front(tokenizer):
@@ -62,19 +61,13 @@ def test_text_inside_others_has_no_space_in_front(tokenizer):
 
 WORDS = [*TALE.split(), "\u2581", "<s>", "\u65e5", "\0", "the fox"]
 WORDS += ["<|tag|>", " ", "  ", "\n", "\t"] * 30
-LIKE_LLAMA = json.loads("""{"model_type": "bpe", "vocab_size": 320, "byte_fallback": true,
-"character_coverage": 0.98, "normalization_rule_name": "identity", "remove_extra_whitespaces": false,
-"minloglevel": 2, "hard_vocab_limit": false}""")
 
 
 def trained(path, **options):
     """A tokenizer.model, and SentencePiece's own processor for it."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TALE.splitlines() * 3), model_writer=model, **LIKE_LLAMA | options
-    )
-    write_files(path, {"tokenizer.model": model.getvalue()})
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    model = train(**options)
+    write_files(path, {"tokenizer.model": model})
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
 TRAINED = """\
