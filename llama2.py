@@ -1633,42 +1633,37 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_file():  # reading a pipe could wait for ever
             raise ValueError("not a regular file")
-        self.path = path
-        self.map()
-        if self.data[:23] == b"version https://git-lfs":
-            raise ValueError(
-                "a pointer of git-lfs, not the file: git lfs pull, or download it again"
-            )
-
-    def map(self) -> None:
-        """Map the file. What is changed in memory does not reach it."""
-        with self.path.open("rb") as file:
+        with path.open("rb") as file:  # what is changed in memory does not reach the file
             if sys.platform == "linux":
                 # 0x4000 is MAP_NORESERVE. Linux would refuse to map a file that is larger than the
                 # memory, because all of it could be changed.
                 self.data = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | 0x4000)
             else:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.read: set[int] = set()  # where the tensors begin that were read
+        if self.data[:23] == b"version https://git-lfs":
+            raise ValueError(
+                "a pointer of git-lfs, not the file: git lfs pull, or download it again"
+            )
+        self.path = path
+        self.taken: set[int] = set()  # where the tensors begin that tensor() returned
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """Bytes of the file as a uint8 tensor (nbytes) with a storage of its own."""
-        if offset in self.read:  # for another model: changes to one must not reach the other
-            self.map()
-        self.read.add(offset)
-        return torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
+        """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
+        if offset in self.taken:  # for another model: changes to one must not reach the other
+            self.data, self.taken = MappedFile(self.path).data, set()
+        self.taken.add(offset)
+        t = torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
+        # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch needs.
+        return t.clone() if offset % 4 else t
 
 
 def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
     """The tensor at `offset` in a file. Raises ValueError if it does not fit."""
-
-    def read() -> Tensor:
-        rows = file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1)
-        # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch
-        # needs.
-        return rows.clone() if offset % 4 else rows
-
-    weight = Weight(ggml_type, tuple(shape), read)
+    weight = Weight(
+        ggml_type,
+        tuple(shape),
+        lambda: file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1),
+    )
     are_sizes = all(type(size) is int for size in shape)
     if not are_sizes or not 0 < math.prod(shape) < 2**40 or shape[-1] % weight.block[0]:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
@@ -1859,13 +1854,6 @@ GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
 }
 
 
-def read_sampling(recommended: Mapping[str, Any]) -> dict[str, Any]:
-    """What files recommend, by the names of Sampling. Raises ValueError for values out of range."""
-    values = {n: recommended[n] for n in GGUF_SAMPLING if recommended.get(n) is not None}
-    Sampling(**values)
-    return values
-
-
 def match_tensors(
     weights: dict[str, Weight], config: Config, name_in_file: Callable[[str], str] = str
 ) -> dict[str, Weight]:
@@ -2051,7 +2039,7 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        sampling=read_sampling({name: metadata.get(key) for name, key in GGUF_SAMPLING.items()}),
+        sampling={name: metadata[key] for name, key in GGUF_SAMPLING.items() if key in metadata},
         file=file,
     )
 
@@ -2160,10 +2148,9 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         tied = get_typed(settings, "tie_word_embeddings", bool, False)
-    with naming(folder / "generation_config.json"):
-        sampling = read_sampling(generation)
-        if generation.get("do_sample") is False:  # greedy
-            sampling = {"temperature": 0.0}
+    sampling = {n: generation[n] for n in GGUF_SAMPLING if generation.get(n) is not None}
+    if generation.get("do_sample") is False:
+        sampling = {"temperature": 0.0}  # greedy
 
     # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
@@ -2756,6 +2743,12 @@ class Plan(NamedTuple):
     unpack: bool  # all matrices become dense, of `dtype`
 
 
+CGROUPS = {  # of version 2, and of version 1: the root, the limit's file, what cannot be freed
+    "": ("/sys/fs/cgroup", "memory.max", "anon|shmem"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss|total_shmem"),
+}
+
+
 def free_memory(device: torch.device) -> float:
     """The bytes that are free on a device; infinity if that is unknown (Windows)."""
     if device.type == "cuda":
@@ -2768,29 +2761,19 @@ def free_memory(device: torch.device) -> float:
     with suppress(OSError):  # Linux
         [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
-        free = min(free, container_memory())
-    return free
-
-
-CGROUPS = {  # of version 2, and of version 1: the root, the limit's file, what cannot be freed
-    "": ("/sys/fs/cgroup", "memory.max", "anon|shmem"),
-    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss|total_shmem"),
-}
-
-
-def container_memory() -> float:
-    """The bytes that the process's cgroup, and each one around it, leaves: containers, Slurm."""
-    free = math.inf
-    groups = Path("/proc/self/cgroup").read_text()
-    for version, group in re.findall(r"(?m)^\d+:(memory|):(.*)$", groups):
-        root, limit, used = CGROUPS[version]
-        innermost = Path(root + group)
-        for folder in (innermost, *innermost.parents):
-            with suppress(ValueError, OSError):  # there is no such file, or it says "max"
-                left = int((folder / limit).read_text())
-                free = min(free, left)
-                in_use = re.findall(rf"(?m)^(?:{used}) (\d+)", (folder / "memory.stat").read_text())
-                free = min(free, left - sum(map(int, in_use)))
+        # What the process's cgroup, and each one around it, leaves: containers, Slurm.
+        for version, group in re.findall(
+            r"(?m)^\d+:(memory|):(.*)$", Path("/proc/self/cgroup").read_text()
+        ):
+            root, limit, used = CGROUPS[version]
+            innermost = Path(root + group)
+            for folder in (innermost, *innermost.parents):
+                with suppress(ValueError, OSError):  # there is no such file, or it says "max"
+                    left = int((folder / limit).read_text())
+                    free = min(free, left)
+                    stat = (folder / "memory.stat").read_text()
+                    in_use = re.findall(rf"(?m)^(?:{used}) (\d+)", stat)
+                    free = min(free, left - sum(map(int, in_use)))
     return free
 
 
@@ -2955,7 +2938,8 @@ def load(
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
     if checkpoint.sampling:
-        model.sampling = Sampling(**checkpoint.sampling)
+        with naming(Path(checkpoint.path)):
+            model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
     if plan.kernels:
@@ -3472,6 +3456,7 @@ def peak_memory(device: torch.device) -> int:
 def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
     """What --info prints."""
     config, tokenizer, file = checkpoint.config, checkpoint.tokenizer, checkpoint.file
+    recommended = checkpoint.sampling
     plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
     weights = checkpoint.weights.values()
     types = Counter(weight.ggml_type for weight in weights)
@@ -3494,7 +3479,7 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
         f" {'sentencepiece' if tokenizer.is_sentencepiece else 'tokenizers'}; BOS and EOS {special},"
         f" further stop tokens {config.stop_token_ids}",
         "chat template": "its own" if tokenizer.chat_template.strip() else "none",
-        "sampling": describe_sampling(Sampling(**checkpoint.sampling), checkpoint.sampling, {}),
+        "sampling": describe_sampling(Sampling(**recommended), recommended, {}),
         "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"
         f" {sum(weight.nbytes for weight in weights) / 1e9:.3f} GB",
         "memory": f"{memory[0]:.3f} GB for {min(256, context)} tokens; {memory[1]:.3f} GB for"
