@@ -17,7 +17,7 @@ from test_kernels import model_of
 from torch import nn
 
 import llama2
-from test_llama2 import needs
+from test_llama2 import assert_close, needs
 
 pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native")]
 CHANGE = {
@@ -271,8 +271,10 @@ def test_random_changes_between_steps_of_random_models(seed):
             cache.truncate(kept)
         results = [outcome(*call, True) for call in zip(models, [tokens] * 2, caches)]
         if isinstance(results[0], type):  # an error, after which their contents may differ
+            assert results[1] == results[0]
             caches = [new_cache(), new_cache()]
-        agree(*results, tolerance=0.01)
+        else:
+            assert_close(results[1], results[0], 0.01)  # logits up to 500
     for pair in hooks:
         for hook in pair:
             hook.remove()
