@@ -345,10 +345,8 @@ def test_folders_of_a_tokenizer(vocabulary, tokenizer, tmp_path):
     (folder / "additional_chat_templates").mkdir(parents=True)
     model = vocabulary[0].read_bytes()
     jsons = llama2_json(tokenizer, legacy=False), published_json()
-    files = {name: json.dumps(value).encode() for name, value in WORDS.items()}
-    for name in files:
-        if name.endswith("jinja"):
-            files[name] = WORDS[name].encode()
+    texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in WORDS.items()}
+    files = {name: text.encode() for name, text in texts.items()}
     said = "the fox</s><|eot_id|><tool> <s>"
 
     def control(words, ids):
