@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -457,6 +458,20 @@ def cli(cli_path, capsys, monkeypatch):
         return status, out, err
 
     return run
+
+
+def ran(*command, **options):
+    """A process that has ended: its status, stdout and stderr."""
+    options |= {"capture_output": True, "text": True}
+    run = subprocess.run([*map(str, command)], check=False, **options)
+    return run.returncode, run.stdout, run.stderr
+
+
+def one_line(outcome):
+    """The one line on stderr of what has ended (status, stdout, stderr) with an error."""
+    status, out, err = outcome
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    return err
 
 
 PROMPT = "the fox and the"
@@ -1093,9 +1108,8 @@ def test_models_that_cannot_fit_are_refused_before_they_are_loaded(write_tiny, c
     """A cache of 137 GB and 5 %, whose size is told; --info tells it, too."""
     path = write_tiny({"llama.context_length": 2**28})
     assert "144.311 GB for 268,435,456 tokens" in cli("--info", model=path)[1]
-    status, out, err = cli("--prompt", "a", "--max-new-tokens", 2**28, model=path)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "144 GB" in err
+    argv = ("--prompt", "a", "--max-new-tokens", 2**28)
+    assert "144 GB" in one_line(cli(*argv, model=path))
 
 
 CGROUPS = """\
@@ -1640,8 +1654,7 @@ REFUSED_OPTIONS += "".join(f"--device {name} | {name}\n" for name in DEVICES if 
 @pytest.mark.parametrize("argv, said", table(REFUSED_OPTIONS))
 def test_one_line_and_status_2(cli, tmp_path, argv, said):
     """A wrong argument is told in one line that names it; nothing is written to stdout."""
-    status, out, err = cli("--prompt", "ab", *argv.format(dir=tmp_path).split())
-    assert (status, out, err.count("\n")) == (2, "", 1)
+    err = one_line(cli("--prompt", "ab", *argv.format(dir=tmp_path).split()))
     assert err.startswith("llama2.py: error: ")
     assert said.format(dir=tmp_path) in err
 

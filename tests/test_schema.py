@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -13,7 +12,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 import llama2
-from test_llama2 import SCRIPT
+from test_llama2 import SCRIPT, ran
 
 EXAMPLES = SCRIPT.parent / "examples"
 from server.grammar import Grammar, open_vocabulary
@@ -130,6 +129,5 @@ NO_NULL = '{"not": {"type": "null"}}'
 def test_command_line(tmp_path, schema, status, said):
     (tmp_path / "schema.json").write_text(schema)
     command = [sys.executable, EXAMPLES / "schema.py", "--schema", tmp_path / "schema.json"]
-    command += ["--prompt", "Once", "--max-new-tokens", "9"]
-    run = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert run.returncode == status and said in run.stdout + run.stderr
+    actual, *shown = ran(*command, "--prompt", "Once", "--max-new-tokens", 9)
+    assert actual == status and said in "".join(shown)

