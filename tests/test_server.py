@@ -197,6 +197,36 @@ def test_tokens_and_models(server, loaded):
         server.client.models.retrieve("ORG/NAME")
 
 
+# What SillyTavern's text completion sends (its keys for OpenAI's interface), and lm-evaluation-harness.
+RENDERED = """[{"model": "x", "stream": false, "temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0,
+"presence_penalty": 0, "stop": ["\\nUser:"], "seed": 5, "logit_bias": {}, "max_tokens": 2, "n": 1},
+{"model": "x", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true}]"""
+PROMPTS = {
+    "TowerInstruct": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "Code Llama": "\u2581<PRE> def f(n):\n    \u2581<SUF>\n    return n \u2581<MID>",
+}
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+def test_prompts_that_clients_render(tmp_path, family):
+    """The texts of control tokens are these tokens, as transformers reads them, if somebody says so."""
+    transformers = pytest.importorskip("transformers")
+    from test_families import FAMILIES, write_family
+
+    write_family(tmp_path, FAMILIES[family])
+    prompt = PROMPTS[family]
+    ids = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)(prompt)["input_ids"]
+    parsing = Running("--model", tmp_path, "--parse-special", "--quiet")
+    for body in json.loads(RENDERED):
+        _, reply = parsing.post(COMPLETIONS, body | {"prompt": [prompt]})
+        assert reply["usage"]["prompt_tokens"] == len(ids)
+    _, reply = parsing.post("/tokenize", {"content": prompt, "add_special": True})
+    assert reply["tokens"] == ids
+    _, reply = parsing.post("/tokenize", {"content": prompt, "parse_special": False})
+    assert len(reply["tokens"]) > len(ids)
+    parsing.stop()
+
+
 SCORED = """{"max_tokens": 30, "seed": 3, "model": "", "temperature": 1.5, "logprobs": true,
 "top_logprobs": 20}"""
 
@@ -516,6 +546,11 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     assert server.get("/health", Origin=site) == 200
     server.get("/v1/models", Origin="https://evil.com")
     server.post(COMPLETIONS, {**PROMPT, "tools": [1]})
+    for is_token in (True, False):  # the prompt is BOS, "a" and the token or its text
+        _, reply = server.post(
+            COMPLETIONS, {"prompt": "a</s>", "parse_special": is_token, "max_tokens": 1}
+        )
+        assert (reply["usage"]["prompt_tokens"] == 3) is is_token
     server.get("/v1/%1b[31m")
     with server.send(stream=True) as stream:
         stream.recv(4096)
@@ -525,6 +560,7 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     log = server.stop()  # a line is written when all is done: in any order
     for line in (
         r"/v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s",
+        r'/v1/completions 200 read 6 .*; </s> in the prompt stays text without "parse_special": true',
         "/v1/completions 200 aborted: the client hung up",
         r"/v1/completions 400 tools is \[1\], which is not supported",
         "/v1/models 403 the origin 'https://evil.com' is refused.*",

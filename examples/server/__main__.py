@@ -106,7 +106,8 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
 
     def tokenize(body: dict, field: str) -> Response:
         bos = take(body, "add_special", bool, False) and session.tokenizer.add_bos
-        ids = session.tokenizer.encode(body.pop(field, None), bos)
+        parse_special = take(body, "parse_special", bool, session.parse_special)
+        ids = session.tokenizer.encode(body.pop(field, None), bos, parse_special=parse_special)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     def detokenize(body: dict, field: str) -> Response:
@@ -174,6 +175,12 @@ def parse_args() -> argparse.Namespace:
         dest="prompt_cache",
         action="store_false",
         help="read every prompt anew: neither times nor usage tell of others' prompts",
+    )
+    add(
+        "--parse-special",
+        action="store_true",
+        help="the texts of control tokens in raw prompts are these tokens, as if each request had "
+        '"parse_special": true: for clients that render the chat template themselves',
     )
     add("--quiet", action="store_true", help="no log of requests")
     return parser.parse_args()

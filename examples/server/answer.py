@@ -43,6 +43,7 @@ class Job:
     echo: bool
     n: int  # answers to each prompt
     options: dict[str, Any]  # of Session.start()
+    note: str  # for the log
     replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # ends with None
     log: list[str] = field(default_factory=list)
 
@@ -110,7 +111,9 @@ class Job:
         prefilled = sum(generation.prompt_tokens for _, generation in pairs[:: self.n])
         rate = new / (time.perf_counter() - start)
         cached = prompt_tokens - prefilled
-        self.log.append(f"read {prefilled} + {cached} cached, made {new}, {rate:.1f} tokens/s")
+        self.log.append(
+            f"read {prefilled} + {cached} cached, made {new}, {rate:.1f} tokens/s{self.note}"
+        )
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new,
@@ -210,11 +213,13 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
     limit = take(body, "max_completion_tokens", int, limit)
     echo = not chat and take(body, "echo", bool, False)
     continued = chat and take(body, "continue_final_message", bool, False)
+    # In a raw prompt whose author does not say, the texts of control tokens stay text.
+    parse_special = not chat and take(body, "parse_special", bool, session.parse_special)
     tools, answer = take_tools(body) if chat else ([], Answer())
     answer.schemas += take_schema(body)
     n = take(body, "n", int, 1)
     options = {
-        "chat": chat,
+        "chat": chat or parse_special,  # such a prompt is one that the client rendered
         "strip": chat and not continued,
         "stop": take_stops(body),
         "max_new_tokens": limit,
@@ -227,11 +232,17 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
         "top": top,
     }
     body |= stream_options
+    note = ""
     if chat:
         check_messages(prompt)
         prompts = [session.encode_chat(prompt, continued, tools)]
     else:
-        prompts = session.encode(prompt)
+        prompts = session.encode(prompt, parse_special)
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        text = "\n".join(text for text in texts if isinstance(text, str))
+        control = session.tokenizer.control_pattern.search(text)
+        if control and not parse_special:
+            note = f'; {control[0]} in the prompt stays text without "parse_special": true'
     param = "tools" if answer.names else "response_format"
     try:
         if chat:
@@ -251,4 +262,4 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
             param=field,
             code="context_length_exceeded",
         )
-    return Job(session, name, chat, prompts, stream, include_usage, echo, n, options)
+    return Job(session, name, chat, prompts, stream, include_usage, echo, n, options, note)

@@ -79,6 +79,7 @@ class Session:
         self.has_template = bool(self.template or self.tokenizer.chat_template.strip())
         if not self.has_template:
             self.template = "llama-2"
+        self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
         self.vocabularies: dict[bool, Any] = {}  # for grammars, made when they are first needed
         self.check = lambda: None  # called before each pass; it may raise to end the generation
         self.caches = [self.model.new_cache(context)]  # in the order of their last use
@@ -112,15 +113,15 @@ class Session:
         self.check()
         return llama2.prefill(self.model, tokens, cache)
 
-    def encode(self, prompt: Any) -> list[list[int]]:
+    def encode(self, prompt: Any, parse_special: bool) -> list[list[int]]:
         """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
         several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
-        return [self.encode_one(item) for item in (prompt if several else [prompt])]
+        return [self.encode_one(item, parse_special) for item in (prompt if several else [prompt])]
 
-    def encode_one(self, prompt: Any) -> list[int]:
+    def encode_one(self, prompt: Any, parse_special: bool) -> list[int]:
         """Token ids of a text or of a list of ids. Raises ValueError."""
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt, parse_special=parse_special)
         if not isinstance(prompt, list) or not prompt or {*map(type, prompt)} != {int}:
             raise ValueError("expected text, token ids, or a list of either; one token at least")
         self.tokenizer.decode(prompt)  # ValueError for ids out of range
