@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -101,6 +102,18 @@ def test_contributing_maps_every_section_to_tests():
     assert mapped == sections
     files = {path.name for path in [*ROOT.glob("test_*.py"), *ROOT.glob("tests/test_*.py")]}
     assert {*re.findall(r"`(test_\w+\.py)", str(rows))} == files
+
+
+def test_figures_of_the_pages_are_counted():
+    families = json.loads((ROOT / "tests/families.json").read_text("utf-8"))
+    counts = {name: {str(len(entries))} for name, entries in families.items()}
+    text = " ".join("".join(PAGES.values()).split())
+    assert {*re.findall(r"(\d+) families", text)} == counts["families"]
+    assert {*re.findall(r"(\d+) that do not", text)} == counts["refused"]
+    numbers = re.findall(r"(?m)^(\d+)\. ", PAGES[ROOT / "docs/details.md"])
+    assert {*re.findall(r"(\d+) details", text)} == {numbers[-1]} == {str(len(numbers))}
+    [lines] = re.findall(r"the first (\d+) lines", text)
+    assert abs(int(lines) - SCRIPT.read_text("utf-8").partition("# Part II: ")[0].count("\n")) < 25
 
 
 def test_commands_of_a_chat_do_what_the_page_says(cli):
