@@ -40,6 +40,27 @@ def test_commands_are_understood(command, capsys):
         assert "absent.gguf" in capsys.readouterr().err
 
 
+SCRIPTS = {
+    path: path.read_text("utf-8")
+    for name in ("examples", "models", "docs")
+    for path in ROOT.glob(f"{name}/**/*.py")
+}
+TYPED = "".join([*PAGES.values(), *SCRIPTS.values()]).replace("\\\n", "")
+
+
+@pytest.mark.parametrize(
+    "script, arguments", re.findall(r"\bpython ((?:examples|models)/[\w/.]+)(.*)", TYPED)
+)
+def test_commands_of_scripts_have_their_options(script, arguments):
+    """In pages and in docstrings; llama2.Parser makes some."""
+    source = "".join(
+        text for path, text in SCRIPTS.items() if (ROOT / script) in (path, path.parent)
+    )
+    assert source
+    for option in {*re.findall(r"--[a-z0-9-]+", arguments)} - {"--help"}:
+        assert f'"{option}"' in source or option[2:].replace("-", "_") in llama2.SAMPLING_LIMITS
+
+
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_runs(code, capsys):
