@@ -3572,7 +3572,7 @@ def converse(
             continue
         goes_on = command == "/more" and bool(turns)
         if question.startswith("/") and not goes_on:
-            fail(f"unknown command {command[:40]}; {CHAT_KEYS}")
+            fail(f"no command {command[:40]}, or no answer for /more yet; {CHAT_KEYS}")
             continue
         if not command:
             continue

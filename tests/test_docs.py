@@ -142,8 +142,9 @@ def test_commands_of_a_chat_do_what_the_page_says(cli):
     commands = re.findall(r"`(/\w+)`", chat)
     assert "/exit" in commands
     for command in commands:
-        status, out, err = cli("--chat", stdin=f"{command}\n".encode())
-        assert (status, out) == (0, "") and "unknown" not in err, command
+        stdin = f"ab\n{command}\n".encode()
+        status, _, err = cli("--chat", "--max-new-tokens", 1, stdin=stdin)
+        assert status == 0 and "no command" not in err, command
 
 
 def test_the_changelog_begins_with_this_version():

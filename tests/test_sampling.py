@@ -6,12 +6,13 @@ The frozen numbers were made by the processors of transformers 5.23.
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
 
 import llama2
-from test_llama2 import GREEDY, raises, scripted, table
+from test_llama2 import GREEDY, raises, scripted, table, write_files
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
 SEEN = [1, 2, 2, 6]  # ids before LOGITS
@@ -185,3 +186,36 @@ def test_what_comes_before_the_first_stop_text_is_shown(tokenizer):
         model = scripted([*ids[1:], 2], 1)
         options = {"stop": stops if count > 1 else stops[0], "sampling": GREEDY}  # texts, or one
         assert "".join(llama2.stream_text(model, tokenizer, [1], **options)) == expected
+
+
+RECOMMENDED = {  # what generation_config.json says: what a Sampling then is
+    '{"temperature": 0.6, "top_p": 0.9, "do_sample": true}': {"temperature": 0.6, "top_p": 0.9},
+    '{"temperature": 0.6, "do_sample": false}': {"temperature": 0.0},
+    '{"top_k": 40, "temperature": null}': {"top_k": 40},
+    "{}": {},
+}
+
+
+@pytest.mark.parametrize("content", RECOMMENDED)
+def test_what_the_files_recommend_is_used(tmp_path, forms, write_tiny, capsys, content):
+    """By generate(), the command line and the server, unless something else is said."""
+    take_sampling = pytest.importorskip("server.fields").take_sampling
+    stated = RECOMMENDED[content]
+    keys = {llama2.GGUF_SAMPLING[name]: value for name, value in stated.items()}
+    folder = shutil.copytree(forms[0] / "hf_index", tmp_path / "folder")
+    write_files(folder, {"generation_config.json": json.loads(content)})
+    for path in folder, write_tiny(keys):
+        model, _ = llama2.load(path)
+        expected = llama2.Sampling(**stated)
+        used = llama2.generate(model, [1, 5], max_new_tokens=1).sampling
+        for name in llama2.GGUF_SAMPLING:
+            assert getattr(used, name) == pytest.approx(getattr(expected, name))
+        asked = take_sampling({"min_p": 0.5}, model)
+        assert (asked.min_p, asked.temperature) == (0.5, pytest.approx(expected.temperature))
+        argv = ["--model", str(path), "--prompt=fox", "--max-new-tokens=1", "--top-p=0.5"]
+        assert llama2.main(argv) == 0
+        said = f"temperature {expected.temperature:.6g} ({'model' if 'temperature' in stated else 'default'})"
+        assert said in capsys.readouterr().err
+    write_files(folder, {"generation_config.json": {"temperature": -1}})
+    with pytest.raises(ValueError, match="folder: temperature is -1; expected a number from 0"):
+        llama2.load(folder)

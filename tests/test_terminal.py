@@ -136,6 +136,25 @@ def test_chat_answer_that_is_cut(cli):
     assert status == 0 and len(out) > 2 and "context full: the answer" in err
 
 
+def test_more_goes_on_with_an_answer(cli, heard):
+    """With its text as it was shown; what repeats itself is given a penalty."""
+    argv = ["--chat", "--max-new-tokens", 3, "--temperature", 0]
+    _, first, _ = cli(*argv, stdin=b"ab\n")
+    status, out, err = cli(*argv, stdin=b"/more\nab\n/more\nAND\n")
+    assert status == 0 and out.startswith(first) and out.count("\n") == 3
+    assert "no answer for /more yet" in err and err.count("was cut, /more goes on") == 3
+    assert heard[-2] == f"[INST] ab [/INST] {first.strip()}"
+    assert heard[-1].startswith(heard[-2]) and heard[-1].endswith("[INST] AND [/INST]")
+
+
+def test_an_answer_that_repeats_itself(cli, monkeypatch):
+    monkeypatch.setattr(llama2, "show", lambda stream: sum(0 for _ in stream) or "so it went. " * 9)
+    assert (
+        "repeats itself: try --repetition-penalty"
+        in cli("--chat", "--max-new-tokens", 3, stdin=b"ab")[2]
+    )
+
+
 def test_chat_commands_and_what_is_refused(cli, heard):
     """Commands are not sent to the model, nor is a word that is none; a space before a slash sends it.
 
@@ -145,14 +164,14 @@ def test_chat_commands_and_what_is_refused(cli, heard):
     stdin = lines.replace("|", "\n").encode()
     status, out, err = cli("--chat", "--max-new-tokens", 3, stdin=stdin)
     assert status == 0
-    assert out.count("\n") == err.count("max new tokens: the answer") == 3
+    assert out.count("\n") == err.count("max new tokens: the answer was cut") == 3
     assert heard[:2] == ["[INST] ab [/INST]", "[INST] /usr is [/INST]"]
     (last,) = heard[2:]
     assert last.startswith(heard[1]) and last.endswith("[INST] x [/INST] y [/INST]")
     template, keys, *_ = err.splitlines()
     assert "no chat template: llama-2 is assumed" in template
     assert re.match("cli.gguf, 400 tokens; .*Ctrl-C.*/exit.*/reset", keys)
-    assert re.search("unknown command /halp me; .*/exit", err)
+    assert re.search("no command /halp me, .*/exit", err)
     assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
     assert cli("--chat", "--quiet", stdin=b"/reset\n/EXIT\nab\n") == (0, "", "")
 
@@ -223,7 +242,7 @@ def test_chat_at_a_terminal(tmp_path, keys, tensors):
     asked = expect(b"> ")
     assert (b"\x1b[?2004h" in asked) == is_gnu  # the terminal shall mark what is pasted
     # an arrow to the left, the missing letter
-    expect(b"unknown command /halp; Ctrl-C stops", typed=b"/hap\x1b[Dl\r")
+    expect(b"no command /halp, or no answer for /more yet; Ctrl-C stops", typed=b"/hap\x1b[Dl\r")
     expect(b"> ")
     if is_gnu:
         expect(b"and more", typed=b"\x1b[200~two\nlines\n\x1b[201~and more\r")

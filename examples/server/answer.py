@@ -225,7 +225,7 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
         "max_new_tokens": limit,
         # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
         "reuse": take(body, "cache_prompt", bool, body.get("seed") is None) and reuse,
-        "sampling": take_sampling(body, session.model.vocab_size),
+        "sampling": take_sampling(body, session.model),
         "answer": answer,
         "score_prompt": echo and top is not None,
         "score_end": not chat or take(body, "include_stop_token", bool, False),

@@ -98,14 +98,19 @@ def take(body: dict, name: str, value_type: type, default: Any = None) -> Any:
     return value
 
 
-def take_sampling(body: dict, vocab_size: int) -> llama2.Sampling:
-    """The fields of Sampling and Adjustment. A seed may be negative."""
+def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
+    """The fields of Sampling, else what the model's files recommend, and those of Adjustment.
+
+    A seed may be negative.
+    """
+    recommended = model.sampling or llama2.Sampling()
+    vocab_size = model.vocab_size
     values = {}
     for item in fields(llama2.Sampling):
         if item.name in LIMITS:
-            values[item.name] = take(
-                body, item.name, int if item.name == "seed" else type(item.default), item.default
-            )
+            item_type = int if item.name == "seed" else type(item.default)
+            default = getattr(recommended, item.name)
+            values[item.name] = take(body, item.name, item_type, default)
     if values["seed"] is not None:
         values["seed"] %= 2**63
     bias = torch.zeros(vocab_size)
