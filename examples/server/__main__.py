@@ -12,6 +12,8 @@ new tokens of a conversation are prefilled. Fields that are not supported are re
     guard.py     refuses other sites
     fields.py    the fields of a request
     answer.py    the answer, whole or as events
+    responses.py OpenAI's second interface
+    tools.py     how the model calls tools and reasons
     serving.py   the model and its caches
     grammar.py   what holds an answer to a schema
 """
@@ -44,6 +46,7 @@ try:
     from server.answer import read_request
     from server.fields import Refusal, refuse, refuse_rest, take, utf8
     from server.guard import Connection, guard
+    from server.responses import read_response
     from server.serving import Session
 except ImportError as error:
     needed = 'pip install "starlette>=1.6" "anyio>=4.1" uvicorn'
@@ -114,6 +117,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         return JSONResponse({"content": session.tokenizer.decode(body.pop(field, None))})
 
     complete = partial(read_request, session, name, args.prompt_cache)
+    respond = partial(read_response, session, name, args.prompt_cache)
     routes = [
         Route("/", open_page()),
         Route("/health", JSONResponse({"status": "ok"})),
@@ -123,6 +127,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     for path, handle, prompt in (
         ("/v1/chat/completions", complete, "messages"),
         ("/v1/completions", complete, "prompt"),
+        ("/v1/responses", respond, "input"),
         ("/tokenize", tokenize, "content"),
         ("/detokenize", detokenize, "tokens"),
     ):

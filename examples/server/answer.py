@@ -46,6 +46,7 @@ class Job:
     note: str  # for the log
     replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # ends with None
     log: list[str] = field(default_factory=list)
+    thoughts: int = 0  # tokens of reasoning
 
     def __post_init__(self) -> None:
         object_type = "text_completion"
@@ -95,11 +96,13 @@ class Job:
             yield b"data: " + reply.body + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    def reply(self, *choices: dict, **usage: dict) -> None:
+    def put(self, body: dict) -> None:
         """Send an event, or the whole answer, from the model's thread."""
-        anyio.from_thread.run_sync(
-            self.replies.put_nowait, JSONResponse({**self.about, "choices": choices, **usage})
-        )
+        anyio.from_thread.run_sync(self.replies.put_nowait, JSONResponse(body))
+
+    def reply(self, *choices: dict, **usage: dict) -> None:
+        """The same, with what all have in common."""
+        self.put({**self.about, "choices": choices, **usage})
 
     def complete(self) -> None:
         """Continue the prompts, in the model's thread."""
@@ -119,22 +122,20 @@ class Job:
             "completion_tokens": new,
             "total_tokens": prompt_tokens + new,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": self.thoughts},
         }
-        choices = [] if self.stream else [choice for choice, _ in pairs]
-        if self.include_usage:
-            self.reply(*choices, usage=usage)
+        self.end([choice for choice, _ in pairs], usage)
 
     def complete_one(self, index: int, ids: list[int]) -> tuple[dict, llama2.Generation]:
         """Continue a prompt; returns its choice and the generation."""
         choice = {"index": index, "logprobs": None, "finish_reason": None}
-        if self.chat and self.stream:
-            self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
+        self.begin(choice)
         sampling = self.options["sampling"]
         if sampling.seed is not None:  # several answers to one prompt differ
             sampling = replace(sampling, seed=(sampling.seed + index % self.n) % 2**63)
         stream, scorer = self.session.start(ids, **self.options | {"sampling": sampling})
         reader = Reader(self.options["answer"])
-        told, scores = [], []
+        told, scores, thoughts = [], [], 0
         before = [self.session.tokenizer.decode(ids)] if self.echo else []
         for text in itertools.chain(before, stream, [""]):  # the last one ends it
             new = scorer.take(text) if scorer else []
@@ -143,24 +144,36 @@ class Job:
                 deltas = reader.feed(text, ended=not text)
             told += deltas
             scores += new
-            if self.stream and (deltas or new):
-                for delta in deltas or [self.nothing]:
-                    self.tell(choice, delta, new)
-                    new = []
+            if reader.is_reasoning:
+                thoughts = len(stream.generation.new_ids)
+            for delta in deltas or ([self.nothing] if new else []):
+                self.tell(choice, delta, new)
+                new = []
+        self.thoughts += thoughts
         choice["finish_reason"] = "length"
         if stream.stop_reason.startswith("stop"):
             choice["finish_reason"] = "tool_calls" if reader.calls else "stop"
-        if self.stream:
-            self.tell(choice, self.nothing, [])
-        elif self.chat:
+        self.tell(choice, self.nothing, [])
+        if self.chat:
             choice |= {"message": join(told)} | self.table(scores)
         else:
             choice |= {"text": "".join(delta["text"] for delta in told)} | self.table(scores)
         return choice, stream.generation
 
+    def begin(self, choice: dict) -> None:
+        """Send a choice's first event."""
+        if self.chat and self.stream:
+            self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
+
     def tell(self, choice: dict, delta: dict, scores: list[Score]) -> None:
         """Send an event of what is new."""
-        self.reply(choice | ({"delta": delta} if self.chat else delta) | self.table(scores))
+        if self.stream:
+            self.reply(choice | ({"delta": delta} if self.chat else delta) | self.table(scores))
+
+    def end(self, choices: list[dict], usage: dict) -> None:
+        """Send the whole answer, or its usage."""
+        if self.include_usage:
+            self.reply(*([] if self.stream else choices), usage=usage)
 
     def entries(self, score: Score) -> list[dict]:
         """A token, and then the likeliest ones in its place. No two have the same name."""
@@ -195,10 +208,12 @@ class Job:
         return {"logprobs": table}
 
 
-def read_request(session: Session, name: str, reuse: bool, body: dict, field: str) -> "Job":
+def read_request(
+    session: Session, name: str, reuse: bool, body: dict, field: str, make: Any = Job
+) -> Job:
     """Take all supported fields out of a body; what remains in it is not supported.
 
-    `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
+    `field` holds the prompt. `make` makes the Job. Raises Refusal, or ValueError for a wrong prompt.
     """
     chat = field == "messages"
     prompt = body.pop(field, None)
@@ -262,4 +277,4 @@ def read_request(session: Session, name: str, reuse: bool, body: dict, field: st
             param=field,
             code="context_length_exceeded",
         )
-    return Job(session, name, chat, prompts, stream, include_usage, echo, n, options, note)
+    return make(session, name, chat, prompts, stream, include_usage, echo, n, options, note)

@@ -65,8 +65,7 @@ def refuse(request: Any, error: Any) -> Response:
         paths = ", ".join(route.path for route in request.app.routes)
         error = Refusal(
             404,
-            f"{request.url.path[:60]} does not exist; there are {paths}; "
-            "in place of /v1/responses use /v1/chat/completions",
+            f"{request.url.path[:60]} does not exist; there are {paths}",
         )
     message = utf8(error.detail)
     if request is not None:

@@ -363,6 +363,11 @@ class Reader:
             deltas += self.read(ended)
         return deltas
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text is reasoning."""
+        return self.read == self.read_reasoning
+
     def take(self, ends: list[str], ended: bool) -> tuple[str, bool]:
         """Take the text in front of the first of `ends`, or until one is there, what is in front of
         all that may become one; returns it, and whether one is there."""
