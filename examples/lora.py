@@ -1,10 +1,14 @@
 """LoRA: train adapters for any model, whose weights do not change (arXiv:2106.09685).
 
     python examples/lora.py --data TEXT.txt --adapter DIR [--model FILE.gguf]
+    python examples/lora.py --data DIALOGUES.jsonl --adapter DIR --model FILE.gguf
     python examples/lora.py --adapter DIR --out tuned.gguf [--type Q4_0] [--model FILE.gguf]
 
 A frozen matrix W, which may stay quantised, gets two small matrices A and B that are trained:
 y = x W^T + alpha / r * x A^T B^T. DIR has PEFT's format: each reads what the other writes.
+
+A line of DIALOGUES.jsonl is {"messages": [...], "tools": [...]} as in OpenAI's API, tools if there
+are any. The chat template writes them; only what the assistant says is learned.
 """
 
 import json
@@ -122,28 +126,75 @@ def load_adapter(model: llama2.Llama, folder: Path) -> None:
         view.copy_(tensors[name].view_as(view))
 
 
-def loss_of(model: llama2.Llama, tokens: Tensor) -> Tensor:
-    """Cross-entropy of LENGTH + 1 tokens. To save memory, backward() computes blocks again."""
-    cos, sin = llama2.rope_tables(model.config, LENGTH)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+def loss_of(model: llama2.Llama, tokens: Tensor, learned: Tensor | None = None) -> Tensor:
+    """Cross-entropy of the tokens (n,), or of those that `learned` (n,) marks; none is the first.
+
+    To save memory, backward() computes blocks again.
+    """
+    T = len(tokens) - 1
+    cos, sin = llama2.rope_tables(model.config, T)
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
     x = model.embed_tokens(tokens[None, :-1])  # (1, T, C)
     for block in model.layers:
         x = checkpoint(block, x, cos, sin, mask, None, use_reentrant=False)
-    return F.cross_entropy(model.lm_head(model.norm(x))[0], tokens[1:])
+    x, tokens = x[0], tokens[1:]
+    if learned is not None:
+        x, tokens = x[learned[1:]], tokens[learned[1:]]
+    return F.cross_entropy(model.lm_head(model.norm(x)), tokens)
 
 
-def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
-    """Train the adapters on nine tenths of a text; show the loss on up to 8 sequences of the rest."""
+def read_text(path: Path, tokenizer: llama2.Tokenizer) -> tuple[list, list]:
+    """Arguments of loss_of(): sequences from each position of nine tenths of a text, and up to 8 of
+    the rest."""
+    ids = tokenizer.encode(path.read_text("utf-8"))
     if len(ids) < 10 * (LENGTH + 1):
         raise ValueError(f"the text has {len(ids)} tokens; expected {10 * (LENGTH + 1)} or more")
-    sequences = torch.tensor(ids).unfold(0, LENGTH + 1, 1)  # one from each position
+    sequences = torch.tensor(ids).unfold(0, LENGTH + 1, 1)
     last = len(ids) * 9 // 10
+    return [(s,) for s in sequences[: last - LENGTH]], [(s,) for s in sequences[last::LENGTH][:8]]
+
+
+def read_dialogues(path: Path, tokenizer: llama2.Tokenizer, template: str | None) -> tuple:
+    """The same of JSON lines {"messages": [...], "tools": [...]}: what the assistant says is learned."""
+    source = template or tokenizer.chat_template
+    source = llama2.CHAT_TEMPLATES.get(source, source)
+    unprompted = f"{{% set add_generation_prompt = false %}}{source}"
+    samples = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            dialogue = json.loads(line)
+            messages, tools = dialogue["messages"], dialogue.get("tools")
+            calls = [call for message in messages for call in message.get("tool_calls") or ()]
+            for function in (call["function"] for call in calls):
+                if isinstance(function["arguments"], str):  # as OpenAI's API has them
+                    function["arguments"] = json.loads(function["arguments"])
+            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {number} is no dialogue: {error!r:.99}") from error
+        longer = torch.empty(0)
+        for i in answers[::-1]:
+            before = llama2.encode_chat(tokenizer, messages[:i], source, tools=tools)
+            ids = llama2.encode_chat(tokenizer, messages[: i + 1], unprompted, tools=tools)
+            start = [*(a == b for a, b in zip(before, ids, strict=False)), False].index(False)
+            tokens = torch.tensor(ids)
+            if not torch.equal(longer[: len(ids)], tokens):  # templates may leave out what is past
+                longer = tokens
+                samples.append((tokens, torch.zeros_like(tokens, dtype=torch.bool)))
+            samples[-1][1][max(1, start) : len(ids)] = True
+    if len(samples) < 10:
+        raise ValueError(f"there are {len(samples)} dialogues; expected 10 or more")
+    last = len(samples) * 9 // 10
+    return samples[:last], samples[last:][:8]
+
+
+def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: float) -> None:
+    """Train the adapters; show the loss on what is held out."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
     start = time.perf_counter()
     for step in range(steps + 1):
         if step % max(1, steps // 10) == 0:
             with torch.no_grad():
-                loss = torch.stack([loss_of(model, s) for s in sequences[last::LENGTH][:8]]).mean()
+                loss = torch.stack([loss_of(model, *sample) for sample in held_out]).mean()
             if not loss.isfinite():
                 raise ValueError(f"the loss is {loss} after {step} steps; try a lower --rate")
         left = (time.perf_counter() - start) / max(1, step) * (steps - step)
@@ -151,8 +202,8 @@ def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
         text = f"{text if step else text.partition(',')[0]}, held-out loss {loss:.3f}"
         print(f"\r[{text:75}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
         if step < steps:
-            for i in torch.randint(last - LENGTH, (BATCH,)).tolist():
-                (loss_of(model, sequences[i]) / BATCH).backward()
+            for i in torch.randint(len(samples), (BATCH,)).tolist():
+                (loss_of(model, *samples[i]) / BATCH).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -160,7 +211,10 @@ def train(model: llama2.Llama, ids: list[int], steps: int, rate: float) -> None:
 if __name__ == "__main__":
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
-    parser.add_argument("--data", metavar="TEXT.txt", type=Path, help="train on it")
+    parser.add_argument(
+        "--data", metavar="FILE", type=Path, help="a text, or JSON lines of messages (.jsonl)"
+    )
+    parser.add_argument("--chat-template", metavar="NAME|FILE", help="default: the model's")
     parser.add_argument("--adapter", metavar="DIR", type=Path, help="is read if it exists, written")
     parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
     parser.add_argument("--type", choices=SAVE_TYPES, default="Q8_0")
@@ -186,10 +240,16 @@ if __name__ == "__main__":
         else:
             add_adapters(model, args.targets, args.rank, args.alpha)
         if args.data:
+            template = args.chat_template
+            if template and template not in llama2.CHAT_TEMPLATES:
+                template = Path(template).read_text("utf-8")
             with llama2.naming(args.data):
-                ids = tokenizer.encode(args.data.read_text("utf-8"))
+                if args.data.suffix == ".jsonl":
+                    samples = read_dialogues(args.data, tokenizer, template)
+                else:
+                    samples = read_text(args.data, tokenizer)
             try:
-                train(model, ids, args.steps, args.rate)
+                train(model, *samples, args.steps, args.rate)
             except KeyboardInterrupt:
                 status = 130
                 print("\ninterrupted: what was learned until now is kept", file=sys.stderr)

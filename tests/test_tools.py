@@ -142,7 +142,9 @@ def sessions(tmp_path_factory, tokenizer):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("sys.argv", ["server", "--quiet", "--chat-template", str(path)])
                 args = server.parse_args()
-                model, _ = llama2.load(llama2.DEFAULT_MODEL)
+                model = llama2.Llama(
+                    llama2.Config(16, 16, 1, 2, 2, vocab_size=tokenizer.vocab_size)
+                ).requires_grad_(False)
                 patch.setattr(llama2, "load", lambda *_, **__: (model, tokenizer))
                 app = server.make_app(Session(args), "m", args)
             made[source] = testclient.TestClient(app, "http://localhost")
@@ -152,38 +154,44 @@ def sessions(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture
-def say(sessions, tokenizer, monkeypatch):
-    """say(source, text, ...) -> the choice of a chat, whole and streamed, in which the model says this text."""
+def tell(tokenizer, monkeypatch):
+    """tell(text): each answer is this text, as long as it may be. Returns how many tokens it has."""
+
+    def tell(text):
+        *script, _ = [
+            i
+            for part in text.split("¤")  # the control token
+            for i in (*tokenizer.encode(part, bos=False, first=False), tokenizer.vocab_size - 1)
+        ]
+        steps = itertools.cycle([*script, tokenizer.eos_id])
+
+        def sample(logits, sampling, ids, generator):
+            token_id = next(steps)
+            assert sampling.logits_processor(ids, logits)[token_id] > -1e9, (token_id, text)
+            return token_id
+
+        monkeypatch.setattr(llama2, "sample", sample)
+        return len(script)
+
+    return tell
+
+
+@pytest.fixture
+def say(sessions, tell):
+    """say(source, text, ...) -> the choice of a chat, whole and streamed, in which it says the text."""
 
     def say(source, text, **body):
-        script = (
-            [
-                i
-                for part in text.split("¤")  # the control token
-                for i in [tokenizer.vocab_size - 1, *tokenizer.encode(part, bos=False, first=False)]
-            ][1:]
-            + [2]
-        )
+        count = tell(text)
         body = {
             "messages": QUESTION,
             "tools": TOOLS,
             "logprobs": True,
             "cache_prompt": False,
-            **body,
-        }
-
-        def sample(logits, sampling, ids, generator):
-            token_id = script[next(steps)]
-            assert sampling.logits_processor(ids, logits)[token_id] > -1e9, (token_id, text)
-            return token_id
-
-        monkeypatch.setattr(llama2, "sample", sample)
-        steps = itertools.count()
+        } | body
         reply = sessions(source).post("/v1/chat/completions", json=body).json()
         if "error" in reply:
             return reply["error"]["message"]
         (choice,) = reply["choices"]
-        steps = itertools.count()
         reply = sessions(source).post("/v1/chat/completions", json={**body, "stream": True})
         lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")]
         chunks = [json.loads(line)["choices"][0] for line in lines]
@@ -191,7 +199,7 @@ def say(sessions, tokenizer, monkeypatch):
         message = tools.join(deltas)
         entries = [e for chunk in chunks[1:] for e in chunk["logprobs"]["content"]]
         assert entries == choice["logprobs"]["content"]
-        assert len(entries) == len(script) - 1, choice  # without EOS
+        assert len(entries) == count
         for one in (message, choice["message"]):
             for call in one.get("tool_calls", ()):
                 assert len(call.pop("id")) == 9
@@ -303,3 +311,103 @@ def test_messages_reach_the_template(sessions, tokenizer):
     usage = sessions(source).post("/v1/chat/completions", json=body).json()["usage"]
     ids = llama2.encode_chat(tokenizer, expected, source)
     assert usage["prompt_tokens"] == len(ids)
+
+
+# --------------------------------------------------------------------------------------------------
+# /v1/responses, by OpenAI's client
+
+TEXT_EVENTS = (
+    "output_item.added content_part.added {0}.delta {0}.done content_part.done output_item.done"
+)
+EVENTS = " ".join(
+    [
+        "created in_progress",
+        TEXT_EVENTS.format("reasoning_text"),
+        TEXT_EVENTS.format("output_text"),
+        "output_item.added function_call_arguments.delta function_call_arguments.done output_item.done",
+        "completed",
+    ]
+)
+BOTH = TEMPLATE % (FORMATS[HERMES]["calls"], "")
+BOTH = BOTH.replace(
+    "{{ m.content", "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content"
+)
+FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+CONVERSATION = """[{"role": "user", "content": [{"type": "input_text", "text": "A"}]},
+{"type": "reasoning", "id": "1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Well."}]},
+{"type": "function_call", "call_id": "c", "name": "wind", "arguments": "{\\"city\\": \\"Rome\\"}"},
+{"type": "function_call_output", "call_id": "c", "output": "calm"}]"""
+
+
+@pytest.fixture
+def responses(sessions):
+    openai = pytest.importorskip("openai")
+    http = sessions(BOTH)
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="any", http_client=http).responses
+
+
+def test_responses(responses, tell, tokenizer):
+    """The same whole and as events, in OpenAI's order; what came can be sent back."""
+    tell(f"<think>Hm</think>Well.\n{CALL}")
+    asked = {"model": "m", "input": "A", "tools": FUNCTIONS, "store": True, "metadata": {"a": "b"}}
+    whole = responses.create(**asked)
+    with responses.stream(**asked) as stream:
+        kinds = [event.type.removeprefix("response.") for event in stream]
+        streamed = stream.get_final_response()
+    assert [kind for kind, _ in itertools.groupby(kinds)] == EVENTS.split()
+    for response in (whole, streamed):
+        thought, message, call = response.output
+        assert (thought.content[0].text, message.content[0].text) == ("Hm", "Well.")
+        assert (call.name, json.loads(call.arguments)) == ("wind", {"city": "Rome"})
+        assert (response.status, response.store, response.metadata) == (
+            "completed",
+            False,
+            {"a": "b"},
+        )
+        assert response.usage.output_tokens_details.reasoning_tokens > 2
+    conversation = json.loads(CONVERSATION)
+    output = [item.model_dump(exclude_none=True) for item in whole.output]
+    result = {**conversation[-1], "call_id": call.call_id}
+    tell("Calm.")
+    usages = [
+        responses.create(model="m", input=items, instructions="S").usage
+        for items in (conversation, [conversation[0], *output, result])
+    ]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "A"},
+        {
+            "role": "assistant",
+            "content": "Well.",
+            "reasoning": "Hm",
+            "tool_calls": called(["wind"], arguments={"city": "Rome"}),
+        },
+        {"role": "tool", "content": "calm"},
+    ]
+    ids = llama2.encode_chat(tokenizer, messages, BOTH)
+    assert [usage.input_tokens for usage in usages] == [len(ids)] * 2
+
+
+def test_responses_with_a_form_or_a_limit(responses, tell):
+    pydantic = pytest.importorskip("pydantic")
+    City = pydantic.create_model("City", city=str)
+    tell('{"city": "Rome"}')
+    assert responses.parse(model="m", input="A", text_format=City).output_parsed.city == "Rome"
+    cut = responses.create(model="m", input="A", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete"
+
+
+REFUSED = """{"previous_response_id": "x", "conversation": "x", "background": true, "prompt": {},
+"reasoning": {"effort": "low"}, "truncation": "auto", "include": ["x"], "max_tokens": 5, "n": 2,
+"tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "input": [{"type": "item_reference"}],
+"messages": [], "max_output_tokens": -1, "response_format": {"type": "json_object"}}"""
+
+
+@pytest.mark.parametrize("field", json.loads(REFUSED))
+def test_responses_refuses_by_name(sessions, field):
+    body = {"input": "A", field: json.loads(REFUSED)[field]}
+    reply = sessions(BOTH).post("/v1/responses", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+    assert field in reply.json()["error"]["message"]

@@ -24,6 +24,7 @@ LIMITS = {
     "top_logprobs": (0, 20),
     "max_tokens": (0, 2**31 - 1),
     "max_completion_tokens": (0, 2**31 - 1),
+    "max_output_tokens": (0, 2**31 - 1),
 }
 # Fields that change nothing, and fields that may only have these values.
 IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import llama2
 from server.answer import Job, read_request
-from server.fields import LIMITS, Refusal, take
+from server.fields import Refusal, take
 from server.serving import Score, Session
 
 # Fields of a chat that mean the same here.
 SAME = {"model", "stream", "parallel_tool_calls", "temperature", "top_p", "stop", "logit_bias"}
-SAME |= LIMITS.keys() - {"n", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens"}
+SAME |= llama2.SAMPLING_LIMITS.keys() | {"presence_penalty", "frequency_penalty"}
 # Fields that change nothing, and the values that they may have.
 TAKEN = {
     "truncation": ["disabled"],
@@ -113,8 +114,11 @@ def read_response(session: Session, name: str, reuse: bool, body: dict, field: s
         messages.insert(0, {"role": "system", "content": instructions})
     chat = {key: body.pop(key) for key in SAME & body.keys()}
     chat |= {"messages": messages, **take_tools(body)}
-    chat["max_completion_tokens"] = body.pop("max_output_tokens", None)
-    form = take(take(body, "text", dict, {}), "format", dict, {"type": "text"})
+    chat["max_completion_tokens"] = take(body, "max_output_tokens", int)
+    text = take(body, "text", dict, {})
+    form = take(text, "format", dict, {"type": "text"})
+    if any(text.values()):
+        body["text"] = text  # what else it has is refused
     if form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     chat["response_format"] = form
