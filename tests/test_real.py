@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from save import save_folder, save_gguf
 
 import llama2
 from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue
@@ -121,18 +120,6 @@ def test_ids_are_those_of_tokenizers(exact, their_tokenizer, script):
         ids = tokenizer.encode(text)
         assert ids == their_tokenizer.encode(text)
         assert tokenizer.decode(ids) == their_tokenizer.decode(ids) == text
-
-
-@torch.no_grad()
-def test_it_comes_back_from_every_form(exact, tmp_path):
-    model, tokenizer = exact
-    tokens = torch.tensor([tokenizer.encode(PROMPT)])
-    save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
-    save_folder(llama2.open_checkpoint(NAME), tmp_path / "folder", "F32")
-    for form, tolerance in (("x.gguf", 0), ("folder", 1e-4)):
-        again, same = llama2.load(tmp_path / form)
-        assert_close(again(tokens), model(tokens), tolerance)
-        assert ask((again, same), "Hi!", 6) == ask(exact, "Hi!", 6)
 
 
 MEMORY = """
