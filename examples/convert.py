@@ -272,7 +272,7 @@ def open_source(source: str) -> llama2.Checkpoint:
 def convert(args: argparse.Namespace) -> None:
     """Do what the command line says."""
     out = Path(args.out)
-    is_gguf = out.suffix == ".gguf"
+    is_gguf = out.suffix.lower() == ".gguf"
     check, write = (
         (save.check_file, save.save_gguf) if is_gguf else (save.check_folder, save.save_folder)
     )

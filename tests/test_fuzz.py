@@ -7,6 +7,7 @@ many others; `--hypothesis-seed=7` with it repeats them.
 
 import contextlib
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -390,6 +391,8 @@ CHAT = """[{"role": "system", "content": " Be\\n"}, {"role": "user", "content": 
 
 def test_chat_templates(tokenizer):
     """The ids are those of transformers' text, without control tokens of messages."""
+    vocabulary = dataclasses.replace(tokenizer.vocabulary, prepend_scheme="start")
+    tokenizer = llama2.Tokenizer(vocabulary)  # which adds no spaces behind control tokens
     parts = re.compile(r"({[{%]-?|-?[%}]}|\W)")
     words = [changed(parts.split(template)) for template in llama2.CHAT_TEMPLATES.values()]
     chats = changed(json.loads(CHAT)).map(json.dumps)
