@@ -276,9 +276,10 @@ def convert(args: argparse.Namespace) -> None:
     check, write = (
         (save.check_file, save.save_gguf) if is_gguf else (save.check_folder, save.save_folder)
     )
+    written = out.resolve()  # if this is the working directory, another one takes its place
     check(out, args.force)  # before the source is read, which may be downloaded
     write(open_source(args.source), out, args.type, overwrite=args.force)
-    weights = llama2.open_checkpoint(out).weights.values()
+    weights = llama2.open_checkpoint(written).weights.values()
     print(f"wrote {out}: {save.describe_tensors(weights)}", file=sys.stderr)
 
 

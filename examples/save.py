@@ -172,7 +172,8 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:  # on a full disk: name the path
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+        named = error.filename if error.filename != str(unfinished) else None
+        raise OSError(error.errno, error.strerror, named or str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
 

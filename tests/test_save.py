@@ -67,7 +67,7 @@ def test_save_round_trip(forms, tmp_path, ggml_type):
 
 
 def test_a_gguf_file_stays_as_it_is(tmp_path):
-    """Its keys with their types, empty texts and lists, its tensors and their places."""
+    """Its keys with their types, empty texts, its tensors and their places."""
     types = gguf.GGUFValueType
     keys = {"general.alignment": 1024, "general.description": ""}
     keys |= {"general.quantization_version": (2, types.UINT8)}
@@ -188,10 +188,11 @@ def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, name, module, 
 
 
 def test_more_pieces_than_rows_are_refused(tmp_path, tokenizer):
-    """load() would refuse such a file."""
+    """load() would refuse such a file or folder."""
     model = make_model(llama2.Config(**SHAPE | {"vocab_size": 300}))
     for words, said in ((tokenizer, "320 pieces, the model 300 rows"), (None, "its tokenizer")):
         raises(said, save_gguf, model, tmp_path / "out.gguf", tokenizer=words)
+        raises(said, save_folder, model, tmp_path / "out", tokenizer=words)
     assert not os.listdir(tmp_path)
 
 
