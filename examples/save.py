@@ -438,7 +438,8 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
     if checkpoint.file is None:
         keys |= vocabulary_keys(vocabulary, config.vocab_size)
         keys |= model_keys(config, vocabulary)
-        keys |= {GGUF_SAMPLING[name]: value for name, value in checkpoint.sampling.items()}
+        for name, value in checkpoint.sampling.items():  # JSON may have 1 for 1.0
+            keys[GGUF_SAMPLING[name]] = type(getattr(llama2.Sampling, name))(value)
     else:
         stored = stored_values(path)
         if llama2.open_checkpoint(path).config != config:
