@@ -1,17 +1,14 @@
 """Chats by the model's own template: transformers' ids, what ends an answer, what no message can do.
 
 The templates are short ones of our own with the traits of published ones; their texts are frozen,
-and compared with transformers where it is installed. LLAMA_CPP_TEMPLATES names a folder of
-llama.cpp's sources, models/templates, whose templates are then compared, too.
+and compared with transformers where it is installed.
 """
 
 import datetime
 import json
-import os
 import random
 import re
 import signal
-from pathlib import Path
 
 import jinja2
 import pytest
@@ -418,20 +415,3 @@ def test_old_jinja_is_refused(bare, monkeypatch):
             raises(r"3\.1\.6 or newer: .*pip install --upgrade jinja2", *call)
         else:
             assert call[0](*call[1:]) == "fine"
-
-
-# --------------------------------------------------------------------------------------------------
-# llama.cpp's collection
-
-PUBLISHED = sorted(Path(os.environ.get("LLAMA_CPP_TEMPLATES", "nowhere")).glob("*.jinja"))
-
-
-@pytest.mark.skipif(not PUBLISHED, reason="LLAMA_CPP_TEMPLATES names no folder of templates")
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-def test_published_templates(tmp_path, path):
-    template = path.read_text("utf-8")
-    tags = re.findall(r"<\|?[\w/| ]+\|?>|\[/?[A-Z_]+\]|<[\uff5c\w\u2581]+>", template)
-    ours = load(folder(tmp_path, template, TAGS | dict.fromkeys(sorted(tags), True)))
-    theirs = load_theirs(tmp_path)
-    for messages in map(dialogue, ORDERS.split("|")):
-        assert_as_transformers(ours, theirs, messages, messages[-1]["role"] == "assistant")

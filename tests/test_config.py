@@ -4,7 +4,6 @@ transformers is the oracle of config.json, llama.cpp that of GGUF's keys, where 
 docs/usage.md has a table of all fields and keys, which this file checks.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -13,15 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from save import save_gguf
 
 import llama2
 from test_llama2 import (
-    FORMS,
     TOKENS,
     assert_close,
-    make_model,
-    make_weights,
     raises,
     safetensors,
     write_files,
@@ -131,15 +126,6 @@ def test_contexts(write_model, case):
     context, change = case.split(maxsplit=1)
     config = llama2.open_checkpoint(write_model(json.loads(change))).config
     assert config.max_position_embeddings == int(context)
-
-
-@pytest.mark.parametrize("sizes", [{"head_dim": 20, "hidden_size": 256}, {"head_dim": 48}], ids=str)
-def test_heads_of_another_size(tmp_path, tokenizer, sizes):
-    """llama.cpp reads them in what is saved; Mistral Nemo and Minitron have such heads."""
-    config = dataclasses.replace(FORMS, **sizes)
-    model = make_model(config, make_weights(config, scale=0.15))
-    save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
-    as_llama_cpp(tmp_path / "x.gguf", model)
 
 
 # --------------------------------------------------------------------------------------------------
