@@ -20,8 +20,8 @@ Five parts, in a reader's order:
     II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
          generator for any Llama in memory.
     III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading.
-    IV   Faster and larger: CPU kernels, compiled steps, several devices. Delete it, and kernels/
-         beside it, and all else still works, on one device and more slowly.
+    IV   Faster: CPU kernels, compiled steps. Delete it, and kernels/ beside it, and all else still
+         works, more slowly.
     V    The command line.
 
 Letters in shape comments:
@@ -892,8 +892,8 @@ class Tokenizer:
         for i, (piece, piece_type) in enumerate(zip(self.pieces, self.types)):
             if piece and piece_type in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
-                if piece_type == CONTROL:
-                    self.marks[piece] = f"\u00a7{secret}:{i}\u00a7"
+            if piece and piece_type == CONTROL:
+                self.marks[piece] = f"\u00a7{secret}:{i}\u00a7"
         self.control_pattern = any_of(self.marks)
         # The mark, or the text if it is user-defined, of a special token -> its id.
         self.marked_ids = {self.marks.get(text, text): i for text, i in self.special_ids.items()}
