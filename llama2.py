@@ -1908,7 +1908,8 @@ class GGUF:
         with naming(path):
             # 1. The head: magic, version, and two counts.
             file = MappedFile(path)
-            self.head = memoryview(file.data)[:LIMIT]
+            self.data = file.data
+            self.limit = min(LIMIT, len(file.data))  # where the header must end
             self.at = 0  # the next byte to read
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
@@ -1960,20 +1961,22 @@ class GGUF:
     def unpack(self, letters: str) -> tuple:
         """The next values, little-endian, of the types that struct's letters name."""
         layout = struct.Struct(f"<{letters}")
-        values = layout.unpack_from(self.head, self.at)
         self.at += layout.size
-        return values
+        if self.at > self.limit:
+            raise ValueError(f"{layout.size} bytes, beyond the end of the header")
+        return layout.unpack_from(self.data, self.at - layout.size)
 
     def strings(self, count: int = 1) -> list[str]:
         """The next strings, each a length in 8 bytes and that many bytes of UTF-8."""
         values = []
-        head, at = self.head, self.at
+        data, at = self.data, self.at  # local: Llama 3's vocabulary has 400,000 strings
+        read_size = struct.Struct("<Q").unpack_from
         for _ in range(count):
-            size = int.from_bytes(head[at : at + 8], "little")
+            [size] = read_size(data, at)
             at += 8 + size
-            if at > len(head):
+            if at > self.limit:
                 raise ValueError(f"a text of {size} bytes, beyond the end of the header")
-            values.append(str(head[at - size : at], "utf-8"))
+            values.append(data[at - size : at].decode())
         self.at = at
         return values
 
@@ -2243,8 +2246,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
             if key in metadata:  # llama.cpp runs such files, too
                 warnings.warn(f"{key} is {token_id!r}, of {len(pieces)}: ignored", stacklevel=2)
     bos, eos, unknown = map(ids.get, ("bos", "eos", "unknown"))
-    for token_id in {*ids.values(), *gguf_stop_ids(metadata)} & {*range(len(pieces))}:
-        if token_id in (bos, eos) or types[token_id] == USER_DEFINED:
+    for token_id in {*ids.values(), *gguf_stop_ids(metadata)}:
+        if token_id in (bos, eos) or types[token_id : token_id + 1] == [USER_DEFINED]:
             types[token_id] = CONTROL
 
     # 3. The tokenizer.model or tokenizer.json.
