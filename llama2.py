@@ -1388,7 +1388,6 @@ def chat(
 # ==================================================================================================
 
 import importlib.util
-import io
 import mmap
 import os
 import struct
