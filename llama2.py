@@ -2464,8 +2464,15 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
 
-    # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme.
+    # tokenizers would abort the process: a prefix cuts characters; a size, which is the first four
+    # bytes in base64, claims more than 16 MiB.
+    for key in "continuing_subword_prefix", "end_of_word_suffix":
+        require(content["model"], key, (None, ""))
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+    if re.search('"precompiled_charsmap": "(?!.{4}A[A-P])', steps):
+        raise ValueError("its precompiled_charsmap has no right size")
+
+    # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme.
     match = re.search('"(prepend|first|always)"', steps)
     # A text begins with a token, which then is BOS, if the post_processor says so.
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)

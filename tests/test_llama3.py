@@ -302,6 +302,28 @@ def test_tokenizer_json_that_is_refused(tmp_path, change, said):
         read(tmp_path, published_json() | change)
 
 
+PANICS = """\
+{"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+{"normalizer": {"type": "Prepend", "prepend": ""}}
+{"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}
+{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAAAAAAAAAAAQUFB"}}
+{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}],
+"pair": [], "special_tokens": {}}}
+{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}
+{"model": {"type": "BPE", "continuing_subword_prefix": "a", "merges": [["a", "\u00e9"]],
+"vocab": {"a": 0, "\u00e9": 1, "": 2}}}"""
+
+
+@pytest.mark.parametrize("change", re.split("\n(?={)", PANICS))
+def test_what_makes_tokenizers_panic(tmp_path, change):
+    """One line, at loading or at encoding. The last two are refused before, as the process would abort."""
+    with pytest.raises(
+        ValueError, match="cannot run the vocabulary|has no right size|prefix is 'a'"
+    ):
+        read(tmp_path, published_json() | json.loads(change)).encode("the Hello")
+
+
 # --------------------------------------------------------------------------------------------------
 # Saving
 
