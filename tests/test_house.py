@@ -71,11 +71,11 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (160, 11.5),
     "I": (2750, 11.0),
     "II": (5150, 9.0),
-    "III": (10380, 9.5),
+    "III": (10415, 9.5),
     "IV": (1810, 11.5),
     "V": (2940, 9.0),
 }
-ALL = 23145  # tokens of the file
+ALL = 23180  # tokens of the file
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 32  # functions that are named in one place, each of which costs a jump

@@ -508,7 +508,8 @@ def test_other_sites_are_refused(server):
         assert server.post(COMPLETIONS, PROMPT, **{"Content-Type": content_type})[0] == status
 
 
-TEMPLATE = """{{ tools | tojson }}{% for m in messages %}
+TEMPLATE = """{% if messages[0].role == 'critic' %}{{ raise_exception(messages[0].content) }}{% endif %}
+{{ tools | tojson }}{% for m in messages %}
 {{ m.role }} {{ m.name }} {{ m.content }} {{ m.tool_calls | tojson if m.tool_calls }}
 {% endfor %}"""
 
@@ -536,6 +537,14 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     body["messages"][0]["content"] = ""  # which a template can print
     ids = llama2.encode_chat(loaded[1], body["messages"], TEMPLATE, tools=body["tools"])
     assert reply["usage"]["prompt_tokens"] == len(ids)
+    # An error tells nothing of what hides control tokens, and no role makes one.
+    for role, said in (
+        ("critic", "TemplateError: </s>"),
+        ("/s", "the role or name '/s'; expected"),
+    ):
+        status, reply = server.post(CHAT, {"messages": [{"role": role, "content": "</s>"}]})
+        message = reply["error"]["message"]
+        assert status == 400 and said in message and "\u00a7" not in message
     headers = {
         "Origin": site,
         "Access-Control-Request-Method": "POST",
@@ -564,7 +573,7 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
         "/v1/completions 200 aborted: the client hung up",
         r"/v1/completions 400 tools is \[1\], which is not supported",
         "/v1/models 403 the origin 'https://evil.com' is refused.*",
-        r"/v1/\\x1b\[31m 404 .*; there are /, .*/tokenize, .* use /v1/chat/completions",
+        r"/v1/\\x1b\[31m 404 .*; there are /, .*/v1/responses, .*/detokenize",
     ):
         assert re.search(rf"(?m)^\d\d:\d\d:\d\d {line}$", log)
 
