@@ -132,8 +132,7 @@ def test_shares_that_are_refused(forms):
         name = expected.split()[0]
         weight = replace(checkpoint.weights[name], ggml_type="Q4_K")
         weights = checkpoint.weights | {name: weight}
-        with pytest.raises(ValueError, match=expected):
-            ranks.rank_share(replace(checkpoint, weights=weights), 0, 2)
+        raises(expected, ranks.rank_share, replace(checkpoint, weights=weights), 0, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

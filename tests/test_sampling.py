@@ -166,8 +166,7 @@ def test_global_state_is_left_alone(model):
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
 def test_stop_texts_that_are_none(tokenizer, stop):
-    with pytest.raises(ValueError, match="stop"):
-        llama2.stream_text(scripted(), tokenizer, [1], stop=stop)
+    raises("stop", llama2.stream_text, scripted(), tokenizer, [1], stop=stop)
 
 
 def test_what_comes_before_the_first_stop_text_is_shown(tokenizer):

