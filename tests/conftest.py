@@ -35,3 +35,12 @@ def native():
         pytest.skip("no compiled kernels here: no kernels/")
     assert llama2.load_kernels()
     return llama2.load_kernels()
+
+
+@pytest.fixture
+def no_grad():
+    """As most callers run a model."""
+    import torch
+
+    with torch.no_grad():
+        yield

@@ -19,7 +19,7 @@ from torch import nn
 import llama2
 from test_llama2 import assert_close, needs
 
-pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native")]
+pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
 CHANGE = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -105,7 +105,6 @@ CALLS = {  # which argument of a Block is other than the model would have it, an
 
 
 @pytest.mark.parametrize("name", CALLS)
-@torch.no_grad()
 def test_inputs_of_a_layer_and_a_block(models, name):
     call = {"x": X, "cos": ANGLES, "sin": ANGLES, "mask": SEEN.tril()}
     call |= {"cache": llama2.Cache(CONFIG), name.split()[0]: CALLS[name]}
@@ -151,7 +150,6 @@ def change_model(model, path, change):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@torch.no_grad()
 def test_changed_models(models, blocks, name):
     """What stands in the model when it is called counts."""
     results = []
@@ -167,7 +165,6 @@ def test_changed_models(models, blocks, name):
         assert (results[1] - models[0](TOKENS, llama2.Cache(CONFIG))).abs().max() > 1e-3
 
 
-@torch.no_grad()
 def test_hooks_are_called_on_every_path(models):
     """Each once a pass, with and without a cache; and hooks for all modules."""
     model = models[1]
@@ -210,7 +207,6 @@ def test_gradients_pass_frozen_layers(models):
     agree(*(torch.func.grad(loss)(X, model) for model in models), 1e-4)
 
 
-@torch.no_grad()
 def test_torch_compile_sees_plain_torch(models):
     torch.compiler.reset()
     plain, native = models
@@ -244,7 +240,6 @@ MORE_CHANGES += [case[:2] for name, case in CHANGES.items() if name != "bfloat16
 
 
 @pytest.mark.parametrize("seed", range(40))
-@torch.no_grad()
 def test_random_changes_between_steps_of_random_models(seed):
     """Both models are changed in the same way; hooks go again, and caches are cut."""
     r = random.Random(seed)

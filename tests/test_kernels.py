@@ -18,7 +18,7 @@ import llama2
 import test_llama2
 from test_llama2 import SCALES, TOKENS, assert_close, needs, quantised, random_blocks
 
-pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native")]
+pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
 KINDS = ["Q4_K", "Q6_K", "Q8_0", "Q5_1"]
 SHAPE = test_llama2.SHAPE | {
     "hidden_size": 256,
@@ -80,7 +80,6 @@ def rounded(x, ggml_type):
 
 
 @pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
-@torch.no_grad()
 def test_precision(ggml_type):
     """Exact: float32. Fast: the same with x rounded to 16-bit integers, but for dense types.
 
@@ -109,7 +108,6 @@ def test_precision(ggml_type):
 
 @pytest.mark.parametrize("fill", [0, 128, 255])
 @pytest.mark.parametrize("ggml_type", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
-@torch.no_grad()
 def test_sums_of_the_largest_integers(ggml_type, fill):
     """All weights and scales at an end of their range, all of x alike: no sum leaves 32 bits."""
     block = llama2.GGML_TYPES[ggml_type]
@@ -124,7 +122,6 @@ def test_sums_of_the_largest_integers(ggml_type, fill):
 
 
 @pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
-@torch.no_grad()
 def test_widths(ggml_type, monkeypatch):
     """Where a kernel reads 32 or 256 at a time, it would read the next row of x, which is NaN.
 
@@ -150,7 +147,6 @@ def test_widths(ggml_type, monkeypatch):
             assert_close(embedding(tokens), weight[tokens], 1e-6)
 
 
-@torch.no_grad()
 def test_callers_in_many_threads_do_not_share_memory():
     """What a call leaves behind is taken by the next, whichever thread it comes from."""
     layer = layer_of(wide_blocks("Q4_K", rows=53)[0], "Q4_K", fast=True)
@@ -191,7 +187,6 @@ def test_threads_are_torchs(native):
         {"num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 4},  # less than one
     ],
 )
-@torch.no_grad()
 def test_blocks_equal_plain_ones(monkeypatch, heads, dtype, tolerance, fast):
     """Chunk after chunk, in batches: their output, and what they store."""
     plain = model_of(KINDS, **heads)
@@ -216,7 +211,6 @@ def test_blocks_equal_plain_ones(monkeypatch, heads, dtype, tolerance, fast):
     assert native(torch.arange(20)[None], cache, all_positions=True)[0, 7:].isnan().all()
 
 
-@torch.no_grad()
 def test_precision_is_each_layers_own():
     """Accelerating again changes it; one layer may have another than its neighbours."""
     model = llama2.accelerate(model_of(["Q4_K"]))
@@ -233,7 +227,6 @@ def test_precision_is_each_layers_own():
     assert torch.equal(logits(), exact)
 
 
-@torch.no_grad()
 def test_layers_are_packed_as_cpp_names_their_fields():
     """Each by its name in the source. Nor is the cache's own mask compared element by element."""
     model = llama2.accelerate(model_of(KINDS))
