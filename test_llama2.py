@@ -207,11 +207,9 @@ def write_gguf(path, keys, tensors=None, arch="llama", **options):
 
 
 # Where the float16 scales are in a block; random bytes elsewhere are legal values.
-ONE_SCALE = "Q4_0 Q5_0 Q8_0 IQ4_NL IQ4_XS IQ1_S IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S"
-TWO_SCALES = "Q4_1 Q5_1 Q4_K Q5_K"
-SCALES = dict.fromkeys(ONE_SCALE.split(), (0,)) | dict.fromkeys(TWO_SCALES.split(), (0, 2))
-SCALES |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)}
-SCALES |= dict.fromkeys(("MXFP4", "NVFP4", "IQ1_M"), ())
+SCALES = """Q4_0 0|Q5_0 0|Q8_0 0|IQ4_NL 0|IQ4_XS 0|IQ1_S 0|IQ2_XXS 0|IQ2_XS 0|IQ2_S 0|IQ3_XXS 0|IQ3_S 0
+Q4_1 0 2|Q5_1 0 2|Q4_K 0 2|Q5_K 0 2|Q2_K 80 82|Q3_K 108|Q6_K 208|TQ1_0 52|TQ2_0 64|MXFP4|NVFP4|IQ1_M"""
+SCALES = {name: [*map(int, at)] for name, *at in map(str.split, re.split(r"[|\n]", SCALES))}
 
 
 def random_blocks(ggml_type, rows, columns, seed):

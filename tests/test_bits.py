@@ -11,7 +11,7 @@ import sys
 import pytest
 import test_kernels
 import torch
-from test_kernels import layer_of, wide_blocks
+from test_kernels import every_type, layer_of, wide_blocks
 
 import llama2
 from test_llama2 import needs
@@ -38,7 +38,7 @@ def logits(model, parts, batch=1):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
+@every_type
 @torch.no_grad()
 def test_products_do_not_depend_on_how_many_tokens_there_are(ggml_type, fast, native):
     """On one side of the border; of any width, by one thread or several."""
@@ -55,7 +55,7 @@ def test_products_do_not_depend_on_how_many_tokens_there_are(ggml_type, fast, na
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
+@every_type
 @torch.no_grad()
 def test_logits_do_not_depend_on_threads_batch_or_split(ggml_type, fast, native, monkeypatch):
     """Steps on one side of the border, then larger ones; heads of several sizes."""

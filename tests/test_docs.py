@@ -40,21 +40,18 @@ def test_commands_are_understood(command, capsys):
         assert "absent.gguf" in capsys.readouterr().err
 
 
-SCRIPTS = {
-    path: path.read_text("utf-8")
-    for name in ("examples", "models", "docs")
-    for path in ROOT.glob(f"{name}/**/*.py")
-}
-TYPED = "".join([*PAGES.values(), *SCRIPTS.values()]).replace("\\\n", "")
+PATTERNS = ("*.py", "examples/**/*.py", "models/*.py", "docs/*.py", "kernels/*.[cph]*")
+SOURCES = {path: path.read_text("utf-8") for name in PATTERNS for path in ROOT.glob(name)}
+TYPED = "".join([*PAGES.values(), *SOURCES.values()]).replace("\\\n", "")
 
 
 @pytest.mark.parametrize(
-    "script, arguments", re.findall(r"\bpython ((?:examples|models)/[\w/.]+)(.*)", TYPED)
+    "script, arguments", re.findall(r"\bpython ((?:examples|models)/[\w/.]+)([^(\n]*)", TYPED)
 )
 def test_commands_of_scripts_have_their_options(script, arguments):
     """In pages and in docstrings; llama2.Parser makes some."""
     source = "".join(
-        text for path, text in SCRIPTS.items() if (ROOT / script) in (path, path.parent)
+        text for path, text in SOURCES.items() if (ROOT / script) in (path, path.parent)
     )
     assert source
     for option in {*re.findall(r"--[a-z0-9-]+", arguments)} - {"--help"}:
@@ -95,9 +92,7 @@ def test_the_readme_shows_the_attention_that_runs():
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
 def test_pages_name_what_exists(page):
     """Functions, options, fields, paths, files and tests: where a page names one, it is there."""
-    patterns = ["*.py", "examples/**/*.py", "models/*.py", "kernels/*.[cph]*"]
-    files = [path.read_text("utf-8") for pattern in patterns for path in ROOT.glob(pattern)]
-    source = "".join(files)
+    source = "".join(SOURCES.values())
     text = PAGES[page]
     for name in re.findall(r"Here `([\w.]+)`", text):
         assert re.search(rf"(?:def|class) {name.rpartition('.')[2]}\b", source), name

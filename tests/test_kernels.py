@@ -19,6 +19,7 @@ import test_llama2
 from test_llama2 import SCALES, TOKENS, assert_close, needs, quantised, random_blocks
 
 pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
+every_type = pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
 KINDS = ["Q4_K", "Q6_K", "Q8_0", "Q5_1"]
 SHAPE = test_llama2.SHAPE | {
     "hidden_size": 256,
@@ -79,7 +80,7 @@ def rounded(x, ggml_type):
     return ((parts.double() * (1 / scale)).round() * scale).flatten(1).float()
 
 
-@pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
+@every_type
 def test_precision(ggml_type):
     """Exact: float32. Fast: the same with x rounded to 16-bit integers, but for dense types.
 
@@ -121,7 +122,7 @@ def test_sums_of_the_largest_integers(ggml_type, fill):
         assert_close(layer_of(blocks, ggml_type, fast=True)(x), expected, 1e-4)
 
 
-@pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
+@every_type
 def test_widths(ggml_type, monkeypatch):
     """Where a kernel reads 32 or 256 at a time, it would read the next row of x, which is NaN.
 
