@@ -1,22 +1,25 @@
 """Chats by the model's own template: transformers' ids, what ends an answer, what no message can do.
 
 The templates are short ones of our own with the traits of published ones; their texts are frozen,
-and compared with transformers where it is installed.
+and compared with transformers where it is installed. PUBLISHED_TOKENIZERS names a folder
+of folders with a tokenizer.json and a tokenizer_config.json, which are then compared, too.
 """
 
 import datetime
 import json
+import os
 import random
 import re
 import signal
+from pathlib import Path
 
 import jinja2
 import pytest
 
 import llama2
-from test_llama2 import added_tokens_decoder, dialogue, raises, write_files
+from test_llama2 import added_tokens_decoder, dialogue, raises, random_texts, write_files
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 # --------------------------------------------------------------------------------------------------
 # Templates
@@ -415,3 +418,30 @@ def test_old_jinja_is_refused(bare, monkeypatch):
             raises(r"3\.1\.6 or newer: .*pip install --upgrade jinja2", *call)
         else:
             assert call[0](*call[1:]) == "fine"
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers as published
+
+PUBLISHED = sorted(Path(os.environ.get("PUBLISHED_TOKENIZERS", "nowhere")).rglob("tokenizer.json"))
+SAID = r"the| Hello|don't|12345|  |\n\n|\t|\u65e5\u672c|\U0001f642|caf\u00e9|\u2581|e\u0301|<s |<"
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="PUBLISHED_TOKENIZERS names no folder of tokenizers")
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parts[-4])
+def test_published_tokenizers(path):
+    """Ids of texts are those of tokenizers, of chats those of transformers."""
+    ours = llama2.Tokenizer.from_file(path)
+    engine = tokenizers.Tokenizer.from_file(str(path))
+    for text in random_texts(SAID.encode().decode("unicode-escape").split("|"), 2300):
+        ids = ours.encode(text)
+        assert ids == engine.encode(text).ids
+        assert ours.decode(ids) == engine.decode(ids)
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(
+        path.parent
+    )
+    ours.chat_template = ours.chat_template or llama2.CHAT_TEMPLATES["llama-2"]
+    theirs.chat_template = ours.chat_template
+    chance = random.Random(0)
+    for _ in range(60):
+        assert_as_transformers(ours, theirs, random_dialogue(chance), False)
