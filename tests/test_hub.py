@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 
 import llama2
-from test_llama2 import write_files, write_gguf
+from test_llama2 import table, write_files, write_gguf
 
 COMMIT = "0123456789" * 4
 
@@ -91,17 +91,14 @@ def refused(name, *words):
 # Repositories as they are published; the contents are those of tiny models
 
 SMALL = "config.json generation_config.json special_tokens_map.json tokenizer_config.json"
-LISTINGS = {
-    "TinyLlama-1.1B-Chat-v1.0": "README.md eval_results.json model.safetensors tokenizer.json"
-    " tokenizer.model",
-    "Mistral-7B-Instruct-v0.3": "README.md consolidated.safetensors params.json tokenizer.json"
-    " model-00001-of-00002.safetensors model-00002-of-00002.safetensors tokenizer.model"
-    " model.safetensors.index.json tokenizer.model.v3",
-    "Llama-3.2-1B": "LICENSE.txt USE_POLICY.md model.safetensors tokenizer.json"
-    " original/consolidated.00.pth original/params.json original/tokenizer.model",
-    "a model with an adapter and its GGUF files beside it": "model.safetensors tokenizer.model"
-    " adapter_config.json adapter_model.safetensors x.Q4_K_M.gguf",
-}
+LISTINGS = dict(
+    table("""
+TinyLlama-1.1B-Chat-v1.0 | README.md eval_results.json model.safetensors tokenizer.json tokenizer.model
+Mistral-7B-Instruct-v0.3 | README.md consolidated.safetensors params.json tokenizer.json model-00001-of-00002.safetensors model-00002-of-00002.safetensors tokenizer.model model.safetensors.index.json tokenizer.model.v3
+Llama-3.2-1B | LICENSE.txt USE_POLICY.md model.safetensors tokenizer.json original/consolidated.00.pth original/params.json original/tokenizer.model
+a model with an adapter and its GGUF files beside it | model.safetensors tokenizer.model adapter_config.json adapter_model.safetensors x.Q4_K_M.gguf
+""")
+)
 READ = rf"{SMALL.replace(' ', '|')}|model[-.].*|tokenizer\.(json|model)"
 
 
@@ -119,17 +116,15 @@ def test_folders(hub, forms, published):
     assert sorted(hub.asked) == sorted(name for name in names if re.fullmatch(READ, name))
 
 
-GGUFS = {
-    "SmolLM2": "README.md smollm2-1.7b-instruct-q4_k_m.gguf",
-    "TinyLlama": "README.md config.json tinyllama-1.1b-chat-v1.0.Q4_0.gguf"
-    " tinyllama-1.1b-chat-v1.0.Q4_K_M.gguf tinyllama-1.1b-chat-v1.0.Q4_K_S.gguf",
-    "Llama-3.2": "README.md 1B.imatrix 1B-IQ3_M.gguf 1B-IQ4_XS.gguf 1B-Q3_K_L.gguf 1B-Q4_0.gguf"
-    " 1B-Q4_0_4_4.gguf 1B-Q4_0_8_8.gguf 1B-Q4_K_L.gguf 1B-Q4_K_M.gguf 1B-Q4_K_S.gguf 1B-Q6_K.gguf"
-    " 1B-Q8_0.gguf 1B-f16.gguf",
-    "Llama-3.3": "README.md 70B-Q4_K_M.gguf 70B-Q8_0/70B-Q8_0-00001-of-00003.gguf"
-    " 70B-Q8_0/70B-Q8_0-00002-of-00003.gguf 70B-Q8_0/70B-Q8_0-00003-of-00003.gguf",
-    "a-model-that-sees": "mmproj-Q8_0.gguf x-imatrix.gguf x-Q4_K_M-imatrix.gguf",
-}
+GGUFS = dict(
+    table("""
+SmolLM2 | README.md smollm2-1.7b-instruct-q4_k_m.gguf
+TinyLlama | README.md config.json tinyllama-1.1b-chat-v1.0.Q4_0.gguf tinyllama-1.1b-chat-v1.0.Q4_K_M.gguf tinyllama-1.1b-chat-v1.0.Q4_K_S.gguf
+Llama-3.2 | README.md 1B.imatrix 1B-IQ3_M.gguf 1B-IQ4_XS.gguf 1B-Q3_K_L.gguf 1B-Q4_0.gguf 1B-Q4_0_4_4.gguf 1B-Q4_0_8_8.gguf 1B-Q4_K_L.gguf 1B-Q4_K_M.gguf 1B-Q4_K_S.gguf 1B-Q6_K.gguf 1B-Q8_0.gguf 1B-f16.gguf
+Llama-3.3 | README.md 70B-Q4_K_M.gguf 70B-Q8_0/70B-Q8_0-00001-of-00003.gguf 70B-Q8_0/70B-Q8_0-00002-of-00003.gguf 70B-Q8_0/70B-Q8_0-00003-of-00003.gguf
+a-model-that-sees | mmproj-Q8_0.gguf x-imatrix.gguf x-Q4_K_M-imatrix.gguf
+""")
+)
 ASKED_FOR = """\
 SmolLM2 org/name smollm2-1.7b-instruct-q4_k_m.gguf
 SmolLM2 org/name:Q4_K_M smollm2-1.7b-instruct-q4_k_m.gguf

@@ -15,30 +15,23 @@ from unittest.mock import MagicMock, patch
 import pytest
 
 import llama2
-from test_llama2 import (
-    SCRIPT,
-    TALE,
-    one_line,
-    ran,
-    write_files,
-    write_gguf,
-)
+from test_llama2 import SCRIPT, TALE, one_line, ran, table, write_files, write_gguf
 
 ROOT = SCRIPT.parent
-COMMANDS = {  # one that ends soon, for each script
-    "llama2.py": "--model {model} --chat --quiet",
-    "bench_llama2.py": "--model {model} --perplexity {files}/schema --context 32",
-    "models/train.py": "{files}/text --out new.gguf --epochs 0.01 --batch 64 --threads 1 --vocab 340"
-    " --hidden 8 --mlp 8 --layers 1 --heads 2",
-    "examples/batch.py": "{prompt} --model {model} --max-new-tokens 1",
-    "examples/confidence.py": "{prompt} --model {model} --max-new-tokens 1",
-    "examples/convert.py": "{model} new.gguf",
-    "examples/drafts.py": "{prompt} --model {model} --max-new-tokens 1",
-    "examples/lens.py": "{prompt} --model {model}",
-    "examples/lora.py": "--model {model} --data {files}/text --steps 1 --out new.gguf",
-    "examples/schema.py": "--model {model} --schema {files}/schema --prompt {prompt} --max-new-tokens 1",
-    "examples/server/__main__.py": "--model {model} --port 0 --quiet",
-}
+COMMANDS = """
+llama2.py | --model {model} --chat --quiet
+bench_llama2.py | --model {model} --perplexity {files}/schema --context 32
+models/train.py | {files}/text --out new.gguf --epochs 0.01 --batch 64 --threads 1 --vocab 340 --hidden 8 --mlp 8 --layers 1 --heads 2
+examples/batch.py | {prompt} --model {model} --max-new-tokens 1
+examples/confidence.py | {prompt} --model {model} --max-new-tokens 1
+examples/convert.py | {model} new.gguf
+examples/drafts.py | {prompt} --model {model} --max-new-tokens 1
+examples/lens.py | {prompt} --model {model}
+examples/lora.py | --model {model} --data {files}/text --steps 1 --out new.gguf
+examples/schema.py | --model {model} --schema {files}/schema --prompt {prompt} --max-new-tokens 1
+examples/server/__main__.py | --model {model} --port 0 --quiet
+"""
+COMMANDS = dict(table(COMMANDS))  # of each script, one that ends soon
 VALUES = "0 -1 nan inf word no/such/file raw.bin"  # the last: a file that is no text
 RIGHT = {  # values: the options that take them; all others take none
     "0": "--decay --depth --draft --epochs --max-new-tokens --min-p --port --seed --temperature"
