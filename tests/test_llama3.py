@@ -263,6 +263,36 @@ def test_ids_of_config_json_that_are_words(tmp_path):
     assert ours.eos_id is None and ours.decode(ours.encode("t!!")) == "t!!"
 
 
+PLACES = """\
+{"tokenizer_config": {"pad_token": {"__type": "AddedToken", "content": "stone"}}}
+{"tokenizer_config": {"additional_special_tokens": ["stone"]}}
+{"tokenizer_config": {"extra_special_tokens": {"rock": "stone"}}}
+{"tokenizer_config": {"added_tokens_decoder": {"%d": {"content": "stone", "special": true}}}}
+{"special_tokens_map": {"additional_special_tokens": ["stone"]}}
+{"added_tokens": {"stone": %d}, "special_tokens_map": {"pad_token": "stone"}}"""
+
+
+@pytest.mark.parametrize("files", PLACES.splitlines())
+def test_places_of_special_tokens(tmp_path, files):
+    """Outside of tokenizer.json; transformers reads them there, too."""
+    ours = read(tmp_path, published_json(), **json.loads(files.replace("%d", str(ID["stone"]))))
+    assert ID["stone"] not in ours.encode("stone")
+    ids = ours.encode("thestone on", bos=False, parse_special=True)
+    write_files(tmp_path, {"config.json": {"model_type": "llama"}})
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    assert ids == theirs.encode("thestone on", add_special_tokens=False) and ID["stone"] in ids
+
+
+def test_truncation_and_padding_are_off(tmp_path):
+    """A trainer leaves both in tokenizer.json."""
+    engine = tokenizers.Tokenizer.from_str(json.dumps(published_json()))
+    text, ids = "the Hello don't 12", read(tmp_path, published_json()).encode("the Hello don't 12")
+    engine.enable_truncation(3)
+    assert engine.encode(text).ids == ids[:3]
+    engine.enable_padding(length=999)
+    assert read(tmp_path, json.loads(engine.to_str())).encode(text) == ids
+
+
 # --------------------------------------------------------------------------------------------------
 # Hostile vocabularies
 
