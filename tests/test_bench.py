@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import bench_llama2 as bench
 import llama2
+from test_llama2 import table
 
 STORY = "Once upon a time there was a king who had three sons. " * 20
 pytestmark = pytest.mark.usefixtures("bundled")
@@ -151,14 +152,14 @@ def test_fidelity(bundled, monkeypatch, capsys):
     assert "reads 'The king' as the ids" in fail(command, capsys)
 
 
-@pytest.mark.parametrize(
-    "command, message",
-    [
-        ("--claims --model absent.gguf", "there is no absent.gguf; pass --model FILE.gguf"),
-        ("--table x.gguf --llama-bench missing-bench", "missing-bench"),
-        ("--perplexity text --context 100000", "expected twice --context"),
-    ],
-)
+WRONG = """
+--claims --model absent.gguf | there is no absent.gguf; pass --model FILE.gguf
+--table x.gguf --llama-bench missing-bench | missing-bench
+--perplexity text --context 100000 | expected twice --context
+"""
+
+
+@pytest.mark.parametrize("command, message", table(WRONG))
 def test_wrong_use_is_one_line(command, message, capsys):
     error = fail(command, capsys)
     assert error.startswith("bench_llama2.py: error: ") and error.count("\n") == 1

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import llama2
 from test_llama2 import CONFIG, TOKENS, assert_close, needs, random_blocks
 
-pytestmark = needs("load_kernels", "CompiledBlock")
+pytestmark = [needs("load_kernels", "CompiledBlock"), pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -40,7 +40,6 @@ def pair(model):
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="Inductor needs a C++ compiler"
 )
-@torch.no_grad()
 def test_by_inductor():
     """The real compiler: float32 to 1e-5, one compilation for all Blocks, positions and caches.
 
@@ -72,7 +71,6 @@ class OtherCache(llama2.Cache):
     """A subclass, whose methods may do anything."""
 
 
-@torch.no_grad()
 def test_steps_equal_plain_ones(model, steps):
     """Between prompts, too; none with a subclass of Cache."""
     plain, fast = pair(model)
@@ -83,7 +81,6 @@ def test_steps_equal_plain_ones(model, steps):
     assert len(steps) == 3 * len(fast.layers)
 
 
-@torch.no_grad()
 def test_what_was_changed_counts(model, monkeypatch):
     """After a step was compiled; one change after the other."""
     torch.compiler.reset()
@@ -105,7 +102,6 @@ def test_what_was_changed_counts(model, monkeypatch):
 
 
 @pytest.mark.parametrize("ggml_type", sorted(llama2.GGML_TYPES.keys() - llama2.DENSE))
-@torch.no_grad()
 def test_products_compile_as_one_graph(ggml_type, steps):
     """What a GPU runs for one token, traced as a whole."""
     blocks = torch.from_numpy(random_blocks(ggml_type, 40, 256, seed=0))
