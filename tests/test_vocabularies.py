@@ -282,6 +282,26 @@ def test_unknown_characters_of_a_tokenizer_json(tmp_path, tokenizer):
     assert 0 in ours.encode("a\U0001f600") and len(ours.encode("<unk>")) > 1
 
 
+def test_one_model_in_four_forms_has_metas_ids(tmp_path, vocabulary, tokenizer):
+    """Meta's, Hugging Face's with and without tokenizer.model, GGUF: each text between two special
+    tokens is SentencePiece's."""
+    pytest.importorskip("tokenizers")
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary[0]))
+    config = llama2.Config(vocab_size=320)
+    forms = [tokenizer, llama2.Tokenizer.from_file(vocabulary[0], config)]
+    forms += [read_json(tmp_path, llama2_json(tokenizer, legacy=True))]
+    write_files(tmp_path, {"tokenizer.model": vocabulary[0].read_bytes()})
+    write_files(tmp_path, {"tokenizer_config.json": {"legacy": False}})
+    forms += [llama2.Tokenizer(llama2.read_vocabulary(tmp_path, config))]
+    forms += [saved(form, 320) for form in forms[1:]]
+    said = [text.replace("<s>", "") for text in random_texts(WORDS, 300)]
+    for question, answer, again in zip(said[::3], said[1::3], said[2::3], strict=True):
+        texts = [f"[INST] {question} [/INST]", f" {answer} ", f"[INST] {again} [/INST]"]
+        expected = [1, *sp.encode(texts[0] + texts[1]), 2, 1, *sp.encode(texts[2])]
+        for form in forms:
+            assert marked(form, f"<s>{texts[0]}{texts[1]}</s><s>{texts[2]}") == expected
+
+
 def test_a_mark_within_a_word_is_its_token(tmp_path, tokenizer):
     """Also if tokenizer.json asks for whole words: else the model would read the mark's text."""
     pytest.importorskip("tokenizers")
