@@ -32,6 +32,7 @@ from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
 from save import vocabulary_keys
 from server import __main__ as server
+from server import tools
 from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
 from test_hostile import directory, limited, outcome, read  # noqa: F401 (a fixture)
 from test_llama3 import UNIGRAM, bpe_keys, published_json
@@ -446,7 +447,8 @@ REQUESTS = {  # what stands behind the question mark is for changed_files()
     "/tokenize?json": '{"content": "a", "add_special": true}',
     "/detokenize?json": '{"tokens": [1, 2]}',
 }
-TEMPLATE = "{% for m in messages %}{{ m.role + (m.content or '') }}{{ m.tool_calls }}{% endfor %}"
+TEMPLATE = """{% for m in messages %}{{ m.role + (m.content or '') }}{% for c in m.tool_calls %}
+{{- '<call>' + c.function | tojson }}{% endfor %}{% endfor %}"""
 
 
 def test_requests(cli_path, tmp_path, monkeypatch):
@@ -466,4 +468,17 @@ def test_requests(cli_path, tmp_path, monkeypatch):
         with limited():
             reply = client.post(request[0], content=request[1])
         assert reply.status_code in (200, 400) and "server failed" not in reply.text
+        if reply.status_code == 200 and "/v1/chat" in request[0]:  # the same as a stream
+            asked = {**json.loads(request[1]), "temperature": 0, "cache_prompt": False}
+            whole = client.post(request[0], json=asked | {"stream": False}).json()
+            events = client.post(request[0], json=asked | {"stream": True}).text.split("\n\n")[:-2]
+            chunks = [json.loads(event[6:])["choices"] for event in events]
+            for choice in whole.get("choices", ()):
+                own = [c for chunk in chunks for c in chunk if c["index"] == choice["index"]]
+                message = tools.join(c["delta"] for c in own if "role" not in c["delta"])
+                for one in (message, choice["message"]):
+                    for call in one.get("tool_calls", ()):
+                        del call["id"]
+                assert message == choice["message"]
+                assert own[-1]["finish_reason"] == choice["finish_reason"]
         assert client.post(path, content=body).json()["choices"] == first
