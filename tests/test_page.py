@@ -243,3 +243,30 @@ def test_phone_and_colours(servers, visit, mode):
     page.get_by_role("switch", name="Shading").uncheck()
     expect(page.locator(".tokens")).to_be_hidden()
     expect(page.locator(".plain")).to_have_css("position", "static")
+
+
+CHUNK = """data: {"choices": [{"delta": %s, "logprobs": {"content": [
+{"token": "A", "bytes": [65], "logprob": 0, "top_logprobs": []}]}}]}"""
+
+
+def test_reasoning_is_folded(servers, visit):
+    """Its tokens, and those around it, are no part of the answer; it is sent back with it."""
+    page = visit(servers[0])
+    deltas = "{}", '{"reasoning": "Hm"}', "{}", '{"content": "A"}'
+    body = "\n\n".join((CHUNK % delta).replace("\n", "") for delta in deltas) + "\n\n"
+    sent = []
+
+    def answer(route):
+        sent.append(route.request.post_data_json)
+        route.fulfill(body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    ask(page, "Why?")
+    ask(page, "Why?")
+    assert answers(page) == ["A", "A"]
+    expect(page.locator(TOKEN)).to_have_count(2)
+    thought = page.locator("article details p").first
+    expect(thought).to_be_hidden()
+    page.get_by_text("Reasoning").first.click()
+    expect(thought).to_have_text("Hm")
+    assert sent[1]["messages"][1] == {"role": "assistant", "content": "A", "reasoning": "Hm"}
