@@ -251,7 +251,7 @@ CHUNK = """data: {"choices": [{"delta": %s, "logprobs": {"content": [
 
 def test_reasoning_is_folded(servers, visit):
     """Its tokens, and those around it, are no part of the answer; it is sent back with it."""
-    page = visit(servers[0])
+    page = visit(servers[0], KEY)
     deltas = "{}", '{"reasoning": "Hm"}', "{}", '{"content": "A"}'
     body = "\n\n".join((CHUNK % delta).replace("\n", "") for delta in deltas) + "\n\n"
     sent = []
