@@ -270,6 +270,7 @@ SAMPLING = {"temperature": 0.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repet
 @pytest.mark.parametrize("sampling", [SAMPLING, {"temperature": 0.0}, {"min_p": 0.05}])
 def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling):
     """From a model in memory and from files, there and back."""
+    pytest.importorskip("tokenizers")
     model, tokenizer = llama2.load(small)
     model.sampling = llama2.Sampling(**sampling)
     save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
@@ -282,6 +283,7 @@ def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling
 @pytest.mark.parametrize("scheme", ["never", "start", "prepend", "first", "always"])
 def test_where_spaces_are_added_stays(tmp_path, tokenizer, scheme):
     """In GGUF's keys and in a folder's files; so do tokens that only a chat template names."""
+    pytest.importorskip("tokenizers")
     special = {"pad_token": "</s>"}
     vocabulary = replace(tokenizer.vocabulary, prepend_scheme=scheme, special_tokens=special)
     ours = llama2.Tokenizer(vocabulary)
