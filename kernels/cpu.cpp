@@ -370,6 +370,7 @@ constexpr int V = 2, MR = V * VL;  // of large panels, and of attention
 constexpr int KC = 256, HELD = 1024, LANES = 16 * MR, SPANS = VL == 4 ? 16 : 8;
 template <int V> constexpr int NR = V == 1 ? 12 : VL == 16 ? (V == 3 ? 8 : 12) : V == 3 ? 3 : 6;
 template <class X> constexpr int PER_WORD = is_int16<X> ? 2 : 1;
+template <int S> constexpr int ROWS = VL == 4 ? S : 1;  // of W, whose sums share a vector
 
 // sums (NR, V) += w (NR, count) . x (count, V vectors), in words; w has strides `down` and `right`.
 // With every S columns one line of memory `ahead` is fetched into L2, `step` bytes from the last.
@@ -457,7 +458,7 @@ template <class X, int V, int S> struct Panels {
         const int64_t from = r * K / 32, to = p * LANES * K / 32;
         turn<S>(&q[r * K], n, K / 2, K / 2, &words[r * K / 2], LANES);
         turn<1, S>(scale + from, n, K / 32, K / 32, &scales[to], LANES);
-        turn<1, S>(sum + from, n, K / 32, K / 32, &sums[to], LANES);
+        turn<1, S / ROWS<S>>(sum + from, n, K / 32, K / 32, &sums[to / ROWS<S>], LANES / ROWS<S>);
       }
     }
   }
@@ -465,54 +466,77 @@ template <class X, int V, int S> struct Panels {
 
 #ifdef SDOT
 // sums (R, V) = w (R, COUNT bytes), whose rows are `down` bytes apart, . x (COUNT, V vectors),
-// which has the high and the low bytes of 16 columns in turn
-template <int COUNT, int V, int R>
+// which has the high and the low bytes of 16 columns in turn; or with ROWS = 2 for pairs of rows
+template <int ROWS, int COUNT, int V, int R>
 INLINE void multiply_bytes(i32 (&sums)[R][V], Bytes w, int64_t down, Bytes x) {
-  u8 row[R][COUNT / 16];
+  constexpr int LANES = 4 / ROWS, PARTS = COUNT / 16;
+  u8 row[R][PARTS * ROWS];
   asm("" : "+r"(w));  // one address: GCC would have R
   EACH (n, R)
-    EACH (part, COUNT / 16) row[n][part] = load<u8>(w + n * down + 16 * part);
+    EACH (i, PARTS * ROWS) row[n][i] = load<u8>(w + n * down + 16 * i);
   EACH (low, 2) {
     if (low)
       EACH (n, R)
         EACH (i, V) sums[n][i] <<= 8;
-    EACH (part, COUNT / 16) {
-      Bytes from = x + (2 * part + low) * 64 * V;
+    EACH (part, PARTS) {
+      Bytes from = x + (2 * part + low) * 16 * LANES * V;
       LOAD_LATER;
-      auto column = [&](auto lane) INLINE_LAMBDA {  // of four bytes each
+      auto column = [&](auto lane) INLINE_LAMBDA {  // of four bytes each, or eight
         u8 v[V];
         EACH (i, V) v[i] = load<u8>(from + 16 * (lane * V + i));
         EACH (n, R)
-          EACH (i, V) dot_lane<lane>(sums[n][i], v[i], row[n][part]);
+          EACH (i, V) {
+            if constexpr (ROWS == 1) dot_lane<lane>(sums[n][i], v[i], row[n][part]);
+            else dot_pairs(sums[n][i], v[i], row[n][2 * part + lane]);
+          }
       };
       column(std::integral_constant<int, 0>()), column(std::integral_constant<int, 1>());
-      column(std::integral_constant<int, 2>()), column(std::integral_constant<int, 3>());
+      if constexpr (ROWS == 1)
+        column(std::integral_constant<int, 2>()), column(std::integral_constant<int, 3>());
     }
   }
 }
 #endif
 
 // total (NR, lanes) += w (NR, count), of strides `down` and `right`, times x (count, lanes)
-template <int V>
+template <int V, int R = NR<V>>
 INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t right, const void *x,
                  int64_t count, Bytes ahead = nullptr, int64_t step = 0) {
   if (!ahead) ahead = (Bytes)x;  // there is nothing to fetch
-  f32 sums[NR<V>][V] = {};       // not what total is: GCC would keep half of that in memory
+  f32 sums[R][V] = {};           // not what total is: GCC would keep half of that in memory
   microkernel<f32>(sums, w, down, right, x, count, ahead, step);
-  EACH (j, NR<V>)
+  EACH (j, R)
     EACH (i, V) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
 }
+#ifdef I8MM
+// The same, where two rows share a vector: of two tokens each has two sums
+template <int V>
+INLINE void tile_pairs(float (*total)[V * VL], const void *w, int64_t down, const void *x,
+                       int64_t count) {
+  float sums[NR<V>][V / 2 * VL] = {};
+  tile<V / 2, NR<V>>(sums, w, down, 1, x, count);
+  EACH (j, NR<V> / 2)
+    EACH (i, V / 2) {
+      const float32x4_t a = load<float32x4_t>(&sums[2 * j][i * VL]);
+      const float32x4_t b = load<float32x4_t>(&sums[2 * j + 1][i * VL]);
+      float *to = &total[j][2 * i * VL];
+      store(to, load<f32>(to) + (f32)vzip1q_f32(a, b));
+      store(to + VL, load<f32>(to + VL) + (f32)vzip2q_f32(a, b));
+    }
+}
+#endif
 // The same with int16: w has a scale for each `span` columns, x (words) one for each 32
 template <int V, int S>
 INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*scales)[SPANS],
                        const uint32_t *x, const float *x_scales, int64_t span, int64_t spans,
                        Bytes ahead, int64_t step) {
+  constexpr int R = NR<V> / ROWS<S>;
   for (int64_t g = 0; g < spans; g++) {
-    i32 sums[NR<V>][V] = {};
+    i32 sums[R][V] = {};
 #ifdef SDOT
-    Bytes row = (Bytes)w + g * span, columns = (Bytes)x + g * span * 2 * V * VL;
-    if (span == 32) multiply_bytes<32>(sums, row, KC * 2, columns);
-    else multiply_bytes<16>(sums, row, KC * 2, columns);
+    Bytes row = (Bytes)w + g * span * ROWS<S>, columns = (Bytes)x + g * span * 2 * (V * VL / S);
+    if (span == 32) multiply_bytes<ROWS<S>, 32>(sums, row, KC * 2 * ROWS<S>, columns);
+    else multiply_bytes<ROWS<S>, 16>(sums, row, KC * 2 * ROWS<S>, columns);
     __builtin_prefetch(ahead, 0, 2), ahead += span / 2 * step;
 #else
     microkernel<i16, S>(sums, w + g * span / 2, KC / 2, 1, x + g * span / 2 * (V * VL / S),
@@ -520,8 +544,9 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
 #endif
     f32 x_scale[V];  // loaded once: a store to total might change them
     EACH (i, V) x_scale[i] = load<f32>(x_scales + g * span / 32 * V * VL + i * VL);
-    EACH (j, NR<V>) {
-      f32 scale = splat(scales[j][g]);
+    EACH (j, R) {
+      f32 scale = splat(scales[j * ROWS<S>][g]);
+      if (ROWS<S> == 2) scale[1] = scale[3] = scales[2 * j + 1][g];
       EACH (i, V) {
         i32 products = sums[j][i];
 #ifdef MM
@@ -536,13 +561,13 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
 }
 
 template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<X, V, S> &x) {
-  constexpr int ALL = V * VL, MR = ALL / S, PANELS = LANES / ALL;
+  constexpr int ALL = V * VL, MR = ALL / S, ROWS = ::ROWS<S>, PANELS = LANES * ROWS / ALL;
   constexpr int STRIP = (V == 1 && VL < 16 ? 12 : 24) * PER_WORD<X>;  // one panel reads W once
   const Format *f = m.format;
   const int64_t K = x.K, size = f->bytes(256), row = f->bytes(K);
   struct Scratch {  // of a thread, with up to 24 KB of words; stacks may be small
     uint32_t words[STRIP][KC / PER_WORD<X>];
-    float scales[STRIP][SPANS], minima[STRIP][HELD / 32], total[PANELS][STRIP][ALL];
+    float scales[STRIP][SPANS], minima[STRIP][HELD / 32], total[PANELS][STRIP / ROWS][ALL];
   };
   const auto memory = array<Scratch>(omp_get_max_threads());
   std::atomic<int64_t> taken(0), started(0);  // strips, by a thread each; threads
@@ -563,13 +588,15 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
             Bytes b = m.w + (n + i) * row + k / 256 * size;
             if (count < 256) b = pad(b, f->bytes(count), size, padded);
             if constexpr (!is_int16<X>) f->unpack(b, (float *)s.words[i]);
-            else f->unpack_int16(b, (int16_t *)s.words[i], s.scales[i], s.minima[i] + held / 32);
+            else  // of a pair, a row has the first half of 16 bytes, or the second
+              f->unpack_int16(b, (int16_t *)s.words[i - i % ROWS] + i % ROWS * 4, s.scales[i],
+                              s.minima[i] + held / 32);
           }
           for (int64_t p = 0; p < panels; p++)
             for (int i = 0; i < high; i += NR<V>) {
               const int64_t at = (first + p) * K + k, group = at / 32 * ALL;
               const uint32_t *panel = &x.words[at * MR / PER_WORD<X>];
-              auto *total = s.total[p] + i;
+              auto *total = s.total[p] + i / ROWS;
               auto ahead = p ? (Bytes)panel + 2048 : m.w + next * row + (k / KC * STRIP + i) * size;
               const int64_t step = p ? 4 * ALL : NR<V> * size * PER_WORD<X> * S / 256 + 1;
               if constexpr (!is_int16<X>)
@@ -577,15 +604,20 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
               else {
                 tile_int16<V, S>(total, s.words[i], s.scales + i, panel, &x.scales[group], f->span,
                                  count / f->span, ahead, step);
-                if (f->minimum && (end == K || end % HELD == 0))
-                  tile<V>(total, s.minima[i], HELD / 32, 1, &x.sums[group - held / 32 * ALL],
-                          (held + count) / 32);
+                if (f->minimum && (end == K || end % HELD == 0)) {
+                  const float *x_sums = &x.sums[(group - held / 32 * ALL) / ROWS];
+                  if constexpr (ROWS == 1)
+                    tile<V>(total, s.minima[i], HELD / 32, 1, x_sums, (held + count) / 32);
+#ifdef I8MM
+                  else tile_pairs<V>(total, s.minima[i], HELD / 32, x_sums, (held + count) / 32);
+#endif
+                }
               }
             }
         }
         for (int64_t r = first * MR; r < x.tokens && r < (first + panels) * MR; r++)
           for (int i = 0; i < high; i++)
-            m.y[r * m.N + n + i] = s.total[r / MR - first][i][r % MR * S];
+            m.y[r * m.N + n + i] = s.total[r / MR - first][i / ROWS][r % MR * S + i % ROWS];
       }
     }
   }
@@ -603,8 +635,13 @@ static void gemm(const Matrix *m, int count, const float *x, int64_t tokens, int
     const bool fuller = VL == 8 && S == 2 ? middle < narrow : middle <= narrow;
     if (fuller && middle < wide) return by(Panels<X, 3, S>(x, tokens, K, max));
   }
-  if (narrow < wide) by(Panels<X, 1, 1>(x, tokens, K, max));
-  else by(Panels<X, 2, 1>(x, tokens, K, max));
+#ifdef I8MM
+  constexpr int PAIR = S;
+#else
+  constexpr int PAIR = 1;
+#endif
+  if (narrow < wide) by(Panels<X, PAIR, PAIR>(x, tokens, K, max));
+  else by(Panels<X, 2 * PAIR, PAIR>(x, tokens, K, max));
 }
 
 // Each of the matrices times x (tokens, K)
@@ -871,6 +908,8 @@ const char *kernels_built_for() {  // the instruction set that the source has fo
 #endif
 #ifdef VNNI
       " with VNNI"
+#elif defined(I8MM)
+      " with i8mm"
 #elif defined(SDOT)
       " with dotprod"
 #endif

@@ -323,10 +323,16 @@ template <class T> static void unpack(Bytes w, float *y) {
 }
 // The same as int16, even ones of 32 first, with a scale for each SPAN and the minima
 template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, float *minima) {
-#ifdef SDOT  // as signed bytes, in their order
+#ifdef SDOT  // as signed bytes, in their order, for I8MM eight of every sixteen
   read_scales<T>(w, scale, minima);
-  EACH_VECTOR (i, 256 / W)
-    store((uint8_t *)y + W * i, (u8)(T::values(w, {i, NATURAL}) - (uint8_t)T::ZERO));
+  EACH_VECTOR (i, 256 / W) {
+    const u8 v = T::values(w, {i, NATURAL}) - (uint8_t)T::ZERO;
+#ifdef I8MM
+    store(y + W * i, load<uint64_t>(&v)), store(y + W * i + 8, load<uint64_t>((Bytes)&v + 8));
+#else
+    store((uint8_t *)y + W * i, v);
+#endif
+  }
 #else
   f32x8 factors[2];  // twice an int16
   if constexpr (T::BLOCK == 256) {

@@ -71,6 +71,9 @@ constexpr int VL = 4;
 #endif
 #if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define SDOT
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define I8MM
+#endif
 #endif
 #if defined(VNNI) || defined(SDOT)
 #define BYTES  // activations of 16 bits are two bytes, four of which an instruction multiplies
@@ -187,6 +190,11 @@ INLINE i32 dot(i32 total, u8 w, const void *x) {
 template <int LANE> INLINE void dot_lane(i32 &total, u8 x, u8 w) {
   asm volatile("sdot %0.4s, %1.16b, %2.4b[%c3]" : "+w"(total) : "w"(x), "w"(w), "i"(LANE));
 }
+#ifdef I8MM  // of two tokens and two rows, of which each has eight bytes
+INLINE void dot_pairs(i32 &total, u8 x, u8 w) {
+  asm volatile("smmla %0.4s, %1.16b, %2.16b" : "+w"(total) : "w"(x), "w"(w));
+}
+#endif
 #endif
 
 INLINE i32 widen(const void *p) {  // VL bytes -> int32
