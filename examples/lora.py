@@ -242,7 +242,8 @@ if __name__ == "__main__":
         if args.data:
             template = args.chat_template
             if template and template not in llama2.CHAT_TEMPLATES:
-                template = Path(template).read_text("utf-8")
+                with llama2.naming(Path(template)):
+                    template = Path(template).read_text("utf-8")
             with llama2.naming(args.data):
                 if args.data.suffix == ".jsonl":
                     samples = read_dialogues(args.data, tokenizer, template)
