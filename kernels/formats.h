@@ -63,6 +63,7 @@ INLINE __m256i load_pieces(Bytes b, int first, int second) {
 // Bits `mask` of W weights, moved to bit `to` of a byte each; piece(j) says where the j-th 16 are
 template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to = 0) {
   const int first = piece(w[0]).at;
+  const uint8_t kept = mask << to;
 #ifdef MM
   const int second = piece(w[1]).at;
 #ifdef AVX512
@@ -86,13 +87,13 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
   u8 all = load<u8>(b + first);
   all = bit > to ? all >> (uint8_t)(bit - to) : all << (uint8_t)(to - bit);
   const bool alone = to == 0 && mask == 255 >> bit;  // the shift has left no others
-  return alone ? all : all & (uint8_t)(mask << to);
+  return alone ? all : all & kept;
 #endif
 #ifdef MM
   auto bit = [&](int l) INLINE_LAMBDA { return piece(w[l / 4]).bit; };
   const u32 right = by_lanes([&](int l) INLINE_LAMBDA { return std::max(bit(l) - to, 0); });
   const u32 left = by_lanes([&](int l) INLINE_LAMBDA { return std::max(to - bit(l), 0); });
-  return (u8)((u32)all >> right << left) & (uint8_t)(mask << to);
+  return (u8)((u32)all >> right << left) & kept;
 #endif
 }
 // Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
