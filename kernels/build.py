@@ -185,7 +185,8 @@ def run_compiler(command: list[str], folder: Path) -> bytes:
         start_new_session=own_group,
     ) as process:
         try:
-            out, errors = process.communicate(timeout=300)
+            # With sanitizers, AVX-512 took more than four minutes on a busy machine.
+            out, errors = process.communicate(timeout=1200)
         except BaseException:
             with suppress(OSError):  # it has just ended
                 os.killpg(process.pid, signal.SIGKILL) if own_group else process.kill()
