@@ -125,7 +125,7 @@ def test_a_compiler_that_fails(folder, tmp_path, monkeypatch, bad):
 
 def test_a_library_that_does_not_load(folder, tmp_path, monkeypatch):
     """It is built without OpenMP, which may be the reason; where nothing could load, not at all."""
-    lost = '-fopenmp) set -- "$@" -Wl,--no-as-needed -L. -llost; echo >lost.c'
+    lost = '-fopenmp*) set -- "$@" -Wl,--no-as-needed -L. -llost; echo >lost.c'
     make = f"{COMPILER} -shared lost.c -o liblost.so -x c /dev/null"
     wrapper = script(
         tmp_path / "cxx",
@@ -134,7 +134,8 @@ def test_a_library_that_does_not_load(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", wrapper)
     assert find()
     log = tmp_path / "cxx.log"
-    assert log.read_text().count("run") == 3  # macros, with and without OpenMP
+    # Macros, with and without OpenMP; old torch has one of its own, which is tried first.
+    assert log.read_text().count("run") in (3, 4)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
     said = problem()
     assert "noexec" in said and "set XDG_CACHE_HOME" in said and "g++" not in said
