@@ -135,11 +135,12 @@ def test_a_library_that_does_not_load(folder, tmp_path, monkeypatch):
     assert find()
     log = tmp_path / "cxx.log"
     # Macros, with and without OpenMP; old torch has one of its own, which is tried first.
-    assert log.read_text().count("run") in (3, 4)
+    runs = log.read_text().count("run")
+    assert runs in (3, 4)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
     said = problem()
     assert "noexec" in said and "set XDG_CACHE_HOME" in said and "g++" not in said
-    assert log.read_text().count("run") == 3
+    assert log.read_text().count("run") == runs
 
 
 @pytest.mark.parametrize("features", ["asimd asimddp", "asimd asimddp i8mm", "asimd"])
