@@ -60,7 +60,7 @@ __all__ = [
     "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
     "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
     "open_hf", "state_dict_from_hf", "llama3_divisors", "PRE_TOKENIZERS", "LIKE_LLAMA_3",
-    "SAMPLING_LIMITS", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK",
+    "SAMPLING_LIMITS", "GGUF_SAMPLING", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK",
     "naming", "DEFAULT_MODEL", "Parser", "in_range", "main",
 ]  # fmt: skip
 

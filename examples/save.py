@@ -73,7 +73,7 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
         config = model.config
     usual = vars(llama2.Sampling())
     sampling = vars(model.sampling or llama2.Sampling())
-    sampling = {k: sampling[k] for k in GGUF_SAMPLING if sampling[k] != usual[k]}
+    sampling = {k: sampling[k] for k in llama2.GGUF_SAMPLING if sampling[k] != usual[k]}
     return llama2.Checkpoint("the model", config, weights, lambda: tokenizer, sampling=sampling)
 
 
@@ -227,15 +227,6 @@ def pack_value(value: Any) -> bytes:
     if isinstance(value, float):
         return struct.pack("<If", FLOAT32, value)
     return struct.pack("<I", STRING) + pack_text(value)
-
-
-GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
 
 
 def model_keys(config: llama2.Config, vocabulary: llama2.Vocabulary) -> dict[str, Any]:
@@ -439,7 +430,7 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
         keys |= vocabulary_keys(vocabulary, config.vocab_size)
         keys |= model_keys(config, vocabulary)
         for name, value in checkpoint.sampling.items():  # JSON may have 1 for 1.0
-            keys[GGUF_SAMPLING[name]] = type(getattr(llama2.Sampling, name))(value)
+            keys[llama2.GGUF_SAMPLING[name]] = type(getattr(llama2.Sampling, name))(value)
     else:
         stored = stored_values(path)
         if llama2.open_checkpoint(path).config != config:
