@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from functools import partial
 
 import convert
 import gguf
