@@ -12,7 +12,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 import llama2
-from test_llama2 import SCRIPT, ran
+from test_llama2 import SCRIPT, raises, ran, table
 
 EXAMPLES = SCRIPT.parent / "examples"
 from server.grammar import Grammar, open_vocabulary
@@ -64,54 +64,71 @@ def test_answers_fit_random_schemas(name, count):
         jsonschema.validate(json.loads(answer), schema)
 
 
-SCHEMA = """{"type": "object", "properties": {"a": {"type": "integer"},
-"b": {"type": "object", "properties": {"c": {"type": "string"}}}}}"""
+# Most are of the JSON-Schema-Test-Suite, draft 2020-12: a schema, what fits, and what does not; ~ is
+# the end of a line, since white space is bounded.
+SUITE = r"""
+{"const": {"a": false}} | {"a": false} | {"a": 0}; {"a": [false]}; false; []
+{"enum": [6, "foo", [], {"foo": 12}]} | []; {"foo": 12} | null; {"foo": false}; {}; 4
+{"const": 9007199254740992} | 9007199254740992 | 9007199254740991
+{"type": ["integer", "string"]} | 1; "1" | 1.1; true; null; []
+{"type": "object", "enum": [1, {}]} | {} | 1; []
+{"minimum": -2, "exclusiveMaximum": 3.0} | -2; 2.2; "x" | -2.0001; -3; 3.0; 3.5
+{"multipleOf": 0.0001} | 0.0075; 0 | 0.00751
+{"minLength": 2, "maxLength": 2} | "💩💩"; "fo"; 100 | "💩"; "foo"
+{"pattern": "a+"} | "xxaayy"; true | "b"; ""
+{"pattern": "^\\p{Letter}+$"} | "été" | "a1"; ""
+{"format": "date"} | "1963-06-19"; 12 | "1963-6-19"; "06/19/1963"
+{"prefixItems": [{"type": "integer"}], "items": false} | [1]; []; {} | ["x"]; [1, 2]
+{"prefixItems": [{}, {}], "items": {"type": "null"}, "minItems": 3} | [1, 2, null] | [1, 2]; [1, 2, 3]
+{"items": {"items": {"type": "number"}}, "maxItems": 1} | [[1]]; ["x"] | [[1], [2]]; [["x"]]
+{"required": ["foo\nbar", "foo\"bar"]} | {"foo\nbar": 1, "foo\"bar": 1} | {"foo\nbar": 1}; {}
+{"additionalProperties": {"type": "boolean"}, "minProperties": 1} | {"a": true}; [] | {}; {"a": 1}
+{"properties": {"foo": {"minLength": 3}}, "patternProperties": {"^f.o$": {"maxLength": 4}}, "additionalProperties": false} | {"foo": "full"}; {"fxo": "x"} | {"foo": "xx"}; {"foo": "fulls"}; {"quux": 1}
+{"properties": {"foo": {"$ref": "#"}}, "additionalProperties": false} | {"foo": {"foo": false}} | {"foo": {"bar": false}}
+{"$defs": {"a%b": {"type": "integer"}}, "allOf": [{"$ref": "#/$defs/a%25b"}, {"minimum": 3}]} | 3; 4 | 2; "x"
+{"$ref": "#foo", "$defs": {"A": {"$anchor": "foo", "type": "integer"}}} | 1 | "a"
+{"anyOf": [{"type": "integer"}, {"minimum": 2}]} | 1; 2.5 | 1.5
+{"type": "string", "anyOf": [{"maxLength": 2}, {"minLength": 4}]} | "fo"; "foobar" | "foo"; 3
+{"oneOf": [{"type": "integer"}, {"type": "string"}]} | 1; "x" | null; 1.5
+{"allOf": [{"required": ["a"]}, {"properties": {"a": {"type": "integer"}}}]} | {"a": 1, "b": 1} | {"a": "x"}; {}
+{"properties": {"a": {"minimum": 1}}} | {"a":1}; {~  "a": 1~} | {  "a": 1}; {~         "a": 1}; {"a": 0}
+{"const": {"type": "object", "properties": {}}} | {"type": "object", "properties": {}} | {}
+{"properties": {"a": {}}, "description": "allOf"} | {"a": 1} | {"b": 1}
+{"type": ["object", "null"], "properties": {"a": {}}} | {}; null | {"b": 1}
+{"properties": {"properties": {"properties": {"a": {}}}}} | {"properties": {"a": 1}} | {"properties": {"b": 1}}
+{"type": "object", "allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]} | {"a": 1, "b": 1} | 0
+"""
 
 
-def test_what_fits():
-    _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
-    vocabulary = open_vocabulary(tokenizer, {tokenizer.eos_id})
-    for text, fits in (
-        ('{"a":1,"b":{"c":""}}', True),
-        ('{\n  "a": 1,\n  "b": {\n    "c": ""\n  }\n}', True),
-        ('{  "a"', False),  # white space is bounded
-        ('{\n         "a"', False),
-        ('{"a":1,"b":{"a"', False),  # a property that the schema does not name
-    ):
-        grammar = Grammar(vocabulary, [json.loads(SCHEMA)])
-        ids = tokenizer.encode(text, bos=False, first=False)
-        assert (grammar.matcher.validate_tokens(ids) == len(ids)) is fits, text
+@pytest.fixture(scope="module")
+def tokenizer():
+    return llama2.load(llama2.DEFAULT_MODEL)[1]
 
 
-@pytest.mark.parametrize(
-    "schema, text, fits",
-    [
-        (
-            '{"const": {"type": "object", "properties": {}}}',
-            '{"type": "object", "properties": {}}',
-            1,
-        ),
-        ('{"enum": [{"properties": 1}]}', '{"properties": 1}', 1),
-        ('{"properties": {"a": {}}, "description": "allOf"}', '{"b": 1}', 0),
-        ('{"type": ["object", "null"], "properties": {"a": {}}}', '{"b": 1}', 0),
-        (
-            '{"properties": {"properties": {"properties": {"a": {}}}}}',
-            '{"properties": {"b": 1}}',
-            0,
-        ),
-        (
-            '{"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}',
-            '{"a": 1, "b": 1}',
-            1,
-        ),
-    ],
-)
-def test_schemas_are_closed_and_data_is_not(schema, text, fits):
-    _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
-    vocabulary = open_vocabulary(tokenizer, {tokenizer.eos_id})
-    ids = tokenizer.encode(text, bos=False, first=False)
-    matcher = Grammar(vocabulary, [json.loads(schema)]).matcher
-    assert (matcher.validate_tokens(ids) == len(ids)) == fits
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return open_vocabulary(tokenizer, {tokenizer.eos_id})
+
+
+@pytest.mark.parametrize("schema, right, wrong", table(SUITE))
+def test_what_fits_is_what_is_valid(tokenizer, vocabulary, schema, right, wrong):
+    """The properties of objects that name some are closed; data that looks like a schema is not."""
+    texts = [(text, True) for text in right.split("; ")]
+    for text, fits in texts + [(text, False) for text in wrong.split("; ")]:
+        matcher = Grammar(vocabulary, [json.loads(schema)]).matcher
+        ids = tokenizer.encode(text.replace("~", "\n"), bos=False, first=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits, (
+            text
+        )
+
+
+def test_keywords_that_are_not_there(vocabulary):
+    """Each is refused by the name that the documents list."""
+    usage = (SCRIPT.parent / "docs" / "usage.md").read_text("utf-8")
+    listed = usage.partition("error that names them: `")[2].partition("`.\n")[0]
+    for keyword in re.split(r"`,\s`", listed):
+        said = rf'cannot be used: .*"{re.escape(keyword)}"'
+        raises(said, Grammar, vocabulary, [{keyword: {}}])
 
 
 NO_NULL = '{"not": {"type": "null"}}'

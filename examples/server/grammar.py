@@ -13,10 +13,9 @@ import llama2
 # White space between two tokens of JSON. Without any, small models write {}; with any, no end.
 WHITE_SPACE = {"whitespace_pattern": r" |\n {0,8}"}
 # Keywords of JSON Schema that hold a schema for each name, and those that hold one or several.
-OF_NAMES = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-JOINING = {"$ref", "anyOf", "oneOf", "if", "dependentSchemas"}  # properties beside a schema's own
-HELD = {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "items", "prefixItems", "contains"}
-HELD |= {"additionalProperties", "unevaluatedItems", "unevaluatedProperties"}
+OF_NAMES = {"$defs", "definitions", "patternProperties", "properties"}
+JOINING = {"$ref", "anyOf", "oneOf"}  # properties beside a schema's own
+HELD = {"allOf", "anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
 
 
 class Vocabulary:
@@ -87,7 +86,8 @@ class Grammar:
             rules += f"\nvalue{i}: %json {json.dumps(close(schema) | {'x-guidance': WHITE_SPACE})}"
         self.matcher = LLMatcher(vocabulary, rules, log_level=0)
         if problem := self.matcher.get_error():
-            raise ValueError(f"the schema {text:.200} cannot be used: {problem.splitlines()[0]}")
+            _, _, said = problem.splitlines()[0].rpartition("JSON schema: ")
+            raise ValueError(f"the schema {text:.200} cannot be used: {said}")
         self.seen = 0  # how many ids the matcher has seen, with the prompt
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
