@@ -165,9 +165,12 @@ def openmp_options() -> list[list[str]]:
     macOS it ends the process.
     """
     package = Path(torch.__file__).parent
-    if sys.platform == "darwin":
+    if sys.platform == "darwin":  # never run there; .ci/macos links for it
         path = package / "lib" / "libomp.dylib"
-        return [["-Xpreprocessor", "-fopenmp", str(path), f"-Wl,-rpath,{path.parent}"], []]
+        # dyld knows the one that torch has loaded by its install name, which is not where it lies.
+        # conda's lies elsewhere: the functions are taken from whatever has them in the process.
+        own, any_one = [str(path), f"-Wl,-rpath,{path.parent}"], ["-undefined", "dynamic_lookup"]
+        return [["-Xpreprocessor", "-fopenmp", *linked] for linked in (own, any_one)] + [[]]
     # Some of torch's wheels have libgomp under a name of their own.
     renamed = [*package.glob("lib/libgomp-*"), *package.parent.glob("torch.libs/libgomp-*")]
     return [["-fopenmp", "-Wl,--as-needed", str(path)] for path in renamed] + [["-fopenmp"], []]
