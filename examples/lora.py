@@ -8,7 +8,8 @@ A frozen matrix W, which may stay quantised, gets two small matrices A and B tha
 y = x W^T + alpha / r * x A^T B^T. DIR has PEFT's format: each reads what the other writes.
 
 A line of DIALOGUES.jsonl is {"messages": [...], "tools": [...]} as in OpenAI's API, tools if there
-are any. The chat template writes them; only what the assistant says is learned.
+are any. The chat template writes them; only what the assistant says is learned, and not where a
+message has "weight": 0, as in OpenAI's data.
 """
 
 import json
@@ -169,6 +170,7 @@ def read_dialogues(path: Path, tokenizer: llama2.Tokenizer, template: str | None
                 if isinstance(function["arguments"], str):  # as OpenAI's API has them
                     function["arguments"] = json.loads(function["arguments"])
             answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            answers = [i for i in answers if messages[i].pop("weight", 1)]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number} is no dialogue: {error!r:.99}") from error
         longer = torch.empty(0)

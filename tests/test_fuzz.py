@@ -32,7 +32,6 @@ from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
 from save import vocabulary_keys
 from server import __main__ as server
-from server import tools
 from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
 from test_hostile import directory, limited, outcome, read  # noqa: F401 (a fixture)
 from test_llama3 import UNIGRAM, bpe_keys, published_json
@@ -454,6 +453,8 @@ TEMPLATE = """{% for m in messages %}{{ m.role + (m.content or '') }}{% for c in
 
 def test_requests(cli_path, tmp_path, monkeypatch):
     """None fails, and none changes what another gets."""
+    from test_tools import join
+
     (tmp_path / "template").write_text(TEMPLATE)
     command = f"server --quiet --dtype float32 --context 256 --model {cli_path}"
     command += f" --chat-template {tmp_path}/template"
@@ -476,7 +477,7 @@ def test_requests(cli_path, tmp_path, monkeypatch):
             chunks = [json.loads(event[6:])["choices"] for event in events]
             for choice in whole.get("choices", ()):
                 own = [c for chunk in chunks for c in chunk if c["index"] == choice["index"]]
-                message = tools.join(c["delta"] for c in own if "role" not in c["delta"])
+                message = join(c["delta"] for c in own if "role" not in c["delta"])
                 for one in (message, choice["message"]):
                     for call in one.get("tool_calls", ()):
                         del call["id"]

@@ -66,6 +66,22 @@ def test_command_line(tmp_path):
     assert (merged(IDS) - ours).abs().max() < 1e-3
 
 
+DIALOGUE = (
+    '{"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B",'
+    '"weight": 0}, {"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}]}\n'
+)
+
+
+def test_dialogues(tmp_path):
+    """What the assistant says is learned, unless its weight is 0."""
+    path = tmp_path / "lines"
+    path.write_text(DIALOGUE * 10)
+    _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
+    samples, _ = lora.read_dialogues(path, tokenizer, "llama-2")
+    for tokens, learned in samples:
+        assert tokens[learned].tolist() == tokenizer.encode("D </s>", bos=False, parse_special=True)
+
+
 @torch.no_grad()
 def test_a_full_disk_is_an_error_of_the_system(model_path, tmp_path):
     """Not of safetensors; the adapter of before stays."""

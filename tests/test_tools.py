@@ -4,9 +4,11 @@ tool_formats.json has what templates write for calls, in short forms; the models
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 testclient = pytest.importorskip("starlette.testclient")
+streaming = pytest.importorskip("openai.lib.streaming._deltas")
 
 from server import __main__ as server
 from server import grammar, tools
@@ -58,6 +61,14 @@ def template_of(tokenizer, source):
     return tools.Template(shown, source, ["<|end|>"])
 
 
+def join(deltas):
+    """The message that OpenAI's client makes of deltas."""
+    message = functools.reduce(streaming.accumulate_delta, deltas, {"role": "assistant"})
+    for i, call in enumerate(message.get("tool_calls", ())):
+        assert call.pop("index") == i
+    return {"content": None if "tool_calls" in message else ""} | message
+
+
 def called(names, call_id="abcdefgh1", arguments=ARGUMENTS):
     return [
         {"id": call_id, "type": "function", "function": {"name": n, "arguments": arguments}}
@@ -68,12 +79,11 @@ def called(names, call_id="abcdefgh1", arguments=ARGUMENTS):
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_read_off_templates(tokenizer, name):
     template = template_of(tokenizer, source_of(name))
+    *form, problem = tools.read_format(template)
     if name in UNDERSTOOD:
-        assert [*tools.read_format(template)] == FORMATS[name]["format"]
+        assert form == FORMATS[name]["format"]
     else:
-        with pytest.raises(ValueError, match=FORMATS[name]["refused"]) as error:
-            tools.read_format(template)
-        assert "--chat-template" in str(error.value)
+        assert re.search(f"{FORMATS[name]['refused']}.*--chat-template", problem)
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
@@ -100,9 +110,10 @@ def test_what_a_template_writes_fits_and_is_taken_apart(tokenizer, name):
         reader, rest, deltas = tools.Reader(answer), whole, []
         while rest:
             n = rng.randint(1, 9)
-            deltas += reader.feed(rest[:n])
+            deltas.append(reader.feed(rest[:n]))
             rest = rest[n:]
-        message = tools.join(deltas + reader.feed("", ended=True))
+        message = join([*deltas, reader.feed("", ended=True)])
+        assert message == reader.message
         functions = [call["function"] for call in message["tool_calls"]]
         assert [function["name"] for function in functions] == names
         assert {function["arguments"] for function in functions} == {ARGUMENTS} or form.marker == ""
@@ -196,7 +207,7 @@ def say(sessions, tell):
         lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")]
         chunks = [json.loads(line)["choices"][0] for line in lines]
         deltas = [chunk["delta"] for chunk in chunks[1:]]
-        message = tools.join(deltas)
+        message = join(deltas)
         entries = [e for chunk in chunks[1:] for e in chunk["logprobs"]["content"]]
         assert entries == choice["logprobs"]["content"]
         assert len(entries) == count
@@ -225,7 +236,6 @@ def test_auto(say):
     assert message["content"] == "Well." and choice["finish_reason"] == "tool_calls"
     assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"city": "Rome"}'] * 2
     assert len(deltas) > 9
-    assert {c["index"] for d in deltas for c in d.get("tool_calls", ())} == {0, 1}
     for text in ('{"name": "window"}', '{"name": "x", "parameters": {}}', "{"):
         assert say(source_of(LLAMA), text)[0]["message"]["content"] == text
     choice, _ = say(source_of(LLAMA), '{"name": "wind", "parameters": {"city": "Rome"}}')
@@ -284,11 +294,8 @@ def test_reasoning(say):
 
 def test_templates_that_cannot_call(say):
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert "no place for tools that is understood" in say(source, "Hi")
-    choice, _ = say(
-        source, '{"name": "wind", "arguments": {"city": "Rome"}}', tool_choice="required"
-    )
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "wind"
+    for choice in ("auto", "required"):
+        assert "no place for tools that is understood" in say(source, "Hi", tool_choice=choice)
     message = {"role": "assistant", "tool_calls": called(["wind"])}
     assert "has no place for tool_calls" in say(source, "Hi", messages=[*QUESTION, message])
 

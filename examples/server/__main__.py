@@ -74,17 +74,19 @@ def open_page() -> Response:
     )
 
 
-async def post(handle: Any, field: str, request: Any) -> Any:
-    """Answer a body by `handle`."""
+async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
+    """Answer a body by `handle`; a field of it is what `expected` says."""
     try:
         body = {k: v for k, v in (await request.json()).items() if v is not None}
     except (ValueError, RecursionError, AttributeError) as error:
         raise Refusal(400, "the body must be a JSON object") from error
     try:
         reply = await anyio.to_thread.run_sync(handle, body, field)
-        refuse_rest(body)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(400, f"{field}: {error}", param=field) from error
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Refusal(400, f"{field}: expected {expected}", param=field) from error
+    refuse_rest(body)
     return reply
 
 
@@ -124,14 +126,16 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         Route("/v1/models", JSONResponse({"object": "list", "data": [model]})),
         Route("/v1/models/{id:path}", get_model),
     ]
-    for path, handle, prompt in (
-        ("/v1/chat/completions", complete, "messages"),
-        ("/v1/completions", complete, "prompt"),
-        ("/v1/responses", respond, "input"),
-        ("/tokenize", tokenize, "content"),
-        ("/detokenize", detokenize, "tokens"),
+    messages = "a list of messages with role, text as content, and functions as tool_calls"
+    texts = "text, token ids, or a list of either"
+    for path, handle, *about in (
+        ("/v1/chat/completions", complete, "messages", messages),
+        ("/v1/completions", complete, "prompt", texts),
+        ("/v1/responses", respond, "input", "a text, or messages and other items"),
+        ("/tokenize", tokenize, "content", "a text"),
+        ("/detokenize", detokenize, "tokens", "token ids"),
     ):
-        routes.append(Route(path, partial(post, handle, prompt), methods=["POST"]))
+        routes.append(Route(path, partial(post, handle, *about), methods=["POST"]))
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: refuse, Exception: refuse},

@@ -24,7 +24,7 @@ from server.fields import (
     take_tools,
 )
 from server.serving import Score, Session
-from server.tools import Answer, Reader, join, name_tokens
+from server.tools import Answer, Reader, name_tokens
 
 MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
 TURN = anyio.Lock()  # to use the model: first come, first served
@@ -135,30 +135,25 @@ class Job:
             sampling = replace(sampling, seed=(sampling.seed + index % self.n) % 2**63)
         stream, scorer = self.session.start(ids, **self.options | {"sampling": sampling})
         reader = Reader(self.options["answer"])
-        told, scores, thoughts = [], [], 0
+        scores, thoughts = [], 0
         before = [self.session.tokenizer.decode(ids)] if self.echo else []
         for text in itertools.chain(before, stream, [""]):  # the last one ends it
             new = scorer.take(text) if scorer else []
-            deltas = [{"text": text}] if text else []
-            if self.chat:
-                deltas = reader.feed(text, ended=not text)
-            told += deltas
             scores += new
+            delta = reader.feed(text, ended=not text)
+            if not self.chat:
+                delta = {"text": text} if text else {}
+            if delta or new:
+                self.tell(choice, self.nothing | delta, new)
             if reader.is_reasoning:
                 thoughts = len(stream.generation.new_ids)
-            for delta in deltas or ([self.nothing] if new else []):
-                self.tell(choice, delta, new)
-                new = []
         self.thoughts += thoughts
         choice["finish_reason"] = "length"
         if stream.stop_reason.startswith("stop"):
-            choice["finish_reason"] = "tool_calls" if reader.calls else "stop"
+            choice["finish_reason"] = "tool_calls" if "tool_calls" in reader.message else "stop"
         self.tell(choice, self.nothing, [])
-        if self.chat:
-            choice |= {"message": join(told)} | self.table(scores)
-        else:
-            choice |= {"text": "".join(delta["text"] for delta in told)} | self.table(scores)
-        return choice, stream.generation
+        said = {"message": reader.message} if self.chat else {"text": reader.text}
+        return choice | said | self.table(scores), stream.generation
 
     def begin(self, choice: dict) -> None:
         """Send a choice's first event."""
@@ -224,8 +219,9 @@ def read_request(
     top = take(body, "logprobs", bool if chat else int)
     if chat:
         top = take(body, "top_logprobs", int, 0) if top else None
-    limit = take(body, "max_tokens", int, session.context if chat else 16)
-    limit = take(body, "max_completion_tokens", int, limit)
+    limit = session.context if chat else 16
+    for other_name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        limit = take(body, other_name, int, limit)
     echo = not chat and take(body, "echo", bool, False)
     continued = chat and take(body, "continue_final_message", bool, False)
     # In a raw prompt whose author does not say, the texts of control tokens stay text.

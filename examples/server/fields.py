@@ -28,25 +28,23 @@ LIMITS = {
 }
 # Fields that change nothing, and fields that may only have these values.
 IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
+IGNORED += ["include_obfuscation"]
 NEUTRAL = {
+    "background": [False],
     "best_of": [1],
-    "modalities": [["text"]],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "parallel_tool_calls": [False],
     "echo": [False],
+    "include": [[], ["reasoning.encrypted_content"]],  # there is none
+    "modalities": [["text"]],
+    "parallel_tool_calls": [False],
+    "tool_choice": ["none", "auto"],
+    "tools": [[]],
     "top_logprobs": [0],
+    "truncation": ["disabled"],
 }
-# What a message may have.
-MESSAGE = [
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-    "reasoning",
-]
+# What a message may have, and the types of its texts.
+MESSAGE = ["role", "content", "name", "tool_calls", "tool_call_id"]
+MESSAGE += ["reasoning_content", "reasoning"]
+TEXTS = ["text", "input_text", "output_text", "summary_text", "reasoning_text"]
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
 
 
@@ -77,6 +75,12 @@ def refuse(request: Any, error: Any) -> Response:
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
+def wrong(name: str, value: Any, expected: str) -> Refusal:
+    """The error for a field."""
+    name = utf8(name[:40])
+    return Refusal(400, f"{name} is {json.dumps(value)[:60]}{expected}", param=name)
+
+
 def utf8(text: str) -> str:
     """The text with question marks for characters that UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode()
@@ -88,13 +92,13 @@ def take(body: dict, name: str, value_type: type, default: Any = None) -> Any:
     if value is None:
         return default
     fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
-    expected = value_type.__name__
+    expected = f"; expected {value_type.__name__}"
     if name in LIMITS:
         low, high = LIMITS[name]
         fits = fits and low <= value <= high
         expected += f" from {low} to {high}"
     if not fits:
-        raise Refusal(400, f"{name} is {json.dumps(value)[:40]}; expected {expected}", param=name)
+        raise wrong(name, value, expected)
     return value
 
 
@@ -117,11 +121,7 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
     for key, value in take(body, "logit_bias", dict, {}).items():
         is_id = key.isdecimal() and len(key) < 10 and int(key) < vocab_size
         if not is_id or type(value) not in (int, float) or not -100 <= value <= 100:
-            raise Refusal(
-                400,
-                f"logit_bias has {key[:20]!r}: {value!r:.20}; expected id: -100 to 100",
-                param="logit_bias",
-            )
+            raise wrong("logit_bias", {key: value}, "; expected ids: numbers from -100 to 100")
         bias[int(key)] = value
     processor = Adjustment(
         bias,
@@ -136,11 +136,7 @@ def take_stops(body: dict) -> list[str]:
     stop = body.pop("stop", [])
     stops = stop if isinstance(stop, list) else [stop]
     if len(stops) > 16 or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in stops):
-        raise Refusal(
-            400,
-            f"stop is {json.dumps(stop)[:40]}; expected up to 16 texts of 1 to 256 characters",
-            param="stop",
-        )
+        raise wrong("stop", stop, "; expected up to 16 texts of 1 to 256 characters")
     return stops
 
 
@@ -154,80 +150,76 @@ def take_schema(body: dict) -> list[dict]:
             return [{"type": "object"}]
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
             return [schema]
-    raise Refusal(
-        400,
-        "response_format: expected type text, json_object, or json_schema with a schema",
-        param="response_format",
-    )
+        case {"type": "json_schema", "schema": schema}:  # as /v1/responses has it
+            return [schema]
+    expected = "; expected type text, json_object, or json_schema with a schema"
+    raise wrong("response_format", form, expected)
 
 
 def take_tools(body: dict) -> tuple[list[dict], Answer]:
     """The tools, and how an answer may call them."""
-    tools = take(body, "tools", list, [])
     choice = body.pop("tool_choice", "auto")
-    several = take(body, "parallel_tool_calls", bool, True)
-    answer = Answer(several=several, forced=choice not in ("auto", "none"))
-    for tool in tools:
-        match tool:
-            case {"function": {"name": str(name), **function}} if NAME.fullmatch(name):
+    answer = Answer(several=take(body, "parallel_tool_calls", bool, True))
+    answer.forced = choice not in ("auto", "none")
+    tools = []
+    for tool in take(body, "tools", list, []):
+        name, schema = "", None
+        match tool:  # /v1/responses has it flat
+            case {"function": {"name": str(name), **function}} | {
+                "type": "function",
+                "name": str(name),
+                **function,
+            }:
                 schema = function.get("parameters") or {"properties": {}}
-                if not isinstance(schema, dict) or schema.setdefault("type", "object") != "object":
-                    raise Refusal(
-                        400, f"tools: the parameters of {name} are no object", param="tools"
-                    )
-                named = {"type": "function", "function": {"name": name}}
-                if choice in ("auto", "required", named):
-                    answer.names.append(name)
-                    answer.schemas.append(schema)
-            case _:
-                raise Refusal(
-                    400,
-                    f"tools has {json.dumps(tool)[:60]}; expected functions, "
-                    "whose names have 1 to 64 of A-Z a-z 0-9 _ . -",
-                    param="tools",
-                )
-    if answer.forced and not answer.names:
-        raise Refusal(
-            400,
-            f"tool_choice is {json.dumps(choice)[:60]}; expected auto, none, required or a tool",
-            param="tool_choice",
+        fits = NAME.fullmatch(name) and isinstance(schema, dict)
+        if not fits or schema.setdefault("type", "object") != "object":
+            expected = "; expected functions with names of 1 to 64 of A-Z a-z 0-9 _ . - and objects"
+            raise wrong("tools", tool, f"{expected} as parameters")
+        function = {"name": name, **function}
+        tools.append({"type": "function", "function": function})
+        chosen = (
+            {"type": "function", "name": name},
+            {"type": "function", "function": {"name": name}},
         )
+        if choice in ("auto", "required", *chosen):
+            answer.names.append(name)
+            answer.schemas.append(schema)
+    if answer.forced and not answer.names:
+        raise wrong("tool_choice", choice, "; expected auto, none, required or a tool")
     return tools, answer
 
 
+def text_of(content: Any) -> str:
+    """The text of a message's content. Raises TypeError."""
+    if isinstance(content, str):
+        return content
+    if type(content) is not list or any(p.get("type", "text") not in TEXTS for p in content):
+        raise TypeError
+    return "\n".join(part["text"] for part in content)
+
+
 def check_messages(messages: Any) -> None:
-    """Check messages, and give them the form that templates expect. Raises ValueError."""
+    """Check messages, and give them the form that templates expect. Raises TypeError or others."""
     names = {}  # of the functions that were called
-    try:
-        for message in messages:
-            for key, value in [*message.items()]:
-                if value and key not in MESSAGE:
-                    raise ValueError(f"{key[:40]} in a message is not supported")
-                if not value and key != "content":  # templates ask whether there are tool_calls
-                    del message[key]
-            if message["role"] == "developer":
-                message["role"] = "system"
-            content = message.get("content")
-            if isinstance(content, list):
-                if any(part.get("type") != "text" for part in content):
-                    raise TypeError
-                message["content"] = "\n".join(part["text"] for part in content)
-            calls = message.get("tool_calls") or []
-            for call in calls:
-                function = call["function"]
-                names[call.get("id")] = function["name"]
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            if message["role"] == "tool" and message.get("tool_call_id") in names:
-                message.setdefault("name", names[message["tool_call_id"]])
-            thought = message.get("reasoning_content") or message.get("reasoning")
-            if thought:
-                message["reasoning_content"] = message["reasoning"] = thought
-            if content is None and not calls:
-                raise TypeError
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            "expected a list of messages with role, text as content, and functions as tool_calls"
-        ) from error
+    for message in messages:
+        for key, value in [*message.items()]:
+            if value and key not in MESSAGE:
+                raise ValueError(f"{key[:40]} in a message is not supported")
+            if not value and key != "content":  # templates ask whether there are tool_calls
+                del message[key]
+        if message["role"] == "developer":
+            message["role"] = "system"
+        calls = message.get("tool_calls") or []
+        if not calls or message.get("content"):
+            message["content"] = text_of(message.get("content"))
+        for call in calls:
+            function = call["function"]
+            names[call.get("id")] = function["name"]
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+        if thought := message.get("reasoning_content") or message.get("reasoning"):
+            message["reasoning_content"] = message["reasoning"] = thought
 
 
 def refuse_rest(body: dict) -> None:
@@ -235,6 +227,4 @@ def refuse_rest(body: dict) -> None:
     for key, value in body.items():
         text = json.dumps(value)  # tells false from 0
         if key not in IGNORED and text not in map(json.dumps, NEUTRAL.get(key, ())):
-            raise Refusal(
-                400, f"{key[:40]} is {text[:40]}, which is not supported", param=utf8(key[:40])
-            )
+            raise wrong(key, value, ", which is not supported")

@@ -11,7 +11,6 @@ import torch
 
 import llama2
 from server.tools import (
-    PLAIN,
     Answer,
     Format,
     Template,
@@ -72,13 +71,12 @@ class Session:
             checkpoint, args.device, args.dtype, context=context, progress=not args.quiet
         )
         self.context = context
-        self.template = args.chat_template
-        if self.template and self.template not in llama2.CHAT_TEMPLATES:
-            with llama2.naming(self.template):
-                self.template = Path(self.template).read_text("utf-8")
-        self.has_template = bool(self.template or self.tokenizer.chat_template.strip())
-        if not self.has_template:
-            self.template = "llama-2"
+        source = args.chat_template or self.tokenizer.chat_template.strip()
+        self.has_template = bool(source)
+        self.template = llama2.CHAT_TEMPLATES.get(source or "llama-2", source)
+        if args.chat_template == self.template:  # it is no name
+            with llama2.naming(source):
+                self.template = Path(source).read_text("utf-8")
         self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
         self.vocabularies: dict[bool, Any] = {}  # for grammars, made when they are first needed
         self.check = lambda: None  # called before each pass; it may raise to end the generation
@@ -130,20 +128,14 @@ class Session:
     @functools.cached_property
     def chat_template(self) -> Template:
         """The template, from which formats are read."""
-        control = [*range(self.tokenizer.vocab_size)]
-        shown = visible(self.tokenizer, control)
+        shown = visible(self.tokenizer, range(self.tokenizer.vocab_size))
         stops = [shown.token_bytes(i).decode(errors="replace") for i in self.stop_ids(True)]
-        source = self.template or self.tokenizer.chat_template
-        source = llama2.CHAT_TEMPLATES.get(source, source)
-        return Template(shown, source, [*stops, *self.stops.texts])
+        return Template(shown, self.template, [*stops, *self.stops.texts])
 
     @functools.cached_property
-    def format(self) -> Format | str:
-        """How the model calls tools, or why that is unknown."""
-        try:
-            return read_format(self.chat_template)
-        except ValueError as error:
-            return str(error)
+    def format(self) -> Format:
+        """How the model calls tools."""
+        return read_format(self.chat_template)
 
     @functools.cached_property
     def reasoning(self) -> tuple[str, str] | None:
@@ -153,12 +145,9 @@ class Session:
     def settle(self, answer: Answer, ids: list[int], continued: bool) -> None:
         """How an answer to a conversation calls and reasons. Raises ValueError if that is unknown."""
         if answer.names:
-            if isinstance(self.format, Format):
-                answer.form = self.format
-            elif answer.forced:
-                answer.form = PLAIN
-            else:
-                raise ValueError(self.format)
+            answer.form = self.format
+            if self.format.problem:
+                raise ValueError(self.format.problem)
         if self.reasoning and not continued:
             answer.reasoning = self.reasoning
             end = self.chat_template.text_of(ids[-32:]).rstrip()
@@ -166,16 +155,15 @@ class Session:
 
     def encode_chat(self, messages: list, continued: bool, tools: list) -> list[int]:
         """Token ids of a conversation. Raises ValueError."""
-        template = self.template or self.tokenizer.chat_template
         for message in messages:
             calls = message.get("tool_calls") or ()
-            if calls and "tool_calls" not in template:
-                raise ValueError("the chat template has no place for tool_calls")
-            if calls and isinstance(self.format, Format):
+            if calls:
                 message["content"] = message.get("content") or self.format.no_content
-            for call in calls:
-                if isinstance(self.format, Format) and self.format.arguments_as_text:
-                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+                if "tool_calls" not in self.template:
+                    raise ValueError("the chat template has no place for tool_calls")
+            for function in (call["function"] for call in calls):
+                if self.format.arguments_as_text:
+                    function["arguments"] = json.dumps(function["arguments"])
         return llama2.encode_chat(
             self.tokenizer, messages, self.template, continued, tools=tools or None
         )

@@ -9,6 +9,7 @@ In the texts here a control token is written as its mark, which no other token c
 """
 
 import copy
+import itertools
 import json
 import re
 import secrets
@@ -23,7 +24,7 @@ SECRET = secrets.token_hex(8)
 MARK = re.compile(f"(§{SECRET}:\\d+§)")
 NAMES = ["zqfirst", "zqsecond", "zqthird"]
 KEY, VALUE, CONTENT, THOUGHT, CALL_ID = "zqkey", "zqvalue", "zqcontent", "zqthought", "callid00"
-ID = re.compile(f"({CALL_ID}\\d)")  # Mistral's templates want nine letters or digits
+ID = re.compile(f"{CALL_ID}\\d")  # Mistral's templates want nine letters or digits
 JSON = json.JSONDecoder()
 THINK = "<think>", "</think>"
 
@@ -41,10 +42,7 @@ class Format(NamedTuple):
     marker: str  # the start of `before` that begins a call; "": a tool's name decides
     arguments_as_text: bool = False  # how the template takes them
     no_content: str | None = ""  # the content of a message that only calls
-
-
-# Where a call must be made, and the template knows none.
-PLAIN = Format('{"name": "', '", "arguments": ', None, "}", "")
+    problem: str = ""  # why the format is not known
 
 
 @dataclass
@@ -152,7 +150,7 @@ def find_json(text: str, end: int) -> int | None:
 
 
 def read_format(template: Template) -> Format:
-    """How a template writes calls. Raises ValueError if it writes none, or in an unknown way."""
+    """How a template writes calls, or why that is not known."""
     problems = []
     for content in ("", None):  # some templates take content, or arguments, only in one form
         for as_text in (False, True):
@@ -161,10 +159,9 @@ def read_format(template: Template) -> Format:
             except ValueError as error:
                 problems.append(str(error))
     problems.sort(key=lambda problem: problem.startswith("the chat template:"))  # what it raised
-    raise ValueError(
-        f"the chat template has no place for tools that is understood ({problems[0]:.150}); "
-        "--chat-template names another"
-    )
+    problem = "the chat template has no place for tools that is understood"
+    problem += f" ({problems[0]:.150}); --chat-template names another"
+    return Format("", "", None, "", "", problem=problem)
 
 
 def read_format_of(template: Template, as_text: bool, no_content: str | None) -> Format:
@@ -250,8 +247,7 @@ def literal(text: str) -> str:
         if MARK.fullmatch(part):
             items.append(f"<[{token_of(part)}]>")
         elif part:
-            fixed = [json.dumps(s) if i % 2 == 0 else "ID" for i, s in enumerate(ID.split(part))]
-            items += [s for s in fixed if s != '""']
+            items.append(" ID ".join(map(json.dumps, ID.split(part))))
     return " ".join(items)
 
 
@@ -268,12 +264,13 @@ def escape(text: str) -> str:
     return "".join(c if c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text)
 
 
-def triggers(form: Format, names: Iterable[str]) -> list[str]:
-    """The texts each of which begins a call."""
-    if form.marker:
-        return [form.marker]
+def triggers(answer: Answer) -> list[str]:
+    """The texts each of which begins a call: one, or one for each name."""
+    form = answer.form
+    if not form or form.marker:
+        return [form.marker] if form else []
     rest = form.between if not form.before else form.between[:1]
-    return [form.before + name + rest for name in names]
+    return [form.before + name + rest for name in answer.names]
 
 
 def rules(answer: Answer) -> str:
@@ -311,8 +308,7 @@ def rules(answer: Answer) -> str:
             lines.append(up_to("lead", form.marker, but=but))
         elif choices[0] == "FREE":
             leads = []
-            for i, name in enumerate(answer.names):
-                (begun,) = triggers(form, [name])
+            for i, (name, begun) in enumerate(zip(answer.names, triggers(answer), strict=True)):
                 rest = (form.before + name + form.between)[len(begun) :]
                 leads.append(f"lead{i} {literal(rest)} value{i}")
                 lines.append(up_to(f"lead{i}", begun, but=but))
@@ -330,142 +326,93 @@ def rules(answer: Answer) -> str:
 class Reader:
     """The text of an answer -> deltas of a message as in OpenAI's streams: reasoning, content, calls.
 
-    What may turn out to begin a call or to end reasoning is held back until that is decided.
+    Each time the whole text is read, and what the message has more than before is the delta. What may
+    turn out to begin a call or to end reasoning is no part of it until that is decided.
     """
 
     def __init__(self, answer: Answer) -> None:
-        form = answer.form
-        self.text = ""  # what is not told yet
-        self.strip = False  # whether white space is left out, until there is text
-        self.triggers: list[str] = []
-        self.read_answer = self.read_content
-        if form:
-            name = f"({'|'.join(map(re.escape, answer.names))})"
-            self.heads = [call_head(form.before, name, form.between)]
-            if form.separator is not None:
-                self.heads.append(call_head(form.separator, name, form.between))
-            self.triggers = [] if answer.forced else triggers(form, answer.names)
-            self.read_answer = self.read_call if answer.forced else self.read_content
-        self.read = self.read_answer
-        if answer.reasoning:
-            self.start, self.end = answer.reasoning
-            self.read = self.read_reasoning if answer.is_reasoning else self.read_start
-        self.calls = 0  # how many have begun
-        self.arguments = ""  # of the last one
-
-    def feed(self, text: str, ended: bool = False) -> list[dict[str, Any]]:
-        """The deltas that more text makes; `ended`: it is the last."""
-        self.text += text
-        deltas: list[dict[str, Any]] = []
-        before: Any = None
-        while before != (self.read, self.text):
-            before = self.read, self.text
-            deltas += self.read(ended)
-        return deltas
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the text is reasoning."""
-        return self.read == self.read_reasoning
-
-    def take(self, ends: list[str], ended: bool) -> tuple[str, bool]:
-        """Take the text in front of the first of `ends`, or until one is there, what is in front of
-        all that may become one; returns it, and whether one is there."""
-        if self.strip:
-            self.text = self.text.lstrip()
-            self.strip = not self.text
-        text = self.text
-        places = [text.index(end) for end in ends if end in text]
-        taken = text[: min(places, default=None)]
-        if not places and not ended:
-            beginnings = [end[:n] for end in ends for n in range(len(end))]
-            held = max((len(s) for s in beginnings if text.endswith(s)), default=0)
-            taken = text[: len(text) - held]
-        if places or (ends and not ended):
-            taken = taken.rstrip()  # white space may lead to what follows
-        self.text = text[min(places, default=len(taken)) :]
-        return taken, bool(places)
-
-    def read_start(self, ended: bool) -> list[dict[str, Any]]:
-        """Whether the answer begins with reasoning."""
-        text = self.text.lstrip()
-        if text.startswith(self.start):
-            self.text = text.removeprefix(self.start)
-            self.strip = True
-            self.read = self.read_reasoning
-        elif ended or not self.start.startswith(text):
-            self.read = self.read_answer
-        return []
-
-    def read_reasoning(self, ended: bool) -> list[dict[str, Any]]:
-        """Reasoning, under the names that llama-server and vLLM give to it."""
-        taken, found = self.take([self.end], ended)
-        if found:
-            self.text = self.text.removeprefix(self.end)
-            self.strip = True
-            self.read = self.read_answer
-        return [{"reasoning_content": taken, "reasoning": taken}] if taken else []
-
-    def read_content(self, ended: bool) -> list[dict[str, Any]]:
-        """Text, up to a call."""
-        taken, found = self.take(self.triggers, ended)
-        if found:
-            self.read = self.read_call
-        return [{"content": taken}] if taken else []
-
-    def read_call(self, ended: bool) -> list[dict[str, Any]]:
-        """A call up to its arguments, once it is whole; what follows the last call says nothing."""
-        match = self.heads[min(self.calls, len(self.heads) - 1)].match(self.text)
-        if not match or self.calls and len(self.heads) == 1:
-            self.text = "" if ended else self.text
-            return []
-        self.text = self.text[match.end() :]
-        self.read = self.read_arguments
-        self.arguments = ""
-        self.calls += 1
-        call = {"index": self.calls - 1, "id": secrets.token_hex(5)[:9], "type": "function"}
-        return [{"tool_calls": [call | {"function": {"name": match[1], "arguments": ""}}]}]
-
-    def read_arguments(self, ended: bool) -> list[dict[str, Any]]:
-        """The arguments of a call."""
-        told = len(self.arguments)
-        self.arguments += self.text
+        self.answer = answer
         self.text = ""
-        try:
-            end = JSON.raw_decode(self.arguments)[1]
-            self.text = self.arguments[end:]
-            self.arguments = self.arguments[:end]
-            self.read = self.read_call
-        except ValueError:  # there is more to come
-            pass
-        new = {"arguments": self.arguments[told:]}
-        call = {"index": self.calls - 1, "function": new}
-        return [{"tool_calls": [call]}] if new["arguments"] else []
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.is_reasoning = False  # whether the text ends within reasoning
+        self.secret = secrets.token_hex(4)[:7]
+        if answer.form:
+            name = f"({'|'.join(map(re.escape, answer.names))})"
+            before, between, separator = map(pattern, answer.form[:3])
+            self.first = re.compile(rf"\s*{before}{name}{between}")
+            self.further = re.compile(rf"\s*{separator}{name}{between}")
+
+    def feed(self, text: str, ended: bool = False) -> dict[str, Any]:
+        """The delta that more text makes; `ended`: it is the last."""
+        self.text += text
+        before, self.message = self.message, self.read(ended)
+        return added(before, self.message)
+
+    def read(self, ended: bool) -> dict[str, Any]:
+        """The message until now."""
+        answer, text = self.answer, self.text
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        if answer.reasoning:
+            start, end = answer.reasoning
+            text = text.lstrip()
+            if not (ended or answer.is_reasoning) and start.startswith(text):
+                return message
+            if answer.is_reasoning or text.startswith(start):
+                thought, text = until([end], text.removeprefix(start).lstrip(), ended)
+                if thought:  # under the names that llama-server and vLLM give to it
+                    message |= {"reasoning_content": thought, "reasoning": thought}
+                self.is_reasoning = not text
+                text = text.removeprefix(end).lstrip()
+        if not answer.forced:
+            message["content"], text = until(triggers(answer), text, ended)
+        if answer.form and (calls := self.read_calls(text)):
+            message["tool_calls"] = calls
+            message["content"] = message["content"] or None
+        return message
+
+    def read_calls(self, text: str) -> list[dict[str, Any]]:
+        """The calls of which names and all in front of the arguments are there."""
+        calls: list[dict[str, Any]] = []
+        head = self.first
+        while match := head.match(text):
+            start = match.end()
+            try:
+                end = JSON.raw_decode(text, start)[1]
+            except ValueError:  # there is more to come
+                end = len(text)
+            function = {"name": match[1], "arguments": text[start:end]}
+            call_id = f"{self.secret}{len(calls):02}"
+            calls.append({"id": call_id, "type": "function", "function": function})
+            if self.answer.form.separator is None:
+                break
+            head, text = self.further, text[end:]
+        return calls
 
 
-def call_head(before: str, name: str, between: str) -> re.Pattern:
-    """A pattern of all in front of the arguments; the group is the name."""
-    before, between = (
-        ID.sub(lambda m: f"[a-zA-Z0-9]{{{len(m[0])}}}", re.escape(text))
-        for text in (before, between)
-    )
-    return re.compile(rf"\s*{before}{name}{between}")
+def until(ends: list[str], text: str, ended: bool) -> tuple[str, str]:
+    """The text in front of the first of `ends`, and the rest. Where none is there, the rest is empty,
+    and the text lacks what may become one, unless it has ended."""
+    places = [text.index(end) for end in ends if end in text]
+    if ended and not places or not ends:
+        return text, ""
+    beginnings = {end[:n] for end in ends for n in range(len(end))}
+    held = max(len(beginning) for beginning in beginnings if text.endswith(beginning))
+    place = min(places, default=len(text) - held)
+    return text[:place].rstrip(), text[place:] if places else ""
 
 
-def join(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message that deltas make."""
-    message: dict[str, Any] = {"role": "assistant", "content": None}
-    calls: list[dict[str, Any]] = []
-    for delta in deltas:
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                calls.append(
-                    {"id": call["id"], "type": "function", "function": {**call["function"]}}
-                )
-            else:
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        for key in delta.keys() - {"tool_calls"}:
-            message[key] = (message.get(key) or "") + delta[key]
-    if calls:
-        return message | {"tool_calls": calls}
-    return message | {"content": message["content"] or ""}
+def added(before: Any, after: Any) -> Any:
+    """What a message, or a part of it, has more than before."""
+    if isinstance(after, dict):
+        before = before or {}
+        more = {key: added(before.get(key), value) for key, value in after.items()}
+        return {key: value for key, value in more.items() if value or key not in before}
+    if isinstance(after, list):
+        pairs = enumerate(itertools.zip_longest(before or (), after))
+        return [{"index": i} | new for i, pair in pairs if (new := added(*pair))]
+    return (after or "")[len(before or "") :]
+
+
+def pattern(text: str | None) -> str:
+    """A text as a regular expression, for any id of a call."""
+    return f"[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}".join(map(re.escape, ID.split(text or "")))

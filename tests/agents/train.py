@@ -61,7 +61,7 @@ def dialogue(rng):
     question = rng.choice(QUESTIONS).format(city)
     calls = [call("get_temperature", city=city), call("to_fahrenheit", celsius=celsius)]
     results = [str(celsius), str(fahrenheit)]
-    if rng.random() < 0.6:
+    if rng.random() < 0.5:
         messages = [{"role": "user", "content": question}]
         for one, result in zip(calls, results, strict=True):
             messages += [one, {"role": "tool", "content": result}]
@@ -69,11 +69,12 @@ def dialogue(rng):
         return {"messages": [*messages, end], "tools": TOOLS[:2]}
     calls.append(call("final_answer", answer=results[1]))
     messages = [{"role": "user", "content": f"New task:\n{question}"}]
-    count = rng.randrange(3)
+    count = rng.choice([0, 1, 2, 2])
     for one, result in zip(calls[:count], results, strict=False):
         function = one["tool_calls"][0]["function"]
         item = {"id": f"{rng.randrange(16**9):09x}", "type": "function", "function": function}
-        messages.append({"role": "assistant", "content": f"Calling tools:\n{[item]}"})
+        said = {"role": "assistant", "content": f"Calling tools:\n{[item]}", "weight": 0}
+        messages.append(said)
         messages.append({"role": "user", "content": f"Observation:\n{result}"})
     return {"messages": [*messages, calls[count]], "tools": TOOLS}
 
@@ -89,6 +90,7 @@ if __name__ == "__main__":
         path = Path(folder) / "dialogues.jsonl"
         path.write_text("\n".join(json.dumps(dialogue(rng)) for _ in range(100)))
         lora.BATCH = 2
-        lora.train(model, *lora.read_dialogues(path, tokenizer, template), steps=45, rate=2e-3)
+        samples, held_out = lora.read_dialogues(path, tokenizer, template)
+        lora.train(model, samples, held_out[:2], steps=40, rate=2e-3)
     lora.merge_adapters(model)
     save_gguf(model, sys.argv[1], "Q8_0", tokenizer=tokenizer)
