@@ -1,7 +1,5 @@
 """Tests of examples/batch.py: a batch writes what each of its sequences writes alone."""
 
-import re
-import sys
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -57,12 +55,3 @@ def test_arguments_that_are_refused(model):
     for prompts, limit in (([], 3), ([[1], [5] * 65], 3), (PROMPTS, -1)):
         with pytest.raises(ValueError, match="expected one or more .* and 0 new tokens or more"):
             next(generate_batch(model, prompts, GREEDY, limit))
-
-
-def test_command_line(cli_path, monkeypatch, capsys):
-    """Each prompt and its text, and both speeds."""
-    argv = f"batch.py fox a --max-new-tokens 4 --seed {2**63 - 1} --model {cli_path}"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    assert batch.main() == 0
-    expected = r"fox.*\n\na.*\n\n.*tokens/s\n.*tokens/s, the same texts: True\n"
-    assert re.fullmatch(expected, capsys.readouterr().out, re.DOTALL)

@@ -295,24 +295,18 @@ def test_no_message_makes_a_control_token(tmp_path, family):
         assert ours.decode(ids) == ours.decode(innocent).replace("<x>", text)
 
 
-NAMES = """[{"role": "X"}] | [{"role": "user", "name": "X"}]
-| [{"role": "assistant", "tool_calls": [{"function": {"name": "X"}}]}]"""
+NAMED_SO = """{"messages": [{"content": "a", "role": X}]}
+{"messages": [{"content": "a", "role": "user", "name": X}]}
+{"messages": [{"content": "a", "role": "assistant", "tool_calls": [{"function": {"name": X}}]}]}
+{"messages": [{"content": "a", "role": "user"}], "tools": [{"function": {"name": X}}]}"""
 
 
 @pytest.mark.parametrize("name", ["im_end", "</s>", "s", "a b", "a|", "", "\u00e9"])
 def test_names_of_which_a_template_could_make_a_control_token(bare, name):
     """zephyr writes '<|' + role + '|>'."""
-    named = [json.loads(text.replace('"X"', json.dumps(name))) for text in NAMES.split("|")]
-    tools = [{"type": "function", "function": {"name": name}}]
-    for messages, variables in (*((m, {}) for m in named), (dialogue("u:hi"), {"tools": tools})):
-        raises(
-            "role or name|messages with a role",
-            llama2.encode_chat,
-            bare,
-            messages,
-            "zephyr",
-            **variables,
-        )
+    for text in NAMED_SO.splitlines():
+        chat = json.loads(text.replace("X", json.dumps(name)))
+        raises("the role or name", llama2.encode_chat, bare, template="zephyr", **chat)
     for role in (*llama2.ROLES, "critic-2.b_"):
         assert llama2.encode_chat(bare, [{"role": role, "content": "x"}], "zephyr")
 

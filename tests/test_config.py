@@ -30,19 +30,6 @@ VERDICTS = {  # name -> what is done with it
 }
 
 
-@pytest.fixture
-def write_model(forms, tmp_path):
-    """Writes the model of `forms` with changed settings; None takes one away."""
-
-    def write(change):
-        path = shutil.copytree(forms[0] / "hf", tmp_path / "hf")
-        settings = json.loads((path / "config.json").read_text()) | change
-        settings = {key: value for key, value in settings.items() if value is not None}
-        return write_files(path, {"config.json": settings})
-
-    return write
-
-
 def assert_as_transformers(path, tokens=TOKENS[:1]):
     """The logits; returns transformers' model and ours."""
     transformers = pytest.importorskip("transformers")
@@ -215,11 +202,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"ab" * 3
 def test_pointers_of_git_lfs(write_model, name):
     """What a clone without git-lfs has in the places of large files."""
     path = write_files(write_model({}), {name: POINTER})
-    raises(
-        rf"{name}: a pointer of git-lfs.*git lfs pull",
-        llama2.open_checkpoint,
-        path / name if name == "x.gguf" else path,
-    )
+    path = path / name if name == "x.gguf" else path
+    raises(rf"{name}: a pointer of git-lfs.*git lfs pull", llama2.open_checkpoint, path)
 
 
 def test_formats_before_gguf(tmp_path):
@@ -230,26 +214,22 @@ def test_formats_before_gguf(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "x.gguf"])
-def test_downloads_that_ended_early(write_model, model_path, name):
+def test_downloads_that_ended_early(write_model, write_tiny, name):
     """Known when the file is opened: a tensor that ends beyond it could not be mapped."""
-    folder = write_files(write_model({}), {"x.gguf": model_path.read_bytes()})
-    size = (folder / name).stat().st_size - 1000
-    os.truncate(folder / name, size)
-    raises(
-        rf"{name}: .*ends at byte \d+, the file at {size}: trunc",
-        llama2.open_checkpoint,
-        folder / name if name == "x.gguf" else folder,
-    )
+    path = write_tiny() if name == "x.gguf" else write_model({})
+    file = path / name if path.is_dir() else path
+    size = file.stat().st_size - 1000
+    os.truncate(file, size)
+    raises(rf"{name}: .*ends at byte \d+, the file at {size}: trunc", llama2.open_checkpoint, path)
 
 
 @pytest.mark.parametrize(
     "number, said", [(31, "removed its type Q4_0_4_4"), (77, "77 is not a valid")]
 )
-def test_types_that_are_removed_or_unknown(tmp_path, model_path, number, said):
+def test_types_that_are_removed_or_unknown(write_tiny, number, said):
     """The type of a tensor stands behind its name, the count of its dimensions, and these."""
-    name = "token_embd.weight"
-    data = bytearray(model_path.read_bytes())
+    path, name = write_tiny(), "token_embd.weight"
+    data = bytearray(path.read_bytes())
     data[data.index(name.encode()) + len(name) + 4 + 2 * 8] = number
-    path = tmp_path / "x.gguf"
     path.write_bytes(data)
     raises(rf"x\.gguf: {name}: .*{said}", llama2.open_checkpoint, path)

@@ -17,7 +17,7 @@ import llama2
 
 pytest.importorskip("safetensors")
 import convert
-from test_config import LLAMA_3, assert_as_transformers, write_model  # noqa: F401 (a fixture)
+from test_config import LLAMA_3, assert_as_transformers
 
 from test_llama2 import (
     FORMS,
@@ -28,6 +28,7 @@ from test_llama2 import (
     hf_state,
     logits_of,
     quantised,
+    table,
     write_files,
 )
 
@@ -112,36 +113,35 @@ def test_folders_of_pickles(forms, hf_model, tmp_path):
     assert_close(logits_of(out), hf_model(ROWS).logits, 2e-3)
 
 
-@pytest.mark.parametrize(
-    "params, context, factor",
-    [
-        ('{%s, "rope_theta": 1e6}', 16384, None),
-        ('{%s, "rope_theta": 5e5}', 8192, None),
-        ('{%s, "rope_theta": 5e5, "use_scaled_rope": true, "dim": 2048}', 131072, 32),
-    ],
-)
-def test_what_params_do_not_state(tmp_path, params, context, factor):
+STATED = """
+{%s, "rope_theta": 1e6} | 16384 None
+{%s, "rope_theta": 5e5} | 8192 None
+{%s, "rope_theta": 5e5, "use_scaled_rope": true, "dim": 2048} | 131072 32.0
+"""  # of the context and the largest divisor of a frequency
+
+
+@pytest.mark.parametrize("params, expected", table(STATED))
+def test_what_params_do_not_state(tmp_path, params, expected):
     """Llama 3.2 has a factor of its own."""
     write_files(tmp_path, {"params.json": params % PARAMS})
     weight = llama2.Weight("F32", (320, 128), torch.Tensor)
     names = ("embed_tokens.weight", "layers.0.mlp.gate_proj.weight")
     config = convert.meta_config(tmp_path, dict.fromkeys(names, weight))
-    assert config.max_position_embeddings == context
     divisors = config.rope_freq_factors
-    assert (divisors and max(divisors)) == factor
+    assert f"{config.max_position_embeddings} {divisors and max(divisors)}" == expected
 
 
-@pytest.mark.parametrize(
-    "params, said",
-    [
-        ('{%s, "n_layers": 3}', r"layers\.2\..* is missing"),
-        ('{%s, "n_layers": 1000000}', "1000000 layers"),
-        ('{%s, "n_heads": 0}', "num_attention_heads is 0"),
-        ('{%s, "moe_args": {"n": 8}}', "unknown key 'moe_args'"),
-        ("[{%s}]", "params.json: expected a JSON object"),
-        ("{%s}", "tokenizer.model"),
-    ],
-)
+REFUSED_PARAMS = r"""
+{%s, "n_layers": 3} | layers\.2\..* is missing
+{%s, "n_layers": 1000000} | 1000000 layers
+{%s, "n_heads": 0} | num_attention_heads is 0
+{%s, "moe_args": {"n": 8}} | unknown key 'moe_args'
+[{%s}] | params.json: expected a JSON object
+{%s} | tokenizer.model
+"""
+
+
+@pytest.mark.parametrize("params, said", table(REFUSED_PARAMS))
 def test_metas_folders_that_are_refused(forms, tmp_path, capsys, params, said):
     source = write_meta(tmp_path / "meta", forms[1], params=params)
     refused(capsys, source, tmp_path / "out.gguf", f"meta.*{said}")
@@ -246,14 +246,14 @@ def check_folder(folder, source, tolerance=1e-5):
 
 @pytest.mark.parametrize(
     "options, dtype, tolerance",
-    [("", "float16", 2e-3), ("--type=BF16", "bfloat16", 0.05)],
+    [([], "float16", 2e-3), (["--type=BF16"], "bfloat16", 0.05)],
 )
 def test_quantised_weights_as_a_folder(tmp_path, options, dtype, tolerance):
     """With a chat template and tied embeddings."""
     keys = {"tokenizer.chat_template": "{{ messages }}"}
     config = replace(WIDE, tie_word_embeddings=True)
     source, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0", config, keys)
-    folder = converted(source, tmp_path / "folder", *options.split())
+    folder = converted(source, tmp_path / "folder", *options)
     settings = check_folder(folder, source, tolerance)
     assert settings["torch_dtype"] == dtype
     assert settings["tie_word_embeddings"]
@@ -266,7 +266,7 @@ def test_quantised_weights_as_a_folder(tmp_path, options, dtype, tolerance):
         LLAMA_3 | {"original_max_position_embeddings": 8192},
     ],
 )
-def test_rope_scaling_is_kept(write_model, tmp_path, rope):  # noqa: F811
+def test_rope_scaling_is_kept(write_model, tmp_path, rope):
     """From config.json to a GGUF file and to a folder that transformers reads."""
     change = {"rope_parameters": rope | {"rope_theta": 20000.0}}
     source = write_model(change)

@@ -22,13 +22,6 @@ from test_llama2 import (
     table,
 )
 
-
-@pytest.fixture
-def small(tmp_path):
-    """A GGUF file of quantised matrices."""
-    return quantised(tmp_path / "small.gguf", "Q4_K Q8_0")[0]
-
-
 # --------------------------------------------------------------------------------------------------
 # Loading
 
@@ -42,8 +35,8 @@ WRONG = """
 
 
 @pytest.mark.parametrize("options, said", table(WRONG))
-def test_wrong_options_of_load(small, options, said):
-    raises(rf"\A.*{said}.*\Z", llama2.load, small, **json.loads(options))  # one line
+def test_wrong_options_of_load(model_path, options, said):
+    raises(rf"\A.*{said}.*\Z", llama2.load, model_path, **json.loads(options))  # one line
 
 
 def test_calls_with_what_is_no_tensor_of_ids(model):
@@ -87,10 +80,11 @@ def test_a_file_is_open_once(model_path):
 # Copies
 
 
-def test_copies_hold_the_file_once(small):
+def test_copies_hold_the_file_once(tmp_path):
     """Not once for every tensor that lies in it."""
-    model, _ = llama2.load(small)
-    stored = small.with_name("stored")
+    path, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0")
+    model, _ = llama2.load(path)
+    stored = tmp_path / "stored"
     torch.save(model, stored)
     dumped = pickle.dumps(model)
     copies = [copy.deepcopy(model), pickle.loads(dumped), torch.load(stored, weights_only=False)]
@@ -98,7 +92,7 @@ def test_copies_hold_the_file_once(small):
     for other in (*copies, model.share_memory()):
         assert torch.equal(other(ROWS), expected)
         sizes = len(pickle.dumps(other)), len(dumped), stored.stat().st_size
-        assert max(sizes) < 1.2 * small.stat().st_size
+        assert max(sizes) < 1.2 * path.stat().st_size
 
 
 def test_models_of_one_checkpoint_are_their_own(tmp_path):

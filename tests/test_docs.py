@@ -78,11 +78,6 @@ def test_links_resolve(page):
             assert re.search(f"(?m)^#+-{anchor}$", text.replace(" ", "-")), anchor
 
 
-def test_the_readme_counts_the_lines_of_the_model():
-    part_1 = SCRIPT.read_text("utf-8").partition("# Part II:")[0]
-    assert f"first {round(part_1.count(chr(10)), -2)} lines" in PAGES[ROOT / "README.md"]
-
-
 def test_the_readme_shows_the_attention_that_runs():
     source = inspect.getsource(llama2.CausalSelfAttention.forward)
     assert textwrap.dedent(source) in PAGES[ROOT / "README.md"]

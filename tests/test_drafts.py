@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import sys
 
 import drafts
 import pytest
@@ -103,12 +102,3 @@ def test_prompt_lookup():
     ):
         actual = prompt_lookup(torch.tensor([*map(int, text)]), limit)
         assert actual.tolist() == [*map(int, draft)]
-
-
-def test_command_line(cli_path, monkeypatch, capsys):
-    """The text that is written without drafts, too, and both speeds."""
-    argv = f"drafts.py fox --max-new-tokens 9 --model {cli_path}"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    assert drafts.main() == 0
-    out = capsys.readouterr().out
-    assert out.count("tokens/s") == 2 and "the same text: True" in out

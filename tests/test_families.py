@@ -15,7 +15,7 @@ from test_chat import FAMILIES as CHATS
 from test_chat import TOOL, assert_as_transformers
 from test_config import USAGE
 from test_llama3 import published_json
-from test_vocabularies import llama2_json, trained
+from test_vocabularies import engine_of, llama2_json, trained
 
 import llama2
 from test_llama2 import (
@@ -55,7 +55,7 @@ def write_family(path, family):
         trained(path, **family.get("trained", {}))
         ours = llama2.Tokenizer.from_file(path / "tokenizer.model")
         content = llama2_json(ours, family.get("json") == "legacy")
-    engine = tokenizers.Tokenizer.from_str(json.dumps(content))
+    engine = engine_of(content)
     for name in ("special", "plain"):
         options = {"special": name == "special", "normalized": False}
         added = [tokenizers.AddedToken(text, **options) for text in family.get(name, [])]

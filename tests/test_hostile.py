@@ -21,11 +21,15 @@ from test_llama2 import raises, table, write_files
 # What must come of each file
 
 
+def contents(folder):
+    """The files of a folder by their names."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
 @pytest.fixture(scope="module")
 def directory(forms, tmp_path_factory):
     """{file name: bytes} of a model in two files with an index."""
-    files = {file.name: file.read_bytes() for file in sorted((forms[0] / "hf_index").iterdir())}
-    files |= {
+    files = contents(forms[0] / "hf_index") | {
         "tokenizer_config.json": b'{"chat_template": "", "add_bos_token": true}',
         "generation_config.json": b'{"eos_token_id": 2}',
         "added_tokens.json": b'{"</s>": 2}',

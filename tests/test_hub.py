@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
 import pytest
+from test_hostile import contents
 
 import llama2
 from test_llama2 import table, write_files, write_gguf
@@ -70,11 +71,6 @@ def hub(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
-
-
-def contents(folder):
-    """The files of a folder by their names."""
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def refused(name, *words):

@@ -9,7 +9,7 @@ import torch
 peft = pytest.importorskip("peft")
 
 import lora
-from test_hostile import lowered
+from test_hostile import contents, lowered
 
 import llama2
 from test_llama2 import TALE, make_hf, raises
@@ -88,10 +88,10 @@ def test_a_full_disk_is_an_error_of_the_system(model_path, tmp_path):
     model, _ = llama2.load(model_path)
     lora.add_adapters(model, ["q_proj"], 8, 1.0)
     lora.save_adapter(model, tmp_path)
-    old = [path.read_bytes() for path in tmp_path.iterdir()]
+    old = contents(tmp_path)
     with lowered("RLIMIT_FSIZE", 1000), pytest.raises(OSError, match="too large.*adapter_model"):
         lora.save_adapter(model, tmp_path)
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == old
+    assert contents(tmp_path) == old
 
 
 def test_what_does_not_fit(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_config import LLAMA_3, write_model  # noqa: F401 (a fixture)
+from test_config import LLAMA_3
 
 import llama2
 from test_llama2 import quantised, raises
@@ -44,7 +44,7 @@ def computed(path, **options):
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
-def test_torchs_defaults_change_no_bit(write_model, tmp_path, default):  # noqa: F811
+def test_torchs_defaults_change_no_bit(write_model, tmp_path, default):
     """As gpt-fast, torchtune and Meta's own code set them. Models that run, and that are trained."""
     quantised(tmp_path / "x.gguf", "Q4_K F16 IQ4_NL")
     for path in (tmp_path / "x.gguf", write_model({"rope_scaling": LLAMA_3})):

