@@ -1,16 +1,18 @@
-"""Measures what docs/speed.md shows of this version, and draws docs/speed.svg.
+"""Measures what docs/speed.md shows of this version on a processor, and draws docs/speed.svg.
 
     pip install matplotlib
-    python docs/speed.py SMALL.gguf 1B-Q4_0.gguf ... --long SMALL.gguf 1B-Q4_K_M.gguf \\
+    python docs/speed.py SMALL.gguf 1B-Q4_0.gguf ... --processor "Zen 5" \\
         --llama-bench llama.cpp=PATH/llama-bench ik_llama.cpp=OTHER/llama-bench
 
-Nothing else should run on the machine. --draw only draws again what was measured last.
+Nothing else should run on the machine. The page has a place for each processor's passes; --parts
+measures a token's parts and long contexts, too. Without files: draw the page's tables again.
 """
 
 import argparse
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -23,9 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import bench_llama2 as bench
 
-LAST = Path(tempfile.gettempdir()) / "llama2-speed.json"  # what was measured last
+PAGE = ROOT / "docs" / "speed.md"
 GREY = "#808080"  # it reads on light and on dark, as do
-COLOURS = ("#2f81f7", "#d29922", "#db61a2", "#3fb950")
+COLOURS = ("#2f81f7", "#d29922", "#db61a2", "#3fb950", "#f85149")
+COLOURED = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")
 
 
 def show_progress(text: str = "") -> None:
@@ -43,16 +46,17 @@ def measure(*argv: Any) -> dict:
         return json.loads(path.read_text("utf-8"))
 
 
-def measure_all(args: argparse.Namespace) -> dict:
-    """A token of the first file, passes of all, long contexts of some, beside the peers."""
+def measure_parts(args: argparse.Namespace) -> dict:
+    """Passes of all files, a token of the first, long contexts of some, beside the peers."""
     peers = ["--llama-bench", *args.llama_bench]
-    passes = ["--prompt-tokens", 1, 2, 4, 8, 16, 32, 128, 512, "--rounds", args.rounds]
+    passes = ["--prompt-tokens", *args.passes, "--rounds", args.rounds]
     long = ["--prompt-tokens", 512, "--depth", *args.depth, "--rounds", args.long_rounds]
-    return {
-        "token": measure("--breakdown", "--model", args.files[0], "--depth", 0, 131072),
-        "passes": measure("--table", *args.files, *passes, *peers),
-        "contexts": measure("--table", *(args.long or args.files[:1]), *long, *peers),
+    options = {
+        "passes": ("--table", *args.files, *passes, *peers),
+        "contexts": ("--table", *(args.long or args.files[:1]), *long, *peers),
+        "token": ("--breakdown", "--model", args.files[0], "--depth", 0, 131072),
     }
+    return {part: measure(*options[part]) for part in args.parts}
 
 
 def show(rate: float) -> str:
@@ -66,7 +70,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def compare(result: dict) -> str:
+def compare(title: str, result: dict) -> str:
     """A line for each model: its tokens/s, those of the faster peer, and their ratio."""
     rows = []
     for name, model in result["models"].items():
@@ -80,10 +84,10 @@ def compare(result: dict) -> str:
         reached, given = model["reached"] / 1e9, model["bandwidth"] / 1e9
         cells.append(f"{reached:.0f} of {given:.0f}")
         rows.append([*cells, f"{model['bytes per token of context'] / 1e3:.1f}"])
-    return markdown(["tokens/s", *ours, "GB/s of memory's", "MB per 1,000 tokens"], rows)
+    return markdown([title, *ours, "GB/s of memory's", "MB per 1,000 tokens"], rows)
 
 
-def split(result: dict) -> str:
+def split(title: str, result: dict) -> str:
     """A line for each depth: the milliseconds of a token and of each part, with its share."""
     rows = []
     for depth, times in result["token"].items():
@@ -92,62 +96,50 @@ def split(result: dict) -> str:
         rows.append(
             [f"{int(depth):,} tokens", f"{1e3 * whole:.3f}, {show(1 / whole)} tokens/s", *cells]
         )
-    return markdown(["ms behind", "all", *times], rows)
+    return markdown([f"{title}: ms behind", "all", *times], rows)
 
 
-def write(page: Path, results: dict) -> None:
-    """Put the machine and the tables between the page's marks."""
-    contents = {name: compare(results[name]) for name in ("passes", "contexts")}
-    contents["passes"] = f"{results['passes']['machine']}\n\n{contents['passes']}"
-    contents["token"] = split(results["token"])
-    text = page.read_text("utf-8")
-    for name, content in contents.items():
-        before, mark, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition("<!-- end -->")
-        text = before + mark + content + end + after
-    page.write_text(text, "utf-8")
+def write(results: dict, processor: str) -> None:
+    """Put tables behind the page's marks; their first cell is the processor, version and date."""
+    text = PAGE.read_text("utf-8")
+    for part, result in results.items():
+        mark = f"<!-- passes {processor} -->\n" if part == "passes" else f"<!-- {part} -->\n"
+        if mark not in text:
+            sys.exit(f"speed.py: {PAGE} has no line {mark}")
+        title = ", ".join([processor, *result["machine"].split(", ")[-2:]])
+        content = (split if part == "token" else compare)(title, result)
+        text = re.sub(rf"({mark})(\|.*\n)*", rf"\g<1>{content}", text)
+    PAGE.write_text(text, "utf-8")
 
 
-def draw(results: dict, path: Path) -> None:
-    """tokens/s of each engine, a panel for each model, as wide as a page on GitHub."""
+def draw(path: Path) -> None:
+    """Ratios to the faster peer from the page's tables, a panel for each processor."""
     import matplotlib.pyplot as plt
 
-    coloured = ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")
-    style = {f"{name}color": GREY for name in coloured}
+    style = {f"{name}color": GREY for name in COLOURED}
     style |= {"svg.fonttype": "none", "axes.titlesize": "medium", "xtick.labelsize": "small"}
     plt.style.use(style)
-    panels = [
-        (name.removesuffix(".gguf"), part, found["tokens/s"])
-        for part in ("passes", "contexts")
-        for name, found in results[part]["models"].items()
-    ]
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(lines, columns, squeeze=False, layout="constrained")
-    figure.set_size_inches(2.85 * columns, 2.7 * lines)
-    for ax in axes.flat[len(panels) :]:
+    tables = re.findall(r"<!-- passes (.*) -->\n((?:\|.*\n)+)", PAGE.read_text("utf-8"))
+    lines = -(-len(tables) // 2)
+    figure, axes = plt.subplots(lines, 2, squeeze=False, sharey=True, layout="constrained")
+    figure.set_size_inches(8.5, 2.4 * lines)
+    for ax in axes.flat[len(tables) :]:
         ax.remove()
-    for ax, (name, part, rows) in zip(axes.flat, panels):
-        draw_panel(ax, part, rows)
-        ax.set(title=name, ylabel="tokens/s", ylim=(0, None))
+    shown: dict[str, Any] = {}
+    for ax, (processor, table) in zip(axes.flat, tables):
+        cells = [line.split(" | ") for line in re.findall(r"(?m)^\| (.*) \|$", table)]
+        tests = [test for test in cells[0] if test.startswith(("pp", "tg"))]
+        for name, *rates in cells[2:]:
+            ratios = [(i, float(r.split()[-1])) for i, r in enumerate(rates[: len(tests)]) if r]
+            colour = COLOURS[[*shown, name].index(name)]
+            [shown[name]] = ax.plot(*zip(*ratios), color=colour, marker=".", label=name)
+        ax.axhline(1, color=GREY, lw=0.8)
+        ax.set(title=processor, ylim=(0.5, 2))
+        ax.set_xticks(range(len(tests)), tests)
         ax.spines[["top", "right"]].set_visible(False)
-    lines, names = axes[0][0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside upper center", ncols=4, frameon=False)
-    figure.supxlabel(results["passes"]["machine"], size="x-small")
+    figure.supylabel("tokens/s, divided by the faster peer's", size="small")
+    figure.legend(shown.values(), shown, loc="outside upper center", ncols=5, frameon=False)
     figure.savefig(path, format="svg", transparent=True)
-
-
-def draw_panel(ax: Any, part: str, rows: dict) -> None:
-    """A line for each engine: prompts by their tokens, or generation by the tokens before it."""
-    ax.set(xlabel="tokens in a pass" if part == "passes" else "generation behind N tokens")
-    drawn = "pp" if part == "passes" else "tg"  # "tg@512" stands for 512 on the axis
-    engines = [engine for engine in rows if engine != "ours / best"]
-    for engine, colour in zip(engines, COLOURS):
-        tests = [test for test in rows[engine] if test.startswith(drawn)]
-        names = [test[2:].lstrip("@") or "0" for test in tests]
-        rates = [rows[engine][test] for test in tests]
-        width = 2.2 if engine == engines[0] else 1.2
-        ax.plot(names, rates, color=colour, marker=".", lw=width, label=engine)
 
 
 def main() -> None:
@@ -161,16 +153,18 @@ def main() -> None:
     depth = number(int, 0)
     add("--depth", metavar="N", type=depth, nargs="+", default=[0, 512, 4096, 16384])
     add("--llama-bench", metavar="NAME=PATH", nargs="+", default=["llama-bench"])
+    add("--processor", metavar="NAME", help="the place of its passes in the page")
+    parts = ("passes", "contexts", "token")
+    add("--parts", choices=parts, nargs="+", default=["passes"], help="default: passes")
+    sizes = [1, 2, 4, 8, 16, 32, 128, 512]
+    add("--passes", metavar="N", type=number(int, 1), nargs="+", default=sizes)
     add("--rounds", type=number(int, 1), default=3)
     add("--long-rounds", type=number(int, 1), default=2)
-    add("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
     bench.note = show_progress
-    if not args.draw:
-        LAST.write_text(json.dumps(measure_all(args)), "utf-8")
-    results = json.loads(LAST.read_text("utf-8"))
-    write(ROOT / "docs" / "speed.md", results)
-    draw(results, ROOT / "docs" / "speed.svg")
+    if args.files:
+        write(measure_parts(args), args.processor)
+    draw(ROOT / "docs" / "speed.svg")
 
 
 if __name__ == "__main__":
