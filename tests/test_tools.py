@@ -45,9 +45,9 @@ THOUGHT = ("<think>", "</think>")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """That of the bundled model, with a control token."""
+    """That of the bundled model, with two control tokens."""
     vocabulary = llama2.load(llama2.DEFAULT_MODEL)[1].vocabulary
-    pieces, types = [*vocabulary.pieces[:-1], "[C]"], [*vocabulary.types[:-1], 3]
+    pieces, types = [*vocabulary.pieces[:-2], "[/THINK]", "[C]"], [*vocabulary.types[:-2], 3, 3]
     return llama2.Tokenizer(dataclasses.replace(vocabulary, pieces=pieces, types=types))
 
 
@@ -127,13 +127,10 @@ def test_reasoning_is_read_off_templates(tokenizer):
         source_of(UNDERSTOOD[0]): None,
         THINKING: THOUGHT,
         THINKING.replace("think>", "seed:think>"): ("<seed:think>", "</seed:think>"),
-        THINKING.replace("<think>", "<s>").replace("</think>", "[C]"): (1, 4095),
+        "[/THINK]": ("[THINK]", f"§{tools.SECRET}:4094§"),
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}": THOUGHT,
     }.items():
-        actual = tools.read_reasoning(template_of(tokenizer, source))
-        if expected == (1, 4095):  # control tokens
-            actual = tuple(map(tools.token_of, actual))
-        assert actual == expected
+        assert tools.read_reasoning(template_of(tokenizer, source)) == expected
 
 
 # --------------------------------------------------------------------------------------------------

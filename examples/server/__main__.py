@@ -110,8 +110,8 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         return JSONResponse(model)
 
     def tokenize(body: dict, field: str) -> Response:
-        bos = take(body, "add_special", bool, False) and session.tokenizer.add_bos
-        parse_special = take(body, "parse_special", bool, session.parse_special)
+        bos = take(body, "add_special", False) and session.tokenizer.add_bos
+        parse_special = take(body, "parse_special", session.parse_special)
         ids = session.tokenizer.encode(body.pop(field, None), bos, parse_special=parse_special)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 

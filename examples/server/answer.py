@@ -133,12 +133,13 @@ class Job:
         sampling = self.options["sampling"]
         if sampling.seed is not None:  # several answers to one prompt differ
             sampling = replace(sampling, seed=(sampling.seed + index % self.n) % 2**63)
-        stream, scorer = self.session.start(ids, **self.options | {"sampling": sampling})
+        scorer = self.session.start(ids, **self.options | {"sampling": sampling})
+        stream = scorer.stream
         reader = Reader(self.options["answer"])
         scores, thoughts = [], 0
         before = [self.session.tokenizer.decode(ids)] if self.echo else []
         for text in itertools.chain(before, stream, [""]):  # the last one ends it
-            new = scorer.take(text) if scorer else []
+            new = scorer.take(text)
             scores += new
             delta = reader.feed(text, ended=not text)
             if not self.chat:
@@ -212,34 +213,34 @@ def read_request(
     """
     chat = field == "messages"
     prompt = body.pop(field, None)
-    take(body, "model", str)
-    stream = take(body, "stream", bool, False)
-    stream_options = take(body, "stream_options", dict, {})
-    include_usage = take(stream_options, "include_usage", bool, False) or not stream
-    top = take(body, "logprobs", bool if chat else int)
+    take(body, "model", "")
+    stream = take(body, "stream", False)
+    stream_options = take(body, "stream_options", {})
+    include_usage = take(stream_options, "include_usage", False) or not stream
+    top = take(body, "logprobs", None, bool if chat else int)
     if chat:
-        top = take(body, "top_logprobs", int, 0) if top else None
+        top = take(body, "top_logprobs", 0) if top else None
     limit = session.context if chat else 16
     for other_name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        limit = take(body, other_name, int, limit)
-    echo = not chat and take(body, "echo", bool, False)
-    continued = chat and take(body, "continue_final_message", bool, False)
+        limit = take(body, other_name, limit)
+    echo = not chat and take(body, "echo", False)
+    continued = chat and take(body, "continue_final_message", False)
     # In a raw prompt whose author does not say, the texts of control tokens stay text.
-    parse_special = not chat and take(body, "parse_special", bool, session.parse_special)
+    parse_special = not chat and take(body, "parse_special", session.parse_special)
     tools, answer = take_tools(body) if chat else ([], Answer())
     answer.schemas += take_schema(body)
-    n = take(body, "n", int, 1)
+    n = take(body, "n", 1)
     options = {
         "chat": chat or parse_special,  # such a prompt is one that the client rendered
         "strip": chat and not continued,
         "stop": take_stops(body),
         "max_new_tokens": limit,
         # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
-        "reuse": take(body, "cache_prompt", bool, body.get("seed") is None) and reuse,
+        "reuse": take(body, "cache_prompt", body.get("seed") is None) and reuse,
         "sampling": take_sampling(body, session.model),
         "answer": answer,
         "score_prompt": echo and top is not None,
-        "score_end": not chat or take(body, "include_stop_token", bool, False),
+        "score_end": not chat or take(body, "include_stop_token", False),
         "top": top,
     }
     body |= stream_options

@@ -86,11 +86,12 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def take(body: dict, name: str, value_type: type, default: Any = None) -> Any:
-    """Remove a field and return its value, or its default if it is absent or null."""
+def take(body: dict, name: str, default: Any, value_type: type | None = None) -> Any:
+    """Remove a field and return its value, of the default's type, or the default if it is null."""
     value = body.pop(name, None)
     if value is None:
         return default
+    value_type = value_type or type(default)
     fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
     expected = f"; expected {value_type.__name__}"
     if name in LIMITS:
@@ -114,19 +115,19 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
         if item.name in LIMITS:
             item_type = int if item.name == "seed" else type(item.default)
             default = getattr(recommended, item.name)
-            values[item.name] = take(body, item.name, item_type, default)
+            values[item.name] = take(body, item.name, default, item_type)
     if values["seed"] is not None:
         values["seed"] %= 2**63
     bias = torch.zeros(vocab_size)
-    for key, value in take(body, "logit_bias", dict, {}).items():
+    for key, value in take(body, "logit_bias", {}).items():
         is_id = key.isdecimal() and len(key) < 10 and int(key) < vocab_size
         if not is_id or type(value) not in (int, float) or not -100 <= value <= 100:
             raise wrong("logit_bias", {key: value}, "; expected ids: numbers from -100 to 100")
         bias[int(key)] = value
     processor = Adjustment(
         bias,
-        take(body, "presence_penalty", float, 0),
-        take(body, "frequency_penalty", float, 0),
+        take(body, "presence_penalty", 0.0),
+        take(body, "frequency_penalty", 0.0),
     )
     return llama2.Sampling(logits_processor=processor, **values)
 
@@ -142,7 +143,7 @@ def take_stops(body: dict) -> list[str]:
 
 def take_schema(body: dict) -> list[dict]:
     """The schema of `response_format`; none if the answer may be any text."""
-    form = take(body, "response_format", dict, {"type": "text"})
+    form = take(body, "response_format", {"type": "text"})
     match form:
         case {"type": "text"} if len(form) == 1:
             return []
@@ -159,10 +160,10 @@ def take_schema(body: dict) -> list[dict]:
 def take_tools(body: dict) -> tuple[list[dict], Answer]:
     """The tools, and how an answer may call them."""
     choice = body.pop("tool_choice", "auto")
-    answer = Answer(several=take(body, "parallel_tool_calls", bool, True))
+    answer = Answer(several=take(body, "parallel_tool_calls", True))
     answer.forced = choice not in ("auto", "none")
     tools = []
-    for tool in take(body, "tools", list, []):
+    for tool in take(body, "tools", []):
         name, schema = "", None
         match tool:  # /v1/responses has it flat
             case {"function": {"name": str(name), **function}} | {

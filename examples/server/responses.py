@@ -63,9 +63,9 @@ def read_response(session: Session, name: str, reuse: bool, body: dict, field: s
     asked = {key: value for key, value in body.items() if key != field}
     refuse_rest({key: body[key] for key in CHAT_ONLY & body.keys()})
     messages = messages_of(body.pop(field, None))
-    if instructions := take(body, "instructions", str):
+    if instructions := take(body, "instructions", ""):
         messages.insert(0, {"role": "system", "content": instructions})
-    text = take(body, "text", dict, {})
+    text = take(body, "text", {})
     body |= {"messages": messages, "response_format": text.pop("format", None)}
     if any(text.values()):
         body["text"] = text  # which is refused

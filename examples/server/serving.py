@@ -199,8 +199,8 @@ class Session:
         top: int | None,
         answer: Answer,
         **options: Any,
-    ) -> tuple[llama2.TextStream, "Scorer | None"]:
-        """llama2.stream_text() of a prompt, and the Scorer of its tokens, unless `top` is None.
+    ) -> "Scorer":
+        """llama2.stream_text() of a prompt, in a Scorer of its tokens.
 
         `reuse`: tokens that a cache holds are not prefilled again; as rounding may differ then, so may
         the text. An `answer` with a form or a schema fits its Grammar, and ends with it.
@@ -212,15 +212,17 @@ class Session:
         if chat and not answer.schemas:  # in a JSON string these may occur
             options["stop"] = [*options["stop"], *self.stops.texts]
         tokenizer = visible(self.tokenizer, tokens_in(answer))
-        if top is None:
-            options["step"] = self.step
-            return llama2.stream_text(self.model, tokenizer, ids, **options), None
-        scorer = Scorer(self, tokenizer, ids, top, score_prompt, score_end, options)
-        return scorer.stream, scorer
+        is_first = score_prompt or not any(map(tokenizer.token_bytes, ids))
+        scorer = Scorer(self, tokenizer, top, score_end, is_first)
+        scorer.stream = llama2.stream_text(self.model, tokenizer, ids, step=scorer, **options)
+        scorer.strip = scorer.stream.strip  # leading white space is dropped until a text is shown
+        if score_prompt:
+            scorer.prefill(ids)
+        return scorer
 
 
 class Scorer:
-    """A `step` for generate() that keeps the scores of sampled tokens.
+    """A `step` for generate() that keeps the scores of sampled tokens, unless `top` is None.
 
     They are of the model's own logits, before penalties, biases and grammars.
     """
@@ -229,25 +231,18 @@ class Scorer:
         self,
         session: Session,
         tokenizer: llama2.Tokenizer,
-        ids: list[int],
-        top: int,
-        score_prompt: bool,
+        top: int | None,
         score_end: bool,
-        options: dict,
+        is_first: bool,
     ) -> None:
         self.session = session
         self.top = top
         self.score_end = score_end  # of the stop token, which has no text
-        self.stream = llama2.stream_text(session.model, tokenizer, ids, step=self, **options)
-        self.strip = self.stream.strip  # leading white space is dropped until a text is shown
-        has_text = any(map(tokenizer.token_bytes, ids))
-        self.decoder = llama2.StreamDecoder(tokenizer, first=score_prompt or not has_text)
-        self.next = None  # logits (1, V) of the next id
+        self.decoder = llama2.StreamDecoder(tokenizer, first=is_first)
+        self.logits = []  # (1, V) of the ids that have no score yet
         self.scores = []  # of tokens that are not shown yet
         self.length = 0  # of the text of all tokens, in characters
         self.shown = 0  # how many of them are shown
-        if score_prompt:
-            self.prefill(ids)
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
         """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
@@ -278,27 +273,26 @@ class Scorer:
             logits = self.session.model(chunk[:, :-1], cache, all_positions=True)[0]  # (T, V)
             self.add(logits, chunk[0, 1:].tolist())
 
-    def settle(self) -> None:
-        """Keep the score of the last id, if it is new."""
-        is_end = self.stream.stop_reason.startswith("stop token")
-        if self.next is not None and (self.score_end or not is_end):
-            self.add(self.next, self.stream.generation.ids[-1:])
-        self.next = None
-
     def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
         """tokens (1, n) -> logits (1, V)."""
-        self.settle()
-        self.next = self.session.step(tokens, cache)
-        return self.next
+        logits = self.session.step(tokens, cache)
+        if self.top is not None:
+            self.logits.append(logits)
+        return logits
 
     def take(self, text: str) -> list[Score]:
         """The scores of a text that is shown now.
 
         At the end all remaining scores come, except those of text that a stop text hides.
         """
-        self.settle()
-        self.shown += len(text)
         reason = self.stream.stop_reason
+        if self.logits:
+            ids = self.stream.generation.ids[-len(self.logits) :]
+            if reason.startswith("stop token") and not self.score_end:
+                ids.pop()
+            self.add(torch.cat(self.logits), ids)
+            self.logits = []
+        self.shown += len(text)
         whole = reason and not reason.startswith("stop text")
         count = sum(whole or score.start < self.shown for score in self.scores)
         taken = self.scores[:count]

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ import llama2
 SECRET = secrets.token_hex(8)
 MARK = re.compile(f"(§{SECRET}:\\d+§)")
 NAMES = ["zqfirst", "zqsecond", "zqthird"]
-KEY, VALUE, CONTENT, THOUGHT, CALL_ID = "zqkey", "zqvalue", "zqcontent", "zqthought", "callid00"
+KEY, VALUE, CONTENT, CALL_ID = "zqkey", "zqvalue", "zqcontent", "callid00"
 ID = re.compile(f"{CALL_ID}\\d")  # Mistral's templates want nine letters or digits
 JSON = json.JSONDecoder()
-THINK = "<think>", "</think>"
+TAG = re.compile(r"</([\w:]*think)>|\[/THINK]")  # the end of reasoning
 
 
 class Format(NamedTuple):
@@ -125,28 +125,19 @@ class Template:
         return text[: min((text.index(stop) for stop in self.stops if stop in text), default=None)]
 
 
-def find_arguments(text: str) -> list[tuple[int, int]]:
-    """Where the arguments of calls stand in a text."""
-    places = []
-    for match in re.finditer(r"\{", text):
+def find_json(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Start, end and value of each JSON in a text."""
+    for match in re.finditer(r"[\[{]", text):
         try:
             value, end = JSON.raw_decode(text, match.start())
         except ValueError:
             continue
-        if value == {KEY: VALUE}:
-            places.append((match.start(), end))
-    return places
+        yield match.start(), end, value
 
 
-def find_json(text: str, end: int) -> int | None:
-    """Where the JSON begins that holds all up to `end`, and more."""
-    for match in re.finditer(r"[\[{]", text[:end]):
-        try:
-            if JSON.raw_decode(text, match.start())[1] > end:
-                return match.start()
-        except ValueError:
-            continue
-    return None
+def find_arguments(text: str) -> list[tuple[int, int]]:
+    """Start and end of the arguments of each call in a text."""
+    return [(start, end) for start, end, value in find_json(text) if value == {KEY: VALUE}]
 
 
 def read_format(template: Template) -> Format:
@@ -166,21 +157,19 @@ def read_format(template: Template) -> Format:
 
 def read_format_of(template: Template, as_text: bool, no_content: str | None) -> Format:
     """The same, for arguments as a dict or as text, and one form of content that is missing."""
-    # 1. Where the call begins: behind content; else where an answer without calls differs.
-    answer = template.render_calls(1, as_text, CONTENT)
-    head, content, rest = answer.rpartition(CONTENT)
+    # 1. Where the call begins: behind what begins an answer; else where one without calls differs.
+    answer = template.render_calls(1, as_text, no_content)
+    plain = template.render({"role": "assistant", "content": CONTENT})
+    head = template.render(prompt=True)
+    if not answer.startswith(head):
+        head = commonprefix([answer, plain]).rstrip("<[")
+    rest = answer.removeprefix(head)
     before, name, behind = rest.partition(NAMES[0])
-    if not content or not name or template.until_stop(before) != before:
-        answer = template.render_calls(1, as_text, no_content)
-        plain = template.render({"role": "assistant", "content": CONTENT})
-        start = template.render(prompt=True)
-        if not answer.startswith(start):
-            start = commonprefix([answer, plain]).rstrip("<[")
-        head, rest = start, answer.removeprefix(start)
-        before, name, behind = rest.partition(NAMES[0])
+    if reasoning := read_reasoning(template):  # which may be empty
+        before = before.rpartition(reasoning[1])[2]
     before = before.lstrip()
-    if before and template.render(prompt=True).endswith(before):  # content has a name there, too
-        raise ValueError(f"{before!r} begins every answer")
+    if not before and not plain.startswith(head + CONTENT):
+        raise ValueError("a name begins every answer")
 
     # 2. The name, the arguments, and what is around them.
     places = find_arguments(behind)
@@ -207,8 +196,9 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
 
     # 4. What begins a call: a control token, or what stands before its JSON.
     call = before + NAMES[0] + behind
-    at = find_json(call, len(before + NAMES[0]) + places[0][1])
-    marker = ID.split(before if at is None else before[:at].rstrip())[0]
+    place = len(before + NAMES[0]) + places[0][1]
+    at = next((start for start, end, _ in find_json(call) if end > place), None)
+    marker = ID.split(before[:at].rstrip())[0]
     _, *marks = MARK.split(marker)
     if marks and marker.startswith(marks[0]):
         marker = marks[0]
@@ -216,24 +206,14 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
 
 
 def read_reasoning(template: Template) -> tuple[str, str] | None:
-    """What a template writes before and behind reasoning; None if it knows none."""
-    thought = {"reasoning_content": THOUGHT, "reasoning": THOUGHT}
-    try:
-        text = template.render({"role": "assistant", "content": CONTENT, **thought})
-    except ValueError:
-        text = ""
-    before, thought, rest = text.partition(THOUGHT)
-    end = rest.partition(CONTENT)[0].strip()
-    if thought and end:
-        marks = MARK.findall(before)
-        start = marks[-1] if MARK.fullmatch(end) and marks else end.replace("/", "", 1)
-        if before.rstrip().endswith(start) and start != end:
-            return start, end
-    pieces = template.tokenizer.vocabulary.pieces
-    if THINK[1] not in template.source:
+    """What stands before and behind reasoning, by the tag in a template; None if there is none."""
+    tag = TAG.search(template.source)
+    if not tag:
         return None
-    shown = [template.text_of([pieces.index(t)]) if t in pieces else t for t in THINK]
-    return shown[0], shown[1]
+    pieces = template.tokenizer.vocabulary.pieces
+    texts = tag[0].replace("/", ""), tag[0]
+    start, end = (template.text_of([pieces.index(t)]) if t in pieces else t for t in texts)
+    return start, end
 
 
 # --------------------------------------------------------------------------------------------------
