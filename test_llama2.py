@@ -65,6 +65,11 @@ def table(text):
     return [row.split(" | ") for row in text.strip().splitlines()]
 
 
+def cases(names, text):
+    """Calls a test with each row of a table."""
+    return pytest.mark.parametrize(names.split(", "), table(text))
+
+
 def raises(said, function, *arguments, **options):
     """This call ends in a ValueError that says so."""
     with pytest.raises(ValueError, match=said):
@@ -555,9 +560,15 @@ def write_tiny(tmp_path, keys, tensors):
 # 1. Config
 
 
-@pytest.mark.parametrize("preset", ["7b 6738415616", "13b 13015864320", "70b 68976648192"])
-def test_presets_have_the_published_number_of_parameters(preset):
-    size, count = preset.split()
+PRESETS = """
+7b | 6738415616
+13b | 13015864320
+70b | 68976648192
+"""
+
+
+@cases("size, count", PRESETS)
+def test_presets_have_the_published_number_of_parameters(size, count):
     config = getattr(llama2.Config, f"llama2_{size}")()
     with torch.device("meta"):
         model = llama2.Llama(config)
@@ -579,7 +590,7 @@ REFUSED_CONFIGS = """
 """
 
 
-@pytest.mark.parametrize("change, message", table(REFUSED_CONFIGS))
+@cases("change, message", REFUSED_CONFIGS)
 def test_config_refuses(change, message):
     raises(message, llama2.Config, **SHAPE | json.loads(change))
 
@@ -966,7 +977,7 @@ LINEAR = """
 """
 
 
-@pytest.mark.parametrize("changed, factor", table(LINEAR))
+@cases("changed, factor", LINEAR)
 def test_linear_rope_scaling(write_tiny, weights, changed, factor):
     """With a type or without one, and by the key of older files."""
     rope = {"rope_type": "linear", "factor": float(factor), "rope_theta": 10000.0}
@@ -1011,7 +1022,7 @@ tokenizer.ggml.scores | [0.0] | scores
 """
 
 
-@pytest.mark.parametrize("key, value, message", table(REFUSED_KEYS))
+@cases("key, value, message", REFUSED_KEYS)
 def test_keys_that_are_refused(write_tiny, key, value, message):
     """Silently ignored, each of them would give a model that writes something else."""
     raises(rf"x\.gguf.*{message}", llama2.load, write_tiny({key: json.loads(value)}))
@@ -1026,7 +1037,7 @@ rope_freqs.weight | [4] | rope_freq
 """
 
 
-@pytest.mark.parametrize("name, shape, message", table(REFUSED_TENSORS))
+@cases("name, shape, message", REFUSED_TENSORS)
 def test_tensors_that_are_refused(write_tiny, name, shape, message):
     """Biases, other shapes: unknown or missing tensors are named."""
     shape = json.loads(shape)
@@ -1064,7 +1075,7 @@ REFUSED_SETTINGS = r"""
 """
 
 
-@pytest.mark.parametrize("change, message", table(REFUSED_SETTINGS))
+@cases("change, message", REFUSED_SETTINGS)
 def test_what_cannot_be_run_is_refused_by_name(write_model, change, message):
     raises(message, llama2.open_checkpoint, write_model(json.loads(change)))
 
@@ -1255,14 +1266,14 @@ def test_ids_of_llama_2(real, text):
 
 # The ids that Meta's chat_completion makes of a dialogue: s is the system message, u a, u a, ..., u.
 # Here [ is 518 25580 29962 ([INST]), ] is 518 29914 25580 29962 ([/INST]), S the system message "S".
-CHATS = {
-    "u:hi": "1 [ 7251 ]",
-    "s:S u:hi": "1 [ S 2918 ]",
-    "u:a a:~b~ u:c": "1 [ 263 ] 289 29871 2 1 [ 274 ]",
-    "u:": "1 [ 29871 ]",
-    "s:S u:": "1 [ 3532 14816 29903 6778 13 29903 13 29966 829 14816 29903 6778 ]",
-    "s:S u:hi a:a u:b a:c u:hi": "1 [ S 2918 ] 263 29871 2 1 [ 289 ] 274 29871 2 1 [ 7251 ]",
-}
+CHATS = """
+u:hi | 1 [ 7251 ]
+s:S u:hi | 1 [ S 2918 ]
+u:a a:~b~ u:c | 1 [ 263 ] 289 29871 2 1 [ 274 ]
+u: | 1 [ 29871 ]
+s:S u: | 1 [ 3532 14816 29903 6778 13 29903 13 29966 829 14816 29903 6778 ]
+s:S u:hi a:a u:b a:c u:hi | 1 [ S 2918 ] 263 29871 2 1 [ 289 ] 274 29871 2 1 [ 7251 ]
+"""
 SHORT = {
     "[": "518 25580 29962",
     "]": "518 29914 25580 29962",
@@ -1270,10 +1281,10 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("text", CHATS)
-def test_chat_ids(real, text):
+@cases("text, ids", CHATS)
+def test_chat_ids(real, text, ids):
     """Meta's encoding, frozen. Catches BOS only once, joined strings, and a lost 29871 before EOS."""
-    expected = " ".join(SHORT.get(word, word) for word in CHATS[text].split())
+    expected = " ".join(SHORT.get(word, word) for word in ids.split())
     actual = llama2.encode_chat(real, dialogue(text), "llama-2")
     assert " ".join(map(str, actual)) == expected
 
@@ -1319,10 +1330,14 @@ def test_parts_1_and_2_generate_cut_out(keys, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # 13 and 14. Sampling and generation
 
-PROMPTS = ["[1, 5, 9, 200, 31]", "[1, 7]", "[1, 300, 301, 302, 303, 304, 305, 306, 307]"]
+PROMPTS = """
+[1, 5, 9, 200, 31]
+[1, 7]
+[1, 300, 301, 302, 303, 304, 305, 306, 307]
+"""
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@cases("prompt", PROMPTS)
 @pytest.mark.parametrize("container, chunk", [(list, 512), (torch.tensor, 4), (np.array, 512)])
 def test_greedy_equals_argmax_of_the_whole_text_each_time(
     model, monkeypatch, prompt, container, chunk
@@ -1432,7 +1447,7 @@ REFUSED_PROMPTS = """
 """
 
 
-@pytest.mark.parametrize("prompt, message", table(REFUSED_PROMPTS))
+@cases("prompt, message", REFUSED_PROMPTS)
 def test_prompts_that_are_refused(model, prompt, message):
     for read in (llama2.generate, llama2.score):
         with pytest.raises(ValueError, match=message):
@@ -1615,7 +1630,7 @@ REFUSED_OPTIONS = f"""
 """
 
 
-@pytest.mark.parametrize("argv, said", table(REFUSED_OPTIONS))
+@cases("argv, said", REFUSED_OPTIONS)
 def test_one_line_and_status_2(cli, tmp_path, argv, said):
     """A wrong argument is told in one line that names it; nothing is written to stdout."""
     err = one_line(cli("--prompt", "ab", *argv.format(dir=tmp_path).split()))

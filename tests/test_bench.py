@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import bench_llama2 as bench
 import llama2
-from test_llama2 import table
+from test_llama2 import cases
 
 STORY = "Once upon a time there was a king who had three sons. " * 20
 pytestmark = pytest.mark.usefixtures("bundled")
@@ -159,7 +159,7 @@ WRONG = """
 """
 
 
-@pytest.mark.parametrize("command, message", table(WRONG))
+@cases("command, message", WRONG)
 def test_wrong_use_is_one_line(command, message, capsys):
     error = fail(command, capsys)
     assert error.startswith("bench_llama2.py: error: ") and error.count("\n") == 1

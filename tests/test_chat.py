@@ -17,7 +17,7 @@ import jinja2
 import pytest
 
 import llama2
-from test_llama2 import added_tokens_decoder, dialogue, raises, random_texts, table, write_files
+from test_llama2 import added_tokens_decoder, cases, dialogue, raises, random_texts, write_files
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -311,11 +311,16 @@ def test_names_of_which_a_template_could_make_a_control_token(bare, name):
         assert llama2.encode_chat(bare, [{"role": role, "content": "x"}], "zephyr")
 
 
-NONE = """[] | {"role": "user"} | [{"content": "a"}] | [{"role": ["user"], "content": "a"}]
-| [{"role": "user", "content": [{"type": "secret"}]}]"""
+NONE = """
+[]
+{"role": "user"}
+[{"content": "a"}]
+[{"role": ["user"], "content": "a"}]
+[{"role": "user", "content": [{"type": "secret"}]}]
+"""
 
 
-@pytest.mark.parametrize("messages", NONE.split("|"))
+@cases("messages", NONE)
 def test_messages_that_are_none(bare, messages):
     with pytest.raises(ValueError, match="expected messages with a role|no messages") as caught:
         llama2.encode_chat(bare, json.loads(messages), "chatml")
@@ -392,7 +397,7 @@ klingon | is 'klingon'; expected llama-2, .*, zephyr or Jinja
 """
 
 
-@pytest.mark.parametrize("template, said", table(FAILING))
+@cases("template, said", FAILING)
 def test_templates_that_fail(bare, template, said):
     with pytest.raises(ValueError, match=f"^the chat template.*{said}") as caught:
         llama2.encode_chat(bare, dialogue("u:hi"), template)

@@ -14,13 +14,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import (
-    TOKENS,
-    assert_close,
-    raises,
-    safetensors,
-    write_files,
-)
+from test_llama2 import TOKENS, assert_close, cases, raises, safetensors, write_files
 
 USAGE = (Path(llama2.__file__).parent / "docs" / "usage.md").read_text("utf-8")
 VERDICTS = {  # name -> what is done with it
@@ -93,24 +87,23 @@ ROPES = """\
 ROPES = ROPES.replace("LLAMA_3", json.dumps(LLAMA_3)[:-1])
 
 
-@pytest.mark.parametrize("change", ROPES.splitlines())
+@cases("change", ROPES)
 def test_rope_settings_by_transformers_precedence(write_model, change):
     """Beside rope_parameters, which are the default, if they are not changed."""
     assert_as_transformers(write_model(json.loads(change)))
 
 
 CONTEXTS = """\
-16384 {"max_sequence_length": 16384, "rope_scaling": {"factor": 4.0, "type": "linear"}}
-32768 {"rope_scaling": {"factor": 8.0, "type": "linear"}}
-4096 {"max_position_embeddings": null, "max_sequence_length": 4096}
-2048 {"max_position_embeddings": null}
-4000 {"model_type": "mistral", "sliding_window": 4000}
-4096 {"model_type": "mistral", "sliding_window": null}"""
+16384 | {"max_sequence_length": 16384, "rope_scaling": {"factor": 4.0, "type": "linear"}}
+32768 | {"rope_scaling": {"factor": 8.0, "type": "linear"}}
+4096 | {"max_position_embeddings": null, "max_sequence_length": 4096}
+2048 | {"max_position_embeddings": null}
+4000 | {"model_type": "mistral", "sliding_window": 4000}
+4096 | {"model_type": "mistral", "sliding_window": null}"""
 
 
-@pytest.mark.parametrize("case", CONTEXTS.splitlines())
-def test_contexts(write_model, case):
-    context, change = case.split(maxsplit=1)
+@cases("context, change", CONTEXTS)
+def test_contexts(write_model, context, change):
     config = llama2.open_checkpoint(write_model(json.loads(change))).config
     assert config.max_position_embeddings == int(context)
 
@@ -135,18 +128,18 @@ def test_the_index_names_the_files(forms, tmp_path, form):
     assert_as_transformers(write_files(path, dict.fromkeys(BESIDE, other) | {INDEX: index}))
 
 
-DAMAGED = {
-    "only 0 tensors": '{"weight_map": {}}',
-    "weight_map is": '{"weight_map": ["a"]}',
-    "absent.safetensors": '{"weight_map": {"a": "absent.safetensors"}}',
-    "index.json: a JSON list": "[]",
-}
+DAMAGED = """
+{"weight_map": {}} | only 0 tensors
+{"weight_map": ["a"]} | weight_map is
+{"weight_map": {"a": "absent.safetensors"}} | absent.safetensors
+[] | index.json: a JSON list
+"""
 
 
-@pytest.mark.parametrize("said", DAMAGED)
-def test_damaged_indexes(forms, tmp_path, said):
+@cases("content, said", DAMAGED)
+def test_damaged_indexes(forms, tmp_path, content, said):
     path = shutil.copytree(forms[0] / "hf_index", tmp_path / "hf")
-    write_files(path, {INDEX: DAMAGED[said]})
+    write_files(path, {INDEX: content})
     with pytest.raises((ValueError, OSError), match=said) as error:
         llama2.open_checkpoint(path)
     assert str(path) in str(error.value)

@@ -25,10 +25,10 @@ from test_llama2 import (
     TALE,
     WIDE,
     assert_close,
+    cases,
     hf_state,
     logits_of,
     quantised,
-    table,
     write_files,
 )
 
@@ -120,7 +120,7 @@ STATED = """
 """  # of the context and the largest divisor of a frequency
 
 
-@pytest.mark.parametrize("params, expected", table(STATED))
+@cases("params, expected", STATED)
 def test_what_params_do_not_state(tmp_path, params, expected):
     """Llama 3.2 has a factor of its own."""
     write_files(tmp_path, {"params.json": params % PARAMS})
@@ -141,7 +141,7 @@ REFUSED_PARAMS = r"""
 """
 
 
-@pytest.mark.parametrize("params, said", table(REFUSED_PARAMS))
+@cases("params, said", REFUSED_PARAMS)
 def test_metas_folders_that_are_refused(forms, tmp_path, capsys, params, said):
     source = write_meta(tmp_path / "meta", forms[1], params=params)
     refused(capsys, source, tmp_path / "out.gguf", f"meta.*{said}")

@@ -11,16 +11,7 @@ import torch
 from torch import nn
 
 import llama2
-from test_llama2 import (
-    CONFIG,
-    ROWS,
-    TOKENS,
-    assert_close,
-    make_hf,
-    quantised,
-    raises,
-    table,
-)
+from test_llama2 import CONFIG, ROWS, TOKENS, assert_close, cases, make_hf, quantised, raises
 
 # --------------------------------------------------------------------------------------------------
 # Loading
@@ -34,7 +25,7 @@ WRONG = """
 """
 
 
-@pytest.mark.parametrize("options, said", table(WRONG))
+@cases("options, said", WRONG)
 def test_wrong_options_of_load(model_path, options, said):
     raises(rf"\A.*{said}.*\Z", llama2.load, model_path, **json.loads(options))  # one line
 
@@ -53,7 +44,7 @@ Q4_K | 255 | NaN or infinity in layers\.0\.mlp\.up_proj
 """
 
 
-@pytest.mark.parametrize("ggml_type, value, said", table(NONSENSE))
+@cases("ggml_type, value, said", NONSENSE)
 def test_weights_without_sense_are_named(tmp_path, ggml_type, value, said):
     """Dense ones, or the bytes of blocks, whose scales are then no numbers."""
     path, _ = quantised(tmp_path / "x.gguf", ggml_type)

@@ -10,7 +10,7 @@ import torch
 from drafts import Drafts, prompt_lookup
 
 import llama2
-from test_llama2 import needs
+from test_llama2 import cases, needs
 
 pytestmark = needs("load_kernels")
 PROMPT = [1, 5, 9, 20, 31, 5, 9, 20, 7]
@@ -93,12 +93,15 @@ def test_what_is_read_without_drafts(model):
             assert cache.pos == n
 
 
-def test_prompt_lookup():
-    for text, limit, draft in (
-        ("71234512368123", 3, "681"),
-        ("712345123", 9, "45123"),
-        ("7123451236", 9, ""),
-        ("71", 9, ""),
-    ):
-        actual = prompt_lookup(torch.tensor([*map(int, text)]), limit)
-        assert actual.tolist() == [*map(int, draft)]
+LOOKUPS = """
+71234512368123 | 681 | 3
+712345123 | 45123 | 9
+7123451236 |  | 9
+71 |  | 9
+"""
+
+
+@cases("text, draft, limit", LOOKUPS)
+def test_prompt_lookup(text, draft, limit):
+    actual = prompt_lookup(torch.tensor([*map(int, text)]), int(limit))
+    assert actual.tolist() == [*map(int, draft)]

@@ -15,7 +15,7 @@ import pytest
 from save import save_gguf
 
 import llama2
-from test_llama2 import raises, table, write_files
+from test_llama2 import cases, raises, write_files
 
 # --------------------------------------------------------------------------------------------------
 # What must come of each file
@@ -127,7 +127,7 @@ tokenizer.ggml.token_type | [6] | byte
 """
 
 
-@pytest.mark.parametrize("key, value, said", table(HOSTILE_VALUES))
+@cases("key, value, said", HOSTILE_VALUES)
 def test_hostile_values(write_tiny, key, value, said):
     """A count is believed only as far as the file bears it out; a list is as long as it must be."""
     value = json.loads(value)

@@ -11,7 +11,7 @@ import pytest
 from test_hostile import contents
 
 import llama2
-from test_llama2 import table, write_files, write_gguf
+from test_llama2 import cases, table, write_files, write_gguf
 
 COMMIT = "0123456789" * 4
 
@@ -87,21 +87,19 @@ def refused(name, *words):
 # Repositories as they are published; the contents are those of tiny models
 
 SMALL = "config.json generation_config.json special_tokens_map.json tokenizer_config.json"
-LISTINGS = dict(
-    table("""
+LISTINGS = """
 TinyLlama-1.1B-Chat-v1.0 | README.md eval_results.json model.safetensors tokenizer.json tokenizer.model
 Mistral-7B-Instruct-v0.3 | README.md consolidated.safetensors params.json tokenizer.json model-00001-of-00002.safetensors model-00002-of-00002.safetensors tokenizer.model model.safetensors.index.json tokenizer.model.v3
 Llama-3.2-1B | LICENSE.txt USE_POLICY.md model.safetensors tokenizer.json original/consolidated.00.pth original/params.json original/tokenizer.model
 a model with an adapter and its GGUF files beside it | model.safetensors tokenizer.model adapter_config.json adapter_model.safetensors x.Q4_K_M.gguf
-""")
-)
+"""
 READ = rf"{SMALL.replace(' ', '|')}|model[-.].*|tokenizer\.(json|model)"
 
 
-@pytest.mark.parametrize("published", LISTINGS)
-def test_folders(hub, forms, published):
+@cases("published, names", LISTINGS)
+def test_folders(hub, forms, published, names):
     """What loading reads is fetched, once, and nothing else."""
-    names = f"{SMALL} {LISTINGS[published]}".split()
+    names = f"{SMALL} {names}".split()
     files = contents(forms[0] / "hf") | contents(forms[0] / "hf_index")
     files["tokenizer.json"] = b'{"model": {"vocab": {"a": 0}}, "decoder": {"type": "ByteLevel"}}'
     hub.files |= {name: files.get(name, b"{}") for name in names}
@@ -122,21 +120,20 @@ a-model-that-sees | mmproj-Q8_0.gguf x-imatrix.gguf x-Q4_K_M-imatrix.gguf
 """)
 )
 ASKED_FOR = """\
-SmolLM2 org/name smollm2-1.7b-instruct-q4_k_m.gguf
-SmolLM2 org/name:Q4_K_M smollm2-1.7b-instruct-q4_k_m.gguf
-TinyLlama org/name:q4_k_m tinyllama-1.1b-chat-v1.0.Q4_K_M.gguf
-Llama-3.2 org/name:Q4_0 1B-Q4_0.gguf
-Llama-3.2 org/name:F16 1B-f16.gguf
-Llama-3.2 org/name/1B-Q6_K.gguf 1B-Q6_K.gguf
-Llama-3.3 org/name:Q8_0 70B-Q8_0/70B-Q8_0-0000*-of-00003.gguf
-Llama-3.3 org/name/70B-Q8_0/70B-Q8_0-00001-of-00003.gguf 70B-Q8_0/70B-Q8_0-0000*-of-00003.gguf
-a-model-that-sees org/name x-Q4_K_M-imatrix.gguf"""
+SmolLM2 | org/name | smollm2-1.7b-instruct-q4_k_m.gguf
+SmolLM2 | org/name:Q4_K_M | smollm2-1.7b-instruct-q4_k_m.gguf
+TinyLlama | org/name:q4_k_m | tinyllama-1.1b-chat-v1.0.Q4_K_M.gguf
+Llama-3.2 | org/name:Q4_0 | 1B-Q4_0.gguf
+Llama-3.2 | org/name:F16 | 1B-f16.gguf
+Llama-3.2 | org/name/1B-Q6_K.gguf | 1B-Q6_K.gguf
+Llama-3.3 | org/name:Q8_0 | 70B-Q8_0/70B-Q8_0-0000*-of-00003.gguf
+Llama-3.3 | org/name/70B-Q8_0/70B-Q8_0-00001-of-00003.gguf | 70B-Q8_0/70B-Q8_0-0000*-of-00003.gguf
+a-model-that-sees | org/name | x-Q4_K_M-imatrix.gguf"""
 
 
-@pytest.mark.parametrize("case", ASKED_FOR.splitlines())
-def test_gguf_files(hub, tmp_path, keys, tensors, case):
+@cases("published, name, asked", ASKED_FOR)
+def test_gguf_files(hub, tmp_path, keys, tensors, published, name, asked):
     """One file by its type or its name, and all splits of one that is split."""
-    published, name, asked = case.split()
     asked = list(dict.fromkeys(asked.replace("*", str(i)) for i in (1, 2, 3)))
     split = {} if len(asked) == 1 else {"split_max_tensors": 8}
     write_gguf(tmp_path / "x.gguf", keys, tensors, **split)
@@ -147,37 +144,40 @@ def test_gguf_files(hub, tmp_path, keys, tensors, case):
     assert hub.asked == asked
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["Llama-3.2 org/name", "Llama-3.2 org/name:Q3_M"]
-    + ["Llama-3.2 org/name/absent.gguf", "Llama-3.3 org/name"],
-)
-def test_several_gguf_files_are_listed(hub, case):
+SEVERAL = """
+Llama-3.2 | org/name
+Llama-3.2 | org/name:Q3_M
+Llama-3.2 | org/name/absent.gguf
+Llama-3.3 | org/name
+"""
+
+
+@cases("published, name", SEVERAL)
+def test_several_gguf_files_are_listed(hub, published, name):
     """As names to copy, all of them; nothing is fetched."""
-    published, name = case.split()
     hub.files |= dict.fromkeys(GGUFS[published].split(), b"{}")
     models = [name for name in hub.files if re.fullmatch("(?!.*-0000[23]-of).*gguf", name)]
     refused(name, f"{len(models)} GGUF files", *(f"org/name/{name}" for name in models))
     assert not hub.asked
 
 
-FOREIGN = {
-    f"{SMALL} pytorch_model-00001-of-00002.bin tokenizer.model": "convert.py FOLDER OUT.gguf",
-    "params.json consolidated.00.pth tokenizer.model": "Meta's directory: python examples/convert.py FOLDER OUT.gguf",
-    "README.md adapter_config.json adapter_model.safetensors": "an adapter",
-    f"{SMALL} model-00001-of-00002.safetensors": "model.safetensors.index.json is missing",
-    "README.md": "found README.md; expected",
-}
+FOREIGN = f"""
+{SMALL} pytorch_model-00001-of-00002.bin tokenizer.model | convert.py FOLDER OUT.gguf
+params.json consolidated.00.pth tokenizer.model | Meta's directory: python examples/convert.py FOLDER OUT.gguf
+README.md adapter_config.json adapter_model.safetensors | an adapter
+{SMALL} model-00001-of-00002.safetensors | model.safetensors.index.json is missing
+README.md | found README.md; expected
+"""
 
 
-@pytest.mark.parametrize("names", FOREIGN)
-def test_other_forms(hub, tmp_path, names):
+@cases("names, said", FOREIGN)
+def test_other_forms(hub, tmp_path, names, said):
     """Such as vicuna's, of .bin files alone: in a repository refused before anything is fetched."""
     hub.files |= dict.fromkeys(names.split(), b"{}")
-    first = "hf download ORG/NAME --local-dir FOLDER" if "OUT.gguf" in FOREIGN[names] else ""
-    refused("org/name", "org/name", FOREIGN[names], first)
+    first = "hf download ORG/NAME --local-dir FOLDER" if "OUT.gguf" in said else ""
+    refused("org/name", "org/name", said, first)
     assert not hub.asked
-    refused(write_files(tmp_path / "folder", hub.files), "folder", FOREIGN[names])
+    refused(write_files(tmp_path / "folder", hub.files), "folder", said)
 
 
 def test_what_cannot_be_read_is_said_before_it_is_fetched(hub):

@@ -16,15 +16,7 @@ from test_vocabularies import engine_of, marked
 
 import llama2
 from test_llama2 import CONFIG as TINY
-from test_llama2 import (
-    make_weights,
-    one_line,
-    raises,
-    random_texts,
-    table,
-    write_files,
-    write_hf,
-)
+from test_llama2 import cases, make_weights, one_line, raises, random_texts, write_files, write_hf
 
 pytest.importorskip("tokenizers")
 
@@ -236,20 +228,18 @@ def test_bos_is_the_vocabularys(tmp_path):
 
 
 ENDS = """\
-<|begin_of_text|> <|end_of_text|> [{}, {}]
-<|eom_id|> <|eot_id|> [{}, {"eos_token": "<|eot_id|>", "bos_token": {"content": "<|eom_id|>"}}]
-<|begin_of_text|> <|eot_id|> [{"eos_token": "<|eot_id|>"}, {"eos_token": "<|eom_id|>", "bos_token": null}]
-<|begin_of_text|> <|eom_id|> [{"eos_token": "<|eot_id|>"}, {"eos_token": "<|eom_id|>", "added_tokens_decoder": {}}]
-<|begin_of_text|> stone [{}, {"eos_token": "stone", "bos_token": "not there"}]"""
+<|begin_of_text|> <|end_of_text|> | {} | {}
+<|eom_id|> <|eot_id|> | {} | {"eos_token": "<|eot_id|>", "bos_token": {"content": "<|eom_id|>"}}
+<|begin_of_text|> <|eot_id|> | {"eos_token": "<|eot_id|>"} | {"eos_token": "<|eom_id|>", "bos_token": null}
+<|begin_of_text|> <|eom_id|> | {"eos_token": "<|eot_id|>"} | {"eos_token": "<|eom_id|>", "added_tokens_decoder": {}}
+<|begin_of_text|> stone | {} | {"eos_token": "stone", "bos_token": "not there"}"""
 
 
-@pytest.mark.parametrize("case", ENDS.splitlines())
-def test_ends_by_the_tokenizers_own_files(tmp_path, case):
+@cases("ends, old, new", ENDS)
+def test_ends_by_the_tokenizers_own_files(tmp_path, ends, old, new):
     """By transformers' precedence, else config.json's; what a file names so is a control token."""
-    *ends, files = case.split(maxsplit=2)
-    old, new = json.loads(files)
     ours = read(tmp_path, published_json(), special_tokens_map=old, tokenizer_config=new)
-    ends = [ID[text] for text in ends]
+    ends = [ID[text] for text in ends.split()]
     assert [ours.bos_id, ours.eos_id] == ends
     assert not {*ends} & {*ours.encode("the stone <|eot_id|>", bos=False)}
     assert ours.decode([ID["t"], *ends]) == "t"
@@ -273,7 +263,7 @@ PLACES = """\
 {"added_tokens": {"stone": %d}, "special_tokens_map": {"pad_token": "stone"}}"""
 
 
-@pytest.mark.parametrize("files", PLACES.splitlines())
+@cases("files", PLACES)
 def test_places_of_special_tokens(tmp_path, files):
     """Outside of tokenizer.json; transformers reads them there, too."""
     ours = read(tmp_path, published_json(), **json.loads(files.replace("%d", str(ID["stone"]))))
@@ -305,7 +295,7 @@ HOSTILE = """
 """
 
 
-@pytest.mark.parametrize("change, said", table(HOSTILE))
+@cases("change, said", HOSTILE)
 def test_hostile_keys(change, said):
     raises(said, from_keys, **json.loads(change))
 
@@ -339,14 +329,12 @@ PANICS = """\
 {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}
 {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
 {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAAAAAAAAAAAQUFB"}}
-{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}],
-"pair": [], "special_tokens": {}}}
+{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [], "special_tokens": {}}}
 {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}
-{"model": {"type": "BPE", "continuing_subword_prefix": "a", "merges": [["a", "\u00e9"]],
-"vocab": {"a": 0, "\u00e9": 1, "": 2}}}"""
+{"model": {"type": "BPE", "continuing_subword_prefix": "a", "merges": [["a", "\u00e9"]], "vocab": {"a": 0, "\u00e9": 1, "": 2}}}"""
 
 
-@pytest.mark.parametrize("change", re.split("\n(?={)", PANICS))
+@cases("change", PANICS)
 def test_what_makes_tokenizers_panic(tmp_path, change):
     """One line, at loading or at encoding. The last two are refused before, as the process would abort."""
     with pytest.raises(

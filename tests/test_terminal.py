@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import llama2
-from test_llama2 import SCRIPT, ran, table
+from test_llama2 import SCRIPT, cases, ran
 
 PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")
@@ -73,7 +73,7 @@ $RUN 2>&- | 0;ab .+\n;
 """  # a command, then its status, what it writes to stdout and to stderr
 
 
-@pytest.mark.parametrize("command, expected", table(STREAMS))
+@cases("command, expected", STREAMS)
 def test_streams(cli_path, command, expected):
     """A reader that leaves and that has another encoding; a full disk is one line; closed streams."""
     if not Path("/dev/full").exists():

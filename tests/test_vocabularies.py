@@ -10,10 +10,10 @@ import llama2
 from test_llama2 import (
     TALE,
     added_tokens_decoder,
+    cases,
     raises,
     random_texts,
     some_pieces,
-    table,
     train,
     write_files,
 )
@@ -81,7 +81,7 @@ TRAINED = """\
 {"bos_piece": "<start>", "unk_id": 2, "bos_id": 0, "eos_id": 1}"""
 
 
-@pytest.mark.parametrize("options", TRAINED.splitlines())
+@cases("options", TRAINED)
 def test_what_was_read_can_be_saved(tmp_path, options):
     """The ids are SentencePiece's: read, and from the keys that a GGUF file gets."""
     sp = trained(tmp_path, **json.loads(options))
@@ -103,7 +103,7 @@ OTHERS = """\
 {"normalization_rule_name": "nmt_nfkc"}"""
 
 
-@pytest.mark.parametrize("options", OTHERS.splitlines())
+@cases("options", OTHERS)
 def test_other_models(tmp_path, options):
     """sentencepiece runs them; a GGUF file cannot hold them."""
     sp = trained(tmp_path, **json.loads(options))
@@ -190,13 +190,12 @@ SPACES = """
 IDS = {"_a": SPACE_A, "a": A, "_": SPACE, "2": 2, "end": SIZE}
 
 
-@pytest.mark.parametrize("row", table(SPACES))
-def test_spaces_behind_special_tokens(tmp_path, row):
+@cases("settings, first, second, third", SPACES)
+def test_spaces_behind_special_tokens(tmp_path, settings, first, second, third):
     """Behind each there is one, as Meta encodes text, unless "legacy" is false; a GGUF file keeps that.
 
     transformers 4 has a tokenizer that runs SentencePiece, and a fast one for the newer behaviour.
     """
-    settings, *frozen = row
     named = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     named |= IN_CONFIG["tokenizer_config"] | json.loads(settings)
     ours = read(tmp_path, tokenizer_config=named)
@@ -206,7 +205,7 @@ def test_spaces_behind_special_tokens(tmp_path, row):
         tmp_path, use_fast=named.get("legacy") is False
     )
     texts = ("a</s>a</s> a", "<|im_end|>a</s>a", "a<|im_end|> a")
-    for text, names in zip(texts, frozen, strict=True):
+    for text, names in zip(texts, (first, second, third), strict=True):
         ids = [*map(IDS.get, names.split())]
         assert marked(ours, text) == marked(again, text) == ids
         if transformers.__version__ < "5":
