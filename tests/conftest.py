@@ -12,8 +12,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models: two threads take half as long again
 for name in ("VEC_ISA_OK", "CPP_CACHE_PRECOMPILE_HEADERS"):  # which take 10 seconds for one test
     os.environ.setdefault(f"TORCHINDUCTOR_{name}", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 pytest.register_assert_rewrite("test_llama2")
 

@@ -216,13 +216,17 @@ def test_downloads_that_ended_early(write_model, write_tiny, name):
     raises(rf"{name}: .*ends at byte \d+, the file at {size}: trunc", llama2.open_checkpoint, path)
 
 
-@pytest.mark.parametrize(
-    "number, said", [(31, "removed its type Q4_0_4_4"), (77, "77 is not a valid")]
-)
+NUMBERS = """
+31 | removed its type Q4_0_4_4
+77 | 77 is not a valid
+"""
+
+
+@cases("number, said", NUMBERS)
 def test_types_that_are_removed_or_unknown(write_tiny, number, said):
     """The type of a tensor stands behind its name, the count of its dimensions, and these."""
     path, name = write_tiny(), "token_embd.weight"
     data = bytearray(path.read_bytes())
-    data[data.index(name.encode()) + len(name) + 4 + 2 * 8] = number
+    data[data.index(name.encode()) + len(name) + 4 + 2 * 8] = int(number)
     path.write_bytes(data)
     raises(rf"x\.gguf: {name}: .*{said}", llama2.open_checkpoint, path)

@@ -88,10 +88,16 @@ def test_exact_and_fast_give_the_same_answers(exact, fast):
         assert ask(fast, question, cache=caches[1]) == expected, question
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["u:Hi", "u:a a:b u:c", "s:Be~brief u:Why?", "u:~x~ a:y u:\u4f60\u597d", "u:1 a:2 u:3 a:4 u:5"],
-)
+CHATS = """
+u:Hi
+u:a a:b u:c
+s:Be~brief u:Why?
+u:~x~ a:y u:\u4f60\u597d
+u:1 a:2 u:3 a:4 u:5
+"""
+
+
+@cases("text", CHATS)
 def test_chats_are_those_of_its_template(exact, their_tokenizer, text):
     messages = dialogue(text)
     options = {"add_generation_prompt": True, "return_dict": False}
