@@ -1370,24 +1370,32 @@ def generated(model, prompt, **options):
     return list(generation), generation
 
 
-def test_stop_ids_and_what_a_generation_records():
+STOPS = """
+{} | [7, 8] | stop token 2
+{"stop_ids": [8, 9]} | [7] | stop token 8
+{"stop_ids": [], "max_new_tokens": 4} | [7, 8, 2, 9] | max new tokens
+{"stop_ids": [], "max_new_tokens": 0} | [] | max new tokens
+"""
+
+
+@cases("options, expected, reason", STOPS)
+def test_when_a_generation_stops(options, expected, reason):
     model = scripted([7, 8, 2, 9], start=2)
-    ids, generation = generated(model, [1, 5])
-    assert ids == generation.new_ids == [7, 8]
-    assert generation.ids == [1, 5, 7, 8, 2]
-    assert generation.prompt_tokens == 2
-    assert generation.stop_reason == "stop token 2"
-    assert len(generation.seconds) == 3
+    ids, generation = generated(model, [1, 5], **json.loads(options))
+    assert ids == generation.new_ids == json.loads(expected)
+    assert generation.stop_reason == reason
     assert next(generation, None) is None  # it has ended for good
-    assert generated(model, [1, 5], stop_ids={8, 9})[0] == [7]
-    for limit, expected in ((4, [7, 8, 2, 9]), (0, [])):
-        ids, generation = generated(model, [1, 5], max_new_tokens=limit, stop_ids=())
-        assert ids == expected
-        assert generation.stop_reason == "max new tokens"
+
+
+def test_what_a_generation_records():
+    """Also of an end that only the model's Config names."""
     model = scripted([7, 8, 9, 2], start=2, stop_token_ids=(9, 11))
     ids, generation = generated(model, [1, 5])
     assert ids == [7, 8]
+    assert generation.ids == [1, 5, 7, 8, 9]
+    assert generation.prompt_tokens == 2
     assert generation.stop_reason == "stop token 9"
+    assert len(generation.seconds) == 3
 
 
 def test_the_cache_of_a_generation_is_the_models_own(model, monkeypatch):

@@ -5,6 +5,7 @@ raise the same error, or give the same numbers.
 """
 
 import copy
+import json
 import pickle
 import random
 from collections import Counter
@@ -20,15 +21,8 @@ import llama2
 from test_llama2 import assert_close, needs
 
 pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
-CHANGE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-}
+CHANGE = json.loads("""{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100, "max_position_embeddings": 64}""")
 CONFIG = llama2.Config(**CHANGE)
 TOKENS = torch.tensor([[1, 7, 99, 0, 42, 5, 3]])
 

@@ -162,18 +162,9 @@ KEYS = json.loads("""{
 }""")  # what llama.cpp reads of architecture llama
 
 
-def as_llama_cpp(path, model, tokens=TOKENS[:1, :20]):
-    """llama.cpp's logits are those of a model, but for its rounding of the cache to 16 bits."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not here")
-    theirs = llama_cpp.Llama(str(path), n_ctx=32, n_threads=1, verbose=False, logits_all=True)
-    theirs.eval(tokens[0].tolist())
-    expected = torch.tensor(theirs.scores[: tokens.shape[1]])[None]
-    assert_close(model(tokens), expected, 0.02)
-
-
 @pytest.mark.parametrize("key", KEYS)
 def test_keys(write_tiny, model, key):
-    """What the table says is done."""
+    """What the table says is done; as in llama.cpp, but for its rounding of the cache to 16 bits."""
     path, verdict = write_tiny({key: KEYS[key]}), VERDICTS[key]
     if verdict == "refused" or key.endswith("key_length"):  # the weights then do not fit
         said = key if verdict == "refused" else r"blk.0.attn_\w+.weight is"
@@ -182,7 +173,11 @@ def test_keys(write_tiny, model, key):
     ours, _ = llama2.load(path)
     same = torch.allclose(ours(TOKENS), model(TOKENS))
     assert same == (verdict == "ignored" or key == "llama.context_length")
-    as_llama_cpp(path, ours)
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not here")
+    theirs = llama_cpp.Llama(str(path), n_ctx=32, n_threads=1, verbose=False, logits_all=True)
+    tokens = TOKENS[:1, :20]
+    theirs.eval(tokens[0].tolist())
+    assert_close(ours(tokens)[0], torch.tensor(theirs.scores[:20]), 0.02)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as GGMLType
 
 import llama2
 import test_llama2
-from test_llama2 import SCALES, TOKENS, assert_close, needs, quantised, random_blocks
+from test_llama2 import SCALES, TOKENS, assert_close, cases, needs, quantised, random_blocks
 
 pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
 every_type = pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
@@ -268,17 +268,17 @@ def test_layers_are_packed_as_cpp_names_their_fields():
 # When they are used
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        '[1, {}, [false], "float32"]',
-        '[1, {"dtype": "auto"}, [true], "float16"]',
-        '[1, {"dtype": "auto", "compile": false}, [], "bfloat16"]',
-        '[1e9, {"dtype": "auto"}, [], "float32"]',
-        '[1e9, {"dtype": "auto", "compile": true}, [false], "float32"]',
-        '[1e9, {"dtype": "bfloat16", "compile": true}, [false], "bfloat16"]',
-    ],
-)
+LARGE = """
+[1, {}, [false], "float32"]
+[1, {"dtype": "auto"}, [true], "float16"]
+[1, {"dtype": "auto", "compile": false}, [], "bfloat16"]
+[1e9, {"dtype": "auto"}, [], "float32"]
+[1e9, {"dtype": "auto", "compile": true}, [false], "float32"]
+[1e9, {"dtype": "bfloat16", "compile": true}, [false], "bfloat16"]
+"""
+
+
+@cases("case", LARGE)
 def test_large_models_are_accelerated_and_rounded_if_told(monkeypatch, tmp_path, case):
     """What is large; options; whether the kernels round, if they are used; the cache's dtype."""
     large, options, fast, cache_dtype = json.loads(case)

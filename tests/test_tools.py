@@ -323,15 +323,9 @@ def test_messages_reach_the_template(sessions, tokenizer):
 TEXT_EVENTS = (
     "output_item.added content_part.added {0}.delta {0}.done content_part.done output_item.done"
 )
-EVENTS = " ".join(
-    [
-        "created in_progress",
-        TEXT_EVENTS.format("reasoning_text"),
-        TEXT_EVENTS.format("output_text"),
-        "output_item.added function_call_arguments.delta function_call_arguments.done output_item.done",
-        "completed",
-    ]
-)
+EVENTS = f"""created in_progress
+{TEXT_EVENTS.format("reasoning_text")} {TEXT_EVENTS.format("output_text")} output_item.added
+function_call_arguments.delta function_call_arguments.done output_item.done completed"""
 BOTH = TEMPLATE % (FORMATS[HERMES]["calls"], "")
 BOTH = BOTH.replace(
     "{{ m.content", "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content"
