@@ -241,8 +241,9 @@ class Cache:
         shape = (L, len(tokens), G, self.max_seq_len, config.head_dim)
         for t in (self.k, self.v):
             if t.shape != shape or t.device != tokens.device:
-                actual = f"{tuple(t.shape)} on {t.device}"
-                raise ValueError(f"the cache is {actual}; it must be {shape} on {tokens.device}")
+                raise ValueError(
+                    f"the cache is {tuple(t.shape)} on {t.device}; it must be {shape} on {tokens.device}"
+                )
         if not 0 <= self.pos <= self.max_seq_len:
             raise ValueError(f"the cache's position is {self.pos} of {self.max_seq_len}")
 
@@ -466,11 +467,10 @@ class Llama(nn.Module):
         starts at position 0, returns the logits of all positions, and can be differentiated. Raises
         ValueError if the cache is full or was made for another model.
         """
-        if not isinstance(tokens, Tensor):
-            raise ValueError(f"tokens are a {type(tokens).__name__}, not a tensor")
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
-            actual = f"{tuple(tokens.shape)} {tokens.dtype}"
-            raise ValueError(f"tokens must be (B, T) int64, one or more, not {actual}")
+            raise ValueError(
+                f"tokens must be (B, T) int64, one or more, not {tuple(tokens.shape)} {tokens.dtype}"
+            )
         T = tokens.shape[1]
         if cache is not None:
             cache.check(self.config, tokens)
@@ -519,11 +519,11 @@ from typing import Any, NamedTuple
 # 9. Sampling
 
 SAMPLING_LIMITS = {  # the lowest and the highest value that each number in a Sampling may have
-    "temperature": (0, 1e6),
+    "temperature": (0.0, 1e6),
     "top_k": (0, 2**31),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
     "seed": (0, 2**63 - 1),
 }
 PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in llama.cpp
@@ -554,12 +554,8 @@ class Sampling:
             value = getattr(self, name)
             if name == "seed" and value is None:
                 continue
-            types = (int, float) if SAMPLING_TYPES[name] is float else (int,)
-            if type(value) not in types or not low <= value <= high:
+            if type(value) not in (int, type(high)) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
-
-
-SAMPLING_TYPES = {name: type(getattr(Sampling, name)) for name in SAMPLING_LIMITS} | {"seed": int}
 
 
 def sample(
@@ -664,7 +660,7 @@ class Generation(Iterator[int]):
         self.ids = check_ids(ids, config, context)  # the prompt, and every id that was sampled
         self.new_ids: list[int] = []  # the ids that were returned
         self.seconds: list[float] = []  # the time of the prefill, then of each decode step
-        self.stop_reason = ""  # "" until the text has ended
+        self.stop_reason = ""  # why the text ended; whoever sets it ends the text
         self.model = model
         self.sampling = sampling = sampling or model.sampling or Sampling()
         self.max_new_tokens = max_new_tokens
@@ -685,10 +681,11 @@ class Generation(Iterator[int]):
 
     def __next__(self) -> int:
         # 1. Has the text ended? The reason is kept for whoever asks.
-        if not self.stop_reason and len(self.new_ids) >= self.max_new_tokens:
-            self.stop(MAX_NEW_TOKENS)
-        if not self.stop_reason and len(self.ids) >= self.cache.max_seq_len:
-            self.stop(CONTEXT_FULL)
+        if not self.stop_reason:
+            if len(self.new_ids) >= self.max_new_tokens:
+                self.stop_reason = MAX_NEW_TOKENS
+            elif len(self.ids) >= self.cache.max_seq_len:
+                self.stop_reason = CONTEXT_FULL
         if self.stop_reason:
             raise StopIteration
 
@@ -703,22 +700,19 @@ class Generation(Iterator[int]):
         except ValueError as error:
             if logits.max().isfinite():  # the logits_processor left no token
                 raise
-            reason = f"{self.model.name_or_path}: {why_not_finite(self.model)}"
-            raise ValueError(f"the logits are not finite: {reason}") from error
+            raise ValueError(
+                f"{self.model.name_or_path}: the logits are not finite: {why_not_finite(self.model)}"
+            ) from error
         self.ids.append(token_id)
         self.tokens = F.pad(self.tokens, (0, 1), value=token_id)
         self.seconds.append(time.perf_counter() - start)
 
         # 4. Return the new token, unless it is a stop token: that ends the text.
         if token_id in self.stop_ids:
-            self.stop(f"stop token {token_id}")
+            self.stop_reason = f"stop token {token_id}"
             raise StopIteration
         self.new_ids.append(token_id)
         return token_id
-
-    def stop(self, reason: str) -> None:
-        """End the text here."""
-        self.stop_reason = reason
 
 
 generate = Generation  # for token_id in generate(model, ids): ...
@@ -727,14 +721,15 @@ generate = Generation  # for token_id in generate(model, ids): ...
 def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     """A prompt's ids (list, tensor or array) as a list. Raises ValueError for anything else."""
     try:
-        ids = [operator.index(i) for i in ids]
+        ids = [*map(operator.index, ids)]
     except TypeError as error:
         raise ValueError("the prompt is not ids, as tokenizer.encode(text) gives them") from error
     if not 0 < len(ids) <= limit:
         raise ValueError(f"the prompt has {len(ids)} tokens; expected 1 to {limit}, the context")
-    for i in (min(ids), max(ids)):
-        if not 0 <= i < config.vocab_size:
-            raise ValueError(f"the prompt has the id {i}; expected 0 to {config.vocab_size - 1}")
+    if min(ids) < 0 or max(ids) >= config.vocab_size:
+        raise ValueError(
+            f"the prompt has ids from {min(ids)} to {max(ids)}; expected 0 to {config.vocab_size - 1}"
+        )
     return ids
 
 
@@ -769,13 +764,13 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
     cache = model.new_cache(len(ids))
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
-    logprobs = torch.empty(len(ids) - 1, dtype=torch.float32, device="cpu")
+    logprobs = [torch.empty(0, device="cpu")]
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
-        end = min(start + SCORE_CHUNK, len(ids) - 1)
-        logits = model(tokens[:, start:end], cache, all_positions=True)[0]
-        next_ids = tokens[0, start + 1 : end + 1]  # the logits at a token predict the next one
-        logprobs[start:end] = -F.cross_entropy(logits, next_ids, reduction="none")
-    return logprobs
+        chunk = tokens[:, start : start + SCORE_CHUNK + 1]
+        logits = model(chunk[:, :-1], cache, all_positions=True)[0]
+        # The logits at a token predict the next one.
+        logprobs.append(-F.cross_entropy(logits, chunk[0, 1:], reduction="none").cpu())
+    return torch.cat(logprobs)
 
 
 class TextStream(Iterator[str]):
@@ -828,7 +823,7 @@ class TextStream(Iterator[str]):
             matches = [(text.index(stop), stop) for stop in self.stops if stop in text]
             if matches:
                 end, stop = min(matches)
-                self.generation.stop(f"stop text {stop!r}")
+                self.generation.stop_reason = f"stop text {stop!r}"
                 self.ended = True
             elif not self.ended:
                 beginnings = (stop[:n] for stop in self.stops for n in range(len(stop)))
@@ -848,7 +843,7 @@ stream_text = TextStream  # for text in stream_text(model, tokenizer, ids): ...
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # piece types, as in GGUF
 
 
-@dataclass
+@dataclass(eq=False)
 class Vocabulary:
     """A tokenizer as data, the same for all file formats."""
 
@@ -870,7 +865,7 @@ class Vocabulary:
     special_tokens: dict[str, str] = field(default_factory=dict)  # for templates: pad_token -> text
 
 
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
     Special tokens are of two types: control tokens, which no text gives, and user-defined ones,
@@ -880,38 +875,32 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(**vars(vocabulary))
         self.vocabulary = vocabulary
-        self.pieces, self.types = vocabulary.pieces, vocabulary.types
         self.vocab_size = len(self.pieces)
-        self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
-        self.add_bos = vocabulary.add_bos
-        self.chat_template = vocabulary.chat_template
         secret = secrets.randbelow(10**18)
         self.special_ids = {}  # the text of a special token -> its id
         self.marks = {}  # the text of a control token -> its mark
-        for i, (piece, piece_type) in enumerate(zip(self.pieces, self.types)):
-            if piece and piece_type in (CONTROL, USER_DEFINED):
+        for i, piece in enumerate(self.pieces):
+            if piece and self.types[i] in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
-            if piece and piece_type == CONTROL:
+            if piece and self.types[i] == CONTROL:
                 self.marks[piece] = f"\u00a7{secret}:{i}\u00a7"
         self.control_pattern = any_of(self.marks)
         # The mark, or the text if it is user-defined, of a special token -> its id.
         self.marked_ids = {self.marks.get(text, text): i for text, i in self.special_ids.items()}
-        model = vocabulary.model
+        model = self.model
         self.is_sentencepiece = isinstance(model, bytes)
         if self.is_sentencepiece:
             self.engine = open_sentencepiece(model)
             # A second engine that adds no space at the start. What is appended to a message of
             # protobuf overrides its fields: normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
-            # Control tokens that this engine would find in a text: other files call them so.
-            encode = self.engine_no_prefix.encode
-            self.exposed = {t for t in self.marks if self.special_ids[t] in encode(t)}
-            self.marked_pattern = any_of([*self.marked_ids, *self.exposed])
+            self.marked_pattern = any_of(self.marked_ids)
         else:
-            self.engine = open_tokenizers(model, self.marks)
+            self.engine = open_tokenizers(model, self.special_ids, self.marks)
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
-        self.strips_space = vocabulary.prepend_scheme != "never" and not self.byte_level
+        self.strips_space = self.prepend_scheme != "never" and not self.byte_level
 
     def encode(
         self,
@@ -942,21 +931,22 @@ class Tokenizer:
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         if not self.is_sentencepiece:
             return call_tokenizers(self.engine.encode, text, add_special_tokens=False).ids
-        scheme = self.vocabulary.prepend_scheme
+        scheme = self.prepend_scheme
         first = first and scheme != "never"
         ids: list[int] = []
         for segment in self.marked_pattern.split(text):  # a special token, or text between two
             if segment in self.marked_ids:
                 ids.append(self.marked_ids[segment])
                 first = scheme in ("prepend", "always")
-            elif segment in self.exposed:
-                for character in segment:
-                    ids += self.engine_no_prefix.encode(character)
-                first = False
             elif segment:
                 if scheme in ("first", "always") and segment[0] in " \u2581":
                     first = False
-                ids += (self.engine if first else self.engine_no_prefix).encode(segment)
+                for i in (self.engine if first else self.engine_no_prefix).encode(segment):
+                    if self.types[i] == CONTROL:  # only other files call it so: it stays text
+                        for character in self.pieces[i]:
+                            ids += self.engine_no_prefix.encode(character)
+                    else:
+                        ids.append(i)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -998,17 +988,22 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, reverse=True))) or '(?!)'})")
 
 
-def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any:
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+
+def open_tokenizers(
+    content: Mapping[str, Any], special_ids: Mapping[str, int], marks: Mapping[str, str]
+) -> Any:
     """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
     import tokenizers
 
-    # A mark must be recognised whatever a normalizer does to the text, and within a word.
-    added = [
-        {**t, "content": marks[t["content"]], "normalized": False, "single_word": False}
-        if t["content"] in marks
-        else t
-        for t in content["added_tokens"]
-    ]
+    flags = {token["content"]: token for token in content["added_tokens"]}
+    added = []
+    for text, i in special_ids.items():
+        token = {**FLAGS, **flags.get(text, {}), "id": i, "content": text, "special": text in marks}
+        if text in marks:  # a mark is recognised whatever a normalizer does, and within a word
+            token |= {"content": marks[text], "normalized": False, "single_word": False}
+        added.append(token)
     model = dict(content["model"])
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram
@@ -1021,9 +1016,7 @@ def open_tokenizers(content: Mapping[str, Any], marks: Mapping[str, str]) -> Any
             model["unk_token"] = marks[model["unk_token"]]
         # A merge is a text like "a b", or a pair. None may give the text of a control token.
         model["merges"] = [
-            merge
-            for merge in model["merges"]
-            if (merge if isinstance(merge, str) else "".join(merge)).replace(" ", "") not in marks
+            merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
         ]
     # A trainer may have left settings here that would cut or fill up every text.
     off = {"truncation": None, "padding": None}
@@ -1210,8 +1203,7 @@ def compile_template(template: str) -> Any:
         strftime_now=lambda form: datetime.datetime.now().strftime(form),
     )
     # transformers has a tag {% generation %} around what an assistant says. It prints its content.
-    template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
-    template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
+    template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
     return environment.from_string(template)
 
 
@@ -1223,7 +1215,7 @@ def render(
         "tools": None,
         "documents": None,
         "add_generation_prompt": False,
-        **tokenizer.vocabulary.special_tokens,
+        **tokenizer.special_tokens,
         **variables,
     }
     for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
@@ -1234,8 +1226,17 @@ def render(
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
-def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages as a list. Raises ValueError, which does not quote them: they may be private."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+
+def check_messages(
+    tokenizer: Tokenizer, messages: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The messages as a list. Raises ValueError, which does not quote them: they may be private.
+
+    It also raises for a role or name of which a template could make a control token. A template may
+    write '<|' + message.role + '|>', which for the role "im_end" is ChatML's token.
+    """
     messages = [*messages]
     for message in messages:
         is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
@@ -1244,41 +1245,26 @@ def check_messages(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
             raise ValueError("expected messages with a role, and text as content")
     if not messages:
         raise ValueError("there are no messages; expected one at least")
-    return messages
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-
-
-def check_names(
-    tokenizer: Tokenizer, messages: Iterable[Mapping[str, Any]], tools: Iterable[Any]
-) -> None:
-    """Raises ValueError for a role or name of which a template could make a control token.
-
-    A template may write '<|' + message.role + '|>', which for the role "im_end" is ChatML's token.
-    """
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    items = [item for item in (*messages, *calls, *tools) if isinstance(item, Mapping)]
-    named = [item.get("function", item) for item in items]
-    names = [message["role"] for message in messages]
-    names += [item["name"] for item in named if isinstance(item, Mapping) and "name" in item]
-    for name in {*map(str, names)} - {*ROLES}:
+    named = [item.get("function", item) for item in (*messages, *calls, *tools)]
+    names = {message["role"] for message in messages} | {str(item.get("name")) for item in named}
+    for name in names - {*ROLES, "None"}:
         in_control = any(name in text for text in tokenizer.marks)
         if in_control or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             raise ValueError(
                 f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.', and"
                 " nothing that is part of a control token's text"
             )
+    return messages
 
 
 def hide_control_texts(value: Any, tokenizer: Tokenizer, secret: str) -> Any:
-    """`value` (text, or lists and dicts of texts) with a placeholder for each control token's text.
-
-    encode_chat() puts the text back once the template is rendered. So it stays text.
+    """`value` (text, or lists and dicts of texts) with the secret behind each character of each
+    control token's text, which is no such text then, whatever a template does with it.
     """
     if isinstance(value, str):
         return tokenizer.control_pattern.sub(
-            lambda match: f"{secret};{tokenizer.special_ids[match[0]]};", value
+            lambda match: "".join(character + secret for character in match[0]), value
         )
     if isinstance(value, Mapping):
         return dict(hide_control_texts([*value.items()], tokenizer, secret))
@@ -1301,16 +1287,10 @@ def encode_chat(
     `variables`, such as tools. The ids end where the answer begins, or within the final message if
     that is to be continued. Raises ValueError for messages that the template refuses.
     """
-    # 1. In the messages, placeholders replace the texts of control tokens. They have a new secret
-    #    number each time, because a template may quote a message, and so a placeholder, to someone.
-    secret = f"\u00a7{secrets.randbelow(10**18)}"
-    end_mark = f"{secret}!"  # where a final message that is to be continued ends
-
-    def show_control_texts(text: str) -> str:
-        return re.sub(f"{secret};(\\d+);", lambda match: tokenizer.pieces[int(match[1])], text)
-
-    messages = check_messages(messages)
-    check_names(tokenizer, messages, variables.get("tools") or ())
+    # 1. Hide the texts of control tokens that stand in the messages. The secret is new each time,
+    #    because a template may quote a message, and so the secret, to someone.
+    secret, end_mark = (f"\u00a7{secrets.randbelow(10**18)}\u00a7" for _ in range(2))
+    messages = check_messages(tokenizer, messages, variables.get("tools") or ())
     turns = hide_control_texts(messages, tokenizer, secret)
     if continue_final_message:
         # The space behind it shows in step 2 whether the template strips messages.
@@ -1322,7 +1302,7 @@ def encode_chat(
     try:
         text = render(tokenizer, find_template(tokenizer, template), turns, **variables)
     except ValueError as error:
-        raise ValueError(show_control_texts(str(error)).replace(end_mark, "")) from None
+        raise ValueError(str(error).replace(secret, "").replace(end_mark, "")) from None
     if continue_final_message:
         text, separator, rest = text.rpartition(end_mark)
         if not separator:
@@ -1330,11 +1310,11 @@ def encode_chat(
         if not rest.startswith(" "):  # the template strips messages
             text = text.rstrip()
 
-    # 3. The control tokens in it are now the template's own: marks replace them, but not within
-    #    placeholders. Then the texts of the messages return to their places, and stay text.
-    parts = re.split(f"({secret};\\d+;)", text)  # every other one is a placeholder
-    parts[::2] = map(tokenizer.mark, parts[::2])
-    return tokenizer.encode_marked(show_control_texts("".join(parts)))
+    # 3. The texts of control tokens that are still in it are the template's own: they become marks.
+    #    The character before the secret is a hidden one, and stays text.
+    *parts, rest = text.split(secret)
+    marked = [tokenizer.mark(part[:-1]) + part[-1:] for part in parts]
+    return tokenizer.encode_marked("".join(marked) + tokenizer.mark(rest))
 
 
 class ChatStops(NamedTuple):
@@ -1346,17 +1326,16 @@ class ChatStops(NamedTuple):
 
 def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     """What a template (None: the tokenizer's own) writes at the end of an assistant's message."""
-    answer = f"\u00a7{secrets.randbelow(10**18)}"
+    answer = "\u00a7answer\u00a7"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
     try:
         text = render(tokenizer, find_template(tokenizer, template), messages)
     except ValueError:  # the template refuses these roles
         return ChatStops([], [])
     ending = text.rpartition(answer)[2].strip()
-    beginnings = [text for text in tokenizer.special_ids if ending.startswith(text)]
-    special = max(beginnings, key=len, default="")
+    special = any_of(tokenizer.special_ids).match(ending)
     if special:
-        return ChatStops([tokenizer.special_ids[special]], [])
+        return ChatStops([tokenizer.special_ids[special[0]]], [])
     return ChatStops([], [ending] if ending else [])
 
 
@@ -1454,9 +1433,7 @@ GGML_TYPES = {
 
 def float16_at(b: Tensor, at: int) -> Tensor:
     """The float16 at byte `at` of each block, as float32: (n, bytes) -> (n, 1)."""
-    low = b[:, at : at + 1].short()
-    high = b[:, at + 1 : at + 2].short()
-    return (low | high << 8).view(torch.float16).float()
+    return b[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
@@ -1509,7 +1486,7 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
     assert low is not None
     b = blocks.reshape(-1, nbytes)
-    q = b[:, low.at :] if low.bits == 8 else unpack_bits(b, count, low)  # (n, weights)
+    q = unpack_bits(b, count, low)  # (n, weights)
     if high is not None:
         q = q | unpack_bits(b, count, high) << low.bits
     scale, minimum = unpack_scales(b, ggml_type)
@@ -1605,14 +1582,11 @@ class Weight:
 
         The table is at build_model().
         """
-        if len(self.shape) != 2 or self.ggml_type == "F32":
-            return None
-        if self.ggml_type in GGML_TYPES.keys() - DENSE:
-            return self.ggml_type
-        # Beside float32 activations, F16 and BF16 stay as they are: half the memory. Types that
-        # dequantise slowly become F16.
-        kept = self.ggml_type if self.ggml_type in DENSE else "F16"
-        return kept if dtype == torch.float32 else None
+        # Types that dequantise slowly become F16. Beside float32 activations, F16 and BF16 stay as
+        # they are: half the memory.
+        kept = self.ggml_type if self.ggml_type in GGML_TYPES else "F16"
+        is_dense = kept == "F32" or (kept in DENSE and dtype != torch.float32)
+        return None if len(self.shape) != 2 or is_dense else kept
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as a dense tensor of `dtype`; a view of the file if that has this dtype."""
@@ -1663,12 +1637,13 @@ def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence
         tuple(shape),
         lambda: file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1),
     )
-    are_sizes = all(type(size) is int for size in shape)
-    if not are_sizes or not 0 < math.prod(shape) < 2**40 or shape[-1] % weight.block[0]:
+    are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
+    if not are_sizes or shape[-1] % weight.block[0]:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
-    end, size = offset + weight.nbytes, len(file.data)
-    if end > size:
-        raise ValueError(f"ends at byte {end}, the file at {size}: truncated?")
+    if offset + weight.nbytes > len(file.data):
+        raise ValueError(
+            f"ends at byte {offset + weight.nbytes}, the file at {len(file.data)}: truncated?"
+        )
     return weight
 
 
@@ -1762,7 +1737,7 @@ class FileError(ValueError):
 
     def __init__(self, item: str | Path, text: str) -> None:
         super().__init__(printable(f"{item}: {text}"))
-        self.names_file = isinstance(item, Path)
+        self.filename = item if isinstance(item, Path) else None  # as an OSError has it
 
 
 def printable(text: str) -> str:
@@ -1779,9 +1754,7 @@ def naming(item: str | Path) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file can make Python's modules raise anything
         text = str(error)
-        if isinstance(error, OSError) and error.filename:
-            raise
-        if isinstance(error, FileError) and error.names_file:
+        if getattr(error, "filename", None):
             raise
         if not isinstance(error, (ValueError, NotImplementedError, OSError)):
             text = f"damaged: {type(error).__name__} {text}"
@@ -1821,9 +1794,9 @@ def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> 
     return value
 
 
-def require(settings: Mapping, key: str, accepted: Sequence, default: Any = None) -> Any:
+def require(settings: Mapping, key: str, accepted: Sequence) -> Any:
     """The value of `key`. Raises ValueError unless it is one of the accepted values."""
-    value = settings.get(key, default)
+    value = settings.get(key)
     if value not in accepted:
         expected = ("missing" if item is None else str(item) for item in accepted)
         raise ValueError(f"{key} is {value!r:.60}; expected {' or '.join(expected)}")
@@ -1994,7 +1967,7 @@ class GGUF:
         return values if value_type == GGUF_ARRAY else values[0]
 
 
-GGUF_ACCEPTED: dict[str, tuple] = {  # keys that must have one of these values; None: be absent
+GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
     "general.type": ("model", None),  # not an adapter, not a projector for images
     "general.architecture": ("llama",),
     "llama.expert_count": (0, None),
@@ -2050,7 +2023,7 @@ def open_gguf(path: Path) -> Checkpoint:
 # 15. Hugging Face
 
 
-HF_ACCEPTED: dict[str, tuple] = {  # settings that must have one of these values; None: be absent
+HF_ACCEPTED = {  # settings that must have one of these values; None: be absent
     "model_type": ("llama", "mistral", None),
     "quantization_config": (None,),  # GPTQ, AWQ, bitsandbytes, ...
     "attention_bias": (False, None),
@@ -2184,15 +2157,12 @@ TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
 }
 
 
-def read_chat_template(folder: Path) -> str:
-    """The chat template of a Hugging Face directory, "" if there is none. Raises ValueError."""
-    path = folder / "tokenizer_config.json"
-    with naming(path):
-        named = read_json(path).get("chat_template") or ""
-        if isinstance(named, list):  # several templates, which have names
-            named = {t["name"]: t["template"] for t in named}
-        else:
-            named = {"default": get_typed({"chat_template": named}, "chat_template", str)}
+def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The chat template in a directory or its tokenizer_config.json; "": none. Raises ValueError."""
+    if isinstance(settings.get("chat_template"), list):  # several templates, which have names
+        named = {t["name"]: t["template"] for t in settings["chat_template"]}
+    else:
+        named = {"default": get_typed(settings, "chat_template", str, "")}
     files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
     texts = {name: read_file(file).decode() for name, file in files.items() if file.exists()}
     named = texts or named
@@ -2229,8 +2199,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError."""
     # 1. The lists of pieces and types.
     get = partial(get_typed, metadata)
-    engine = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2"))
-    is_llama = engine == "llama"  # SentencePiece; "gpt2": byte-level BPE
+    # "llama" is SentencePiece, "gpt2" byte-level BPE.
+    is_llama = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "llama"
     pieces = get("tokenizer.ggml.tokens", list)
     types = [*get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))]
 
@@ -2376,11 +2346,7 @@ def bpe_json(
     vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
     steps = f"[{', '.join(PRE_TOKENIZERS[pre])}]"
     return {
-        "added_tokens": [
-            {**FLAGS, "id": i, "content": piece, "special": types[i] == CONTROL}
-            for piece, i in vocab.items()
-            if types[i] in (CONTROL, USER_DEFINED)
-        ],
+        "added_tokens": [],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": json.loads(steps)},
         "decoder": json.loads(PLAIN),
         "model": {
@@ -2390,9 +2356,6 @@ def bpe_json(
             "ignore_merges": pre in LIKE_LLAMA_3,
         },
     }
-
-
-FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
 def protobuf(number: int, value: bytes) -> bytes:
@@ -2427,12 +2390,10 @@ def read_tokenizer_model(path: Path) -> Vocabulary:
     pieces = sp.id_to_piece([*range(len(sp))])
     # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
     tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
-    types = [NORMAL] * len(pieces)
-    for piece_type, test in tests.items():
-        types = [piece_type if test(i) else t for i, t in enumerate(types)]
+    types = [next((t for t, test in tests.items() if test(i)), NORMAL) for i in range(len(sp))]
+    item = "'a' with spaces"
+    normalized = require({item: sp.normalize("a")}, item, ("a", "\u2581a"))
     named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
-    normalized = sp.normalize("a")
-    require({"'a' with spaces": normalized}, "'a' with spaces", ("a", "\u2581a"))
     return Vocabulary(
         pieces,
         types,
@@ -2512,15 +2473,6 @@ def read_special_tokens(folder: Path) -> tuple[dict[str, str], list[dict[str, An
     return named, [{"id": i, "content": text, "special": True} for text, i in added.items()]
 
 
-def read_vocabulary(folder: Path, config: Config) -> Vocabulary:
-    """The vocabulary of a Hugging Face directory: that of its tokenizer.json, if it has one.
-
-    Raises ValueError.
-    """
-    path = folder / "tokenizer.json"
-    return read_vocabulary_file(path if path.exists() else path.with_suffix(".model"), config)
-
-
 def add_special_tokens(vocabulary: Vocabulary, tokens: Mapping[int, Any], config: Config) -> None:
     """Give pieces and types to `tokens` (by id), and find BOS, EOS and the other special tokens."""
     # 1. Added tokens.
@@ -2555,11 +2507,14 @@ def add_special_tokens(vocabulary: Vocabulary, tokens: Mapping[int, Any], config
     vocabulary.bos_id, vocabulary.eos_id = special_ids
 
 
-def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
+def read_vocabulary(path: Path, config: Config) -> Vocabulary:
     """The vocabulary in a tokenizer.json or tokenizer.model and the files beside it.
 
-    Raises ValueError.
+    `path` may be a directory; if that has both, its tokenizer.json counts. Raises ValueError.
     """
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        path = path if path.exists() else path.with_suffix(".model")
     with naming(path):
         # 1. The file itself, and the special tokens that it or others name. Tokens that the model
         #    lacks are left out: Llama 2's directory has one.
@@ -2570,20 +2525,12 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
         added += vocabulary.model["added_tokens"] if is_json else []  # these count most
         tokens = {token["id"]: token for token in added if token["id"] < config.vocab_size}
         add_special_tokens(vocabulary, tokens, config)
-        pieces, types = vocabulary.pieces, vocabulary.types
-        if len(pieces) > config.vocab_size:
-            raise ValueError(f"{len(pieces)} pieces; the model has {config.vocab_size}")
-
-        # 2. tokenizers must know them all.
         if is_json:
-            special = [
-                FLAGS | tokens.get(i, {}) | {"id": i, "content": pieces[i], "special": t == CONTROL}
-                for i, t in enumerate(types)
-                if t in (CONTROL, USER_DEFINED)
-            ]
-            vocabulary.model |= {"added_tokens": special}
+            vocabulary.model["added_tokens"] = [*tokens.values()]
+        if len(vocabulary.pieces) > config.vocab_size:
+            raise ValueError(f"{len(vocabulary.pieces)} pieces; the model has {config.vocab_size}")
 
-    # 3. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
+    # 2. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
     #    tokenizer.json: if it is false, a space is added at the start of a text only.
     path = path.with_name("tokenizer_config.json")
     settings = read_json(path)
@@ -2593,7 +2540,7 @@ def read_vocabulary_file(path: Path, config: Config) -> Vocabulary:
             adds_space = settings.get("add_prefix_space", True)
             vocabulary.prepend_scheme = "start" if adds_space else "never"
         vocabulary.add_bos = get_typed(settings, "add_bos_token", bool, vocabulary.add_bos)
-        vocabulary.chat_template = read_chat_template(path.parent)
+        vocabulary.chat_template = read_chat_template(path.parent, settings)
     return vocabulary
 
 
@@ -2603,7 +2550,7 @@ def read_tokenizer(path: str | Path, config: Config = Config(vocab_size=262144))
     path = Path(path)
     with naming(path):
         if path.suffix in (".model", ".json"):
-            return Tokenizer(read_vocabulary_file(path, config))
+            return Tokenizer(read_vocabulary(path, config))
         return Tokenizer(vocabulary_from_gguf(GGUF(path).metadata))
 
 
@@ -2659,18 +2606,11 @@ def find_model(name: str) -> Path:
         ) from error
 
 
-# The files of a Hugging Face directory that are read, besides the weights.
-HF_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    *TEMPLATE_FILES.values(),
-    INDEX,
-]
+HF_FILES = (  # the files of a Hugging Face directory that are read, besides the weights
+    r"(generation_)?config\.json|tokenizer(_config)?\.json|tokenizer\.model"
+    r"|(special_tokens_map|added_tokens|model\.safetensors\.index)\.json"
+    r"|chat_template\.jinja|additional_chat_templates/tool_use\.jinja"
+)
 CONVERT = (
     "python examples/convert.py FOLDER OUT.gguf (a hub's: hf download ORG/NAME --local-dir FOLDER)"
 )
@@ -2693,23 +2633,23 @@ def locate(
     # 1. A Hugging Face directory, unless a GGUF file is asked for.
     names = sorted(names)
     if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
-        paths = [Path(fetch(name)) for name in HF_FILES if name in names]
-        folder = paths[0].parent
+        for name in filter(re.compile(HF_FILES).fullmatch, names):
+            fetch(name)
+        folder = Path(fetch("config.json")).parent
         hf_settings(folder)  # raises, if it must, before the weights are downloaded
         for name in [WEIGHTS] if WEIGHTS in names else weight_files(folder):
             fetch(name)
         return folder
 
     # 2. A GGUF file, if exactly one matches.
-    models: dict[str, list[str]] = {}  # the first split of a model -> all its splits
-    for name in names:
-        # An imatrix is no model, but a model may be named after the one that quantised it.
-        if re.fullmatch(r"(?i)(?!.*mmproj|(?!.*q\d).*imatrix).*\.gguf", name):
-            first = re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-00001-of-\1", name)
-            models.setdefault(first, []).append(name)
+    # An imatrix is no model, but a model may be named after the one that quantised it. Of a model in
+    # several splits the first one counts.
+    no_model = r"(?i).*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$"
+    models = [n for n in names if re.search(r"(?i)\.gguf$", n) and not re.match(no_model, n)]
     matching = [name for name in models if re.search(pattern, name)]
     if len(matching) == 1:
-        paths = [Path(fetch(name)) for name in models[matching[0]]]
+        split = r"-\d{5}(?=-of-\d{5}\.gguf$)"
+        paths = [Path(fetch(n)) for n in names if re.sub(split, "-00001", n) == matching[0]]
         return paths[0]
 
     # 3. Say what there is instead.
@@ -2779,7 +2719,6 @@ def free_memory(device: torch.device) -> float:
             for folder in (innermost, *innermost.parents):
                 with suppress(ValueError, OSError):  # there is no such file, or it says "max"
                     left = int((folder / limit).read_text())
-                    free = min(free, left)
                     stat = (folder / "memory.stat").read_text()
                     in_use = re.findall(rf"(?m)^(?:{used}) (\d+)", stat)
                     free = min(free, left - sum(map(int, in_use)))
@@ -2796,21 +2735,6 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     size += context * numbers * (2 if plan.fast else plan.dtype.itemsize)
     return 1.05 * size
-
-
-def find_device(device: torch.device | str, matrices: list[Weight]) -> torch.device:
-    """The device that is meant; "auto": CUDA, else MPS, else the CPU. Raises ValueError."""
-    if device == "auto":
-        # MPS has no kernels for quantised matrices: they are left to the CPU.
-        is_packed = any(w.kept_type(torch.float16) for w in matrices)
-        use_mps = torch.backends.mps.is_available() and not is_packed
-        device = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
-        ) from error
 
 
 def can_accelerate(device: torch.device) -> bool:
@@ -2831,9 +2755,20 @@ def plan_loading(
     compile: bool | None = None,
 ) -> Plan:
     """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
-    # 1. The device and the dtype of the activations.
+    # 1. The device; "auto": CUDA, else MPS, which has no kernels for quantised matrices, else the CPU.
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
-    device = find_device(device, matrices)
+    if device == "auto":
+        is_packed = any(w.kept_type(torch.float16) for w in matrices)
+        use_mps = torch.backends.mps.is_available() and not is_packed
+        device = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
+    try:
+        device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
+        ) from error
+
+    # 2. The dtype of the activations.
     on_cpu = device.type == "cpu"
     name = str(dtype).removeprefix("torch.")
     require({"dtype": name}, "dtype", ("float32",) if trainable else ("auto", *DTYPES))
@@ -2842,7 +2777,7 @@ def plan_loading(
         # Such a model may have numbers that float16 has not.
         activations = torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else activations
 
-    # 2. Kernels, if there are quantised matrices. Only "auto" lets them round.
+    # 3. Kernels, if there are quantised matrices. Only "auto" lets them round.
     is_large = sum(weight.nbytes for weight in matrices) > LARGE
     is_packed = any(w.kept_type(activations) for w in matrices) and not trainable
     is_wanted = is_large if compile is None else compile
@@ -2850,7 +2785,7 @@ def plan_loading(
     fast = kernels and is_large and on_cpu and name == "auto"
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
 
-    # 3. Without kernels, every matrix would be dequantised again for every token. "auto"
+    # 4. Without kernels, every matrix would be dequantised again for every token. "auto"
     #    dequantises all of them once, if there is half as much memory again as that needs.
     if name == "auto" and is_packed and not kernels:
         # On a CPU, bfloat16 is slower than float32, but it takes half the memory.
@@ -2883,14 +2818,9 @@ def build_model(
         model = Llama(checkpoint.config)
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    bar = tqdm(
-        checkpoint.weights.items(),
-        "loading",
-        leave=False,
-        disable=None if progress else True,  # None: shown if stderr is a terminal
-        unit="tensor",
-    )
-    for name, weight in bar:
+    is_off = None if progress else True  # None: it is shown if stderr is a terminal
+    weights = checkpoint.weights.items()
+    for name, weight in tqdm(weights, "loading", leave=False, disable=is_off, unit="tensor"):
         module = name.removesuffix(".weight")
         ggml_type = None if unpack else weight.kept_type(dtype)
         with naming(f"{checkpoint.path}: {name}"):
@@ -2898,10 +2828,8 @@ def build_model(
                 w = weight.dense(dtype).to(device)
                 model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
                 continue
-            if ggml_type == weight.ggml_type:
-                rows = weight.read()
-            else:
-                rows = weight.dense(torch.float16).view(torch.uint8)
+            is_same = ggml_type == weight.ggml_type
+            rows = weight.read() if is_same else weight.dense(torch.float16).view(torch.uint8)
             layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
             model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
     if checkpoint.config.tie_word_embeddings:
@@ -3259,6 +3187,8 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage; it then exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
+        if re.search(r"unrecognized arguments:.* --(save|type|force)\b", message):  # since 0.6.0
+            message = "--save, --type and --force left: python examples/convert.py MODEL OUT.gguf"
         self.exit(2, f"{self.prog}: error: {printable(message)}\n")
 
 
@@ -3290,8 +3220,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         " (default: a small model that tells stories)",
     )
     add("--info", action="store_true", help="describe the model and the memory it needs, and exit")
-    # These left after version 0.5.0.
-    add("--save", "--type", "--force", nargs="?", const="", help=argparse.SUPPRESS)
 
     group = add_group("prompt and chat")
     prompt = group.add_mutually_exclusive_group().add_argument
@@ -3335,7 +3263,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, help_text in sampling_help.items():
         default = f"(default: the model's files, else {getattr(Sampling, name)})"
         option = f"--{name.replace('_', '-')}"
-        add(option, metavar="X", type=SAMPLING_TYPES[name], help=f"{help_text} {default}")
+        add(option, metavar="X", type=type(getattr(Sampling, name)), help=f"{help_text} {default}")
     add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0; -1: a new one)")
 
     add = add_group("speed and memory").add_argument
@@ -3377,10 +3305,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     args = parser.parse_args(argv)
-    if args.save is not None:
-        raise ValueError(
-            "--save, --type and --force left: python examples/convert.py MODEL OUT.gguf"
-        )
     for option in "system", "chat_template":
         if getattr(args, option) is not None and not args.chat:
             raise ValueError(f"--{option.replace('_', '-')} needs --chat")
@@ -3446,7 +3370,7 @@ def show(stream: TextStream) -> str:
                 text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
-        stream.generation.stop("interrupted")
+        stream.generation.stop_reason = "interrupted"
     write("\n")
     return shown
 
@@ -3472,9 +3396,6 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
     types = Counter(weight.ggml_type for weight in weights)
     context = args.context or config.max_position_embeddings
     memory = [memory_needed(checkpoint, plan, n) / 1e9 for n in (min(256, context), context)]
-    special = [
-        (i, tokenizer.pieces[i]) for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None
-    ]
     is_scaled = config.rope_freq_factors or config.rope_scaling_factor != 1
     items = {
         "model": f"{checkpoint.path}, {f'GGUF version {file.version}' if file else 'Hugging Face'}",
@@ -3486,8 +3407,8 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
         f"{', scaled' if is_scaled else ''}",
         "context": f"{config.max_position_embeddings:,} tokens",
         "vocabulary": f"{tokenizer.vocab_size:,} pieces, run by"
-        f" {'sentencepiece' if tokenizer.is_sentencepiece else 'tokenizers'}; BOS and EOS {special},"
-        f" further stop tokens {config.stop_token_ids}",
+        f" {'sentencepiece' if tokenizer.is_sentencepiece else 'tokenizers'}; BOS is"
+        f" {tokenizer.bos_id}, EOS {tokenizer.eos_id}, further stop tokens {config.stop_token_ids}",
         "chat template": "its own" if tokenizer.chat_template.strip() else "none",
         "sampling": describe_sampling(Sampling(**recommended), recommended, {}),
         "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"
@@ -3631,23 +3552,22 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     max_new_tokens = args.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = CHAT_TOKENS if args.chat else 256
-    size = min(context, len(ids) + max_new_tokens)
+    size = max(1, min(context, len(ids) + max_new_tokens))
     if args.chat:
         size = args.context or min(context, CHAT_CONTEXT)
 
     # 2. Load the model.
     loading = {"compile": args.compile, "progress": not args.quiet}
-    loading["context"] = args.context or max(1, size)
+    loading["context"] = args.context or size
     model, tokenizer = load(checkpoint, args.device, args.dtype, **loading)
     load_seconds = time.perf_counter() - start
 
     # 3. Generate and print the text, or hold the chat.
-    given = {name: getattr(args, name) for name in GGUF_SAMPLING}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {n: x for n, x in vars(args).items() if n in GGUF_SAMPLING and x is not None}
     seed = torch.seed() % 2**31 if args.seed == -1 else args.seed
     sampling = replace(model.sampling or Sampling(), seed=seed, **given)
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
-    options["cache"] = model.new_cache(max(1, size))
+    options["cache"] = model.new_cache(size)
     if args.chat:
         first = [] if prompt is None else [prompt]
         generations = converse(

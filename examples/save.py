@@ -565,6 +565,8 @@ def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
     if isinstance(content, bytes):
         files["tokenizer.model"] = content  # has the scores, which GGUF needs
         content = sentencepiece_json(vocabulary)
+    else:
+        content = content | {"added_tokens": added_tokens(vocabulary, content["added_tokens"])}
     if content is None:
         return files | {"tokenizer_config.json": settings | model_settings(vocabulary)}
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # which runs tokenizer.json as it is
@@ -578,17 +580,23 @@ def tokenizer_files(tokenizer: llama2.Tokenizer) -> dict[str, Any]:
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
+def added_tokens(vocabulary: llama2.Vocabulary, known: Iterable[Any] = ()) -> list[dict[str, Any]]:
+    """The special tokens as a tokenizer.json lists them; those that are known keep their flags."""
+    flags = {token["content"]: token for token in known}
+    return [
+        {**FLAGS, **flags.get(piece, {}), "id": i, "content": piece, "special": t == CONTROL}
+        for i, (piece, t) in enumerate(zip(vocabulary.pieces, vocabulary.types))
+        if t in (CONTROL, USER_DEFINED)
+    ]
+
+
 def model_settings(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
     """What tokenizer_config.json says of a tokenizer.model that has no tokenizer.json beside it."""
     return {
         "tokenizer_class": "LlamaTokenizer",
         "legacy": vocabulary.prepend_scheme != "start",
         "add_prefix_space": vocabulary.prepend_scheme != "never",
-        "added_tokens_decoder": {
-            i: {**FLAGS, "content": vocabulary.pieces[i], "special": t == CONTROL}
-            for i, t in enumerate(vocabulary.types)
-            if t in (CONTROL, USER_DEFINED)
-        },
+        "added_tokens_decoder": {token.pop("id"): token for token in added_tokens(vocabulary)},
     }
 
 
