@@ -307,12 +307,8 @@ def check_ids(path, count, files, encode):
 def test_tokenizer_json(tokenizer, tmp_path):
     """Ids are those of tokenizers."""
 
-    def encode(data, text):
-        try:
-            theirs = tokenizers.Tokenizer.from_buffer(data)
-        except ValueError:  # it refuses "" for an empty list
-            hypothesis.reject()
-        return theirs.encode(text, add_special_tokens=False).ids
+    def encode(data, text):  # a ValueError for "" in place of an empty list
+        return tokenizers.Tokenizer.from_buffer(data).encode(text, add_special_tokens=False).ids
 
     valid = [published_json(), published_json() | UNIGRAM]
     valid += [llama2_json(tokenizer, legacy) for legacy in (True, False)]

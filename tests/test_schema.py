@@ -101,22 +101,18 @@ SUITE = r"""
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return llama2.load(llama2.DEFAULT_MODEL)[1]
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer):
+def vocabulary():
+    _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
     return open_vocabulary(tokenizer, {tokenizer.eos_id})
 
 
 @cases("schema, right, wrong", SUITE)
-def test_what_fits_is_what_is_valid(tokenizer, vocabulary, schema, right, wrong):
+def test_what_fits_is_what_is_valid(vocabulary, schema, right, wrong):
     """The properties of objects that name some are closed; data that looks like a schema is not."""
     texts = [(text, True) for text in right.split("; ")]
     for text, fits in texts + [(text, False) for text in wrong.split("; ")]:
         matcher = Grammar(vocabulary, [json.loads(schema)]).matcher
-        ids = tokenizer.encode(text.replace("~", "\n"), bos=False, first=False)
+        ids = vocabulary.tokenize_str(text.replace("~", "\n"))
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits, (
             text
         )
