@@ -2894,7 +2894,7 @@ __all__ += ["accelerate", "load_kernels"]
 # 18. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 8  # the version of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 9  # the version of the interface between kernels/cpu.cpp and this file
 
 
 @functools.cache
@@ -2953,12 +2953,6 @@ def change_classes(model: nn.Module, classes: dict[type[nn.Module], type[nn.Modu
         module.__class__ = classes.get(type(module), type(module))
 
 
-def have_addresses(tensors: Sequence[Tensor]) -> bool:
-    """Whether C++ can use tensors by their addresses: all are contiguous and on a CPU."""
-    on_cpu = {*map(Tensor.get_device, tensors)} == {-1}
-    return on_cpu and all(map(Tensor.is_contiguous, tensors))
-
-
 def unhooked(modules: Iterable[Any]) -> bool:
     """Whether calling each of the modules runs the forward() of its class and nothing else."""
     # torch has no public names for these; the tests notice if one is gone.
@@ -2976,7 +2970,10 @@ def run_kernel(
     """What a kernel computes from a matrix and x: float32 of this shape; None if it cannot."""
     y = torch.empty(shape, dtype=torch.float32, device=x.device)
     tensors = matrix.blocks, x, y
-    if torch.compiler.is_compiling() or not load_kernels() or not have_addresses(tensors):
+    on_cpu = {*map(Tensor.get_device, tensors)} == {-1}
+    if torch.compiler.is_compiling() or not load_kernels() or not on_cpu:
+        return None
+    if not all(map(Tensor.is_contiguous, tensors)):
         return None
     numbers = GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes, *sizes
     kernel = getattr(load_kernels(), name)
@@ -3019,7 +3016,7 @@ class NativeEmbedding(QuantizedEmbedding):
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
 BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
-LAYER = struct.Struct("15n 14n 7n 7n 7n 3n n 5n 3n 2d")  # struct Layer of kernels/cpu.cpp
+LAYER = struct.Struct("15n 7n 7n 3n 2d")  # struct Layer of kernels/cpu.cpp
 
 
 class NativeBlock(Block):
@@ -3066,29 +3063,18 @@ class NativeBlock(Block):
         if not is_causal:
             return b""
 
-        # 3. Can C++ use all tensors?
+        # 3. The fields of the struct, in its order. The kernel reads the tensors itself, and refuses
+        #    what it cannot compute.
         weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
         scales = [norm._parameters["weight"] for norm in norms]
-        tensors = [x, cos, sin, cache.k, cache.v, *scales, *weights]
-        if not have_addresses(tensors):
-            return b""
-
-        # 4. The fields of the struct, in its order. A cache that is not `half` is taken for float32:
-        #    the kernel compares 2 or 4 bytes times its size with the bytes that it has, and so
-        #    refuses any other dtype.
+        tensors = [x, cos, sin, cache.k, cache.v, *scales, *weights, y]
         return LAYER.pack(
-            *map(Tensor.data_ptr, tensors),
-            y.data_ptr(),
-            *[t.nbytes for t in tensors],
-            *[matrix.out_features for matrix in matrices],
+            *[t._cdata for t in tensors],
             *[GGML_TYPES[matrix.ggml_type].number for matrix in matrices],
             *[matrix.fast for matrix in matrices],
-            *x.shape,
             attention.head_dim,
-            *cache.k.shape,
             cache.pos,
             attention.layer,
-            cache.k.dtype == cache.v.dtype == torch.float16,
             *[norm.eps for norm in norms],
         )
 

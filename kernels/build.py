@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+TENSOR_FACTS = ["data_ptr", "dim", "sizes", "strides", "dtype", "device_type"]
 TARGETS = ["-march=native", "-mcpu=native"]  # some compilers know only one of them
 
 
@@ -218,6 +219,7 @@ def with_types(library: Any, version: int) -> ctypes.CDLL:
         library.embed.argtypes = [*[pointer] * 3, i32, *[i64] * 3]
         library.run_block.argtypes = [pointer]
         library.kernels_built_for.restype = ctypes.c_char_p
+        library.use_torch((pointer * len(TENSOR_FACTS))(*torch_functions()))
         for function in (library.linear, library.run_block):
             function.errcheck = check_status
         found, features = library.kernels_version(), library.kernels_features()
@@ -230,6 +232,15 @@ def with_types(library: Any, version: int) -> ctypes.CDLL:
         warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
     library.gemv_tokens = features >> 1
     return library
+
+
+def torch_functions() -> list[int | None]:
+    """The addresses of the functions in struct Torch of tensor.h."""
+    # Where torch is loaded already. Its library is searched through the one that depends on it.
+    path = "torch_cpu.dll" if sys.platform == "win32" else torch._C.__file__
+    library = ctypes.CDLL(path)
+    functions = [library[f"aoti_torch_get_{fact}"] for fact in TENSOR_FACTS]
+    return [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
 
 
 def check_status(status: int, function: Any, arguments: tuple) -> int:

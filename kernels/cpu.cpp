@@ -18,6 +18,7 @@
 //   strip 0 | NR rows   |           | ...    for each panel, for each NR rows: a tile, whose
 //           | NR rows   |           |          NR x MR sums the microkernel has in registers
 #include "formats.h"
+#include "tensor.h"
 #ifdef _OPENMP
 extern "C" int omp_get_max_threads();
 constexpr int OPENMP = 1;
@@ -815,35 +816,39 @@ static void attend_many(const float *q, const float *keys, const float *values, 
 }
 
 struct Layer {  // as NativeBlock packs it: everything has 8 bytes
-  const float *x, *cos, *sin;
-  void *keys, *values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
-  const float *norms[2];
-  Bytes weights[7];                    // of q, k, v, o, gate, up, down
-  float *y;                            // as large as x
-  int64_t bytes[14];                   // that all but y have
-  int64_t rows[7], types[7], fast[7];  // of the matrices
-  int64_t B, T, C, D, L, cache_B, G, S, cache_D, pos, index, half;
+  Tensor x, cos, sin;
+  Tensor keys, values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
+  Tensor norms[2];
+  Tensor weights[7];          // of q, k, v, o, gate, up, down
+  Tensor y;                   // as large as x
+  int64_t types[7], fast[7];  // of the matrices
+  int64_t D, pos, index;
   double eps[2];
 };
 
 // y = x + attention, += MLP; keys and values (B, G, S, D) are this layer's
 template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *keys, E *values) {
-  const int64_t B = l.B, T = l.T, C = l.C, D = l.D, G = l.G, pos = l.pos, S = l.S, tokens = B * T;
+  const int64_t *shape = l.x.sizes(3), B = shape[0], T = shape[1], C = shape[2], tokens = B * T;
+  const int64_t *stored = l.keys.sizes(5), G = stored[2], S = stored[3], D = l.D, pos = l.pos;
+  const float *x = l.x.data<float>(), *cos = l.cos.data<float>(), *sin = l.sin.data<float>();
+  const float *scales[] = {l.norms[0].data<float>(), l.norms[1].data<float>()};
+  float *out = l.y.data<float>();
   auto matrix = [&](int i, int64_t K, int64_t N, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), l.weights[i], N, y.get(), l.fast[i] != 0};
+    return Matrix{find_format(l.types[i], K), l.weights[i].data<uint8_t>(), N, y.get(),
+                  l.fast[i] != 0};
   };
   auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
   auto k = array<float>(tokens * G * D), v = array<float>(tokens * G * D);
-  norm(l.x, l.norms[0], l.eps[0], h.get(), tokens, C);
+  norm(x, scales[0], l.eps[0], h.get(), tokens, C);
   multiply({matrix(0, C, H * D, q), matrix(1, C, G * D, k), matrix(2, C, G * D, v)}, h.get(),
            tokens, C);
   for_all(tokens, tokens > 16, [&](int64_t i) {
-    const float *cos = l.cos + i % T * (D / 2), *sin = l.sin + i % T * (D / 2);
-    for (int64_t j = 0; j < H; j++) rotate(&q[(i * H + j) * D], cos, sin, D);
+    const int64_t at = i % T * (D / 2);
+    for (int64_t j = 0; j < H; j++) rotate(&q[(i * H + j) * D], cos + at, sin + at, D);
     for (int64_t j = 0; j < G; j++) {
       const int64_t from = (i * G + j) * D, to = ((i / T * G + j) * S + pos + i % T) * D;
-      rotate(&k[from], cos, sin, D);
+      rotate(&k[from], cos + at, sin + at, D);
       convert(&k[from], keys + to, D), convert(&v[from], values + to, D);
     }
   });
@@ -877,8 +882,8 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
     }
   }
   multiply({matrix(3, H * D, C, h)}, y.get(), tokens, H * D);
-  add(l.x, h.get(), l.y, tokens * C);
-  norm(l.y, l.norms[1], l.eps[1], h.get(), tokens, C);
+  add(x, h.get(), out, tokens * C);
+  norm(out, scales[1], l.eps[1], h.get(), tokens, C);
   auto gate = array<float>(tokens * inner), up = array<float>(tokens * inner);
   multiply({matrix(4, C, inner, gate), matrix(5, C, inner, up)}, h.get(), tokens, C);
   for_all(tokens * inner / VL, tokens > 16, [&](int64_t i) {
@@ -886,7 +891,7 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
     store(&gate[i * VL], g / (1 + exp(-g)) * load<f32>(&up[i * VL]));
   });
   multiply({matrix(6, inner, C, h)}, gate.get(), tokens, inner);
-  add(l.y, h.get(), l.y, tokens * C);
+  add(out, h.get(), out, tokens * C);
 }
 
 // ---- What Python calls --------------------------------------------------------------------------
@@ -894,7 +899,8 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 8; }
+int32_t kernels_version() { return 9; }
+void use_torch(const Torch &functions) { torch = functions; }
 const char *kernels_built_for() {  // the instruction set that the source has found, the compiler
   return
 #if defined(AVX512)
@@ -940,21 +946,27 @@ int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t type
 }
 
 int32_t run_block(const Layer &l) try {
-  const int64_t C = l.C, Q = l.rows[0], KV = l.G * l.D, inner = l.rows[4], size = l.B * KV * l.S;
-  const int64_t rows[] = {Q, KV, KV, C, inner, inner, C}, columns[] = {C, C, C, Q, C, C, inner};
-  const int64_t x = 4 * l.B * l.T * C, angles = 2 * l.T * l.D, all = l.L * size * (l.half ? 2 : 4);
-  int64_t bytes[14] = {x, angles, angles, all, all, 4 * C, 4 * C};
-  for (int i = 0; i < 14; i++) {
-    const Format *f = i < 7 ? nullptr : find_format(l.types[i - 7], columns[i - 7]);
-    if (f) bytes[i] = rows[i - 7] * f->bytes(columns[i - 7]);
-    if (bytes[i] < 1 || bytes[i] != l.bytes[i] || !((void **)&l)[i]) return NOT_SUPPORTED;
+  const int64_t *x = l.x.sizes(3), *keys = l.keys.sizes(5), D = l.D;
+  const int64_t *q = l.weights[0].sizes(2), *gate = l.weights[4].sizes(2);
+  if (!x || !keys || !q || !gate) return NOT_SUPPORTED;
+  const int64_t B = x[0], T = x[1], C = x[2], L = keys[0], G = keys[2], S = keys[3];
+  const int64_t Q = q[0], KV = G * D, inner = gate[0], rows[] = {Q, KV, KV, C, inner, inner, C};
+  const int64_t columns[] = {C, C, C, Q, C, C, inner};
+  const bool half = l.keys.is(FLOAT16, {L, B, G, S, D});
+  const int32_t stored = half ? FLOAT16 : FLOAT32;
+  bool fits = l.x.is(FLOAT32, {B, T, C}) && l.y.is(FLOAT32, {B, T, C});
+  fits = fits && l.cos.is(FLOAT32, {T, D / 2}) && l.sin.is(FLOAT32, {T, D / 2});
+  fits = fits && l.keys.is(stored, {L, B, G, S, D}) && l.values.is(stored, {L, B, G, S, D});
+  fits = fits && l.norms[0].is(FLOAT32, {C}) && l.norms[1].is(FLOAT32, {C});
+  for (int i = 0; i < 7 && fits; i++) {
+    const Format *f = find_format(l.types[i], columns[i]);
+    fits = f && l.weights[i].is(UINT8, {rows[i], f->bytes(columns[i])});
   }
-  if (memcmp(rows, l.rows, sizeof rows) || l.D % 2 || C % 32 || inner % 32) return NOT_SUPPORTED;
-  if (KV < 1 || Q % KV || l.cache_B != l.B || l.cache_D != l.D) return NOT_SUPPORTED;
-  if (l.index < 0 || l.index >= l.L || l.pos < 0 || l.pos + l.T > l.S) return NOT_SUPPORTED;
-  const int64_t from = l.index * size;
-  if (l.half) run(l, Q / l.D, inner, (float16 *)l.keys + from, (float16 *)l.values + from);
-  else run(l, Q / l.D, inner, (float *)l.keys + from, (float *)l.values + from);
+  if (!fits || D % 2 || C % 32 || inner % 32 || Q % KV) return NOT_SUPPORTED;
+  if (l.index < 0 || l.index >= L || l.pos < 0 || l.pos + T > S) return NOT_SUPPORTED;
+  const int64_t from = l.index * B * KV * S;
+  if (half) run(l, Q / D, inner, l.keys.data<float16>() + from, l.values.data<float16>() + from);
+  else run(l, Q / D, inner, l.keys.data<float>() + from, l.values.data<float>() + from);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 }

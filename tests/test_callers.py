@@ -77,6 +77,7 @@ CALLS = {  # which argument of a Block is other than the model would have it, an
     "x wider": X.repeat(1, 1, 2),
     "x without tokens": X[:, :0],
     "x of integers": X.long(),
+    "x of 32-bit integers": (9 * X).int(),
     "x in float64": X.double(),
     "x in bfloat16": X.bfloat16(),
     "x transposed": X.mT.contiguous().mT,

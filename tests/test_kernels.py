@@ -234,9 +234,9 @@ def test_layers_are_packed_as_cpp_names_their_fields():
     block, cache = model.layers[1], llama2.Cache(model.config, 2, 40, torch.float16)
     block.mlp.up_proj.fast = True
     block.input_layernorm.eps, block.self_attn.head_dim, cache.pos = 0.5, 32, 6
-    x, y = torch.zeros(2, 3, 5, 256)
+    (x, y), angles = torch.zeros(2, 3, 5, 256), cache.rope(5)
     with mock.patch.object(torch.Tensor, "equal", side_effect=AssertionError):
-        packed = block.pack(x, *cache.rope(5), cache.mask(5), cache, y)
+        packed = block.pack(x, *angles, cache.mask(5), cache, y)
 
     source = (llama2.KERNELS / "cpu.cpp").read_text("utf-8")
     struct = re.search(r"struct Layer \{(.*?)\n\};", source, re.DOTALL)[1]
@@ -248,16 +248,15 @@ def test_layers_are_packed_as_cpp_names_their_fields():
     assert not [*values]
     matrices = [m for m in block.modules() if isinstance(m, llama2.NativeLinear)]
     norms = [block.input_layernorm, block.post_attention_layernorm]
-    tensors = [x, *cache.rope(5), cache.k, cache.v, *(norm.weight for norm in norms)]
-    tensors += [matrix.blocks for matrix in matrices]
-    sizes = dict(zip(("L", "cache_B", "G", "S", "cache_D"), cache.k.shape)) | {"D": 32}
-    sizes |= {"B": 3, "T": 5, "C": 256, "pos": 6, "index": 1, "half": True, "y": y.data_ptr()}
-    names = ("x", "cos", "sin", "keys", "values", "norms", "weights")
+    tensors = [x, *angles, cache.k, cache.v, *(norm.weight for norm in norms)]
+    tensors += [*(matrix.blocks for matrix in matrices), y]
+    names = ("x", "cos", "sin", "keys", "values", "norms", "weights", "y")
     pointers = [pointer for name in names for pointer in layer.pop(name)]
-    assert pointers == [t.data_ptr() for t in tensors]
-    assert layer == {name: [size] for name, size in sizes.items()} | {
-        "bytes": [t.nbytes for t in tensors],
-        "rows": [matrix.out_features for matrix in matrices],
+    assert pointers == [t._cdata for t in tensors]
+    assert layer == {
+        "D": [32],
+        "pos": [6],
+        "index": [1],
         "types": [llama2.GGML_TYPES[matrix.ggml_type].number for matrix in matrices],
         "fast": [0, 0, 0, 0, 0, 1, 0],
         "eps": [norm.eps for norm in norms],
