@@ -250,9 +250,7 @@ def read_request(
         prompts = [session.encode_chat(prompt, continued, tools)]
     else:
         prompts = session.encode(prompt, parse_special)
-        texts = prompt if isinstance(prompt, list) else [prompt]
-        text = "\n".join(text for text in texts if isinstance(text, str))
-        control = session.tokenizer.control_pattern.search(text)
+        control = session.tokenizer.control_pattern.search(str(prompt))
         if control and not parse_special:
             note = f'; {control[0]} in the prompt stays text without "parse_special": true'
     param = "tools" if answer.names else "response_format"
@@ -265,6 +263,8 @@ def read_request(
         raise Refusal(400, f"{param}: {error}", param=param) from error
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
+    if not all(prompts):
+        raise ValueError("the chat template makes no text of them")
     longest = max(map(len, prompts))
     if longest + min(limit, 1) > session.context:
         raise Refusal(

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,7 +120,7 @@ class Session:
         """Token ids of a text or of a list of ids. Raises ValueError."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, parse_special=parse_special)
-        if not isinstance(prompt, list) or not prompt or {*map(type, prompt)} != {int}:
+        if not isinstance(prompt, list) or {*map(type, prompt)} != {int}:
             raise ValueError("expected text, token ids, or a list of either; one token at least")
         self.tokenizer.decode(prompt)  # ValueError for ids out of range
         return prompt
@@ -150,7 +150,7 @@ class Session:
                 raise ValueError(self.format.problem)
         if self.reasoning and not continued:
             answer.reasoning = self.reasoning
-            end = self.chat_template.text_of(ids[-32:]).rstrip()
+            end = self.chat_template.tokenizer.decode(ids[-32:]).rstrip()
             answer.is_reasoning = end.endswith(self.reasoning[0])
 
     def encode_chat(self, messages: list, continued: bool, tools: list) -> list[int]:
@@ -213,7 +213,8 @@ class Session:
             options["stop"] = [*options["stop"], *self.stops.texts]
         tokenizer = visible(self.tokenizer, tokens_in(answer))
         is_first = score_prompt or not any(map(tokenizer.token_bytes, ids))
-        scorer = Scorer(self, tokenizer, top, score_end, is_first)
+        decoder = llama2.StreamDecoder(tokenizer, first=is_first)
+        scorer = Scorer(self, decoder, top, score_end)
         scorer.stream = llama2.stream_text(self.model, tokenizer, ids, step=scorer, **options)
         scorer.strip = scorer.stream.strip  # leading white space is dropped until a text is shown
         if score_prompt:
@@ -221,28 +222,21 @@ class Session:
         return scorer
 
 
+@dataclass
 class Scorer:
     """A `step` for generate() that keeps the scores of sampled tokens, unless `top` is None.
 
     They are of the model's own logits, before penalties, biases and grammars.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        tokenizer: llama2.Tokenizer,
-        top: int | None,
-        score_end: bool,
-        is_first: bool,
-    ) -> None:
-        self.session = session
-        self.top = top
-        self.score_end = score_end  # of the stop token, which has no text
-        self.decoder = llama2.StreamDecoder(tokenizer, first=is_first)
-        self.logits = []  # (1, V) of the ids that have no score yet
-        self.scores = []  # of tokens that are not shown yet
-        self.length = 0  # of the text of all tokens, in characters
-        self.shown = 0  # how many of them are shown
+    session: Session
+    decoder: llama2.StreamDecoder
+    top: int | None
+    score_end: bool  # of the stop token, which has no text
+    logits: list[torch.Tensor] = field(default_factory=list)  # (1, V) of ids that have no score yet
+    scores: list[Score] = field(default_factory=list)  # of tokens that are not shown yet
+    length: int = 0  # of the text of all tokens, in characters
+    shown: int = 0  # how many of them are shown
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
         """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""

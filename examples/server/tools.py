@@ -86,18 +86,13 @@ def name_tokens(tokenizer: llama2.Tokenizer, text: str) -> str:
 # Reading a template
 
 
+@dataclass
 class Template:
     """A chat template that writes texts with marks."""
 
-    def __init__(self, tokenizer: llama2.Tokenizer, source: str, stops: Iterable[str]) -> None:
-        self.tokenizer = tokenizer  # a visible() one
-        self.source = source
-        self.stops = stops  # texts and marks that end an answer
-
-    def text_of(self, ids: Iterable[int]) -> str:
-        """The text of ids."""
-        decoder = llama2.StreamDecoder(self.tokenizer, first=False)
-        return "".join(map(decoder.decode, ids)) + decoder.flush()
+    tokenizer: llama2.Tokenizer  # a visible() one
+    source: str
+    stops: list[str]  # texts and marks that end an answer
 
     def render(self, *answers: dict[str, Any], prompt: bool = False) -> str:
         """A question and answers to it; `prompt`: and what begins another. Raises ValueError."""
@@ -106,7 +101,9 @@ class Template:
         tools = [{"type": "function", "function": function} for function in functions]
         source = f"{{% set add_generation_prompt = {str(prompt).lower()} %}}{self.source}"
         messages = [{"role": "user", "content": "hi"}, *answers]
-        return self.text_of(llama2.encode_chat(self.tokenizer, messages, source, tools=tools))
+        return self.tokenizer.decode(
+            llama2.encode_chat(self.tokenizer, messages, source, tools=tools)
+        )
 
     def render_calls(self, count: int, as_text: bool, content: str | None) -> str:
         """A question and an answer with so many calls."""
@@ -212,7 +209,7 @@ def read_reasoning(template: Template) -> tuple[str, str] | None:
         return None
     pieces = template.tokenizer.vocabulary.pieces
     texts = tag[0].replace("/", ""), tag[0]
-    start, end = (template.text_of([pieces.index(t)]) if t in pieces else t for t in texts)
+    start, end = (template.tokenizer.decode([pieces.index(t)]) if t in pieces else t for t in texts)
     return start, end
 
 
@@ -245,12 +242,12 @@ def escape(text: str) -> str:
 
 
 def triggers(answer: Answer) -> list[str]:
-    """The texts each of which begins a call: one, or one for each name."""
+    """The text that begins a call of each tool."""
     form = answer.form
-    if not form or form.marker:
-        return [form.marker] if form else []
+    if not form:
+        return []
     rest = form.between if not form.before else form.between[:1]
-    return [form.before + name + rest for name in answer.names]
+    return [form.marker or form.before + name + rest for name in answer.names]
 
 
 def rules(answer: Answer) -> str:
@@ -283,20 +280,18 @@ def rules(answer: Answer) -> str:
         calls = [f"{literal(n + form.between)} value{i}" for i, n in enumerate(answer.names)]
         lines.append(f"call: {' | '.join(calls)}")
         first = f"{literal(form.before)} call"
-        if choices[0] == "FREE" and form.marker:
-            first = f"lead {literal(form.before[len(form.marker) :])} call"
-            lines.append(up_to("lead", form.marker, but=but))
-        elif choices[0] == "FREE":
-            leads = []
-            for i, (name, begun) in enumerate(zip(answer.names, triggers(answer), strict=True)):
-                rest = (form.before + name + form.between)[len(begun) :]
-                leads.append(f"lead{i} {literal(rest)} value{i}")
-                lines.append(up_to(f"lead{i}", begun, but=but))
+        if choices[0] == "FREE":
+            leads, begun = [], triggers(answer)
+            for i, (name, trigger) in enumerate(zip(answer.names, begun, strict=True)):
+                lead = f"lead{begun.index(trigger)}"
+                rest = (form.before + name + form.between)[len(trigger) :]
+                leads.append(f"{lead} {literal(rest)} value{i}")
+                lines.append(up_to(lead, trigger, but=but))
             first = f"({' | '.join(leads)})"
         if answer.several and form.separator is not None:
             first += f" ({literal(form.separator)} call)*"
         lines.append(f"calls: {first} {literal(form.after)}")
-    return "\n".join([f"start: {think} ({' | '.join(choices)})", *lines])
+    return "\n".join([f"start: {think} ({' | '.join(choices)})", *dict.fromkeys(lines)])
 
 
 # --------------------------------------------------------------------------------------------------
