@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 import llama2
 from server.fields import (
+    LENGTHS,
     Refusal,
     check_messages,
     refuse,
@@ -221,8 +222,8 @@ def read_request(
     if chat:
         top = take(body, "top_logprobs", 0) if top else None
     limit = session.context if chat else 16
-    for other_name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        limit = take(body, other_name, limit)
+    for length in LENGTHS:
+        limit = take(body, length, limit)
     echo = not chat and take(body, "echo", False)
     continued = chat and take(body, "continue_final_message", False)
     # In a raw prompt whose author does not say, the texts of control tokens stay text.

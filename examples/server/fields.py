@@ -13,7 +13,9 @@ import llama2
 from server.serving import Adjustment
 from server.tools import Answer
 
+LENGTHS = ["max_tokens", "max_completion_tokens", "max_output_tokens"]
 LIMITS = {
+    **dict.fromkeys(LENGTHS, (0, 2**31 - 1)),
     **llama2.SAMPLING_LIMITS,
     "temperature": (0, 2),
     "seed": (-(2**63), 2**63 - 1),
@@ -22,9 +24,6 @@ LIMITS = {
     "n": (1, 4),
     "logprobs": (0, 20),
     "top_logprobs": (0, 20),
-    "max_tokens": (0, 2**31 - 1),
-    "max_completion_tokens": (0, 2**31 - 1),
-    "max_output_tokens": (0, 2**31 - 1),
 }
 # Fields that change nothing, and fields that may only have these values.
 IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
@@ -149,9 +148,10 @@ def take_schema(body: dict) -> list[dict]:
             return []
         case {"type": "json_object"} if len(form) == 1:
             return [{"type": "object"}]
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            return [schema]
-        case {"type": "json_schema", "schema": schema}:  # as /v1/responses has it
+        case (  # /v1/responses has it flat
+            {"type": "json_schema", "json_schema": {"schema": schema}}
+            | {"type": "json_schema", "schema": schema}
+        ):
             return [schema]
     expected = "; expected type text, json_object, or json_schema with a schema"
     raise wrong("response_format", form, expected)

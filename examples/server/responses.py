@@ -43,10 +43,8 @@ def messages_of(items: Any) -> list[dict]:
         elif kind == "function_call_output":
             content = text_of(item["output"])
             new = {"role": "tool", "tool_call_id": item["call_id"], "content": content}
-        elif kind == "item_reference":
-            raise ValueError("item_reference: nothing is stored here; send store: false")
-        else:
-            raise ValueError(f"an item is {str(kind)[:40]!r}, which is not supported")
+        else:  # nothing that an item_reference could name is stored
+            raise ValueError(f"{str(kind)[:40]!r} is not supported; with store: false none is sent")
         last = messages[-1] if messages else {"role": ""}
         # Reasoning begins a message; text goes on from it, and calls from either.
         goes_on = "tool_calls" in new or ("reasoning" not in new and not last.get("content"))

@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -117,10 +118,6 @@ class Template:
         answer = {"role": "assistant", "content": content, "tool_calls": calls}
         return ID.sub(f"{CALL_ID}0", self.render(answer))
 
-    def until_stop(self, text: str) -> str:
-        """A text up to what ends an answer."""
-        return text[: min((text.index(stop) for stop in self.stops if stop in text), default=None)]
-
 
 def find_json(text: str) -> Iterator[tuple[int, int, Any]]:
     """Start, end and value of each JSON in a text."""
@@ -132,11 +129,6 @@ def find_json(text: str) -> Iterator[tuple[int, int, Any]]:
         yield match.start(), end, value
 
 
-def find_arguments(text: str) -> list[tuple[int, int]]:
-    """Start and end of the arguments of each call in a text."""
-    return [(start, end) for start, end, value in find_json(text) if value == {KEY: VALUE}]
-
-
 def read_format(template: Template) -> Format:
     """How a template writes calls, or why that is not known."""
     problems = []
@@ -146,9 +138,9 @@ def read_format(template: Template) -> Format:
                 return read_format_of(template, as_text, content)
             except ValueError as error:
                 problems.append(str(error))
-    problems.sort(key=lambda problem: problem.startswith("the chat template:"))  # what it raised
+    reason = min(problems, key=lambda text: text.startswith("the chat template:"))  # what it raised
     problem = "the chat template has no place for tools that is understood"
-    problem += f" ({problems[0]:.150}); --chat-template names another"
+    problem += f" ({reason:.150}); --chat-template names another"
     return Format("", "", None, "", "", problem=problem)
 
 
@@ -169,31 +161,28 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
         raise ValueError("a name begins every answer")
 
     # 2. The name, the arguments, and what is around them.
-    places = find_arguments(behind)
+    places = [(start, end) for start, end, value in find_json(behind) if value == {KEY: VALUE}]
     if not name or len(places) != 1:
-        shown = name_tokens(template.tokenizer, template.until_stop(rest))
+        shown = name_tokens(template.tokenizer, until(template.stops, rest, True)[0])
         raise ValueError(f"a call becomes {shown!r}")
     ((start, end),) = places
-    between, after = behind[:start], template.until_stop(behind[end:]).rstrip()
+    between, after = behind[:start], until(template.stops, behind[end:], True)[0].rstrip()
     if between.endswith("{"):  # arguments as text in a form that is not JSON
         raise ValueError("its arguments are not JSON")
 
     # 3. Several calls, if the same stands between any two.
-    separators: list[str] = []
-    try:
-        calls = template.render_calls(3, as_text, no_content)[len(head) :]
-        ends = [end for _, end in find_arguments(calls)]
-        for end, name in zip(ends, NAMES[1:], strict=False):
-            separator, _, further = calls[end:].partition(name)
-            fits = further.startswith(between) and template.until_stop(separator) == separator
-            separators.append(separator if fits else f"{len(separators)}")
-    except ValueError:  # the template takes one call
-        pass
-    separator = separators[0] if len(separators) == 2 and len({*separators}) == 1 else None
+    separator = None
+    with suppress(ValueError):  # the template takes one call
+        calls = template.render_calls(3, as_text, no_content)
+        _, *middle, _ = calls.split(between + behind[start:end])
+        pairs = zip(middle, NAMES[1:], strict=True)
+        first, second = (text.removesuffix(name) for text, name in pairs)
+        if first == second == until(template.stops, first, True)[0]:
+            separator = first
 
     # 4. What begins a call: a control token, or what stands before its JSON.
     call = before + NAMES[0] + behind
-    place = len(before + NAMES[0]) + places[0][1]
+    place = len(before + NAMES[0]) + end
     at = next((start for start, end, _ in find_json(call) if end > place), None)
     marker = ID.split(before[:at].rstrip())[0]
     _, *marks = MARK.split(marker)
