@@ -79,7 +79,7 @@ def called(names, call_id="abcdefgh1", arguments=ARGUMENTS):
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_read_off_templates(tokenizer, name):
     template = template_of(tokenizer, source_of(name))
-    *form, problem = tools.read_format(template)
+    *form, problem = template.format
     if name in UNDERSTOOD:
         assert form == FORMATS[name]["format"]
     else:
@@ -130,7 +130,7 @@ def test_reasoning_is_read_off_templates(tokenizer):
         "[/THINK]": ("[THINK]", f"§{tools.SECRET}:4094§"),
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}": THOUGHT,
     }.items():
-        assert tools.read_reasoning(template_of(tokenizer, source)) == expected
+        assert template_of(tokenizer, source).reasoning == expected
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ It refuses a wrong key and, if there is no key, pages of other sites, whose requ
 send. If there are too many connections, idle ones are closed. Each request is a line of the log.
 """
 
-import functools
 import re
 import secrets
 import socket
@@ -27,10 +26,8 @@ class Connection(H11Protocol):
         self.since = self.loop.time()
         self.loop.call_later(IDLE_SECONDS, lambda: self.cycle or transport.abort())
         if len(self.connections) > MAX_CONNECTIONS:
-            self.say_once(f"more than {MAX_CONNECTIONS} connections: idle ones are closed")
-            min(
-                filter(Connection.is_idle, self.connections), key=lambda c: c.since
-            ).transport.abort()
+            idle = filter(Connection.is_idle, self.connections)
+            min(idle, key=lambda c: c.since).transport.abort()
 
     def is_idle(self) -> bool:
         """Whether it has not sent a whole request yet, or has got its answer."""
@@ -48,7 +45,6 @@ def guard(
 
     `args`: the command line's host, api_key and cors.
     """
-    Connection.say_once = staticmethod(functools.cache(say))
     names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
     names += r"|[\w.-]+\.(internal|local|localhost)"  # names that no public site can have
     own_name = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)

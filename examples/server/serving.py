@@ -12,10 +12,7 @@ import torch
 import llama2
 from server.tools import (
     Answer,
-    Format,
     Template,
-    read_format,
-    read_reasoning,
     rules,
     tokens_in,
     visible,
@@ -132,37 +129,28 @@ class Session:
         stops = [shown.token_bytes(i).decode(errors="replace") for i in self.stop_ids(True)]
         return Template(shown, self.template, [*stops, *self.stops.texts])
 
-    @functools.cached_property
-    def format(self) -> Format:
-        """How the model calls tools."""
-        return read_format(self.chat_template)
-
-    @functools.cached_property
-    def reasoning(self) -> tuple[str, str] | None:
-        """What stands around the model's reasoning."""
-        return read_reasoning(self.chat_template)
-
     def settle(self, answer: Answer, ids: list[int], continued: bool) -> None:
         """How an answer to a conversation calls and reasons. Raises ValueError if that is unknown."""
+        template = self.chat_template
         if answer.names:
-            answer.form = self.format
-            if self.format.problem:
-                raise ValueError(self.format.problem)
-        if self.reasoning and not continued:
-            answer.reasoning = self.reasoning
-            end = self.chat_template.tokenizer.decode(ids[-32:]).rstrip()
-            answer.is_reasoning = end.endswith(self.reasoning[0])
+            answer.form = template.format
+            if answer.form.problem:
+                raise ValueError(answer.form.problem)
+        if template.reasoning and not continued:
+            answer.reasoning = template.reasoning
+            end = template.tokenizer.decode(ids[-32:]).rstrip()
+            answer.is_reasoning = end.endswith(answer.reasoning[0])
 
     def encode_chat(self, messages: list, continued: bool, tools: list) -> list[int]:
         """Token ids of a conversation. Raises ValueError."""
         for message in messages:
             calls = message.get("tool_calls") or ()
             if calls:
-                message["content"] = message.get("content") or self.format.no_content
+                message["content"] = message.get("content") or self.chat_template.format.no_content
                 if "tool_calls" not in self.template:
                     raise ValueError("the chat template has no place for tool_calls")
             for function in (call["function"] for call in calls):
-                if self.format.arguments_as_text:
+                if self.chat_template.format.arguments_as_text:
                     function["arguments"] = json.dumps(function["arguments"])
         return llama2.encode_chat(
             self.tokenizer, messages, self.template, continued, tools=tools or None

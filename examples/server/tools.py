@@ -1,7 +1,7 @@
 """How a model calls tools and reasons: both are read off its chat template.
 
 A template that knows tools writes an assistant's `tool_calls` as its model was trained to write them.
-read_format() renders messages with names and values that occur nowhere else: what stands before,
+Template.format renders messages with names and values that occur nowhere else: what stands before,
 between and behind them is the format (llama.cpp compares renderings, too: docs/autoparser.md there).
 rules() holds the model to it, and a Reader takes the answer apart.
 
@@ -9,6 +9,7 @@ In the texts here a control token is written as its mark, which no other token c
 """
 
 import copy
+import functools
 import itertools
 import json
 import re
@@ -118,6 +119,34 @@ class Template:
         answer = {"role": "assistant", "content": content, "tool_calls": calls}
         return ID.sub(f"{CALL_ID}0", self.render(answer))
 
+    @functools.cached_property
+    def format(self) -> Format:
+        """How a template writes calls, or why that is not known."""
+        problems = []
+        for content in ("", None):  # some templates take content, or arguments, only in one form
+            for as_text in (False, True):
+                try:
+                    return read_format_of(self, as_text, content)
+                except ValueError as error:
+                    problems.append(str(error))
+        reason = min(
+            problems, key=lambda text: text.startswith("the chat template:")
+        )  # what it raised
+        problem = "the chat template has no place for tools that is understood"
+        problem += f" ({reason:.150}); --chat-template names another"
+        return Format("", "", None, "", "", problem=problem)
+
+    @functools.cached_property
+    def reasoning(self) -> tuple[str, str] | None:
+        """What stands before and behind reasoning, by the tag in a template; None if there is none."""
+        tag = TAG.search(self.source)
+        if not tag:
+            return None
+        pieces = self.tokenizer.vocabulary.pieces
+        texts = tag[0].replace("/", ""), tag[0]
+        start, end = (self.tokenizer.decode([pieces.index(t)]) if t in pieces else t for t in texts)
+        return start, end
+
 
 def find_json(text: str) -> Iterator[tuple[int, int, Any]]:
     """Start, end and value of each JSON in a text."""
@@ -129,23 +158,8 @@ def find_json(text: str) -> Iterator[tuple[int, int, Any]]:
         yield match.start(), end, value
 
 
-def read_format(template: Template) -> Format:
-    """How a template writes calls, or why that is not known."""
-    problems = []
-    for content in ("", None):  # some templates take content, or arguments, only in one form
-        for as_text in (False, True):
-            try:
-                return read_format_of(template, as_text, content)
-            except ValueError as error:
-                problems.append(str(error))
-    reason = min(problems, key=lambda text: text.startswith("the chat template:"))  # what it raised
-    problem = "the chat template has no place for tools that is understood"
-    problem += f" ({reason:.150}); --chat-template names another"
-    return Format("", "", None, "", "", problem=problem)
-
-
 def read_format_of(template: Template, as_text: bool, no_content: str | None) -> Format:
-    """The same, for arguments as a dict or as text, and one form of content that is missing."""
+    """How a template writes calls, for arguments as a dict or as text, and one form of content that is missing."""
     # 1. Where the call begins: behind what begins an answer; else where one without calls differs.
     answer = template.render_calls(1, as_text, no_content)
     plain = template.render({"role": "assistant", "content": CONTENT})
@@ -154,8 +168,8 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
         head = commonprefix([answer, plain]).rstrip("<[")
     rest = answer.removeprefix(head)
     before, name, behind = rest.partition(NAMES[0])
-    if reasoning := read_reasoning(template):  # which may be empty
-        before = before.rpartition(reasoning[1])[2]
+    if template.reasoning:  # which may be empty
+        before = before.rpartition(template.reasoning[1])[2]
     before = before.lstrip()
     if not before and not plain.startswith(head + CONTENT):
         raise ValueError("a name begins every answer")
@@ -189,17 +203,6 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
     if marks and marker.startswith(marks[0]):
         marker = marks[0]
     return Format(before, between, separator, after, marker, as_text, no_content)
-
-
-def read_reasoning(template: Template) -> tuple[str, str] | None:
-    """What stands before and behind reasoning, by the tag in a template; None if there is none."""
-    tag = TAG.search(template.source)
-    if not tag:
-        return None
-    pieces = template.tokenizer.vocabulary.pieces
-    texts = tag[0].replace("/", ""), tag[0]
-    start, end = (template.tokenizer.decode([pieces.index(t)]) if t in pieces else t for t in texts)
-    return start, end
 
 
 # --------------------------------------------------------------------------------------------------
