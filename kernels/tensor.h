@@ -17,10 +17,8 @@ static Torch torch;
 
 enum { UINT8 = 0, FLOAT16 = 5, FLOAT32 = 6 };  // torch's numbers of dtypes
 
-class Tensor {
+struct Tensor {
   const void *cdata;
-
- public:
   template <class T> T *data() const {  // null if it has none
     void *data = nullptr;
     return torch.data_ptr(this, &data) ? nullptr : (T *)data;
