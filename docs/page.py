@@ -15,8 +15,8 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 SERVER = Path(__file__).resolve().parent.parent / "examples" / "server"
-QUESTIONS = "What is the capital of France?", "Who wrote Hamlet?"
-PLACE = 8  # the token of the last answer whose alternatives are shown
+QUESTIONS = "What is the capital of France?", "Why is the sky blue?"
+PLACE = 9  # the token of the last answer whose alternatives are shown
 SIZE = {"width": 800, "height": 700}
 
 
@@ -29,7 +29,7 @@ def draw(url: str, path: str, mode: str) -> None:
         page.locator("#model:not(:empty)").wait_for()
         page.get_by_text("Settings").click()
         page.get_by_label("Temperature").fill("0")
-        page.get_by_label("Maximum tokens").fill("100")
+        page.get_by_label("Maximum tokens").fill("60")
         page.get_by_text("Settings").click()
         for i, question in enumerate(QUESTIONS):
             page.get_by_label("Message").fill(question)
