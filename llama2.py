@@ -2588,7 +2588,9 @@ def find_model(name: str) -> Path:
         import huggingface_hub as hub
 
         try:
-            names = hub.HfApi().list_repo_files(repository, revision=revision)
+            # list_repo_files() would try again for 23 seconds where there is no network.
+            siblings = hub.HfApi().model_info(repository, revision=revision).siblings
+            names = [file.rfilename for file in siblings or ()]
             fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
         except Exception:  # noqa: BLE001
             # Without a network: the files in the hub's cache. If there are none, this raises.

@@ -16,7 +16,7 @@ from test_llama2 import cases, table, write_files, write_gguf
 COMMIT = "0123456789" * 4
 
 
-ASKED = rf"/(?:api/models/)?org/name/(?:tree|resolve)/(main|v1\.0|refs/pr/9|{COMMIT})/?(.*)"
+ASKED = rf"/(?:api/models/)?org/name(?:/(?:revision|resolve)/(main|v1\.0|refs/pr/9|{COMMIT})/?(.*))?"
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -44,8 +44,9 @@ class Hub(BaseHTTPRequestHandler):
             headers = {"ETag": f'"{match[2]}"', "X-Repo-Commit": COMMIT}
             self.answer(200, files[match[2]], headers)
         elif match and path.startswith("/api/"):
-            tree = [{"type": "file", "path": name, "size": 1, "oid": name} for name in files]
-            self.answer(200, json.dumps(tree).encode(), {})
+            siblings = [{"rfilename": name} for name in files]
+            info = {"id": "org/name", "siblings": siblings}
+            self.answer(200, json.dumps(info).encode(), {})
         else:
             absent = "Revision" if "/org/name/" in path else "Repo"
             self.answer(404, b"{}", {"X-Error-Code": f"{absent}NotFound"})
@@ -68,7 +69,6 @@ def hub(tmp_path, monkeypatch):
         }
         for name, value in changes.items():
             monkeypatch.setattr(constants, name, value)
-        monkeypatch.setattr("time.sleep", lambda seconds: None)  # before it tries again
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
