@@ -77,8 +77,6 @@ template <int UNIT> static void split(int16_t *q, int64_t n) {
     }
   }
 }
-
-#ifdef BYTES
 // Each W of n numbers q, in place: high bytes, then low bytes, q = 256 high + low, both signed
 INLINE void split_bytes(int16_t *q, int64_t n) {
   for (int16_t *end = q + n; q < end; q += W) {
@@ -90,7 +88,6 @@ INLINE void split_bytes(int16_t *q, int64_t n) {
     }
   }
 }
-#endif
 
 // 256 numbers of a token: integers in the order of unpacked weights, sums of groups, their scale
 struct alignas(64) Slice {
@@ -102,11 +99,7 @@ template <int ORDER> static void slice(const float *x, Slice &to) {
   to.scale = quantize<256, ORDER == NATURAL ? 16 : 32>(x, 1, q, to.sums);
   static const Fours<ORDER> fours;
   for (int i = 0; i < 64; i++) memcpy(to.q + 4 * i, q + 4 * fours.at[i], 8);
-#ifdef BYTES
-  split_bytes(to.q, 256);
-#else
-  split<W>(to.q, 256);
-#endif
+  (HAS_BYTES ? split_bytes : split<W>)(to.q, 256);
 }
 // x for gemv, as slices or float32: (K / 256, stride, 256); tokens from `count` on are zeros
 struct Input {
@@ -130,24 +123,21 @@ struct Input {
 // N vectors of W weights times the numbers of one of R tokens; each lane sums up 4 N products
 template <int N, int R> INLINE i32 multiply(const u8 *w, const int16_t *x) {
   i32 high = {}, low = {};
-#ifdef BYTES
-  EACH (i, N) high = dot(high, w[i], x + W * i);
-  if (N < 4 || R > 1) low = high << 8, high = i32{};  // else both sums grow at the same time
-  EACH (i, N) low = dot(low, w[i], x + W * i + W / 2);
-#else
-  EACH (i, N) {
-    low = madd(low, (i16)((u16)w[i] & 255), load<i16>(x + W * i));
-    low = madd(low, (i16)((u16)w[i] >> 8), load<i16>(x + W * i + W / 2));
+  if constexpr (HAS_BYTES) {
+    EACH (i, N) high = dot(high, w[i], x + W * i);
+    if (N < 4 || R > 1) low = high << 8, high = i32{};  // else both sums grow at the same time
+    EACH (i, N) low = dot(low, w[i], x + W * i + W / 2);
+  } else {
+    EACH (i, N) {
+      low = madd(low, (i16)((u16)w[i] & 255), load<i16>(x + W * i));
+      low = madd(low, (i16)((u16)w[i] >> 8), load<i16>(x + W * i + W / 2));
+    }
   }
-#endif
   return (high << 8) + low;
 }
 
-#ifdef SDOT  // signed: bytes of Q8_0, which are signed in the file, get their sign bit back
-template <class T> constexpr uint8_t FLIP = T::ZERO & 128;
-#else
-template <class T> constexpr uint8_t FLIP = 0;
-#endif
+// Bytes of Q8_0, which are signed in the file, get their sign bit back
+template <class T> constexpr uint8_t FLIP = SIGNED ? T::ZERO & 128 : 0;
 
 // total (N, R) += the first `there` of 256 weights of N rows of W times the slices of R tokens
 template <class T, int N, int R>
@@ -270,11 +260,9 @@ template <class T> static constexpr Format format(int64_t type) {
     f.slice = slice<T::ORDER>;
     f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>;
     f.fast[2] = f.fast[3] = dot<T, 4>;  // for 3 takes as long
-#if defined(MM) || \
-    defined(       \
-        SDOT)  // without VNNI, too: additions go to a port that float32 cannot use (1.3 times)
-    if constexpr (!T::MINIMUM || T::GROUP == 32) f.unpack_int16 = unpack_int16<T>;
-#endif
+    // Without VNNI, too: additions go to a port that float32 cannot use (1.3 times as fast)
+    if constexpr ((VL > 4 || SIGNED) && (!T::MINIMUM || T::GROUP == 32))
+      f.unpack_int16 = unpack_int16<T>;
   }
   return f;
 }
@@ -445,11 +433,7 @@ template <class X, int V, int S> struct Panels {
     for (int64_t r = 0; r < rounded; r++) {
       for (int64_t k = r * K; k < (r + 1) * K; k += span)
         std::fill_n(scale + k / 32, span / 32, f(x + k, max, &q[k], sum + k / 32));
-#ifdef SDOT
-      split_bytes(&q[r * K], K);
-#else
-      split<32>(&q[r * K], K);
-#endif
+      (SIGNED ? split_bytes : split<32>)(&q[r * K], K);
     }
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < count; p++) {
@@ -509,7 +493,6 @@ INLINE void tile(float (*total)[V * VL], const void *w, int64_t down, int64_t ri
   EACH (j, R)
     EACH (i, V) store(&total[j][i * VL], load<f32>(&total[j][i * VL]) + sums[j][i]);
 }
-#ifdef I8MM
 // The same, where two rows share a vector: of two tokens each has two sums
 template <int V>
 INLINE void tile_pairs(float (*total)[V * VL], const void *w, int64_t down, const void *x,
@@ -518,14 +501,12 @@ INLINE void tile_pairs(float (*total)[V * VL], const void *w, int64_t down, cons
   tile<V / 2, NR<V>>(sums, w, down, 1, x, count);
   EACH (j, NR<V> / 2)
     EACH (i, V / 2) {
-      const float32x4_t a = load<float32x4_t>(&sums[2 * j][i * VL]);
-      const float32x4_t b = load<float32x4_t>(&sums[2 * j + 1][i * VL]);
+      const float *a = &sums[2 * j][i * VL], *b = &sums[2 * j + 1][i * VL];
       float *to = &total[j][2 * i * VL];
-      store(to, load<f32>(to) + (f32)vzip1q_f32(a, b));
-      store(to + VL, load<f32>(to + VL) + (f32)vzip2q_f32(a, b));
+      store(to, load<f32>(to) + f32{a[0], b[0], a[1], b[1]});
+      store(to + VL, load<f32>(to + VL) + f32{a[2], b[2], a[3], b[3]});
     }
 }
-#endif
 // The same with int16: w has a scale for each `span` columns, x (words) one for each 32
 template <int V, int S>
 INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*scales)[SPANS],
@@ -609,9 +590,7 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
                   const float *x_sums = &x.sums[(group - held / 32 * ALL) / ROWS];
                   if constexpr (ROWS == 1)
                     tile<V>(total, s.minima[i], HELD / 32, 1, x_sums, (held + count) / 32);
-#ifdef I8MM
                   else tile_pairs<V>(total, s.minima[i], HELD / 32, x_sums, (held + count) / 32);
-#endif
                 }
               }
             }
@@ -636,11 +615,7 @@ static void gemm(const Matrix *m, int count, const float *x, int64_t tokens, int
     const bool fuller = VL == 8 && S == 2 ? middle < narrow : middle <= narrow;
     if (fuller && middle < wide) return by(Panels<X, 3, S>(x, tokens, K, max));
   }
-#ifdef I8MM
-  constexpr int PAIR = S;
-#else
-  constexpr int PAIR = 1;
-#endif
+  constexpr int PAIR = I8MM ? S : 1;
   if (narrow < wide) by(Panels<X, PAIR, PAIR>(x, tokens, K, max));
   else by(Panels<X, 2 * PAIR, PAIR>(x, tokens, K, max));
 }
@@ -716,7 +691,8 @@ template <class E> INLINE f32 load_last(const E *row, int64_t n) {
 template <int J, class E>
 static void attend(const float *q, const E *keys, const E *values, float *y, float *p,
                    int64_t length, int64_t D) {
-  constexpr int KEYS = 8 / J, N = J == 1 ? 64 / VL : V;  // keys and vectors at a time
+  // Keys at a time, and vectors of a value, whose J sums each are in registers
+  constexpr int KEYS = 8 / J, N = J == 1 ? 64 / VL : VL == 4 ? 2 * NW : V;
   const float scale = 1 / std::sqrt((float)D);
   f32x8 tops = f32x8{} - INFINITY;
   const int64_t whole = D - D % VL;
@@ -901,30 +877,7 @@ enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown t
 extern "C" {
 int32_t kernels_version() { return 9; }
 void use_torch(const Torch &functions) { torch = functions; }
-const char *kernels_built_for() {  // the instruction set that the source has found, the compiler
-  return
-#if defined(AVX512)
-      "AVX-512"
-#elif defined(AVX2)
-      "AVX2"
-#elif defined(NEON)
-      "NEON"
-#else
-      "128 bits"
-#endif
-#ifdef VNNI
-      " with VNNI"
-#elif defined(I8MM)
-      " with i8mm"
-#elif defined(SDOT)
-      " with dotprod"
-#endif
-#ifdef __clang__
-      ", " __VERSION__;
-#else
-      ", GCC " __VERSION__;
-#endif
-}
+const char *kernels_built_for() { return ISA BYTES ", " COMPILER; }  // as the source has found
 int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
 int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int64_t bytes,
                int64_t tokens, int64_t N, int64_t K, int32_t fast) try {

@@ -39,11 +39,7 @@ template <int BLOCK_, int SIZE_, int ZERO_ = 0, bool MINIMUM_ = false, int GROUP
 struct Block {
   enum { BLOCK = BLOCK_, SIZE = SIZE_, ZERO = ZERO_, MINIMUM = MINIMUM_, GROUP = GROUP_ };
   enum { MAX = MAX_, D = D_, DENSE = ZERO_ == NO_ZERO };
-#ifdef SDOT
-  enum { SPAN = GROUP_ };
-#else
-  enum { SPAN = BLOCK_ == 256 ? 128 : 32 };
-#endif
+  enum { SPAN = SIGNED ? GROUP_ : BLOCK_ == 256 ? 128 : 32 };
   enum { GROUPS = 256 / GROUP_, SIZE256 = 256 / BLOCK_ * SIZE_ };
   enum { ORDER = GROUP_ == 16 ? NATURAL : BLOCK_ == 32 ? HALVES : PARITY };
 };
@@ -328,11 +324,8 @@ template <class T> static void unpack_int16(Bytes w, int16_t *y, float *scale, f
   read_scales<T>(w, scale, minima);
   EACH_VECTOR (i, 256 / W) {
     const u8 v = T::values(w, {i, NATURAL}) - (uint8_t)T::ZERO;
-#ifdef I8MM
-    store(y + W * i, load<uint64_t>(&v)), store(y + W * i + 8, load<uint64_t>((Bytes)&v + 8));
-#else
-    store((uint8_t *)y + W * i, v);
-#endif
+    if (!I8MM) store((uint8_t *)y + W * i, v);
+    else store(y + W * i, load<uint64_t>(&v)), store(y + W * i + 8, load<uint64_t>((Bytes)&v + 8));
   }
 #else
   f32x8 factors[2];  // twice an int16

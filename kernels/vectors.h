@@ -16,6 +16,7 @@
 #ifdef __aarch64__
 #include <arm_neon.h>
 #define NEON
+#define ISA "NEON"
 #endif
 #if defined(__AVX2__) || defined(NEON)
 #define EACH_VECTOR EACH
@@ -25,9 +26,11 @@
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"  // without OpenMP
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
 #ifdef __clang__
+#define COMPILER __VERSION__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
+#define COMPILER "GCC " __VERSION__
 #ifdef NEON
 #define UNROLL _Pragma("GCC unroll 16")
 #else
@@ -49,6 +52,7 @@
 // VL: 32-bit lanes of a vector; MM(add_ps): the intrinsic
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define AVX512
+#define ISA "AVX-512"
 #define MM(name) _mm512_##name
 constexpr int VL = 16;
 typedef __m512 Mf;
@@ -56,6 +60,7 @@ typedef __m512i Mi;
 typedef __m256i Mhalf;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define AVX2
+#define ISA "AVX2"
 #define MM(name) _mm256_##name
 constexpr int VL = 8;
 typedef __m256 Mf;
@@ -64,19 +69,30 @@ typedef __m128i Mhalf;
 #else
 constexpr int VL = 4;
 #endif
+#ifndef ISA
+#define ISA "128 bits"
+#endif
 #if defined(AVX512) && defined(__AVX512VNNI__)
 #define VNNI(name) _mm512_##name##_epi32
 #elif defined(AVX2) && defined(__AVXVNNI__)
 #define VNNI(name) _mm256_##name##_avx_epi32
-#endif
-#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
+#elif defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define SDOT
-#ifdef __ARM_FEATURE_MATMUL_INT8
-#define I8MM
 #endif
-#endif
-#if defined(VNNI) || defined(SDOT)
-#define BYTES  // activations of 16 bits are two bytes, four of which an instruction multiplies
+// HAS_BYTES: activations of 16 bits are two bytes, four of which an instruction multiplies; SIGNED:
+// weights are signed there; I8MM: in prompts one takes eight bytes, of two tokens and two rows
+#if defined(VNNI)
+#define BYTES " with VNNI"
+constexpr bool HAS_BYTES = true, SIGNED = false, I8MM = false;
+#elif defined(SDOT) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define BYTES " with i8mm"
+constexpr bool HAS_BYTES = true, SIGNED = true, I8MM = true;
+#elif defined(SDOT)
+#define BYTES " with dotprod"
+constexpr bool HAS_BYTES = true, SIGNED = true, I8MM = false;
+#else
+#define BYTES ""
+constexpr bool HAS_BYTES = false, SIGNED = false, I8MM = false;
 #endif
 #define VECTOR(bytes) __attribute__((vector_size(bytes)))
 typedef const uint8_t *Bytes;
@@ -115,11 +131,7 @@ INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
 using Narrow = std::conditional_t<VL == 16, f32x8, f32>;  // of at most 8 lanes
 constexpr int NL = sizeof(Narrow) / 4;
 typedef int32_t Mask VECTOR(4 * NL);  // of Narrow
-#ifdef NEON
-INLINE float sum(f32x4 v) { return vaddvq_f32((float32x4_t)v); }  // in the same order
-#else
 INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
-#endif
 #ifdef AVX512
 INLINE f32 with_zeros(f32x8 v) { return (f32)_mm512_zextps256_ps512((__m256)v); }
 INLINE f32x8 halves(f32 v) {  // added
@@ -129,31 +141,29 @@ INLINE f32x8 halves(f32 v) {  // added
 INLINE f32 with_zeros(f32 v) { return v; }
 INLINE f32 halves(f32 v) { return v; }
 #endif
+INLINE Narrow add_pairs(Narrow a, Narrow b) {  // the sums of neighbours, in each half
+#ifdef MM
+  return (Narrow)_mm256_hadd_ps((__m256)a, (__m256)b);
+#elif defined(NEON)
+  return (Narrow)vpaddq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return Narrow{a[0], a[2], b[0], b[2]} + Narrow{a[1], a[3], b[1], b[3]};
+#endif
+}
+INLINE f32x8 sums(const f32 *v) {  // of each of eight
+  auto two = [&](int i) INLINE_LAMBDA { return add_pairs(halves(v[i]), halves(v[i + 1])); };
+  const Narrow all[2] = {add_pairs(two(0), two(2)), add_pairs(two(4), two(6))};
+#ifdef MM
+  const __m256 a = (__m256)all[0], b = (__m256)all[1];
+  return (f32x8)_mm256_permute2f128_ps(a, b, 0x20) + (f32x8)_mm256_permute2f128_ps(a, b, 0x31);
+#else
+  return load<f32x8>(all);
+#endif
+}
 #ifdef MM  // by parts of what lies in memory, GCC would leave it there
 INLINE float sum(f32 v) {
   const __m256 h = (__m256)halves(v);
   return sum((f32x4)_mm256_castps256_ps128(h) + (f32x4)_mm256_extractf128_ps(h, 1));
-}
-INLINE f32x8 sums(const f32 *v) {  // of each of eight
-  auto add = [](auto a, auto b) INLINE_LAMBDA { return _mm256_hadd_ps((__m256)a, (__m256)b); };
-  auto two = [&](int i) INLINE_LAMBDA { return add(halves(v[i]), halves(v[i + 1])); };
-  const __m256 a = add(two(0), two(2)), b = add(two(4), two(6));
-  return (f32x8)_mm256_permute2f128_ps(a, b, 0x20) + (f32x8)_mm256_permute2f128_ps(a, b, 0x31);
-}
-#elif defined(NEON)
-INLINE f32x8 sums(const f32 *v) {
-  auto add = [](auto a, auto b)
-                 INLINE_LAMBDA { return vpaddq_f32((float32x4_t)a, (float32x4_t)b); };
-  auto four = [&](int i)
-                  INLINE_LAMBDA { return add(add(v[i], v[i + 1]), add(v[i + 2], v[i + 3])); };
-  const float32x4_t eight[2] = {four(0), four(4)};
-  return load<f32x8>(eight);
-}
-#else
-INLINE f32x8 sums(const f32 *v) {
-  f32x8 r;
-  EACH (i, 8) r[i] = sum(v[i]);
-  return r;
 }
 #endif
 
@@ -176,25 +186,23 @@ INLINE i32 madd(i32 total, i16 a, i16 b) {
 #endif
 }
 
-#ifdef BYTES
 // The 4i-th to the 4i+3-rd product are added to the i-th total. VNNI: w is unsigned; NEON: signed
-INLINE i32 dot(i32 total, u8 w, const void *x) {
-#ifdef VNNI
-  return (i32)VNNI(dpbusd)((Mi)total, (Mi)w, load<Mi>(x));
-#else
-  return (i32)vdotq_s32((int32x4_t)total, (int8x16_t)w, load<int8x16_t>(x));
+INLINE i32 dot(i32 total, [[maybe_unused]] u8 w, [[maybe_unused]] const void *x) {
+#if defined(VNNI)
+  total = (i32)VNNI(dpbusd)((Mi)total, (Mi)w, load<Mi>(x));
+#elif defined(SDOT)
+  total = (i32)vdotq_s32((int32x4_t)total, (int8x16_t)w, load<int8x16_t>(x));
 #endif
+  return total;
 }
-#endif
 #ifdef SDOT  // with the same four bytes of w for all; GCC would copy the total of the intrinsic
 template <int LANE> INLINE void dot_lane(i32 &total, u8 x, u8 w) {
   asm volatile("sdot %0.4s, %1.16b, %2.4b[%c3]" : "+w"(total) : "w"(x), "w"(w), "i"(LANE));
 }
-#ifdef I8MM  // of two tokens and two rows, of which each has eight bytes
+// Of two tokens and two rows, of which each has eight bytes
 INLINE void dot_pairs(i32 &total, u8 x, u8 w) {
   asm volatile("smmla %0.4s, %1.16b, %2.16b" : "+w"(total) : "w"(x), "w"(w));
 }
-#endif
 #endif
 
 INLINE i32 widen(const void *p) {  // VL bytes -> int32
