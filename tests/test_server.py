@@ -427,7 +427,7 @@ null, [], "A", ["A"], [{"role": "user"}], [{"content": "A"}],
 [{"role": "\\ud800", "content": "A"}],
 [{"role": "user", "content": "A", "tool_calls": [{"id": "1"}]}], [{"role": "user", "name": "A"}],
 [{"role": "user", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-[{"role": "user", "content": "A", "audio": "A"}],
+[{"role": "user", "content": "A", "audio": "A"}], [{"role": "system", "content": "A"}],
 [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
 ]},
 "/tokenize": {"content": [null, 5, ["a"]], "with_pieces": [true]},

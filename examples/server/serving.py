@@ -111,16 +111,17 @@ class Session:
     def encode(self, prompt: Any, parse_special: bool) -> list[list[int]]:
         """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
         several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
-        return [self.encode_one(item, parse_special) for item in (prompt if several else [prompt])]
-
-    def encode_one(self, prompt: Any, parse_special: bool) -> list[int]:
-        """Token ids of a text or of a list of ids. Raises ValueError."""
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, parse_special=parse_special)
-        if not isinstance(prompt, list) or {*map(type, prompt)} != {int}:
-            raise ValueError("expected text, token ids, or a list of either; one token at least")
-        self.tokenizer.decode(prompt)  # ValueError for ids out of range
-        return prompt
+        encoded = []
+        for ids in prompt if several else [prompt]:
+            if isinstance(ids, str):
+                ids = self.tokenizer.encode(ids, parse_special=parse_special)
+            if not isinstance(ids, list) or {*map(type, ids)} != {int}:
+                raise ValueError(
+                    "expected text, token ids, or a list of either; one token at least"
+                )
+            self.tokenizer.decode(ids)  # ValueError for ids out of range
+            encoded.append(ids)
+        return encoded
 
     @functools.cached_property
     def chat_template(self) -> Template:
