@@ -91,6 +91,6 @@ if __name__ == "__main__":
         path.write_text("\n".join(json.dumps(dialogue(rng)) for _ in range(100)))
         lora.BATCH = 2
         samples, held_out = lora.read_dialogues(path, tokenizer, template)
-        lora.train(model, samples, held_out[:2], steps=40, rate=2e-3)
+        lora.train(model, samples, held_out[:2], steps=28, rate=2e-3)
     lora.merge_adapters(model)
     save_gguf(model, sys.argv[1], "Q8_0", tokenizer=tokenizer)
