@@ -1259,12 +1259,12 @@ def check_messages(
 
 
 def hide_control_texts(value: Any, tokenizer: Tokenizer, secret: str) -> Any:
-    """`value` (text, or lists and dicts of texts) with the secret behind each character of each
+    """`value` (text, or lists and dicts of texts) with the secret around each character of each
     control token's text, which is no such text then, whatever a template does with it.
     """
     if isinstance(value, str):
         return tokenizer.control_pattern.sub(
-            lambda match: "".join(character + secret for character in match[0]), value
+            lambda match: re.sub("(?s).", rf"{secret}\g<0>{secret}", match[0]), value
         )
     if isinstance(value, Mapping):
         return dict(hide_control_texts([*value.items()], tokenizer, secret))
@@ -1311,10 +1311,10 @@ def encode_chat(
             text = text.rstrip()
 
     # 3. The texts of control tokens that are still in it are the template's own: they become marks.
-    #    The character before the secret is a hidden one, and stays text.
-    *parts, rest = text.split(secret)
-    marked = [tokenizer.mark(part[:-1]) + part[-1:] for part in parts]
-    return tokenizer.encode_marked("".join(marked) + tokenizer.mark(rest))
+    #    The hidden characters stay text.
+    parts = re.split(f"(?s){secret}(.{{1,6}}?){secret}", text)  # every other one is hidden
+    parts[::2] = map(tokenizer.mark, parts[::2])
+    return tokenizer.encode_marked("".join(parts))
 
 
 class ChatStops(NamedTuple):

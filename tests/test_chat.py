@@ -295,6 +295,16 @@ def test_no_message_makes_a_control_token(tmp_path, family):
         assert ours.decode(ids) == ours.decode(innocent).replace("<x>", text)
 
 
+def test_a_character_may_be_a_control_token(tmp_path):
+    """White space, which a template trims, or what JSON writes as two characters."""
+    template = "{{ messages[0].content | trim }}\n{{ messages[0].content | tojson }}"
+    ours = load(folder(tmp_path, template, {"\n": True, "\t": True}))
+    for text in ("\n", "\t", "a\t\n"):
+        ids = llama2.encode_chat(ours, [{"role": "user", "content": text}])
+        assert [ours.pieces[i] for i in ids if i >= 256] == ["\n"]
+        assert ours.decode(ids) == text + json.dumps(text)
+
+
 NAMED_SO = """{"messages": [{"content": "a", "role": X}]}
 {"messages": [{"content": "a", "role": "user", "name": X}]}
 {"messages": [{"content": "a", "role": "assistant", "tool_calls": [{"function": {"name": X}}]}]}
