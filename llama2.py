@@ -942,7 +942,8 @@ class Tokenizer(Vocabulary):
                 if scheme in ("first", "always") and segment[0] in " \u2581":
                     first = False
                 for i in (self.engine if first else self.engine_no_prefix).encode(segment):
-                    if self.types[i] == CONTROL:  # only other files call it so: it stays text
+                    if self.types[i] == CONTROL and self.pieces[i] in segment:
+                        # Only other files call it so, the engine does not know: it stays text.
                         for character in self.pieces[i]:
                             ids += self.engine_no_prefix.encode(character)
                     else:
@@ -2223,7 +2224,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     model: Any
     if is_llama:
-        if unknown is not None:
+        if unknown is not None and UNKNOWN not in types:
             types[unknown] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
