@@ -2081,7 +2081,11 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
     with naming(folder / INDEX):
-        return sorted({*get_typed(read_json(folder / INDEX), "weight_map", dict).values()})
+        names = sorted({*get_typed(read_json(folder / INDEX), "weight_map", dict).values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"names the file {name!r:.60}; expected one in the same folder")
+        return names
 
 
 def safetensors_weights(path: Path) -> dict[str, Weight]:

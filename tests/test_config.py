@@ -132,6 +132,7 @@ DAMAGED = """
 {"weight_map": {}} | only 0 tensors
 {"weight_map": ["a"]} | weight_map is
 {"weight_map": {"a": "absent.safetensors"}} | absent.safetensors
+{"weight_map": {"a": "../a.safetensors"}} | index.json: names the file '../a.safetensors'
 [] | index.json: a JSON list
 """
 
