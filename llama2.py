@@ -2063,6 +2063,8 @@ def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     """The divisors of Llama 3.1's rotary frequencies: 1 for high ones, `factor` for low ones."""
     names = ("factor", "low_freq_factor", "high_freq_factor")
     factor, low, high = (get_typed(rope, name, float) for name in names)
+    if low >= high:
+        raise ValueError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
     context = config.max_position_embeddings
     original = get_typed(rope, "original_max_position_embeddings", int, context)
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim

@@ -74,6 +74,11 @@ def test_fields_that_are_refused(write_model, name):
     raises(f"config.json: {name} is", llama2.open_checkpoint, path)
 
 
+def test_frequencies_of_llama3_need_a_band(write_model):
+    path = write_model({"rope_parameters": LLAMA_3 | {"low_freq_factor": 4.0}})
+    raises("config.json: low_freq_factor is 4.0", llama2.open_checkpoint, path)
+
+
 ROPES = """\
 {"rope_scaling": {"type": "linear", "factor": 4.0}}
 {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 30000.0}
