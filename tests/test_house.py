@@ -71,11 +71,11 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (158, 11.5),
     "I": (2705, 11.0),
     "II": (5005, 9.0),
-    "III": (10180, 9.5),
+    "III": (10170, 9.5),
     "IV": (1720, 11.5),
     "V": (2870, 9.0),
 }
-ALL = 22625  # tokens of the file
+ALL = 22615  # tokens of the file
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 27  # functions that are named in one place, each of which costs a jump
