@@ -315,16 +315,18 @@ CHANGES = "open os.rename os.mkdir os.rmdir os.remove os.chmod ctypes.dlsym shut
 
 def save_until(count, interrupt, write, source, out):
     """Save, and end at this change of a file: killed, or by an interrupt."""
+    checkpoint = llama2.open_checkpoint(source)
     changes = itertools.count()
 
-    def hook(event, args):
-        if event in CHANGES.split() and next(changes) == count:
+    def hook(event, args):  # of what Python imports meanwhile, nothing is counted
+        is_ours = event == "ctypes.dlsym" or str(out) in str(args)
+        if event in CHANGES.split() and is_ours and next(changes) == count:
             if interrupt:
                 raise KeyboardInterrupt
             os._exit(1)
 
     sys.addaudithook(hook)
-    write(llama2.open_checkpoint(source), out, overwrite=True)
+    write(checkpoint, out, overwrite=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -347,7 +349,7 @@ def test_the_old_model_or_the_new_one_is_whole(small, model_path, tmp_path, writ
         if process.exitcode == 0:
             break
         assert content(out) in states
-    assert count > 5 and process.exitcode == 0 and content(out) == states[1]
+    assert count > 3 and process.exitcode == 0 and content(out) == states[1]
 
 
 def test_folders_with_other_files_are_not_replaced(small, tmp_path):
