@@ -1312,7 +1312,7 @@ def encode_chat(
             text = text.rstrip()
 
     # 3. The texts of control tokens that are still in it are the template's own: they become marks.
-    #    The hidden characters stay text.
+    #    The hidden characters stay text; a template may have written one as JSON, such as "\u001f".
     parts = re.split(f"(?s){secret}(.{{1,6}}?){secret}", text)  # every other one is hidden
     parts[::2] = map(tokenizer.mark, parts[::2])
     return tokenizer.encode_marked("".join(parts))
