@@ -52,7 +52,7 @@ arXiv:2002.05202), grouped-query attention (Ainslie et al. 2023, arXiv:2305.1324
 
 from __future__ import annotations
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 __all__ = [
     "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
     "Block", "Llama", "Sampling", "sample", "Generation", "generate", "prefill", "score",
