@@ -53,16 +53,6 @@ arXiv:2002.05202), grouped-query attention (Ainslie et al. 2023, arXiv:2305.1324
 from __future__ import annotations
 
 __version__ = "0.7.0"
-__all__ = [
-    "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
-    "Block", "Llama", "Sampling", "sample", "Generation", "generate", "prefill", "score",
-    "TextStream", "stream_text", "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES",
-    "encode_chat", "ChatStops", "chat_stops", "chat", "dequantize", "QuantizedLinear",
-    "QuantizedEmbedding", "Weight", "Checkpoint", "open_checkpoint", "build_model", "load",
-    "open_hf", "state_dict_from_hf", "llama3_divisors", "PRE_TOKENIZERS", "LIKE_LLAMA_3",
-    "SAMPLING_LIMITS", "GGUF_SAMPLING", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK",
-    "naming", "DEFAULT_MODEL", "Parser", "in_range", "main",
-]  # fmt: skip
 
 if __name__ == "__main__":  # Two settings that must be made before torch is imported.
     import os, signal
@@ -89,6 +79,11 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+__all__ = [
+    "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
+    "Block", "Llama"
+]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
 # 1. Config
@@ -514,6 +509,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import field, replace
 from typing import Any, NamedTuple
+
+__all__ += [
+    "Sampling", "sample", "Generation", "generate", "prefill", "score", "TextStream", "stream_text",
+    "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES", "encode_chat", "ChatStops",
+    "chat_stops", "chat", "SAMPLING_LIMITS", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK"
+]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
@@ -1375,6 +1376,12 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+
+__all__ += [
+    "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Weight", "Checkpoint",
+    "open_checkpoint", "build_model", "load", "open_hf", "state_dict_from_hf", "llama3_divisors",
+    "PRE_TOKENIZERS", "LIKE_LLAMA_3", "GGUF_SAMPLING", "naming"
+]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
 # 13. Quantised weights
@@ -3169,6 +3176,8 @@ import signal
 import sys
 from collections import Counter
 from typing import NoReturn
+
+__all__ += ["DEFAULT_MODEL", "Parser", "in_range", "main"]
 
 # --------------------------------------------------------------------------------------------------
 # 20. Options
