@@ -40,7 +40,7 @@ def test_commands_are_understood(command, capsys):
         assert "absent.gguf" in capsys.readouterr().err
 
 
-PATTERNS = ("*.py", "examples/**/*.py", "models/*.py", "docs/*.py", "kernels/*.[cph]*")
+PATTERNS = ("*.py", "examples/**/*.py", "models/*.py", "docs/make/*.py", "kernels/*.[cph]*")
 SOURCES = {path: path.read_text("utf-8") for name in PATTERNS for path in ROOT.glob(name)}
 TYPED = "".join([*PAGES.values(), *SOURCES.values()]).replace("\\\n", "")
 

