@@ -74,7 +74,7 @@ if __name__ == "__main__":  # Two settings that must be made before torch is imp
 # comment, "float32 island 1 of 4" to "4 of 4".
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -112,15 +112,21 @@ class Config:
     stop_token_ids: tuple[int, ...] = ()  # further ids that end a text, as EOS does
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            expected_type = type(item.default)
-            if expected_type not in (int, float) or item.name.endswith("_token_id"):
-                continue
+        sizes = [
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+            "max_position_embeddings",
+        ]
+        for name in (*sizes, "rms_norm_eps", "rope_theta", "rope_scaling_factor"):
+            value = getattr(self, name)
             # Sizes are limited so that the product of two of them fits into 64 bits.
-            limit = 2**28 if expected_type is int else 1e38
-            if type(value) not in (int, expected_type) or not 0 < value <= limit:
-                raise ValueError(f"{item.name} is {value!r}; it must be above 0, up to {limit}")
+            limit = 2**28 if name in sizes else 1e38
+            if type(value) not in (int, type(limit)) or not 0 < value <= limit:
+                raise ValueError(f"{name} is {value!r}; it must be above 0, up to {limit}")
         C = self.hidden_size
         H = self.num_attention_heads
         G = self.num_key_value_heads
@@ -200,9 +206,9 @@ class Cache:
     """The KV cache, and everything that depends on the position: RoPE tables and causal masks.
 
     It is allocated once, for `max_seq_len` tokens (default: the model's context). It counts the
-    tokens that it stores, so no caller has to pass a position. It also records their ids:
-    common_prefix() says how much of a text is stored already. `dtype` may have fewer bits than
-    the model's dtype.
+    tokens that it stores, so no caller has to pass a position. It also records their ids, so that
+    prefill() can ask it how much of a text is stored already (common_prefix), whoever stored that.
+    `dtype` may have fewer bits than the model's dtype.
     """
 
     def __init__(
@@ -269,7 +275,7 @@ class Cache:
         S = self.slots(T).stop
         if T == 1:
             return None
-        if self.causal_mask.shape != (T, S):
+        if self.causal_mask.shape != (T, S):  # pos is S - T, so these two sizes say it all
             position = torch.arange(S, device=self.k.device)
             self.causal_mask = position <= position[self.pos :, None]
         return self.causal_mask
@@ -280,7 +286,8 @@ class Cache:
         self.k[layer, :, :, where] = k
         self.v[layer, :, :, where] = v
         keys, values = self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
-        return keys.type_as(k), values.type_as(v)  # views if the dtypes are the same
+        # Views if the dtypes are the same. A cache of fewer bits is converted, all of it, each time.
+        return keys.type_as(k), values.type_as(v)
 
     def advance(self, tokens: Tensor) -> None:
         """Count tokens (B, T) as stored. Called once per forward pass, after the last layer."""
@@ -367,7 +374,7 @@ class CausalSelfAttention(nn.Module):
         # values in memory, treat the queries of a group's H/G heads as queries of one head.
         H, G = q.shape[1], k.shape[1]
         q = q.reshape(B, G, H // G * T, self.head_dim)
-        if mask is not None and H != G:
+        if mask is not None and H != G:  # each of the H/G heads has T of the queries
             mask = torch.cat([mask] * (H // G), dim=-2)  # (H/G * T, S)
         # float32 island 3 of 4: torch computes the scores and the softmax in float32 in here.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, G, H/G * T, D)
@@ -432,6 +439,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
+        # Four things that load() sets, for part II and for messages; the layers use none of them.
         self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the weights
         # Higher ids only pad the matrices and are never sampled: load() sets the tokenizer's size.
         self.vocab_size = config.vocab_size
@@ -587,6 +595,7 @@ def sample(
     if 0 < sampling.top_k < len(logits):
         kth_largest = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < kth_largest, -math.inf)
+    # Also where the temperature is 0, which needs no probabilities: they show whether all is finite.
     probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
     if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
         raise ValueError(f"no token can be sampled: the largest logit is {logits.max().item()}")
@@ -605,21 +614,25 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
     times the total.
     """
     p = probabilities.cpu().numpy()  # numpy sorts many times as fast as torch
-    # Sorting all of V is slow. Probabilities below this bound have at most (1 - top_p) / 2 together,
-    # so top_p is reached before the first of them.
+    # 1. min_p; and what top_p would leave out in any case, because sorting all of V is slow: V
+    #    probabilities below this bound have less than (1 - top_p) / 2 together, so the others reach
+    #    top_p without them, with the other half to spare for rounding.
     bound = (1 - sampling.top_p) / 2 / len(p)
-    if sampling.min_p:
-        bound = max(bound, sampling.min_p * p.max())
+    bound = max(bound, sampling.min_p * p.max())
     ids = (p >= bound).nonzero()[0]
     p = p[ids]
+
+    # 2. top_p: how many of the likeliest reach it, and all that are as likely as the last of these.
     if sampling.top_p < 1:
         ordered = p.copy()
         ordered.sort()
-        sums = ordered[::-1].astype(float).cumsum()  # from the likeliest on
+        sums = ordered[::-1].astype(float).cumsum()  # of the likeliest, the two likeliest, ...
         # [:-1]: if rounding keeps all sums below top_p, all ids are kept.
         nucleus_size = 1 + sums[:-1].searchsorted(sampling.top_p)
         kept = p >= ordered[-nucleus_size]
         ids, p = ids[kept], p[kept]
+
+    # 3. Draw one of them.
     sums = p.astype(float).cumsum()
     return int(ids[sums.searchsorted(u * sums[-1], side="right")])
 
@@ -630,6 +643,18 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
 PREFILL_CHUNK = 512  # prompt tokens per forward pass, to limit the memory for activations and masks
 SCORE_CHUNK = 128  # tokens per forward pass in score(), which needs the logits of all positions
 MAX_NEW_TOKENS, CONTEXT_FULL = "max new tokens", "context full"  # two reasons why a text stopped
+
+
+def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
+    """Run the model on those of the tokens (B, n) that the cache lacks; returns the logits (B, V) of
+    the last one. A decode step is the same: then the cache lacks one token.
+    """
+    start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
+    cache.truncate(start)
+    device = model.norm.weight.device
+    for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
+        logits = model(chunk, cache)
+    return logits
 
 
 class Generation(Iterator[int]):
@@ -661,7 +686,7 @@ class Generation(Iterator[int]):
         self.ids = check_ids(ids, config, context)  # the prompt, and every id that was sampled
         self.new_ids: list[int] = []  # the ids that were returned
         self.seconds: list[float] = []  # the time of the prefill, then of each decode step
-        self.stop_reason = ""  # why the text ended; whoever sets it ends the text
+        self.stop_reason = ""  # why the text ended; "" until then
         self.model = model
         self.sampling = sampling = sampling or model.sampling or Sampling()
         self.max_new_tokens = max_new_tokens
@@ -680,13 +705,17 @@ class Generation(Iterator[int]):
         seed = secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         self.generator = torch.Generator().manual_seed(seed)
 
+    def stop(self, reason: str) -> None:
+        """End the text, for a reason that is kept for whoever asks."""
+        self.stop_reason = reason
+
     def __next__(self) -> int:
-        # 1. Has the text ended? The reason is kept for whoever asks.
+        # 1. Has the text ended?
         if not self.stop_reason:
             if len(self.new_ids) >= self.max_new_tokens:
-                self.stop_reason = MAX_NEW_TOKENS
+                self.stop(MAX_NEW_TOKENS)
             elif len(self.ids) >= self.cache.max_seq_len:
-                self.stop_reason = CONTEXT_FULL
+                self.stop(CONTEXT_FULL)
         if self.stop_reason:
             raise StopIteration
 
@@ -710,7 +739,7 @@ class Generation(Iterator[int]):
 
         # 4. Return the new token, unless it is a stop token: that ends the text.
         if token_id in self.stop_ids:
-            self.stop_reason = f"stop token {token_id}"
+            self.stop(f"stop token {token_id}")
             raise StopIteration
         self.new_ids.append(token_id)
         return token_id
@@ -732,19 +761,6 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
             f"the prompt has ids from {min(ids)} to {max(ids)}; expected 0 to {config.vocab_size - 1}"
         )
     return ids
-
-
-def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
-    """Run the model on the tokens (B, n) that the cache lacks; returns the last's logits (B, V).
-
-    A decode step is the same: the cache lacks one token.
-    """
-    start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
-    cache.truncate(start)
-    device = model.norm.weight.device
-    for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
-        logits = model(chunk, cache)
-    return logits
 
 
 def why_not_finite(model: nn.Module) -> str:
@@ -824,7 +840,7 @@ class TextStream(Iterator[str]):
             matches = [(text.index(stop), stop) for stop in self.stops if stop in text]
             if matches:
                 end, stop = min(matches)
-                self.generation.stop_reason = f"stop text {stop!r}"
+                self.generation.stop(f"stop text {stop!r}")
                 self.ended = True
             elif not self.ended:
                 beginnings = (stop[:n] for stop in self.stops for n in range(len(stop)))
@@ -944,7 +960,8 @@ class Tokenizer(Vocabulary):
                     first = False
                 for i in (self.engine if first else self.engine_no_prefix).encode(segment):
                     if self.types[i] == CONTROL and self.pieces[i] in segment:
-                        # Only other files call it so, the engine does not know: it stays text.
+                        # tokenizer_config.json made it a control token, but the engine does not
+                        # know that and found it in the text: it is spelt out.
                         for character in self.pieces[i]:
                             ids += self.engine_no_prefix.encode(character)
                     else:
@@ -962,6 +979,7 @@ class Tokenizer(Vocabulary):
         if not 0 <= i < self.vocab_size:
             raise ValueError(f"token id {i}; expected 0 to {self.vocab_size - 1}")
         text, piece_type = self.pieces[i], self.types[i]
+        # In byte-level BPE, UNUSED pieces fill gaps of the numbering. SentencePiece writes them out.
         if piece_type == CONTROL or (piece_type == UNUSED and self.byte_level):
             return b""
         if piece_type == BYTE:
@@ -1048,7 +1066,8 @@ def open_sentencepiece(model: bytes) -> Any:
 
 
 # For malformed UTF-8, SentencePiece writes one U+FFFD for each byte, Python's "replace" one for
-# each sequence. StreamDecoder needs the former for SentencePiece's vocabularies.
+# each sequence. StreamDecoder needs the former for SentencePiece's vocabularies; codecs knows such a
+# rule only by a name, which is then known to the whole process.
 codecs.register_error(
     "replace_each_byte",
     lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
@@ -1073,8 +1092,10 @@ class StreamDecoder:
         data = self.tokenizer.token_bytes(token_id)
         piece_type = self.tokenizer.types[token_id]
         text = ""
+        # In SentencePiece's vocabularies only BYTE pieces can be a part of a character. Any other one
+        # ends the bytes before it, and the space at the start is that of the first whole piece.
         if piece_type != BYTE and not self.tokenizer.byte_level:
-            text = self.utf8.decode(b"", final=True)  # bytes before it that are no character
+            text = self.utf8.decode(b"", final=True)
         if self.strip and piece_type not in (BYTE, UNKNOWN):
             data = data.removeprefix(b" ")
         if piece_type != CONTROL:
@@ -1136,6 +1157,7 @@ CHAT_TEMPLATES = {  # for models without their own; "{%-" and "{{-" remove white
     {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
         {{- raise_exception('expected the roles [system,] user, assistant, user, ...') }}
     {%- elif message.role == 'user' %}
+        {#- Mistral's code puts the system text before the last question, not the first one. #}
         {{- '[INST] ' + (system if loop.last else '') + message.content + '[/INST]' }}
     {%- else %}
         {{- ' ' + message.content | trim + eos_token }}
@@ -3374,7 +3396,7 @@ def show(stream: TextStream) -> str:
                 text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
-        stream.generation.stop_reason = "interrupted"
+        stream.generation.stop("interrupted")
     write("\n")
     return shown
 
