@@ -617,8 +617,7 @@ def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
     # 1. min_p; and what top_p would leave out in any case, because sorting all of V is slow: V
     #    probabilities below this bound have less than (1 - top_p) / 2 together, so the others reach
     #    top_p without them, with the other half to spare for rounding.
-    bound = (1 - sampling.top_p) / 2 / len(p)
-    bound = max(bound, sampling.min_p * p.max())
+    bound = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
     ids = (p >= bound).nonzero()[0]
     p = p[ids]
 
