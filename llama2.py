@@ -2079,8 +2079,7 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         factor = 1.0
         if settings["rope_type"] == "linear":
             factor = get_typed(settings, "factor", float)
-        # Linear scaling extends the context for which the model was trained.
-        context = int(get_typed(settings, "max_position_embeddings", int) * factor)
+        context = get_typed(settings, "max_position_embeddings", int)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
         if settings.get("model_type") == "mistral":  # is Llama as long as the window is not full
             context = min(context, get_typed(settings, "sliding_window", int, context))

@@ -179,7 +179,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 NUMBER_SIZES = dict(zip((*range(8), 10, 11, 12), (1, 1, 2, 2, 4, 4, 4, 1, 8, 8, 8), strict=True))
-UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = range(4, 10)
 
 
 def stored_values(path: Path) -> dict[str, bytes]:
@@ -205,6 +205,11 @@ def stored_values(path: Path) -> dict[str, bytes]:
             size = file.tell() - start
             file.seek(start)
             values[key] = file.read(size)
+    # Until version 0.6.0 these were written as UINT32, which llama.cpp does not take.
+    head = struct.pack("<II", ARRAY, UINT32)
+    types = values.get("tokenizer.ggml.token_type", b"")
+    if types.startswith(head):
+        values["tokenizer.ggml.token_type"] = struct.pack("<II", ARRAY, INT32) + types[len(head) :]
     return values
 
 
@@ -214,16 +219,19 @@ def pack_text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def pack_value(value: Any) -> bytes:
-    """A value of the metadata with its type, as converters write it."""
+def pack_value(value: Any, integer: int = UINT32) -> bytes:
+    """A value of the metadata with its type, as gguf.GGUFWriter packs it.
+
+    `integer` is the type of an integer. In a list that is always INT32, as llama.cpp expects.
+    """
     if isinstance(value, list):
-        items = [*map(pack_value, value)]
+        items = [pack_value(item, INT32) for item in value]
         head = struct.pack("<I", ARRAY) + items[0][:4] + struct.pack("<Q", len(items))
         return head + b"".join(item[4:] for item in items)
     if isinstance(value, bool):
         return struct.pack("<I?", BOOL, value)
     if isinstance(value, int):
-        return struct.pack("<II", UINT32, value)
+        return struct.pack("<Ii" if integer == INT32 else "<II", integer, value)
     if isinstance(value, float):
         return struct.pack("<If", FLOAT32, value)
     return struct.pack("<I", STRING) + pack_text(value)
@@ -245,11 +253,15 @@ def model_keys(config: llama2.Config, vocabulary: llama2.Vocabulary) -> dict[str
         "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "llama.rope.dimension_count": config.head_dim,
         "llama.rope.freq_base": float(config.rope_theta),
-        "llama.rope.scaling.type": "linear",  # a factor of 1 changes nothing
+        "llama.rope.scaling.type": "linear" if config.rope_scaling_factor != 1 else None,
         "llama.rope.scaling.factor": float(config.rope_scaling_factor),
+        # llama.cpp's converter writes none of these three: llama.cpp finds an "end of turn" by its
+        # text. Ollama reads eos_token_ids; llama.cpp reads the first two of them by other names.
         "tokenizer.ggml.eos_token_ids": ends,
     }
-    for end, token_id in zip(("eot", "eom"), ends):  # llama.cpp reads these two only
+    if config.rope_scaling_factor == 1:
+        keys["llama.rope.scaling.factor"] = None
+    for end, token_id in zip(("eot", "eom"), ends):
         keys[f"tokenizer.ggml.{end}_token_id"] = token_id
     return keys
 
@@ -257,7 +269,7 @@ def model_keys(config: llama2.Config, vocabulary: llama2.Vocabulary) -> dict[str
 def vocabulary_keys(vocabulary: llama2.Vocabulary, count: int) -> dict[str, Any]:
     """GGUF's keys for a vocabulary, padded to `count` pieces. Raises ValueError."""
     padding = range(len(vocabulary.pieces), count)
-    keys: dict[str, Any] = {"token_type": vocabulary.types}
+    keys: dict[str, Any] = {"token_type": [*vocabulary.types]}
     if isinstance(vocabulary.model, bytes):
         keys |= sentencepiece_keys(vocabulary)
     else:
@@ -267,13 +279,19 @@ def vocabulary_keys(vocabulary: llama2.Vocabulary, count: int) -> dict[str, Any]
         "token_type": keys["token_type"] + [UNUSED] * len(padding),
         "bos_token_id": vocabulary.bos_id,
         "eos_token_id": vocabulary.eos_id,
-        "add_bos_token": vocabulary.add_bos,
-        "add_space_prefix": vocabulary.prepend_scheme != "never",
-        # llama2.py alone knows this key: GGUF cannot say where else a space is added.
-        "prepend_scheme": vocabulary.prepend_scheme,
+        "add_bos_token": vocabulary.add_bos,  # the converter writes it if the tokenizer's files do
     }
     if "scores" in keys:
-        keys["scores"] += [0.0] * (count - len(keys["scores"]))
+        # As in SentencePiece; llama.cpp's converter writes CONTROL where other files say "special".
+        if (unknown := keys["unknown_token_id"]) is not None:
+            keys["token_type"][unknown] = UNKNOWN
+        added = keys["token_type"][len(keys["scores"]) :]
+        keys["scores"] += [-1e4 if t == UNUSED else -1e3 for t in added]
+        if vocabulary.prepend_scheme == "never":
+            keys["add_space_prefix"] = False
+        elif vocabulary.prepend_scheme != "prepend":
+            # llama2.py alone knows this key: GGUF cannot say where else a space is added.
+            keys["prepend_scheme"] = vocabulary.prepend_scheme
     for name, role in SPECIAL_TOKENS.items():
         text = vocabulary.special_tokens.get(role)
         if text in vocabulary.pieces:
@@ -343,10 +361,11 @@ def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
         types[i] = USER_DEFINED
     return {
         "model": "llama",
+        "pre": "default",
         "token_type": types,
         "scores": sp.scores,
         "unknown_token_id": sp.types.index(UNKNOWN) if UNKNOWN in sp.types else None,
-        "remove_extra_whitespaces": sp.strips_spaces,
+        "remove_extra_whitespaces": sp.strips_spaces or None,
     }
 
 
@@ -385,6 +404,7 @@ def json_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
     if re.fullmatch(SPACES, steps) and merges:
         return {
             "model": "llama",
+            "pre": "default",
             "scores": merge_scores(vocabulary, merges),
             "unknown_token_id": vocabulary.pieces.index(model.get("unk_token") or "<unk>"),
         }
@@ -413,6 +433,12 @@ def merge_scores(vocabulary: llama2.Vocabulary, merges: list[str]) -> list[float
     return [scores.get(piece, 0.0) for piece in vocabulary.pieces]
 
 
+INTEGERS = {  # keys whose integers are signed
+    "general.sampling.top_k": INT32,
+    "general.sampling.penalty_last_n": INT32,
+}
+
+
 def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
     """The metadata for a GGUF file of a checkpoint, each value packed. Raises ValueError.
 
@@ -427,6 +453,8 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
     vocabulary = checkpoint.tokenizer.vocabulary
     stored = {}
     if checkpoint.file is None:
+        # The converter also makes up what describes a model to people: a name, a size, ...
+        keys["general.type"] = "model"
         keys |= vocabulary_keys(vocabulary, config.vocab_size)
         keys |= model_keys(config, vocabulary)
         for name, value in checkpoint.sampling.items():  # JSON may have 1 for 1.0
@@ -438,7 +466,8 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
                 stored.pop(key, None)
                 keys[key] = value
     written = {key: value for key, value in keys.items() if value not in (None, "", [])}
-    packed = {key: pack_value(value) for key, value in written.items()} | stored
+    packed = {key: pack_value(value, INTEGERS.get(key, UINT32)) for key, value in written.items()}
+    packed |= stored
     # The new file is not split.
     return {key: value for key, value in packed.items() if not key.startswith("split.")}
 
@@ -485,8 +514,6 @@ def save_gguf(
         raise ValueError(f"type {ggml_type!r}; expected one of {', '.join(SAVE_TYPES)}")
     checkpoint = as_checkpoint(model, tokenizer)
     metadata = gguf_metadata(checkpoint)
-    if ggml_type:
-        metadata.pop("general.file_type", None)
     config, file = checkpoint.config, checkpoint.file
     align = file.metadata.get("general.alignment", 32) if file else 32
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
@@ -494,6 +521,12 @@ def save_gguf(
     for name, weight in checkpoint.weights.items():
         gguf_name = names.get_name(hf_name(name), try_suffixes=(".weight",))
         weights[gguf_name] = convert_weight(weight, ggml_type)
+    if ggml_type or file is None:  # the type of most matrices; llama.cpp guesses what has no number
+        types = Counter(w.ggml_type for w in weights.values() if len(w.shape) > 1)
+        name = f"MOSTLY_{types.most_common(1)[0][0]}".replace("MOSTLY_F32", "ALL_F32")
+        metadata.pop("general.file_type", None)
+        if name in gguf.LlamaFileType.__members__:
+            metadata["general.file_type"] = pack_value(int(gguf.LlamaFileType[name]))
     if factors := config.rope_freq_factors:
         weights["rope_freqs.weight"] = make_weight(
             torch.tensor(factors, dtype=torch.float32, device="cpu")
@@ -541,10 +574,6 @@ def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
         settings["rope_scaling"] = rope
     elif factor != 1:
         settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-        # The context before it is extended by the factor, and, if that is not whole, after it.
-        context = config.max_position_embeddings
-        settings["max_position_embeddings"] = max(1, int(context / factor))
-        settings["max_sequence_length"] = context
     return settings
 
 

@@ -100,7 +100,7 @@ def test_rope_settings_by_transformers_precedence(write_model, change):
 
 CONTEXTS = """\
 16384 | {"max_sequence_length": 16384, "rope_scaling": {"factor": 4.0, "type": "linear"}}
-32768 | {"rope_scaling": {"factor": 8.0, "type": "linear"}}
+4096 | {"rope_scaling": {"factor": 8.0, "type": "linear"}}
 4096 | {"max_position_embeddings": null, "max_sequence_length": 4096}
 2048 | {"max_position_embeddings": null}
 4000 | {"model_type": "mistral", "sliding_window": 4000}
@@ -109,6 +109,7 @@ CONTEXTS = """\
 
 @cases("context, change", CONTEXTS)
 def test_contexts(write_model, context, change):
+    """As published, which a linear factor does not change: DeepSeek Coder, LLaMA-2-7B-32K."""
     config = llama2.open_checkpoint(write_model(json.loads(change))).config
     assert config.max_position_embeddings == int(context)
 

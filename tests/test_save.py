@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import struct
 import sys
 from dataclasses import replace
 
@@ -12,10 +13,12 @@ import convert
 import gguf
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 from save import SAVE_TYPES, save_folder, save_gguf, tokenizer_files, vocabulary_keys
 from test_hostile import contents, lowered
+from test_llama3 import ADDED, CONTROL, TEXT_PIECES, published_json
 from torch import nn
 
 import llama2
@@ -25,16 +28,20 @@ from test_llama2 import (
     ROWS,
     TALE,
     WIDE,
+    added_tokens_decoder,
     assert_close,
     cases,
     logits_of,
     make_model,
+    make_weights,
     one_line,
     quantised,
     raises,
     random_texts,
+    tokenizer_model,
     write_all_types,
     write_files,
+    write_hf,
 )
 
 
@@ -221,8 +228,8 @@ def test_what_a_file_says_of_the_model_is_kept(tmp_path):
         save_gguf(checkpoint, out, ggml_type, overwrite=True)
         again = llama2.open_checkpoint(out)
         assert again.config == checkpoint.config
-        assert general.items() <= {"general.file_type": 2, **again.file.metadata}.items()
-        assert ("general.file_type" in again.file.metadata) == (ggml_type is None)
+        general["general.file_type"] = 1 if ggml_type else 2  # that of F16
+        assert general.items() <= again.file.metadata.items()
 
 
 def test_convert_says_what_it_wrote(small, tmp_path, capsys):
@@ -242,6 +249,129 @@ def test_whoever_types_the_old_options_is_told_the_new_command(small, cli):
 
 # --------------------------------------------------------------------------------------------------
 # Beside llama.cpp
+
+
+def typed_keys(path):
+    """The metadata of a GGUF file, each value with its types, as gguf reads it."""
+    fields = gguf.GGUFReader(path).fields.items()
+    return {key: (f.types, f.contents()) for key, f in fields if not key.startswith("GGUF.")}
+
+
+def write_converters_keys(path, folder, tokens, scores=None, pre="default"):
+    """What llama.cpp's converter writes of a folder, in its order, by gguf's own code.
+
+    `tokens`: the text and the type of each. (conversion/llama.py, which needs transformers, makes
+    them of the tokenizer's files.)
+    """
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type(gguf.GGUFType.MODEL)
+    gguf.Metadata.load(None, folder, folder.name, 1000).set_gguf_meta_model(writer)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    rope = config["rope_parameters"]
+    if "factor" in rope:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_tokenizer_model("llama" if scores else "gpt2")
+    writer.add_tokenizer_pre(pre)
+    texts, types = zip(*tokens)
+    writer.add_token_list(texts)
+    if scores:
+        writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    special = gguf.SpecialVocab(folder, load_merges=not scores, n_vocab=len(texts))
+    special.add_to_gguf(writer, quiet=True)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+# In the converter's file alone: what it makes up to describe a model to people.
+ABOUT = r"general\.(name|basename|finetune|version|organization|size_label)"
+SAMPLED = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "do_sample": True}
+
+
+@pytest.mark.parametrize("form", ["SentencePiece", "byte-level BPE"])
+def test_keys_and_types_are_those_of_llama_cpps_converter(tmp_path, form):
+    """llama.cpp does not load a file with a value of another type. From a folder and from memory."""
+    pytest.importorskip("tokenizers")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "add_bos_token": True}
+    if form == "SentencePiece":
+        sp = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model())
+        types = [2, 3, 3, *[6] * 256, *[1] * 61]
+        tokens = [*zip(map(sp.id_to_piece, range(320)), types)]
+        tokens += [("<|im_end|>", 3), ("<tool>", 4), ("[PAD322]", 5), ("[PAD323]", 5)]
+        scores = [*map(sp.get_score, range(320)), -1e3, -1e3, -1e4, -1e4]
+        added = added_tokens_decoder({"<|im_end|>": True, "<tool>": False}, 320)
+        files, pre = {"tokenizer.model": tokenizer_model()}, "default"
+        special |= {"unk_token": "<unk>", "added_tokens_decoder": added}
+    else:
+        files, pre, scores = {"tokenizer.json": published_json("gpt-2")}, "gpt-2", None
+        tokens = [(text, 1) for text in TEXT_PIECES]
+        tokens += [(text, 3 if text in CONTROL else 4) for text in ADDED]
+        special |= {"bos_token": CONTROL[0], "eos_token": CONTROL[1], "pad_token": CONTROL[1]}
+    texts = [text for text, _ in tokens]
+    bos, eos = (texts.index(special[name]) for name in ("bos_token", "eos_token"))
+    stop = texts.index("<|im_end|>" if scores else "<|eot_id|>")
+    config = replace(CONFIG, vocab_size=len(tokens), bos_token_id=bos, eos_token_id=eos)
+    folder = write_hf(tmp_path / "model", config, make_weights(config))
+    (folder / "tokenizer.model").unlink()
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"head_dim": 16, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
+    if scores:  # of a tokenizer.model, the converter takes the ids that config.json has
+        settings["unk_token_id"] = 0
+    settings["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    files |= {"config.json": settings, "generation_config.json": SAMPLED | {"eos_token_id": [stop]}}
+    write_files(folder, files | {"tokenizer_config.json": special | {"chat_template": "{{ 1 }}"}})
+    theirs = typed_keys(
+        write_converters_keys(tmp_path / "theirs.gguf", folder, tokens, scores, pre)
+    )
+    expected = {key: value for key, value in theirs.items() if not re.fullmatch(ABOUT, key)}
+    # In ours alone: what ends a text besides EOS. llama.cpp finds it by its text.
+    array, *integers = map(gguf.GGUFValueType.__getitem__, ("ARRAY", "INT32", "UINT32"))
+    expected["tokenizer.ggml.eos_token_ids"] = [array, integers[0]], [stop]
+    expected["tokenizer.ggml.eot_token_id"] = integers[1:], stop
+    save_gguf(llama2.open_checkpoint(folder), tmp_path / "files.gguf")
+    model, tokenizer = llama2.load(folder)
+    save_gguf(model, tmp_path / "memory.gguf", "F32", tokenizer)
+    save_gguf(llama2.open_checkpoint(tmp_path / "files.gguf"), tmp_path / "again.gguf", "F32")
+    for name in ("files", "memory", "again"):
+        assert typed_keys(tmp_path / f"{name}.gguf") == expected, name
+
+
+def test_files_of_version_0_6_are_mended(small, tmp_path):
+    """Their token_type was UINT32."""
+    expected = typed_keys(small)
+    name = b"tokenizer.ggml.token_type"
+    data = small.read_bytes()
+    array, int32, uint32 = struct.pack("<I", 9), struct.pack("<I", 5), struct.pack("<I", 4)
+    assert data.count(name + array + int32) == 1
+    small.write_bytes(data.replace(name + array + int32, name + array + uint32))
+    save_gguf(llama2.open_checkpoint(small), tmp_path / "new.gguf")
+    assert expected.items() <= typed_keys(tmp_path / "new.gguf").items()
+
+
+@pytest.mark.parametrize("ggml_type", SAVE_TYPES)
+def test_the_file_type_is_that_of_the_matrices(small, tmp_path, ggml_type):
+    """As llama.cpp numbers them."""
+    save_gguf(llama2.open_checkpoint(small), tmp_path / "x.gguf", ggml_type)
+    number = llama2.GGUF(tmp_path / "x.gguf").metadata["general.file_type"]
+    expected = "ALL_F32" if ggml_type == "F32" else f"MOSTLY_{ggml_type}"
+    assert gguf.LlamaFileType(number).name == expected
 
 
 @pytest.mark.parametrize("ggml_type", [None, "F16", "Q8_0"])
