@@ -74,7 +74,7 @@ if __name__ == "__main__":  # Two settings that must be made before torch is imp
 # comment, "float32 island 1 of 4" to "4 of 4".
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -226,8 +226,13 @@ class Cache:
                 "batch_size and max_seq_len must be at least 1, dtype a floating point one;"
                 f" they are {batch_size}, {max_seq_len} and {dtype}"
             )
-        L, G = config.num_hidden_layers, config.num_key_value_heads
-        shape = (L, batch_size, G, max_seq_len, config.head_dim)
+        shape = (  # (L, B, G, max_seq_len, D)
+            config.num_hidden_layers,
+            batch_size,
+            config.num_key_value_heads,
+            max_seq_len,
+            config.head_dim,
+        )
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.cos, self.sin = rope_tables(config, max_seq_len, device)  # each (max_seq_len, D/2)
@@ -235,11 +240,17 @@ class Cache:
         self.tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.int64, device=device)
         self.max_seq_len = max_seq_len
         self.pos = 0  # how many tokens are stored, which is the position of the next one
+        self.layer = 0  # the layer whose turn it is: its place in the model's list of layers
 
-    def check(self, config: Config, tokens: Tensor) -> None:
-        """Raises ValueError unless it was made for this model and batch size; tokens: (B, T)."""
-        L, G = config.num_hidden_layers, config.num_key_value_heads
-        shape = (L, len(tokens), G, self.max_seq_len, config.head_dim)
+    def check(self, model: "Llama", tokens: Tensor) -> None:
+        """Raises ValueError unless the sizes are those of this model and tokens (B, T)."""
+        shape = (
+            len(model.layers),
+            len(tokens),
+            model.config.num_key_value_heads,
+            self.max_seq_len,
+            model.config.head_dim,
+        )
         for t in (self.k, self.v):
             if t.shape != shape or t.device != tokens.device:
                 raise ValueError(
@@ -285,6 +296,7 @@ class Cache:
         where = self.slots(k.shape[2])
         self.k[layer, :, :, where] = k
         self.v[layer, :, :, where] = v
+        self.layer = layer + 1
         keys, values = self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
         # Views if the dtypes are the same. A cache of fewer bits is converted, all of it, each time.
         return keys.type_as(k), values.type_as(v)
@@ -294,6 +306,7 @@ class Cache:
         where = self.slots(tokens.shape[1])
         self.tokens[:, where] = tokens
         self.pos = where.stop
+        self.layer = 0
 
     def common_prefix(self, tokens: Tensor) -> int:
         """Length of the prefix that the cache and `tokens` (B, T) share, in every sequence."""
@@ -344,9 +357,8 @@ class CausalSelfAttention(nn.Module):
     Grouped-query attention: GQA paper, section 2.2.
     """
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.layer = layer  # where its keys and values are in the cache
         self.head_dim = config.head_dim
         C = config.hidden_size
         q_size = config.num_attention_heads * config.head_dim
@@ -367,7 +379,7 @@ class CausalSelfAttention(nn.Module):
         k = apply_rotary_emb(k, cos, sin).transpose(1, 2)  # (B, G, T, D)
         v = v.transpose(1, 2)  # (B, G, T, D)
         if cache is not None:
-            k, v = cache.update(self.layer, k, v)  # (B, G, S, D)
+            k, v = cache.update(cache.layer, k, v)  # (B, G, S, D)
 
         # Query head h attends to key/value head h // (H/G): with H = 4 and G = 2, query heads 0 and
         # 1 use key head 0, query heads 2 and 3 use key head 1. Instead of repeating the keys and
@@ -410,10 +422,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then the MLP; each normalises its input and adds its output to x."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = CausalSelfAttention(config, layer)
+        self.self_attn = CausalSelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -449,7 +461,7 @@ class Llama(nn.Module):
         # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
         weight = torch.empty(V, C).uniform_(-(C**-0.5), C**-0.5)  # (V, C)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(C, config.rms_norm_eps)  # weight: (C,)
         self.lm_head = nn.Linear(C, V, bias=False)  # weight: (V, C)
         if config.tie_word_embeddings:
@@ -457,9 +469,10 @@ class Llama(nn.Module):
 
     def new_cache(self, max_seq_len: int | None = None, batch_size: int = 1) -> Cache:
         """A Cache of the dtype and on the device that suit this model."""
+        config = replace(self.config, num_hidden_layers=len(self.layers))
         weight = self.norm.weight
         dtype = self.cache_dtype or weight.dtype
-        return Cache(self.config, batch_size, max_seq_len, dtype, weight.device)
+        return Cache(config, batch_size, max_seq_len, dtype, weight.device)
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
@@ -476,7 +489,7 @@ class Llama(nn.Module):
             )
         T = tokens.shape[1]
         if cache is not None:
-            cache.check(self.config, tokens)
+            cache.check(self, tokens)
             cos, sin = cache.rope(T)
             mask = cache.mask(T)
         else:
@@ -487,7 +500,9 @@ class Llama(nn.Module):
         # There are no gradients through a cache, because it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            for block in self.layers:
+            for layer, block in enumerate(self.layers):
+                if cache is not None:
+                    cache.layer = layer  # a Block may stand in several places of the list
                 x = block(x, cos, sin, mask, cache)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the logits of the last position are enough
@@ -515,7 +530,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any, NamedTuple
 
 __all__ += [
@@ -3067,6 +3082,7 @@ class NativeBlock(Block):
             y = torch.empty_like(x)
             layer = self.pack(x, cos, sin, mask, cache, y)
             if layer and not load_kernels().run_block(layer):
+                cache.layer += 1
                 return y
         return super().forward(x, cos, sin, mask, cache)
 
@@ -3110,7 +3126,7 @@ class NativeBlock(Block):
             *[matrix.fast for matrix in matrices],
             attention.head_dim,
             cache.pos,
-            attention.layer,
+            cache.layer,
             *[norm.eps for norm in norms],
         )
 
@@ -3156,10 +3172,12 @@ class CompiledLinear(QuantizedLinear):
 class LayerCache:
     """One layer of a Cache, for a compiled decode step: its position is the size of its tensors."""
 
-    def __init__(self, cache: Cache, layer: int) -> None:
+    layer = 0
+
+    def __init__(self, cache: Cache) -> None:
         S = cache.slots(1).stop
-        self.k = cache.k[layer][:, :, :S]  # (B, G, S, D)
-        self.v = cache.v[layer][:, :, :S]
+        self.k = cache.k[cache.layer][:, :, :S]  # (B, G, S, D)
+        self.v = cache.v[cache.layer][:, :, :S]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As Cache.update(), for one token."""
@@ -3180,7 +3198,8 @@ class CompiledBlock(Block):
         # Compiled code ignores hooks that are added after its compilation.
         if by_torch or not is_step or not unhooked(self.modules()):
             return super().forward(x, cos, sin, mask, cache)
-        layer_cache = LayerCache(cache, self.self_attn.layer)
+        layer_cache = LayerCache(cache)
+        cache.layer += 1
         return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)
 
 

@@ -8,6 +8,7 @@ folder tests/ holds what is long or special, and takes tiny models, vocabularies
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import io
@@ -20,6 +21,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -29,6 +31,7 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as GGMLType
+from torch import nn
 
 import llama2
 
@@ -721,7 +724,7 @@ def test_rms_norm_is_the_formula():
 def test_attention_is_the_formula(kv_heads):
     """Written out head by head. Catches a wrong scale, mask, or order of the grouped heads."""
     config = llama2.Config(**SHAPE | {"num_key_value_heads": kv_heads})
-    attention = llama2.CausalSelfAttention(config, 0)
+    attention = llama2.CausalSelfAttention(config)
     x = torch.randn(2, 6, 64)
     cos, sin = llama2.rope_tables(config, 6)
     layers = attention.q_proj, attention.k_proj, attention.v_proj
@@ -826,6 +829,81 @@ def test_autograd_reaches_every_parameter_and_training_lowers_the_loss(tied):
             p.grad = None
     assert losses[0] < math.log(320) + 0.5  # a fresh model knows nothing, and does not pretend to
     assert losses[-1] < losses[0] - 0.1
+
+
+def arrange(model, places, copied=False):
+    """A copy of the model, whose layers stand at these places of the old list; None: another kind."""
+    model = copy.deepcopy(model)
+    layers = [Passing() if i is None else model.layers[i] for i in places]
+    model.layers = nn.ModuleList(copy.deepcopy(layer) if copied else layer for layer in layers)
+    return model
+
+
+class Passing(nn.Module):
+    """A layer that is no Block."""
+
+    def forward(self, x, cos, sin, mask, cache):
+        return x + x.roll(1, -1)
+
+
+ARRANGED = [[0, 1, 1, 0], [1, 0], [1], [0, None, 1, None], [1, 1, 1]]  # of two layers
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("places", ARRANGED)
+def test_layers_may_be_repeated_moved_copied_and_removed(model, places, copied):
+    """A layer's place in the cache is its place in the list, not one that it was made for."""
+    arranged = arrange(model, places, copied)
+    cache = arranged.new_cache(batch_size=3)
+    assert_close(in_steps(arranged, TOKENS, [20, 1, 1, 3, 15], cache), arranged(TOKENS))
+    new_ids = [*llama2.generate(arranged, [1, 5, 9], GREEDY, 12, stop_ids=())]
+    logits = arranged(torch.tensor([[1, 5, 9, *new_ids]]))[0]
+    assert logits[2:-1].argmax(-1).tolist() == new_ids
+    other = arrange(model, [0] * (len(places) + 1))
+    raises(r"it must be \(", arranged, TOKENS, other.new_cache(batch_size=3))
+
+
+def test_repeated_layers_equal_transformers(weights, model):
+    """As depth up-scaling makes them: SOLAR, arXiv:2312.15166."""
+    places = [0, 1, 0, 1, 1]
+    repeated = {n: w for n, w in weights.items() if not n.startswith("layers.")}
+    for i, place in enumerate(places):
+        for name in (n for n in weights if n.startswith(f"layers.{place}.")):
+            repeated[name.replace(f".{place}.", f".{i}.", 1)] = weights[name]
+    theirs = make_hf(dataclasses.replace(CONFIG, num_hidden_layers=5), repeated)
+    arranged = arrange(model, places)
+    actual = in_steps(arranged, TOKENS, [7, 1, 32], arranged.new_cache(batch_size=3))
+    assert_close(actual, theirs(TOKENS).logits)
+
+
+def test_layers_in_a_loop_of_ones_own(model):
+    """As in a model that is taken apart: the cache counts the layers that use it."""
+    arranged = arrange(model, [0, 1, 1])
+    cache = arranged.new_cache(batch_size=3)
+    for part in TOKENS.split([20, 1, 19], 1):
+        x, inputs = (
+            arranged.embed_tokens(part),
+            (*cache.rope(part.shape[1]), cache.mask(part.shape[1])),
+        )
+        for block in arranged.layers:
+            x = block(x, *inputs, cache)
+        cache.advance(part)
+        last = arranged.lm_head(arranged.norm(x[:, -1]))
+    assert_close(last, arranged(TOKENS)[:, -1])
+
+
+def test_threads_share_a_repeated_layer(model):
+    """Each thread has a cache; which layer runs is not written into the layers."""
+    arranged = arrange(model, [0, 1, 1, 0, 1])
+    expected = arranged(TOKENS)
+
+    def run(i):
+        cache = arranged.new_cache()
+        return in_steps(arranged, TOKENS[i % 3, None], [1] * 40, cache)
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, actual in enumerate(pool.map(run, range(12))):
+            assert_close(actual[0], expected[i % 3])
 
 
 def test_a_cache_takes_no_gradient(model):

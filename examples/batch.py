@@ -34,7 +34,8 @@ class PaddedCache(llama2.Cache):
     def __init__(self, model: llama2.Llama, padding: Tensor, max_seq_len: int) -> None:
         weight = model.norm.weight
         dtype = model.cache_dtype or weight.dtype
-        super().__init__(model.config, len(padding), max_seq_len, dtype, weight.device)
+        config = replace(model.config, num_hidden_layers=len(model.layers))
+        super().__init__(config, len(padding), max_seq_len, dtype, weight.device)
         self.padding = padding.to(weight.device)
 
     def mask(self, T: int) -> Tensor:

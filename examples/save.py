@@ -63,14 +63,15 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
             weights[f"{path}.weight"] = make_weight(w, last)
         else:
             weights[name] = make_weight(w)
-    config = replace(model.config, tie_word_embeddings=False)
+    own_config = replace(model.config, num_hidden_layers=len(model.layers))
+    config = replace(own_config, tie_word_embeddings=False)
     with llama2.naming("a file cannot hold the model as it is"):
         check_tensors(weights, config)
     embedding, head = weights["embed_tokens.weight"], weights["lm_head.weight"]
     # The two are one tensor in a new model. Training or a replaced module may have changed that.
     if model.config.tie_word_embeddings and torch.equal(embedding.read(), head.read()):
         del weights["lm_head.weight"]
-        config = model.config
+        config = own_config
     usual = vars(llama2.Sampling())
     sampling = vars(model.sampling or llama2.Sampling())
     sampling = {k: sampling[k] for k in llama2.GGUF_SAMPLING if sampling[k] != usual[k]}

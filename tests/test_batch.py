@@ -9,7 +9,7 @@ import torch
 from batch import generate_batch
 
 import llama2
-from test_llama2 import GREEDY, TOKENS, assert_close
+from test_llama2 import GREEDY, TOKENS, arrange, assert_close
 
 PROMPTS = [[1, 5, 9, 200, 31, 77, 8], [1, 70], [1, 5, 9, 31]]
 
@@ -26,6 +26,19 @@ def test_logits_are_those_of_each_sequence_alone(model, monkeypatch, chunk):
 
     sampling = llama2.Sampling(temperature=1, seed=0, logits_processor=check)
     assert len([*generate_batch(model, PROMPTS, sampling, 6, stop_ids=())]) == 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("places", [[0, 1, 1, 0], [1]])
+@pytest.mark.parametrize("prompts", [PROMPTS, [[1, 5, 9]] * 3])
+def test_layers_repeated_and_removed(model, prompts, places):
+    arranged = arrange(model, places)
+    steps = [*generate_batch(arranged, prompts, GREEDY, 6, stop_ids=())]
+    alone = [[*llama2.generate(arranged, ids, GREEDY, 6, stop_ids=())] for ids in prompts]
+    assert steps == [[*ids] for ids in zip(*alone)]
+    for ids, new_ids in zip(prompts, alone):
+        logits = arranged(torch.tensor([ids + new_ids]))[0, len(ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == new_ids
 
 
 def test_filler_sees_itself(model):

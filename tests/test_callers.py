@@ -18,7 +18,7 @@ from test_kernels import model_of
 from torch import nn
 
 import llama2
-from test_llama2 import assert_close, needs
+from test_llama2 import arrange, assert_close, in_steps, needs
 
 pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
 CHANGE = json.loads("""{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
@@ -158,6 +158,37 @@ def test_changed_models(models, blocks, name):
     assert len(blocks) == CHANGES[name][2]
     if name not in ("bfloat16", "a layer of another shape"):  # the case does what it says
         assert (results[1] - models[0](TOKENS, llama2.Cache(CONFIG))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("places", [[0, 1, 1, 2, 1], [2, 0, 1], [2], [0, None, 1, None]])
+def test_layers_repeated_moved_and_removed(models, blocks, places, copied):
+    """The kernels store keys and values where the layer stands in the list."""
+    plain, native = (arrange(model, places, copied) for model in models)
+    expected = plain(TOKENS)
+    blocks.clear()
+    for steps in ([7], [1] * 7, [4, 1, 2]):
+        actual = in_steps(native, TOKENS, steps, native.new_cache())
+        agree(expected, actual)
+    assert not blocks  # none of them ran as plain torch
+
+
+def test_a_loop_of_ones_own_over_layers(models, blocks):
+    """The cache counts the layers of the kernels, too, and those that torch runs between them."""
+    plain, native = (arrange(model, [0, 1, 1, 2]) for model in models)
+    native.layers[3].self_attn.register_forward_hook(lambda module, args, y: y)
+    cache = native.new_cache()
+    expected = plain.layers[0](X, ANGLES, ANGLES, SEEN.tril(), None)
+    for block in plain.layers[1:]:
+        expected = block(expected, ANGLES, ANGLES, SEEN.tril(), None)
+    blocks.clear()
+    for t in range(5):
+        x = X[:, t, None]
+        for block in native.layers:
+            x = block(x, ANGLES[t, None], ANGLES[t, None], None, cache)
+        cache.advance(TOKENS[:, t, None])
+        agree(expected[:, t, None], x)
+    assert len(blocks) == 5
 
 
 def test_hooks_are_called_on_every_path(models):

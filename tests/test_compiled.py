@@ -13,7 +13,15 @@ from torch._inductor import metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llama2
-from test_llama2 import CONFIG, TOKENS, assert_close, needs, random_blocks
+from test_llama2 import (
+    CONFIG,
+    TOKENS,
+    arrange,
+    assert_close,
+    in_steps,
+    needs,
+    random_blocks,
+)
 
 pytestmark = [needs("load_kernels", "CompiledBlock"), pytest.mark.usefixtures("no_grad")]
 
@@ -79,6 +87,15 @@ def test_steps_equal_plain_ones(model, steps):
         assert_close(fast(part, ours), plain(part, theirs), 1e-5)
     fast(TOKENS[:1, :1], OtherCache(CONFIG))
     assert len(steps) == 3 * len(fast.layers)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 1, 0], [1], [0, None, 1]])
+def test_layers_repeated_moved_and_removed(model, steps, places):
+    fast = arrange(pair(model)[1], places)
+    assert_close(
+        in_steps(fast, TOKENS, [20, 1, 1, 3, 1, 14], fast.new_cache(batch_size=3)), fast(TOKENS)
+    )
+    assert len(steps) == 3 * sum(i is not None for i in places)
 
 
 def test_what_was_changed_counts(model, monkeypatch):

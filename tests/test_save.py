@@ -27,8 +27,10 @@ from test_llama2 import (
     GREEDY,
     ROWS,
     TALE,
+    TOKENS,
     WIDE,
     added_tokens_decoder,
+    arrange,
     assert_close,
     cases,
     logits_of,
@@ -136,6 +138,18 @@ def test_a_model_becomes_a_gguf_file(small, tmp_path, ggml_type, tolerance, comp
     again, same = llama2.load(tmp_path / "out.gguf", compile=compile)
     assert same.encode("a fox") == tokenizer.encode("a fox")
     assert_close(again(ROWS), model(ROWS), tolerance)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 1, 0], [1]])
+def test_layers_repeated_and_removed_are_saved(model, tokenizer, tmp_path, places):
+    """As many as the model has when it is saved."""
+    arranged = arrange(model, places)
+    save_gguf(arranged, tmp_path / "x.gguf", tokenizer=tokenizer)
+    save_folder(arranged, tmp_path / "x", "F32", tokenizer)
+    for path in (tmp_path / "x.gguf", tmp_path / "x"):
+        loaded, _ = llama2.load(path)
+        assert len(loaded.layers) == loaded.config.num_hidden_layers == len(places)
+        assert_close(loaded(TOKENS), arranged(TOKENS), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["out.gguf", "out"])
