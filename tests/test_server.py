@@ -387,12 +387,12 @@ WRONG = """{
 "seed": [1.5, "1", false, 9223372036854775808],
 "n": [0, 5, "1", true, 1.0],
 "best_of": [2],
-"stop": ["", [""], [1], 1, {}, ["a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a"]],
+"stop": [[1], 1, {}, ["a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a"]],
 "stream": ["true", 1, []],
 "stream_options": [1, "a", []],
 "model": [1, [], false],
 "logit_bias": [[], {"x": 1}, {"5": "1"}, {"999999": 1}, {"-1": 1}, {"1": null}, {"1": 101}],
-"top_k": [-1, 1.5],
+"top_k": [-2, 1.5],
 "min_p": [2],
 "repetition_penalty": [0],
 "presence_penalty": [101],
@@ -408,7 +408,6 @@ WRONG = """{
 "suffix": ["B"],
 "max_token": [5],
 "modalities": [["audio"]],
-"reasoning_effort": ["low"],
 "grammar": ["root ::= x"]
 },
 "/v1/completions": {
@@ -435,14 +434,14 @@ null, [], "A", ["A"], [{"role": "user"}], [{"content": "A"}],
 }"""
 NEUTRAL = """{
 "user": "u", "metadata": {"a": "b"}, "store": false, "n": 1, "tools": [], "tool_choice": "none",
-"parallel_tool_calls": false, "response_format": {"type": "text"}, "suffix": null, "logit_bias": {}, "echo": false, "stop": null,
+"parallel_tool_calls": false, "top_k": -1, "skip_special_tokens": true, "response_format": {"type": "text"}, "suffix": null, "logit_bias": {}, "echo": false, "stop": ["", "§"],
 "best_of": 1, "modalities": ["text"], "cache_prompt": true, "unknown": null, "stream_options": {"include_usage": false}, "top_logprobs": 0
 }"""
 BAD_BODIES = (
     (b"[]", None),
     (b"{} {}", None),
     (b"[" * 200_000, None),
-    (b'{"prompt": "A", "\\ud800": 1}', "?"),
+    (b'{"prompt": "A", "prompt\\ud800": 9}', "prompt?"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": [5] * 512}, "prompt"),
 )

@@ -19,6 +19,7 @@ testclient = pytest.importorskip("starlette.testclient")
 streaming = pytest.importorskip("openai.lib.streaming._deltas")
 
 from server import __main__ as server
+from server import fields as server_fields
 from server import grammar, tools
 from server.serving import Session
 
@@ -143,20 +144,21 @@ def sessions(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("templates")
     made = {}
 
-    def session(source):
-        if source not in made:
+    def session(source, *options):
+        options = options or ("--quiet",)
+        if (source, options) not in made:
             path = folder / str(len(made))
             path.write_text(source)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("sys.argv", ["server", "--quiet", "--chat-template", str(path)])
+                patch.setattr("sys.argv", ["server", *options, "--chat-template", str(path)])
                 args = server.parse_args()
                 model = llama2.Llama(
                     llama2.Config(16, 16, 1, 2, 2, vocab_size=tokenizer.vocab_size)
                 ).requires_grad_(False)
                 patch.setattr(llama2, "load", lambda *_, **__: (model, tokenizer))
                 app = server.make_app(Session(args), "m", args)
-            made[source] = testclient.TestClient(app, "http://localhost")
-        return made[source]
+            made[source, options] = testclient.TestClient(app, "http://localhost")
+        return made[source, options]
 
     return session
 
@@ -397,9 +399,8 @@ def test_responses_with_a_form_or_a_limit(responses, tell):
     assert cut.output[0].status == "incomplete"
 
 
-REFUSED = """{"previous_response_id": "x", "conversation": "x", "background": true, "prompt": {},
-"reasoning": {"effort": "low"}, "truncation": "auto", "include": ["x"], "max_tokens": 5, "n": 2,
-"tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "input": [{"type": "item_reference"}],
+REFUSED = """{"previous_response_id": "x", "conversation": "x", "background": true, "include": ["x"],
+"max_tokens": 5, "n": 2, "tool_choice": {"type": "web_search"}, "input": [{"type": "item_reference"}],
 "messages": [], "max_output_tokens": -1, "response_format": {"type": "json_object"}}"""
 
 
@@ -409,3 +410,177 @@ def test_responses_refuses_by_name(sessions, field):
     reply = sessions(BOTH).post("/v1/responses", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
     assert field in reply.json()["error"]["message"]
+
+
+# --------------------------------------------------------------------------------------------------
+# What becomes of a field
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+VALUES = """{"messages": [{"role": "user", "content": "A"}], "prompt": "A", "input": "A",
+"model": "x", "stream": true, "stream_options": {"include_usage": true}, "max_tokens": 1,
+"max_completion_tokens": 1, "max_output_tokens": 16, "temperature": 1, "top_p": 1, "top_k": -1,
+"min_p": 0, "repetition_penalty": 1, "seed": -1, "n": 2, "presence_penalty": 0, "stop": ["", "x"],
+"frequency_penalty": 0, "logit_bias": {}, "logprobs": 1, "top_logprobs": 1, "echo": true,
+"tools": [], "tool_choice": "auto", "parallel_tool_calls": false, "instructions": "A",
+"response_format": {"type": "text"}, "text": {"verbosity": "low", "format": {"type": "text"}},
+"reasoning_effort": "low", "reasoning": {"effort": null, "summary": "auto"}, "cache_prompt": false,
+"chat_template_kwargs": {"enable_thinking": false}, "continue_final_message": false,
+"parse_special": true, "include_stop_token": true, "include": ["reasoning.encrypted_content"]}"""
+PROMPTS = {
+    CHAT: {"messages": QUESTION},
+    RESPONSES: {"input": "A"},
+    "/v1/completions": {"prompt": "A"},
+}
+PATHS = {
+    "/v1/completions": "prompt echo parse_special logprobs n",
+    RESPONSES: "input instructions text reasoning max_output_tokens include",
+}
+TABLE = (
+    (Path(__file__).parent.parent / "docs/usage.md")
+    .read_text("utf-8")
+    .partition("| field | here |")[2]
+)
+ROWS = [row.split(" | ") for row in TABLE.partition("\n\n")[0].splitlines()[2:]]
+FIELDS = [
+    (verdict.split()[0].strip(",;"), name)
+    for names, verdict, *_ in ROWS
+    if "in a" not in names
+    for name in re.findall("`([a-z_]+)`", names)
+]
+
+
+@pytest.mark.parametrize("verdict, name", FIELDS)
+def test_fields_of_the_table(sessions, capsys, verdict, name):
+    """What the documents say becomes of each; the log names what was forgotten."""
+    path = next((path for path, names in PATHS.items() if name in names.split()), CHAT)
+    value = json.loads(VALUES).get(name, ["x"])
+    body = {"max_tokens": 1} if path != RESPONSES else {"max_output_tokens": 1}
+    capsys.readouterr()
+    body |= {**PROMPTS[path], name: value}
+    body |= {"logprobs": True} if name == "top_logprobs" else {}
+    body |= {"stream": True} if name == "stream_options" else {}
+    reply = sessions(BOTH, "--dtype", "float32").post(path, json=body)
+    log = capsys.readouterr().err
+    if verdict == "refused":
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+    else:
+        assert (reply.status_code, "forgot " in log) == (200, verdict == "forgotten"), log
+        assert verdict == "followed" or f"; forgot {name}" in log
+
+
+FOLLOWED_ELSEWHERE = "echo", "tools", "top_logprobs", "continue_final_message"
+
+
+def test_the_table_is_whole():
+    """All that the server knows stands in it, and nothing twice."""
+    named = [name for _, name in FIELDS]
+    refused = {name for verdict, name in FIELDS if verdict == "refused"}
+    assert len(named) == len({*named})
+    followed = {*server_fields.LIMITS, *server_fields.FOLLOWED} - {"penalty_last_n"}
+    assert followed <= {*named} - refused
+    for pattern in re.sub(r"\(.*?\)|\s", "", server_fields.REFUSED.pattern).split("|"):
+        assert pattern in FOLLOWED_ELSEWHERE or any(
+            re.fullmatch(pattern, name) for name in refused
+        ), pattern
+
+
+HARMLESS = """{"provider_specific_fields": {"reasoning": "t"}, "annotations": [{"type": "x"}],
+"reasoning_details": [{"type": "reasoning.text", "text": "t"}], "refusal": "", "id": "msg_1",
+"cache_control": {"type": "ephemeral"}, "thinking_blocks": [{}], "function_call": null}"""
+
+
+def test_what_clients_add_to_a_history(sessions):
+    """It makes no difference. Contents may be null or empty; a refusal is a text."""
+    assert sessions(BOTH).post(CHAT, json={"messages": [], "max_tokens": 1}).status_code == 400
+    said = {"role": "assistant", "content": "B"}
+    result = {"role": "tool", "tool_call_id": "1", "content": None}
+    more = [
+        said | json.loads(HARMLESS),
+        said | {"content": [{"type": "text", "text": "B", "cache_control": {}, "annotations": []}]},
+        said | {"content": [{"type": "refusal", "refusal": "B"}]},
+        said,
+        result,
+        result | {"content": []},
+        result | {"content": ""},
+    ]
+    counts = []
+    for message in more:
+        body = {"messages": [*QUESTION, message, *QUESTION], "max_tokens": 1}
+        reply = sessions(BOTH).post(CHAT, json=body)
+        counts.append(reply.json()["usage"]["prompt_tokens"])
+    assert len({*counts[:4]}) == len({*counts[4:]}) == 1
+    for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
+        body = {"messages": [*QUESTION, message], "max_tokens": 1}
+        assert sessions(BOTH).post(CHAT, json=body).status_code == 200
+    for message, said in (
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url' in a"),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "'input_file' in a message"),
+        ({"role": "assistant", "content": "A", "audio": {"id": "x"}}, "audio in a message"),
+        ({"role": "user", "content": None}, "expected a list of messages"),
+    ):
+        reply = sessions(BOTH).post(CHAT, json={"messages": [message]})
+        assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}
+    reply = sessions(BOTH).post(RESPONSES, json={"input": [item]})
+    assert "input: 'input_image' in a message is not supported" in reply.json()["error"]["message"]
+
+
+WEB = [{"type": "web_search"}, {"type": "custom", "name": "patch", "format": {"type": "grammar"}}]
+
+
+def test_tools_that_are_no_functions(sessions, tell, capsys):
+    """They are left out, with a line in the log; one that must be called is refused."""
+    for path, functions in ((CHAT, TOOLS), (RESPONSES, FUNCTIONS)):
+        tell(CALL)
+        body = {**PROMPTS[path], "tools": [*WEB, *functions]}
+        reply = sessions(BOTH, "--dtype", "float32").post(path, json=body)
+        assert '"name":"wind"' in reply.text
+        assert "; forgot web_search among the tools, custom among" in capsys.readouterr().err
+        tell("Hello")
+        body = {**PROMPTS[path], "tools": WEB}
+        assert sessions(BOTH).post(path, json=body).status_code == 200
+        for choice in ("required", {"type": "custom", "name": "patch"}):
+            reply = sessions(BOTH).post(path, json=body | {"tool_choice": choice})
+            assert reply.json()["error"]["param"] == "tool_choice"
+
+
+EFFORTS = (
+    """{{ messages[0].content }}<{{ enable_thinking }}|{{ thinking }}|{{ reasoning_effort }}>"""
+)
+
+
+@pytest.mark.parametrize(
+    "asked, seen",
+    [
+        ({}, "||"),
+        ({"reasoning_effort": "low"}, "True|True|low"),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "True|True|low"),
+        ({"reasoning": {"summary": "auto"}}, "||"),
+        ({"reasoning": {}}, "||"),
+        ({"reasoning_effort": {"effort": "low"}}, "True|True|low"),
+        ({"reasoning_effort": "none"}, "False|False|"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "False||"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
+            "True|False|low",
+        ),
+        ({"chat_template_kwargs": {"messages": [], "template": "x", "tools": 1}}, "||"),
+    ],
+)
+def test_effort_reaches_the_template(sessions, tokenizer, asked, seen):
+    for path in (CHAT, RESPONSES):
+        body = {**PROMPTS[path], **asked}
+        usage = sessions(EFFORTS).post(path, json=body).json()["usage"]
+        expected = [{"role": "user", "content": f"A<{seen}>"}]
+        ids = llama2.encode_chat(tokenizer, expected, "{{ messages[0].content }}")
+        assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(ids)
+
+
+def test_effort_that_a_template_refuses(sessions, capsys):
+    """A hint that cannot be followed is forgotten."""
+    source = "{{ raise_exception('no') if enable_thinking is defined else messages[0].content }}"
+    body = {**PROMPTS[CHAT], "reasoning_effort": "high", "max_tokens": 1}
+    reply = sessions(source, "--dtype", "float32").post(CHAT, json=body)
+    assert reply.status_code == 200
+    said = "; the template takes no enable_thinking, thinking, reasoning_effort"
+    assert said in capsys.readouterr().err

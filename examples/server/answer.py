@@ -18,11 +18,13 @@ from server.fields import (
     Refusal,
     check_messages,
     refuse,
+    refuse_rest,
     take,
     take_sampling,
     take_schema,
     take_stops,
     take_tools,
+    take_variables,
 )
 from server.serving import Score, Session
 from server.tools import Answer, Reader, name_tokens
@@ -229,6 +231,7 @@ def read_request(
     # In a raw prompt whose author does not say, the texts of control tokens stay text.
     parse_special = not chat and take(body, "parse_special", session.parse_special)
     tools, answer = take_tools(body) if chat else ([], Answer())
+    variables = take_variables(body) if chat else {}
     answer.schemas += take_schema(body)
     n = take(body, "n", 1)
     options = {
@@ -246,14 +249,22 @@ def read_request(
     }
     body |= stream_options
     note = ""
+    if forgotten := refuse_rest(body):
+        note += f"; forgot {', '.join(forgotten):.200}"
     if chat:
         check_messages(prompt)
-        prompts = [session.encode_chat(prompt, continued, tools)]
+        try:
+            prompts = [session.encode_chat(prompt, continued, tools, variables)]
+        except ValueError:
+            if not variables:
+                raise
+            note += f"; the template takes no {', '.join(variables):.100}"
+            prompts = [session.encode_chat(prompt, continued, tools, {})]
     else:
         prompts = session.encode(prompt, parse_special)
         control = session.tokenizer.control_pattern.search(str(prompt))
         if control and not parse_special:
-            note = f'; {control[0]} in the prompt stays text without "parse_special": true'
+            note += f'; {control[0]} in the prompt stays text without "parse_special": true'
     param = "tools" if answer.names else "response_format"
     try:
         if chat:

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -25,25 +26,34 @@ LIMITS = {
     "logprobs": (0, 20),
     "top_logprobs": (0, 20),
 }
-# Fields that change nothing, and fields that may only have these values.
-IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
-IGNORED += ["include_obfuscation"]
+# What an answer would have to have, and cannot: fields that are refused, unless they are empty, 0 or
+# false, or have such a value.
+REFUSED = re.compile(
+    r"""(?x) adapter | adaptive_.* | allowed_token_ids | audio | background | bad_words
+    | cache_salt | chat_template | continue_final_message | conversation | documents | dry_.*
+    | dynatemp_.* | ebnf | echo | function_call | functions | grammar | guided_.* | ignore_eos
+    | images | include_stop_str_in_output | json_schema | logits_processors | lora | min_tokens
+    | mirostat.* | n_indent | n_predict | n_probs | previous_response_id | prompt_logprobs
+    | regex | repeat_last_n | return_token.* | samplers | stop_token_ids | structured_outputs
+    | suffix | temp | tfs_z | tools | top_a | top_logprobs | top_n_sigma
+    | truncate_prompt_tokens | use_beam_search | videos | with_pieces | xtc_.*"""
+)
 NEUTRAL = {
-    "background": [False],
+    "add_generation_prompt": [True],
     "best_of": [1],
-    "echo": [False],
-    "include": [[], ["reasoning.encrypted_content"]],  # there is none
+    "include": [["reasoning.encrypted_content"]],  # there is none
+    "length_penalty": [1],
     "modalities": [["text"]],
-    "parallel_tool_calls": [False],
+    "skip_special_tokens": [True],
     "tool_choice": ["none", "auto"],
-    "tools": [[]],
-    "top_logprobs": [0],
-    "truncation": ["disabled"],
+    "typical_p": [1],
 }
-# What a message may have, and the types of its texts.
+FOLLOWED = ["messages", "prompt", "input", "instructions", "response_format", "stop", "stream"]
+# What a message may have, what it must not have, and the types of its texts.
 MESSAGE = ["role", "content", "name", "tool_calls", "tool_call_id"]
 MESSAGE += ["reasoning_content", "reasoning"]
-TEXTS = ["text", "input_text", "output_text", "summary_text", "reasoning_text"]
+MEDIA = ["audio", "function_call", "images", "videos"]
+TEXTS = ["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
 
 
@@ -110,6 +120,8 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
     recommended = model.sampling or llama2.Sampling()
     vocab_size = model.vocab_size
     values = {}
+    if body.get("top_k") == -1:  # all, in vLLM and llama.cpp
+        body["top_k"] = 0
     for item in fields(llama2.Sampling):
         if item.name in LIMITS:
             item_type = int if item.name == "seed" else type(item.default)
@@ -135,9 +147,9 @@ def take_stops(body: dict) -> list[str]:
     """The stop texts."""
     stop = body.pop("stop", [])
     stops = stop if isinstance(stop, list) else [stop]
-    if len(stops) > 16 or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in stops):
-        raise wrong("stop", stop, "; expected up to 16 texts of 1 to 256 characters")
-    return stops
+    if len(stops) > 16 or not all(isinstance(text, str) and len(text) <= 256 for text in stops):
+        raise wrong("stop", stop, "; expected up to 16 texts of up to 256 characters")
+    return [text for text in stops if text]
 
 
 def take_schema(body: dict) -> list[dict]:
@@ -166,6 +178,9 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
     for tool in take(body, "tools", []):
         name, schema = "", None
         match tool:  # /v1/responses has it flat
+            case {"type": str(other)} if other != "function":
+                body[f"{other} among the tools"] = True  # which is forgotten
+                continue
             case {"function": {"name": str(name), **function}} | {
                 "type": "function",
                 "name": str(name),
@@ -190,13 +205,31 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
     return tools, answer
 
 
+def take_variables(body: dict) -> dict[str, Any]:
+    """Variables for the chat template: how the model is to think, as llama-server and vLLM say it."""
+    variables = take(body, "chat_template_kwargs", {})
+    effort = body.pop("reasoning_effort", None) or body.pop("reasoning", None)
+    if isinstance(effort, dict):
+        effort = effort.get("effort")
+    if isinstance(effort, str):
+        thinks = effort != "none"
+        variables = {"enable_thinking": thinks, "thinking": thinks} | variables
+        if thinks:
+            variables.setdefault("reasoning_effort", effort)
+    own = ("tokenizer", "messages", "template", "tools", "continue_final_message")
+    return {name: value for name, value in variables.items() if name not in own}
+
+
 def text_of(content: Any) -> str:
-    """The text of a message's content. Raises TypeError."""
+    """The text of a message's content. Raises ValueError, or TypeError."""
     if isinstance(content, str):
         return content
-    if type(content) is not list or any(p.get("type", "text") not in TEXTS for p in content):
+    if type(content) is not list:
         raise TypeError
-    return "\n".join(part["text"] for part in content)
+    for part in content:
+        if part.get("type", "text") not in TEXTS:
+            raise ValueError(f"{part['type']!r:.40} in a message is not supported; expected text")
+    return "\n".join(part.get("refusal") or part["text"] for part in content)
 
 
 def check_messages(messages: Any) -> None:
@@ -204,15 +237,18 @@ def check_messages(messages: Any) -> None:
     names = {}  # of the functions that were called
     for message in messages:
         for key, value in [*message.items()]:
-            if value and key not in MESSAGE:
-                raise ValueError(f"{key[:40]} in a message is not supported")
-            if not value and key != "content":  # templates ask whether there are tool_calls
+            if value and key in MEDIA:
+                raise ValueError(f"{key} in a message is not supported; expected text")
+            # Templates ask whether there are tool_calls; what clients add is for themselves.
+            if key not in MESSAGE or not value and key != "content":
                 del message[key]
         if message["role"] == "developer":
             message["role"] = "system"
         calls = message.get("tool_calls") or []
+        if message["role"] in ("assistant", "tool"):
+            message["content"] = message.get("content") or ""
         if not calls or message.get("content"):
-            message["content"] = text_of(message.get("content"))
+            message["content"] = text_of(message["content"])
         for call in calls:
             function = call["function"]
             names[call.get("id")] = function["name"]
@@ -223,9 +259,18 @@ def check_messages(messages: Any) -> None:
             message["reasoning_content"] = message["reasoning"] = thought
 
 
-def refuse_rest(body: dict) -> None:
-    """Refuse the fields that remain, unless they change nothing."""
+def refuse_rest(body: dict) -> list[str]:
+    """Refuse the fields that remain and ask for what an answer cannot have; the others are returned.
+
+    A hint of one client or another harms nobody, but a misspelt name is told.
+    """
+    forgotten = []
     for key, value in body.items():
-        text = json.dumps(value)  # tells false from 0
-        if key not in IGNORED and text not in map(json.dumps, NEUTRAL.get(key, ())):
-            raise wrong(key, value, ", which is not supported")
+        if key in NEUTRAL or REFUSED.fullmatch(key):
+            if value and value not in NEUTRAL.get(key, []):
+                raise wrong(key, value, ", which is not supported")
+        elif close := get_close_matches(key, [*LIMITS, *FOLLOWED], 1, 0.85):
+            raise wrong(key, value, f", which is not known; {close[0]} is")
+        elif value:
+            forgotten.append(key)
+    return forgotten

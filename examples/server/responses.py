@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from server.answer import Job, read_request
-from server.fields import refuse_rest, take, text_of
+from server.fields import take, text_of, wrong
 from server.serving import Score, Session
 
 # Fields of a chat that this interface has not, or by other names.
@@ -59,14 +59,13 @@ def messages_of(items: Any) -> list[dict]:
 def read_response(session: Session, name: str, reuse: bool, body: dict, field: str) -> Job:
     """The job for a body. Raises Refusal, or ValueError for a wrong input."""
     asked = {key: value for key, value in body.items() if key != field}
-    refuse_rest({key: body[key] for key in CHAT_ONLY & body.keys()})
+    for key in CHAT_ONLY & body.keys():
+        raise wrong(key, body[key], ", which only chats have")
     messages = messages_of(body.pop(field, None))
     if instructions := take(body, "instructions", ""):
         messages.insert(0, {"role": "system", "content": instructions})
-    text = take(body, "text", {})
-    body |= {"messages": messages, "response_format": text.pop("format", None)}
-    if any(text.values()):
-        body["text"] = text  # which is refused
+    form = take(body, "text", {}).get("format")
+    body |= {"messages": messages, "response_format": form}
     return read_request(session, name, reuse, body, "messages", partial(ResponseJob, asked=asked))
 
 

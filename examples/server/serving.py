@@ -142,7 +142,9 @@ class Session:
             end = template.tokenizer.decode(ids[-32:]).rstrip()
             answer.is_reasoning = end.endswith(answer.reasoning[0])
 
-    def encode_chat(self, messages: list, continued: bool, tools: list) -> list[int]:
+    def encode_chat(
+        self, messages: list, continued: bool, tools: list, variables: dict[str, Any]
+    ) -> list[int]:
         """Token ids of a conversation. Raises ValueError."""
         for message in messages:
             calls = message.get("tool_calls") or ()
@@ -154,7 +156,7 @@ class Session:
                 if self.chat_template.format.arguments_as_text:
                     function["arguments"] = json.dumps(function["arguments"])
         return llama2.encode_chat(
-            self.tokenizer, messages, self.template, continued, tools=tools or None
+            self.tokenizer, messages, self.template, continued, tools=tools or None, **variables
         )
 
     @functools.cached_property
