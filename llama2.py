@@ -3257,6 +3257,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = add_group("model").add_argument
     add(
         "--model",
+        "-m",
         metavar="PATH",
         default=str(DEFAULT_MODEL),
         help="a .gguf file, a directory, an installed package, or ORG/NAME of the Hugging Face hub"
@@ -3266,7 +3267,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
     group = add_group("prompt and chat")
     prompt = group.add_mutually_exclusive_group().add_argument
-    prompt("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
+    prompt("--prompt", "-p", metavar="TEXT", help="the text to continue (default: standard input)")
     prompt("--prompt-file", metavar="FILE", type=Path, help="a file with the text to continue")
     add = group.add_argument
     add(
@@ -3285,6 +3286,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = add_group("generation and sampling").add_argument
     add(
         "--max-new-tokens",
+        "-n",
         metavar="N",
         type=in_range(int, 0),
         help=f"stop after N tokens (default: 256; in a chat {CHAT_TOKENS} for each answer)",
@@ -3307,11 +3309,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default = f"(default: the model's files, else {getattr(Sampling, name)})"
         option = f"--{name.replace('_', '-')}"
         add(option, metavar="X", type=type(getattr(Sampling, name)), help=f"{help_text} {default}")
-    add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0; -1: a new one)")
+    add(
+        "--seed",
+        "-s",
+        metavar="N",
+        type=int,
+        default=0,
+        help="random seed (default: 0; -1: a new one)",
+    )
 
     add = add_group("speed and memory").add_argument
     add(
         "--context",
+        "-c",
         metavar="N",
         type=in_range(int, 1),
         help="tokens of the context, prompt and answer (default: the model's)",
@@ -3330,6 +3340,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--threads",
+        "-t",
         metavar="N",
         type=in_range(int, 1, os.cpu_count() or 1),
         help="CPU threads (default: torch's choice; 1 may be best if other programs are busy)",
@@ -3376,10 +3387,15 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
 
 
 def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt. If the text of a control token stays text, a line says so."""
-    control = tokenizer.control_pattern.search(prompt)
-    if control and not args.parse_special:
-        note(f"{control[0]} in the prompt stays text; --parse-special makes it a token", args.quiet)
+    """The ids of the prompt. A line says if the text of a control token stays text, or if the model
+    could also answer.
+    """
+    if not args.parse_special:
+        if control := tokenizer.control_pattern.search(prompt):
+            advice = f"{control[0]} in the prompt stays text; --parse-special makes it a token"
+            note(advice, args.quiet)
+        elif tokenizer.chat_template.strip():
+            note("the prompt is continued as a text; --chat answers it", args.quiet)
     return tokenizer.encode(prompt, parse_special=args.parse_special)
 
 
@@ -3451,7 +3467,8 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
         "context": f"{config.max_position_embeddings:,} tokens",
         "vocabulary": f"{tokenizer.vocab_size:,} pieces, run by"
         f" {'sentencepiece' if tokenizer.is_sentencepiece else 'tokenizers'}; BOS is"
-        f" {tokenizer.bos_id}, EOS {tokenizer.eos_id}, further stop tokens {config.stop_token_ids}",
+        f" {tokenizer.bos_id}, EOS {tokenizer.eos_id}, further stop"
+        f" tokens {', '.join(map(str, config.stop_token_ids)) or 'none'}",
         "chat template": "its own" if tokenizer.chat_template.strip() else "none",
         "sampling": describe_sampling(Sampling(**recommended), recommended, {}),
         "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"

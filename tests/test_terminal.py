@@ -173,6 +173,21 @@ def test_chat_commands_and_what_is_refused(cli, heard):
     assert cli("--chat", "--quiet", stdin=b"/reset\n/EXIT\nab\n") == (0, "", "")
 
 
+def test_a_prompt_to_a_model_that_can_chat(cli, write_tiny):
+    """It is continued, as everywhere; a line says that --chat answers."""
+    told = "the prompt is continued as a text; --chat answers it\n"
+    for template, options, expected in [
+        ("{{ messages[0].content }}", [], told),
+        ("{{ messages[0].content }}", ["--parse-special"], ""),
+        ("{{ messages[0].content }}", ["--quiet"], ""),
+        (" ", [], ""),
+    ]:
+        model = write_tiny({"tokenizer.chat_template": template})
+        status, out, err = cli("--prompt", "fox", "--max-new-tokens", 1, *options, model=model)
+        assert status == 0 and out.startswith("fox")
+        assert err.startswith(expected) and err.count("--chat") == bool(expected)
+
+
 def test_chat_template_by_name_and_file(cli, heard, tmp_path):
     """It says what an answer begins and ends with."""
     path = tmp_path / "template.jinja"
