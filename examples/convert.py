@@ -65,10 +65,26 @@ def make_weight(name: str, shards: list[Tensor], axis: int = 0) -> llama2.Weight
     return llama2.Weight(save.TYPES[first.dtype], tuple(shape), read)
 
 
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def pickle_files(folder: Path) -> list[Path]:
+    """The files that have the tensors, as transformers finds them: one, else those of an index."""
+    if (folder / PICKLE).exists():
+        return [folder / PICKLE]
+    with llama2.naming(folder / PICKLE_INDEX):
+        index = json.loads((folder / PICKLE_INDEX).read_bytes())
+        names = sorted({*index["weight_map"].values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"names the file {name!r:.60}; expected one in the same folder")
+    return [folder / name for name in names]
+
+
 def open_pickles(folder: Path) -> llama2.Checkpoint:
     """A Hugging Face folder of pytorch_model*.bin. Raises ValueError."""
     weights = {}
-    for path in sorted(folder.glob("pytorch_model*.bin")):
+    for path in pickle_files(folder):
         weights |= {name: make_weight(name, [w]) for name, w in read_pickle(path).items()}
     return llama2.open_hf(folder, weights)
 
@@ -263,8 +279,8 @@ def open_source(source: str) -> llama2.Checkpoint:
     folder = Path(source)
     if any(folder.glob("consolidated.*.pth")):
         return open_meta(folder)
-    has_safetensors = any(folder.glob("model*.safetensors"))
-    if any(folder.glob("pytorch_model*.bin")) and not has_safetensors:
+    has_pickles = (folder / PICKLE).exists() or any(folder.glob("pytorch_model-*-of-*.bin"))
+    if has_pickles and not any(folder.glob("model*.safetensors")):
         return open_pickles(folder)
     return llama2.open_checkpoint(source)
 

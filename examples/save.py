@@ -30,6 +30,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
 
@@ -123,8 +128,30 @@ def describe_tensors(weights: Iterable[llama2.Weight]) -> str:
     return f"{counts}; {sum(weight.nbytes for weight in weights) / 1e9:.3f} GB"
 
 
+def pad_token_id(checkpoint: llama2.Checkpoint) -> int | None:
+    """The id of the padding token: the tokenizer's own, or what config.json says; None: unknown."""
+    vocabulary = checkpoint.tokenizer.vocabulary
+    text = vocabulary.special_tokens.get("pad_token")
+    if text in vocabulary.pieces:
+        return vocabulary.pieces.index(text)
+    path = Path(checkpoint.path) / "config.json"
+    settings = json.loads(path.read_bytes()) if path.is_file() else {}
+    token_id = settings.get("pad_token_id")
+    return token_id if token_id in range(checkpoint.config.vocab_size) else None
+
+
 # --------------------------------------------------------------------------------------------------
 # A GGUF file
+
+
+def check_range(w: Tensor, dtype: torch.dtype) -> None:
+    """Raises ValueError for a number that `dtype` cannot hold: scales of blocks are float16."""
+    largest = w.abs().max()
+    if largest.isnan():
+        raise ValueError("NaN among its numbers, as after training that diverged")
+    if largest > torch.finfo(dtype).max:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"a number, {largest:.3g}, beyond the range of {name}; BF16 can hold more")
 
 
 def convert_weight(weight: llama2.Weight, ggml_type: str | None) -> llama2.Weight:
@@ -140,8 +167,7 @@ def convert_weight(weight: llama2.Weight, ggml_type: str | None) -> llama2.Weigh
         import gguf
 
         w = weight.dense(torch.float32)
-        if target not in ("F32", "BF16") and w.abs().max() > 65504:
-            raise ValueError("a number beyond the range of F16; BF16 can hold it")
+        check_range(w, DTYPES.get(target, torch.float16))
         data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[target])
         return torch.from_numpy(data).view(torch.uint8)
 
@@ -155,6 +181,49 @@ def check_file(path: Path, overwrite: bool) -> None:
 
 
 @contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Locks a file or folder, and says whether it could. Windows does not remove an open file."""
+    descriptor = os.open(path if fcntl else os.devnull, os.O_RDONLY)
+    is_free = fcntl is None
+    try:
+        with suppress(OSError, AttributeError):  # another run has it; a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        yield is_free
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A name beside `path` for what is not finished yet, and is removed at the end.
+
+    What killed runs have left there is removed, too; what other runs are writing is locked.
+    """
+    pattern = rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.unfinished"
+    for old in path.parent.glob("*.unfinished"):
+        with suppress(OSError), locked(old) as is_free:
+            if is_free and re.fullmatch(pattern, old.name):
+                remove(old)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
+    try:
+        yield new
+    except OSError as error:  # on a full disk: name the path
+        named = error.filename if error.filename != str(new) else None
+        raise OSError(error.errno, error.strerror, named or str(path)) from error
+    finally:
+        remove(new)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder and what is in it, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
 def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """A new file that becomes `path` if the `with` block succeeds, and is deleted if it fails.
 
@@ -163,20 +232,14 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     path = path.resolve()
     check_file(path, overwrite)
     exists = path.exists()
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
-        with unfinished.open("xb") as file:
+    with unfinished(path) as new:
+        with new.open("xb") as file, locked(new):
             if exists:
-                shutil.copymode(path, unfinished)
+                shutil.copymode(path, new)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:  # on a full disk: name the path
-        named = error.filename if error.filename != str(unfinished) else None
-        raise OSError(error.errno, error.strerror, named or str(path)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        new.replace(path)
 
 
 NUMBER_SIZES = dict(zip((*range(8), 10, 11, 12), (1, 1, 2, 2, 4, 4, 4, 1, 8, 8, 8), strict=True))
@@ -371,10 +434,9 @@ def sentencepiece_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
 
 
 SPACES = (  # the steps of a tokenizer.json that treats spaces as SentencePiece does
-    r'\[({("prepend": "\\u2581", "type": "Prepend"'
-    r'|"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"'
-    r'|("prepend_scheme": "\w+", )?"replacement": "\\u2581", "split": false, "type": "Metaspace")'
-    r"}(, )?)*\]"
+    r'\[(({"prepend": "\\u2581", "type": "Prepend"}, )?'
+    r'{"content": "\\u2581", "pattern": {"String": " "}, "type": "Replace"}'
+    r'|{"prepend_scheme": "\w+", "replacement": "\\u2581", "split": false, "type": "Metaspace"})\]'
 )
 
 
@@ -398,8 +460,13 @@ def json_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
     For the steps before the model GGUF has only a name: that of equal steps in PRE_TOKENIZERS.
     """
     content = vocabulary.model
-    if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(content.get("added_tokens"))):
+    added = content.get("added_tokens", ())
+    if re.search('"(single_word|lstrip|rstrip)": true', json.dumps(added)):
         raise ValueError("GGUF cannot say that an added token takes the spaces beside it")
+    normalizer = content.get("normalizer") or {"normalizers": []}
+    for token in added if normalizer.get("normalizers", True) else ():
+        if token.get("normalized") and vocabulary.types[token["id"]] == USER_DEFINED:
+            raise ValueError(f"GGUF cannot say that {token['content']!r:.60} is normalized first")
     model, steps = content["model"], json_steps(content)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     if re.fullmatch(SPACES, steps) and merges:
@@ -458,6 +525,7 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
         keys["general.type"] = "model"
         keys |= vocabulary_keys(vocabulary, config.vocab_size)
         keys |= model_keys(config, vocabulary)
+        keys["tokenizer.ggml.padding_token_id"] = pad_token_id(checkpoint)
         for name, value in checkpoint.sampling.items():  # JSON may have 1 for 1.0
             keys[llama2.GGUF_SAMPLING[name]] = type(getattr(llama2.Sampling, name))(value)
     else:
@@ -724,11 +792,18 @@ def rows_to_hf(w: Tensor, head_dim: int) -> Tensor:
     return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def dtype_in_folder(weight: llama2.Weight, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a weight in a folder whose matrices are `dtype`: norms keep their own."""
+    own = DTYPES.get(weight.ggml_type, torch.float32)
+    return own if len(weight.shape) == 1 else dtype
+
+
 def make_tensor(name: str, weight: llama2.Weight, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """A weight as a tensor for the folder. Raises ValueError for numbers beyond `dtype`'s range."""
+    """A weight as a tensor for the folder. Raises ValueError for numbers beyond its range."""
     w = weight.dense(torch.float32)
-    if w.abs().max() > torch.finfo(dtype).max:
-        raise ValueError(f"{name} has a number beyond the range of {dtype}; BF16 can hold it")
+    dtype = dtype_in_folder(weight, dtype)
+    with llama2.naming(name):
+        check_range(w, dtype)
     if name.endswith(("q_proj.weight", "k_proj.weight")):
         w = rows_to_hf(w, head_dim)
     return w.to(dtype).contiguous()
@@ -739,8 +814,9 @@ def write_safetensors(path: Path, checkpoint: llama2.Checkpoint, dtype: torch.dt
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, weight in checkpoint.weights.items():
-        start, end = end, end + math.prod(weight.shape) * dtype.itemsize
-        entry = {"dtype": TYPES[dtype], "shape": weight.shape, "data_offsets": [start, end]}
+        own = dtype_in_folder(weight, dtype)
+        start, end = end, end + math.prod(weight.shape) * own.itemsize
+        entry = {"dtype": TYPES[own], "shape": weight.shape, "data_offsets": [start, end]}
         header[hf_name(name)] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -753,11 +829,13 @@ def write_safetensors(path: Path, checkpoint: llama2.Checkpoint, dtype: torch.dt
         os.fsync(file.fileno())
 
 
-# The names of a model's files in a folder. What else lies there is not deleted.
+# The names of a model's files in a folder, in full. What else lies there is not deleted.
 MODEL_FILES = (
-    r"(generation_)?config\.json|tokenizer.*|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
-    r"|(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?|chat_template\.(jinja|json)"
-    r"|additional_chat_templates|README\.md|LICENSE.*|USE_POLICY.*|\.gitattributes"
+    r"(generation_)?config\.json|tokenizer\.json|tokenizer_config\.json|tokenizer\.model"
+    r"|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt|chat_template\.(jinja|json)"
+    r"|additional_chat_templates/\w+\.jinja|README\.md|LICENSE(\.txt|\.md)?|USE_POLICY\.md|\.gitattributes"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 
 
@@ -767,13 +845,14 @@ def check_folder(folder: Path, overwrite: bool) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder, or a name that ends in .gguf")
-    names = sorted(os.listdir(folder))
+    paths = [path for path in folder.rglob("*") if not path.is_dir() or not any(path.iterdir())]
+    names = sorted(path.relative_to(folder).as_posix() for path in paths)
     if names and not overwrite:
         raise ValueError(
             f"{folder} is not empty; overwrite=True (--force) replaces the model there"
         )
     for name in names:
-        if not re.fullmatch(MODEL_FILES, name):
+        if not re.fullmatch(MODEL_FILES, name) or (folder / name).is_dir():
             raise ValueError(f"{folder} also has {name}, no file of a model: name another folder")
 
 
@@ -783,19 +862,15 @@ def replacing_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     folder = folder.resolve()
     check_folder(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.unfinished")
-    unfinished.mkdir()
-    try:
-        yield unfinished
+    with unfinished(folder) as new:
+        new.mkdir()
+        with locked(new):
+            yield new
         if folder.exists():
-            shutil.copymode(folder, unfinished)
-            exchange(unfinished, folder)
+            shutil.copymode(folder, new)
+            exchange(new, folder)
         else:
-            unfinished.rename(folder)
-    except OSError as error:  # on a full disk: name the folder
-        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            new.rename(folder)
 
 
 def exchange(a: Path, b: Path) -> None:
@@ -838,15 +913,17 @@ def save_folder(
     types = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
     own = types.pop() if len(types) == 1 else ""
     dtype = DTYPES[ggml_type or (own if own in DTYPES else "F16")]
-    files = {"config.json": hf_config(checkpoint.config, dtype)}
+    settings = hf_config(checkpoint.config, dtype)
+    pad = pad_token_id(checkpoint)
+    files = {"config.json": settings if pad is None else settings | {"pad_token_id": pad}}
     files |= tokenizer_files(checkpoint.tokenizer)
     if checkpoint.sampling:
         files["generation_config.json"] = generation_config(checkpoint)
-    with replacing_folder(Path(folder), overwrite) as unfinished:
+    with replacing_folder(Path(folder), overwrite) as new:
         for name, content in files.items():
             data = content if isinstance(content, bytes) else json.dumps(content, indent=2).encode()
-            (unfinished / name).write_bytes(data)
-        write_safetensors(unfinished / "model.safetensors", checkpoint, dtype)
+            (new / name).write_bytes(data)
+        write_safetensors(new / "model.safetensors", checkpoint, dtype)
 
 
 if __name__ == "__main__":

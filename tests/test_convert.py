@@ -99,17 +99,37 @@ def test_metas_folders(forms, hf_model, vocabulary, tmp_path, capsys, shards, ax
     refused(capsys, source, tmp_path / "new", r"meta: .* is \(.*; expected .*missing shards")
 
 
-def test_folders_of_pickles(forms, hf_model, tmp_path):
-    """As transformers wrote them before safetensors."""
+@pytest.mark.parametrize("form", ["index", "one file", "no index", "elsewhere"])
+def test_folders_of_pickles(forms, hf_model, tmp_path, capsys, form):
+    """As transformers wrote and finds them: one file, else those that the index names."""
     source = tmp_path / "bin"
     shutil.copytree(forms[0] / "hf", source)
     (source / "model.safetensors").unlink()
     state = hf_state(FORMS, forms[1])
+    index = {}
     for i in range(2):
         part = {name: state[name] for name in list(state)[i::2]}
         part["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        index |= dict.fromkeys(part, f"pytorch_model-{i + 1:05}-of-00002.bin")
         torch.save(part, source / f"pytorch_model-{i + 1:05}-of-00002.bin")
-    out = converted(source, tmp_path / "out.gguf", "--type", "F16")
+        # An earlier save, of more shards, and an optimizer's file.
+        old = {name: w + 1 for name, w in part.items()}
+        torch.save(old, source / f"pytorch_model-{i + 1:05}-of-00003.bin")
+    torch.save({"state": {"a": torch.ones(2)}}, source / "pytorch_model_fsdp.bin")
+    if form == "one file":
+        torch.save(state, source / "pytorch_model.bin")
+    else:
+        index = {
+            name: f"../{file}" if form == "elsewhere" else file for name, file in index.items()
+        }
+        write_files(source, {"pytorch_model.bin.index.json": {"weight_map": index}})
+    if form == "no index":
+        (source / "pytorch_model.bin.index.json").unlink()
+    out = tmp_path / "out.gguf"
+    if form in ("no index", "elsewhere"):
+        refused(capsys, source, out, r".*pytorch_model\.bin\.index\.json", "--type", "F16")
+        return
+    converted(source, out, "--type", "F16")
     assert_close(logits_of(out), hf_model(ROWS).logits, 2e-3)
 
 
@@ -275,8 +295,8 @@ def test_rope_scaling_is_kept(write_model, tmp_path, rope):
 
 
 def test_folders_that_are_refused(write_tiny, tensors, tmp_path, capsys):
-    large = {"output_norm.weight": tensors["output_norm.weight"] * 1e6}
+    large = {"output.weight": tensors["output.weight"] * 1e6}
     source, out = write_tiny(None, large), tmp_path / "out"
-    refused(capsys, source, out, "norm.weight", "--type", "F16")
+    refused(capsys, source, out, "lm_head.weight", "--type", "F16")
     refused(capsys, source, out, "Q8_0", "--type", "Q8_0")
     refused(capsys, source, tmp_path, "--force")

@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
 import struct
 import sys
+import warnings
 from dataclasses import replace
 
 import convert
@@ -218,6 +220,45 @@ def test_a_file_that_is_replaced_hands_on_what_it_is(small, tmp_path):
     assert target.stat().st_mode & 0o777 == 0o640
     assert torch.equal(logits_of(link), logits_of(small))
     assert os.listdir(folder) == [target.name]
+
+
+@pytest.mark.parametrize("write", [save_gguf, save_folder])
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e6])
+@pytest.mark.parametrize("ggml_type", ["F16", "Q8_0", "BF16"])
+def test_numbers_that_a_type_cannot_hold_are_refused(tmp_path, tokenizer, write, number, ggml_type):
+    """NaN, too, which is neither above nor below a limit; nothing is written, and no warning shown."""
+    model = make_model()
+    model.lm_head.weight.data[3, 4] = number
+    if number == 1e6 and ggml_type == "BF16" or write is save_folder and ggml_type == "Q8_0":
+        return
+    said = "NaN" if math.isnan(number) else "beyond the range"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        raises(f"{said}", write, model, tmp_path / "out", ggml_type, tokenizer)
+    assert not os.listdir(tmp_path)
+
+
+def test_norms_of_a_folder_keep_their_type(small, tmp_path):
+    """--type is that of the matrices."""
+    source = llama2.open_checkpoint(small)
+    save_folder(source, tmp_path / "out", "F16")
+    for name, weight in llama2.open_checkpoint(tmp_path / "out").weights.items():
+        assert weight.ggml_type == ("F32" if len(weight.shape) == 1 else "F16")
+        if len(weight.shape) == 1:
+            same = source.weights[name].dense(torch.float32)
+            assert torch.equal(weight.dense(torch.float32), same)
+
+
+@pytest.mark.parametrize("named", ["config.json", "tokenizer_config.json"])
+def test_the_padding_token_stays(write_model, tmp_path, named):
+    """In folders and in GGUF files, whatever file names it."""
+    source = write_model({"pad_token_id": 7} if named == "config.json" else {})
+    if named != "config.json":
+        write_files(source, {named: {"pad_token": "<0x04>"}})  # which is id 7
+    save_folder(llama2.open_checkpoint(source), tmp_path / "out")
+    save_gguf(llama2.open_checkpoint(tmp_path / "out"), tmp_path / "x.gguf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == 7
+    assert llama2.GGUF(tmp_path / "x.gguf").metadata["tokenizer.ggml.padding_token_id"] == 7
 
 
 def test_only_regular_files_are_replaced(small, tmp_path):
@@ -496,8 +537,47 @@ def test_the_old_model_or_the_new_one_is_whole(small, model_path, tmp_path, writ
     assert count > 3 and process.exitcode == 0 and content(out) == states[1]
 
 
-def test_folders_with_other_files_are_not_replaced(small, tmp_path):
-    out = write_files(tmp_path / "out", {"config.json": {}, "notes.txt": "mine"})
-    for overwrite, said in ((False, "is not empty; .*--force"), (True, r"has notes\.txt")):
+MINE = """notes.txt tokenizer_training/corpus.txt tokenizer-notes.txt LICENSE.mine model_backup.safetensors
+additional_chat_templates/notes.txt config.json/mine.txt tokenizer.json/ README.md.old"""
+
+
+@pytest.mark.parametrize("mine", MINE.split())
+def test_folders_with_other_files_are_not_replaced(small, tmp_path, mine):
+    """Whatever their names begin with; an empty folder is one, too."""
+    out = tmp_path / "out"
+    path = out / mine
+    path.parent.mkdir(parents=True)
+    path.mkdir() if mine.endswith("/") else path.write_text("mine")
+    for overwrite, said in ((False, "is not empty; .*--force"), (True, f"has {mine.strip('/')}")):
         raises(said, save_folder, llama2.open_checkpoint(small), out, overwrite=overwrite)
-    assert sorted(os.listdir(out)) == ["config.json", "notes.txt"]
+    assert path.exists() and sorted(os.listdir(tmp_path)) == ["out", "small.gguf"]
+
+
+def test_folders_as_published_are_replaced(small, tmp_path):
+    names = """config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json
+    special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template.jinja LICENSE README.md
+    LICENSE.txt USE_POLICY.md .gitattributes model-00001-of-00002.safetensors pytorch_model.bin
+    model.safetensors.index.json pytorch_model-00001-of-00002.bin pytorch_model.bin.index.json"""
+    out = write_files(tmp_path / "out", dict.fromkeys(names.split(), "old"))
+    write_files(out / "additional_chat_templates", {"tool_use.jinja": "old"})
+    save_folder(llama2.open_checkpoint(small), out, overwrite=True)
+    assert b"old" not in content(out).values()
+
+
+@pytest.mark.parametrize("write", [save_gguf, save_folder])
+def test_what_a_killed_run_has_left_is_removed(small, tmp_path, write):
+    """By the next one, unless another run is still writing it."""
+    fcntl = pytest.importorskip("fcntl")
+    out = tmp_path / "a[b]"
+    left, held, other = (
+        tmp_path / f"{n}.unfinished" for n in ("a[b].00000001", "a[b].00000002", "a")
+    )
+    for path in (left, held, other):
+        path.write_bytes(b"old") if write is save_gguf else write_files(path, {"config.json": {}})
+    number = os.open(held, os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    write(llama2.open_checkpoint(small), out)
+    os.close(number)
+    assert out.exists() and held.exists() and other.exists() and not left.exists()
+    write(llama2.open_checkpoint(small), out, overwrite=True)
+    assert not held.exists()

@@ -319,6 +319,44 @@ def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
     raises("GGUF cannot say that .* are not merged", saved, read_json(tmp_path, content), 320)
 
 
+PREPEND_ONLY, REPLACE_ONLY = (PREPEND["normalizers"][i] for i in (0, 1))
+NORMALIZERS = {  # steps before the model that GGUF cannot say
+    "alone": PREPEND_ONLY,
+    "twice": PREPEND | {"normalizers": [PREPEND_ONLY, PREPEND_ONLY, REPLACE_ONLY]},
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_spaces_that_gguf_cannot_say(tmp_path, tokenizer, name):
+    """They would be others in the file, and so would the ids."""
+    content = llama2_json(tokenizer, legacy=True) | {"normalizer": NORMALIZERS[name]}
+    raises("GGUF has no name for", saved, read_json(tmp_path, content), 320)
+
+
+@pytest.mark.parametrize("normalizer", [PREPEND, REPLACE_ONLY, None])
+def test_added_tokens_that_are_normalized(tmp_path, tokenizer, normalizer):
+    """By default those of add_tokens() are. It changes them where there is a normalizer."""
+    content = llama2_json(tokenizer, legacy=normalizer is not None)
+    if normalizer is not None:
+        content["normalizer"] = normalizer
+    last = content["added_tokens"][2] | {"id": 319, "content": "<tool>", "special": False}
+    content["added_tokens"].append(last | {"normalized": True})
+    del content["model"]["vocab"][tokenizer.pieces[319]]
+    content["model"]["merges"] = [
+        pair
+        for pair in content["model"]["merges"]
+        if tokenizer.pieces[319] not in (*pair, "".join(pair))
+    ]
+    ours = read_json(tmp_path, content)
+    if normalizer is not None:
+        raises("GGUF cannot say that '<tool>' is normalized", saved, ours, 320)
+        return
+    again = saved(ours, 320)
+    for text in ("a<tool>b", "<tool> the<tool>", "the <tool>fox"):
+        assert again.encode(text, bos=False) == ours.encode(text, bos=False)
+
+
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_tokenizer_json_counts_whatever_lies_beside_it(tmp_path, vocabulary, tokenizer, legacy):
     """The ids depend on no other file: a tokenizer.model, tiktoken's or SentencePiece's, or none."""
