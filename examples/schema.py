@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
-    from server.grammar import Grammar, open_vocabulary
+    from server.grammar import Grammar, hold, open_vocabulary
 
     import llama2
 except ImportError as error:
@@ -34,7 +34,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         with llama2.naming(args.schema):
-            schema = json.loads(args.schema.read_text("utf-8"))
+            text = args.schema.read_text("utf-8")
+            json.loads(text)
         model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
         config = model.config
         stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id}
@@ -43,7 +44,12 @@ def main() -> int:
             ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": args.prompt}])
         else:
             ids = tokenizer.encode(args.prompt)
-        grammar = Grammar(open_vocabulary(tokenizer, stop_ids), [schema])
+        vocabulary = open_vocabulary(tokenizer, stop_ids)
+        with llama2.naming(args.schema):
+            schema, left_out = hold(vocabulary, text)
+            if left_out:
+                raise ValueError(f"no answer can be held to {left_out[0]}")
+        grammar = Grammar(vocabulary, [schema])
         sampling = llama2.Sampling(args.temperature, seed=args.seed, logits_processor=grammar)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
         stream = llama2.stream_text(model, tokenizer, ids, stop_ids=stop_ids, **options)

@@ -544,6 +544,40 @@ def test_tools_that_are_no_functions(sessions, tell, capsys):
             assert reply.json()["error"]["param"] == "tool_choice"
 
 
+PATH = {"type": "object", "properties": {"at": {"type": "string", "format": "path"}}}
+ODD = r"""[{"name": "read", "parameters": {"properties": {"at": {"format": "path", "type": "string"}}}},
+{"name": "find", "parameters": {"properties": {"n": {"items": {"pattern": "^(?!x)"}}}}}]"""
+
+
+def test_schemas_that_cannot_be_held(sessions, tell, capsys):
+    """Under "auto" the rest holds, and the log says what does not; what is strict is refused by its
+    tool, its path and its keyword."""
+    for path in (CHAT, RESPONSES):
+        odd = [{"type": "function", **function} for function in json.loads(ODD)]
+        if path == CHAT:
+            odd = [{"type": "function", "function": function} for function in json.loads(ODD)]
+        body = {**PROMPTS[path], "tools": odd}
+        client = sessions(BOTH, "--dtype", "float32")
+        call = '<tool_call>\n{"name": "read", "arguments": {"at": %s}}\n</tool_call>'
+        tell(call % '"/a"')
+        assert '"name":"read"' in client.post(path, json=body).text
+        log = capsys.readouterr().err
+        assert "; read is not held to properties/at/format: Unknown format: path" in log
+        assert "; find is not held to properties/n/items/pattern: regex parse error: ^(?!x)" in log
+        tell(call % "5")
+        assert "server failed" in client.post(path, json=body).text
+        (odd[1].get("function") or odd[1])["strict"] = True
+        error = client.post(path, json=body).json()["error"]
+        assert error["param"] == "tools"
+        assert error["message"].startswith("tools: find: properties/n/items/pattern: regex parse")
+    form = {"type": "json_schema", "json_schema": {"schema": PATH}}
+    for tools_too in ({}, {"tools": TOOLS}):
+        body = {**PROMPTS[CHAT], "response_format": form, **tools_too}
+        error = sessions(BOTH).post(CHAT, json=body).json()["error"]
+        assert error["param"] == "response_format"
+        assert "response_format: properties/at/format: Unknown format: path" in error["message"]
+
+
 EFFORTS = (
     """{{ messages[0].content }}<{{ enable_thinking }}|{{ thinking }}|{{ reasoning_effort }}>"""
 )

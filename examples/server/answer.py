@@ -265,14 +265,17 @@ def read_request(
         control = session.tokenizer.control_pattern.search(str(prompt))
         if control and not parse_special:
             note += f'; {control[0]} in the prompt stays text without "parse_special": true'
-    param = "tools" if answer.names else "response_format"
     try:
         if chat:
             session.settle(answer, prompts[0], continued)
         if answer.schemas:
-            session.grammar(answer, chat)
+            note += session.hold(answer, chat)
     except ValueError as error:
-        raise Refusal(400, f"{param}: {error}", param=param) from error
+        param, text = "response_format", str(error)
+        if answer.names and not text.startswith(param):
+            param = "tools"
+        text = text.removeprefix(f"{param}: ")
+        raise Refusal(400, f"{param}: {text}", param=param) from error
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
     if not all(prompts):

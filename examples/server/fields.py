@@ -200,6 +200,7 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
         if choice in ("auto", "required", *chosen):
             answer.names.append(name)
             answer.schemas.append(schema)
+            answer.strict.append(function.get("strict") is True)
     if answer.forced and not answer.names:
         raise wrong("tool_choice", choice, "; expected auto, none, required or a tool")
     return tools, answer

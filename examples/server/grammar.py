@@ -1,6 +1,8 @@
 """Nothing but text that fits rules or a JSON schema, by llguidance: for schema.py and the server."""
 
 import copy
+import functools
+import itertools
 import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -16,6 +18,9 @@ WHITE_SPACE = {"whitespace_pattern": r" |\n {0,8}"}
 OF_NAMES = {"$defs", "definitions", "patternProperties", "properties"}
 JOINING = {"$ref", "anyOf", "oneOf"}  # properties beside a schema's own
 HELD = {"allOf", "anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
+# Keywords that llguidance does not know, with values that ask for nothing.
+NOTHING = {"uniqueItems": False, "propertyNames": {"type": "string"}}
+MAX_CHECKS = 500  # of parts of a schema that cannot be held as it is; 1 ms each
 
 
 class Vocabulary:
@@ -40,17 +45,20 @@ def open_vocabulary(tokenizer: llama2.Tokenizer, stop_ids: Collection[int]) -> L
     return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[*stop_ids])
 
 
-def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all schemas in it, but not the data of const, enum, default and examples."""
+def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The path and value of a schema and of all schemas in it, but not of the data of const, enum,
+    default and examples."""
     if isinstance(schema, dict):
-        yield schema
+        yield path, schema
         for key, value in schema.items():
-            if key in OF_NAMES and isinstance(value, dict):
-                value = [*value.values()]
-            elif key not in HELD:
-                continue
-            for item in value if isinstance(value, list) else [value]:
-                yield from subschemas(item)
+            places = {"": value}
+            if isinstance(value, list):
+                places = {f"{i}/": item for i, item in enumerate(value)}
+            elif key in OF_NAMES and isinstance(value, dict):
+                places = {f"{name}/": item for name, item in value.items()}
+            if key in OF_NAMES | HELD:
+                for place, item in places.items():
+                    yield from subschemas(item, f"{path}{key}/{place}")
 
 
 def close(schema: dict[str, Any]) -> dict[str, Any]:
@@ -59,12 +67,56 @@ def close(schema: dict[str, Any]) -> dict[str, Any]:
     Where a schema takes properties from several, none of them can tell which others there are.
     """
     schema = copy.deepcopy(schema)
-    schemas = [*subschemas(schema)]
+    schemas = [one for _, one in subschemas(schema)]
     joined = any("allOf" in s or ("properties" in s and JOINING & s.keys()) for s in schemas)
     for one in schemas:
         if not joined and "properties" in one and "object" in one.get("type", "object"):
             one.setdefault("additionalProperties", False)
     return schema
+
+
+@functools.lru_cache(64)
+def hold(vocabulary: LLTokenizer, text: str) -> tuple[Any, list[str]]:
+    """As much of a schema, given as JSON, as llguidance can hold an answer to; and for each keyword
+    that is left out its path and llguidance's reason. None is if the answer fits the whole schema.
+    """
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        return {}, ["a schema that is no object"]
+    checks = itertools.count()
+    # What cannot be held in a definition is found there, not where it is used.
+    names = {key: {name: {} for name in schema.get(key, ())} for key in ("$defs", "definitions")}
+
+    def problem_of(part: Any) -> str:
+        if next(checks) >= MAX_CHECKS:
+            return "the schema has too many such parts"
+        try:
+            Grammar(vocabulary, [names | part])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    left_out = []
+    if problem_of(schema):
+        for path, part in [*subschemas(schema)][::-1]:  # inner ones first
+            if not problem_of(part):
+                continue
+            keywords = sorted(part.items(), key=lambda item: item[0] not in names)
+            part.clear()
+            for key, value in keywords:
+                kept, problem = key, problem_of(part | {key: value})
+                if problem:
+                    kept = ""
+                    if key == "oneOf" and not problem_of({"anyOf": value} | part):
+                        kept = "anyOf"  # the same, if its branches exclude each other
+                        both = ({"allOf": [*pair]} for pair in itertools.combinations(value, 2))
+                        if all("Unsatisfiable" in problem_of(pair) for pair in both):
+                            problem = ""
+                if kept:
+                    part.setdefault(kept, value)
+                if problem and value != NOTHING.get(key):
+                    left_out.append(f"{path}{key}: {problem}")
+    return schema, left_out
 
 
 class Grammar:
@@ -79,15 +131,12 @@ class Grammar:
         schemas: Sequence[dict[str, Any]],
         rules: str = "start: value0",
     ) -> None:
-        text = ", ".join(map(json.dumps, schemas))
         for i, schema in enumerate(schemas):
-            if not isinstance(schema, dict):
-                raise ValueError(f"the schema {text:.200} cannot be used: it is no object")
             rules += f"\nvalue{i}: %json {json.dumps(close(schema) | {'x-guidance': WHITE_SPACE})}"
         self.matcher = LLMatcher(vocabulary, rules, log_level=0)
         if problem := self.matcher.get_error():
-            _, _, said = problem.splitlines()[0].rpartition("JSON schema: ")
-            raise ValueError(f"the schema {text:.200} cannot be used: {said}")
+            said = problem.partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
+            raise ValueError(" ".join(said.split()))
         self.seen = 0  # how many ids the matcher has seen, with the prompt
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -170,14 +170,40 @@ class Session:
         ids = {config.eos_token_id, *config.stop_token_ids, self.tokenizer.eos_id}
         return ids | {*self.stops.ids} if chat else ids
 
-    def grammar(self, answer: Answer, chat: bool) -> Any:
-        """A Grammar for one answer. Raises ValueError."""
+    def vocabulary(self, chat: bool) -> Any:
+        """The tokenizer for grammars. Raises ValueError."""
         if grammar is None:
             raise ValueError("not supported here: it needs the package llguidance")
         if chat not in self.vocabularies:
             ends = self.stop_ids(chat)
             self.vocabularies[chat] = grammar.open_vocabulary(self.tokenizer, ends)
-        return grammar.Grammar(self.vocabularies[chat], answer.schemas, rules(answer))
+        return self.vocabularies[chat]
+
+    def hold(self, answer: Answer, chat: bool) -> str:
+        """Leave out what an answer cannot be held to; returns words for the log.
+
+        Raises ValueError if it has to be held to that.
+        """
+        try:
+            self.grammar(answer, chat)
+            return ""
+        except ValueError:
+            note = ""
+        for i, schema in enumerate(answer.schemas):
+            name = [*answer.names, "response_format"][i]
+            held, left_out = grammar.hold(self.vocabulary(chat), json.dumps(schema))
+            if left_out and [*answer.strict, True][i]:
+                raise ValueError(f"{name}: {left_out[0]}; a strict schema is held whole")
+            if left_out:
+                note += f"; {name} is not held to {', '.join(left_out)}"
+                held = {"type": "object"} | held
+            answer.schemas[i] = held
+        self.grammar(answer, chat)
+        return note
+
+    def grammar(self, answer: Answer, chat: bool) -> Any:
+        """A Grammar for one answer. Raises ValueError."""
+        return grammar.Grammar(self.vocabulary(chat), answer.schemas, rules(answer))
 
     def start(
         self,

@@ -54,6 +54,7 @@ class Answer:
     form: Format | None = None  # how it calls a tool
     names: list[str] = field(default_factory=list)  # of the tools
     schemas: list[dict] = field(default_factory=list)  # their arguments'; behind them, its text's
+    strict: list[bool] = field(default_factory=list)  # whether arguments must fit all of a schema
     forced: bool = False  # it calls a tool at once
     several: bool = True  # it may call more than once
     reasoning: tuple[str, str] | None = None  # what stands around reasoning
