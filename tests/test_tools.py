@@ -21,6 +21,7 @@ streaming = pytest.importorskip("openai.lib.streaming._deltas")
 from server import __main__ as server
 from server import fields as server_fields
 from server import grammar, tools
+from server import responses as server_responses
 from server.serving import Session
 
 import llama2
@@ -42,6 +43,7 @@ TOOLS = [
 ]
 QUESTION = [{"role": "user", "content": "A"}]
 THOUGHT = ("<think>", "</think>")
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +364,7 @@ def test_responses(responses, tell, tokenizer):
         assert (call.name, json.loads(call.arguments)) == ("wind", {"city": "Rome"})
         assert (response.status, response.store, response.metadata) == (
             "completed",
-            False,
+            True,
             {"a": "b"},
         )
         assert response.usage.output_tokens_details.reasoning_tokens > 2
@@ -399,7 +401,7 @@ def test_responses_with_a_form_or_a_limit(responses, tell):
     assert cut.output[0].status == "incomplete"
 
 
-REFUSED = """{"previous_response_id": "x", "conversation": "x", "background": true, "include": ["x"],
+REFUSED = """{"previous_response_id": 5, "conversation": "x", "background": true, "include": ["x"],
 "max_tokens": 5, "n": 2, "tool_choice": {"type": "web_search"}, "input": [{"type": "item_reference"}],
 "messages": [], "max_output_tokens": -1, "response_format": {"type": "json_object"}}"""
 
@@ -412,10 +414,86 @@ def test_responses_refuses_by_name(sessions, field):
     assert field in reply.json()["error"]["message"]
 
 
+def test_responses_go_on(responses, tell, sessions):
+    """From the last one, by its id or by those of its items, as if all of it were sent again."""
+    tell(f"<think>Hm</think>Well.\n{CALL}")
+    options = {"model": "m", "tools": FUNCTIONS, "extra_body": {"cache_prompt": False}}
+    first = responses.create(**options, input="A", instructions="S")
+    result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "calm"}
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    output = [item.model_dump(exclude_none=True) for item in first.output]
+    question = {"role": "user", "content": "A"}
+    tell("Calm.")
+    whole = responses.create(**options, input=[question, *output, result])
+    with responses.stream(**options, input=[question, *references, result]) as stream:
+        by_items = stream.until_done().get_final_response()
+    by_id = responses.create(**options, input=[result], previous_response_id=first.id)
+    usages = {answer.usage.input_tokens for answer in (whole, by_items, by_id)}
+    assert len(usages) == 1 and by_id.previous_response_id == first.id
+    tell("Yes.")
+    third = responses.create(**options, input="Sure?", previous_response_id=by_id.id)
+    items = [question, *output, result, *(item.model_dump() for item in by_id.output)]
+    tell("Yes.")
+    whole = responses.create(**options, input=[*items, {"role": "user", "content": "Sure?"}])
+    assert third.usage.input_tokens == whole.usage.input_tokens
+    kept = responses.retrieve(first.id)
+    assert (kept.output, kept.usage, kept.store) == (first.output, first.usage, True)
+    assert sessions(BOTH).delete(f"{RESPONSES}/{first.id}").json()["deleted"]
+    assert by_id.id in sessions(BOTH).get(f"{RESPONSES}/{by_id.id}").text
+
+
+def test_responses_that_are_not_kept(sessions, tell):
+    """Unknown ids are OpenAI's errors."""
+    tell("A.")
+    unknown = "Previous response with id 'resp_1' not found."
+    for client, more in ((sessions(BOTH), {"store": False}), (sessions(BOTH, "--no-store"), {})):
+        reply = client.post(RESPONSES, json={"input": "A", **more}).json()
+        assert reply["store"] is False
+        body = {"input": "A", "previous_response_id": reply["id"]}
+        assert client.post(RESPONSES, json=body).status_code == 400
+        for method in (client.get, client.delete):
+            reply = method(f"{RESPONSES}/{reply['id']}")
+            assert reply.status_code == 404 and "not found" in reply.json()["error"]["message"]
+            reply = {"id": "resp_1"}
+        error = client.post(RESPONSES, json=body | {"previous_response_id": "resp_1"}).json()[
+            "error"
+        ]
+        about = error["param"], error["code"], error["message"]
+        assert about == ("previous_response_id", "previous_response_not_found", unknown)
+        item = {"type": "item_reference", "id": "msg_1"}
+        reply = client.post(RESPONSES, json={"input": [item]})
+        assert (
+            reply.status_code == 404 and "Item with id 'msg_1'" in reply.json()["error"]["message"]
+        )
+
+
+def test_few_responses_are_kept(monkeypatch):
+    """A number of them, and of their bytes."""
+    store = server_responses.Store(3)
+    for i in range(9):
+        store.keep({"id": i, "output": []}, [])
+    assert [*store.kept] == [6, 7, 8]
+    monkeypatch.setattr(server_responses, "KEPT_BYTES", 300)
+    store.keep({"id": 9, "output": []}, ["a" * 200])
+    assert 9 in store.kept and len(store.kept) < 4
+    store.keep({"id": 10, "output": []}, ["a" * 300])
+    assert not store.kept
+
+
+def test_items_of_other_types(sessions, tell, capsys):
+    """What other servers called and what clients add is left out, with a line in the log."""
+    tell("A.")
+    items = [{"role": "user", "content": "A"}, {"type": "web_search_call", "id": "1", "action": {}}]
+    items += [{"type": "ghost_snapshot"}, {"type": "message", "role": "user", "content": []}]
+    client = sessions(BOTH, "--dtype", "float32")
+    capsys.readouterr()
+    assert client.post(RESPONSES, json={"input": items}).status_code == 200
+    assert "; forgot web_search_call in the input, ghost_snapshot in" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------------
 # What becomes of a field
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 VALUES = """{"messages": [{"role": "user", "content": "A"}], "prompt": "A", "input": "A",
 "model": "x", "stream": true, "stream_options": {"include_usage": true}, "max_tokens": 1,
 "max_completion_tokens": 1, "max_output_tokens": 16, "temperature": 1, "top_p": 1, "top_k": -1,
@@ -425,7 +503,7 @@ VALUES = """{"messages": [{"role": "user", "content": "A"}], "prompt": "A", "inp
 "response_format": {"type": "text"}, "text": {"verbosity": "low", "format": {"type": "text"}},
 "reasoning_effort": "low", "reasoning": {"effort": null, "summary": "auto"}, "cache_prompt": false,
 "chat_template_kwargs": {"enable_thinking": false}, "continue_final_message": false,
-"parse_special": true, "include_stop_token": true, "include": ["reasoning.encrypted_content"]}"""
+"parse_special": true, "include_stop_token": true, "store": false, "include": ["reasoning.encrypted_content"]}"""
 PROMPTS = {
     CHAT: {"messages": QUESTION},
     RESPONSES: {"input": "A"},
@@ -433,7 +511,7 @@ PROMPTS = {
 }
 PATHS = {
     "/v1/completions": "prompt echo parse_special logprobs n",
-    RESPONSES: "input instructions text reasoning max_output_tokens include",
+    RESPONSES: "store previous_response_id input instructions text reasoning max_output_tokens include",
 }
 TABLE = (
     (Path(__file__).parent.parent / "docs/usage.md")
@@ -455,6 +533,10 @@ def test_fields_of_the_table(sessions, capsys, verdict, name):
     path = next((path for path, names in PATHS.items() if name in names.split()), CHAT)
     value = json.loads(VALUES).get(name, ["x"])
     body = {"max_tokens": 1} if path != RESPONSES else {"max_output_tokens": 1}
+    if name == "previous_response_id":
+        value = (
+            sessions(BOTH, "--dtype", "float32").post(path, json=PROMPTS[path] | body).json()["id"]
+        )
     capsys.readouterr()
     body |= {**PROMPTS[path], name: value}
     body |= {"logprobs": True} if name == "top_logprobs" else {}

@@ -46,7 +46,7 @@ try:
     from server.answer import read_request
     from server.fields import Refusal, refuse, refuse_rest, take, utf8
     from server.guard import Connection, guard
-    from server.responses import read_response
+    from server.responses import MAX_KEPT, Store, read_response
     from server.serving import Session
 except ImportError as error:
     needed = 'pip install "starlette>=1.6" "anyio>=4.1" uvicorn'
@@ -118,13 +118,25 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     def detokenize(body: dict, field: str) -> Response:
         return JSONResponse({"content": session.tokenizer.decode(body.pop(field, None))})
 
+    store = Store(MAX_KEPT if args.store else 0)
+
+    def kept(request: Any) -> Response:
+        response_id = request.path_params["id"]
+        if response_id not in store.kept:
+            raise Refusal(404, f"Response with id {response_id!r:.60} not found.")
+        if request.method == "DELETE":
+            del store.kept[response_id]
+            return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return JSONResponse(store.kept[response_id][0])
+
     complete = partial(read_request, session, name, args.prompt_cache)
-    respond = partial(read_response, session, name, args.prompt_cache)
+    respond = partial(read_response, session, name, args.prompt_cache, store)
     routes = [
         Route("/", open_page()),
         Route("/health", JSONResponse({"status": "ok"})),
         Route("/v1/models", JSONResponse({"object": "list", "data": [model]})),
         Route("/v1/models/{id:path}", get_model),
+        Route("/v1/responses/{id}", kept, methods=["GET", "DELETE"]),
     ]
     messages = "a list of messages with role, text as content, and functions as tool_calls"
     texts = "text, token ids, or a list of either"
@@ -190,6 +202,12 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="the texts of control tokens in raw prompts are these tokens, as if each request had "
         '"parse_special": true: for clients that render the chat template themselves',
+    )
+    add(
+        "--no-store",
+        dest="store",
+        action="store_false",
+        help="keep no responses: each request to /v1/responses holds its whole conversation",
     )
     add("--quiet", action="store_true", help="no log of requests")
     return parser.parse_args()

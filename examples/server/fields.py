@@ -33,7 +33,7 @@ REFUSED = re.compile(
     | cache_salt | chat_template | continue_final_message | conversation | documents | dry_.*
     | dynatemp_.* | ebnf | echo | function_call | functions | grammar | guided_.* | ignore_eos
     | images | include_stop_str_in_output | json_schema | logits_processors | lora | min_tokens
-    | mirostat.* | n_indent | n_predict | n_probs | previous_response_id | prompt_logprobs
+    | mirostat.* | n_indent | n_predict | n_probs | prompt_logprobs
     | regex | repeat_last_n | return_token.* | samplers | stop_token_ids | structured_outputs
     | suffix | temp | tfs_z | tools | top_a | top_logprobs | top_n_sigma
     | truncate_prompt_tokens | use_beam_search | videos | with_pieces | xtc_.*"""

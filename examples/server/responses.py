@@ -1,6 +1,5 @@
 """/v1/responses, OpenAI's second interface, on top of the first: a request becomes one for a chat, and
-the deltas of its answer become items and their events. Nothing is remembered: what an answer goes on
-from must be in its input.
+the deltas of its answer become items and their events. The last responses are kept in memory.
 """
 
 import json
@@ -10,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from server.answer import Job, read_request
-from server.fields import take, text_of, wrong
+from server.fields import Refusal, take, text_of, wrong
 from server.serving import Score, Session
 
 # Fields of a chat that this interface has not, or by other names.
 CHAT_ONLY = {"messages", "response_format", "max_tokens", "max_completion_tokens", "n", "logprobs"}
+MAX_KEPT, KEPT_BYTES = 500, 2**26  # responses, each with the conversation that led to it
 # The deltas that are texts: their items, and the parts in these.
 TEXTS: dict[str, tuple[dict, dict]] = {
     "reasoning": ({"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
@@ -25,10 +25,38 @@ TEXTS: dict[str, tuple[dict, dict]] = {
 }
 
 
-def messages_of(items: Any) -> list[dict]:
-    """The messages of a chat for a text or the items of a conversation. Raises ValueError."""
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
+@dataclass
+class Store:
+    """The last responses, by their ids: an answer can go on from one, or from an item of one."""
+
+    limit: int  # of their number
+    kept: dict[str, tuple[dict, list, int]] = field(default_factory=dict)
+
+    def keep(self, response: dict, items: list) -> None:
+        """Keep a response to items. Older ones go if there are too many, or too many bytes."""
+        size = len(json.dumps([response, items]))
+        self.kept[response["id"]] = response, [*items, *response["output"]], size
+        while (
+            len(self.kept) > self.limit or sum(size for *_, size in self.kept.values()) > KEPT_BYTES
+        ):
+            del self.kept[next(iter(self.kept))]
+
+    def find_item(self, item: dict) -> dict:
+        """The item that another one refers to; any other as it is."""
+        if item.get("type") != "item_reference":
+            return item
+        for response, *_ in [*self.kept.values()]:
+            for kept in response["output"]:
+                if kept["id"] == item["id"]:
+                    return kept
+        raise Refusal(404, f"Item with id {item['id']!r:.60} not found.", param="input")
+
+
+def messages_of(items: list[dict], body: dict) -> list[dict]:
+    """The messages of a chat for the items of a conversation. Raises ValueError.
+
+    Items of other types are forgotten, as fields of the body are.
+    """
     messages: list[dict] = []
     for item in items:
         kind = item.get("type", "message")
@@ -43,8 +71,9 @@ def messages_of(items: Any) -> list[dict]:
         elif kind == "function_call_output":
             content = text_of(item["output"])
             new = {"role": "tool", "tool_call_id": item["call_id"], "content": content}
-        else:  # nothing that an item_reference could name is stored
-            raise ValueError(f"{str(kind)[:40]!r} is not supported; with store: false none is sent")
+        else:
+            body[f"{kind} in the input"] = True
+            continue
         last = messages[-1] if messages else {"role": ""}
         # Reasoning begins a message; text goes on from it, and calls from either.
         goes_on = "tool_calls" in new or ("reasoning" not in new and not last.get("content"))
@@ -56,17 +85,32 @@ def messages_of(items: Any) -> list[dict]:
     return messages
 
 
-def read_response(session: Session, name: str, reuse: bool, body: dict, field: str) -> Job:
+def read_response(
+    session: Session, name: str, reuse: bool, store: Store, body: dict, field: str
+) -> Job:
     """The job for a body. Raises Refusal, or ValueError for a wrong input."""
     asked = {key: value for key, value in body.items() if key != field}
     for key in CHAT_ONLY & body.keys():
         raise wrong(key, body[key], ", which only chats have")
-    messages = messages_of(body.pop(field, None))
+    items = body.pop(field, None)
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    items = [store.find_item(item) for item in items]
+    if previous := take(body, "previous_response_id", ""):
+        _, before, _ = store.kept.get(previous, (None, None, 0))
+        if before is None:
+            said = f"Previous response with id {previous!r:.60} not found."
+            about = {"param": "previous_response_id", "code": "previous_response_not_found"}
+            raise Refusal(400, said, **about)
+        items = before + items
+    messages = messages_of(items, body)
     if instructions := take(body, "instructions", ""):
         messages.insert(0, {"role": "system", "content": instructions})
     form = take(body, "text", {}).get("format")
     body |= {"messages": messages, "response_format": form}
-    return read_request(session, name, reuse, body, "messages", partial(ResponseJob, asked=asked))
+    kept = take(body, "store", True) and store.limit > 0
+    make = partial(ResponseJob, asked=asked, items=items, store=store if kept else None)
+    return read_request(session, name, reuse, body, "messages", make)
 
 
 @dataclass
@@ -74,7 +118,9 @@ class ResponseJob(Job):
     """The response to a request, as an ASGI application."""
 
     asked: dict[str, Any] = field(default_factory=dict)  # the request
-    output: list[dict] = field(default_factory=list)  # the items
+    items: list[dict] = field(default_factory=list)  # the conversation
+    store: Store | None = None  # that keeps the response
+    output: list[dict] = field(default_factory=list)  # its items
     item: dict[str, Any] | None = None  # the last of them, if it is incomplete
     number: int = 0  # of the next event
 
@@ -93,7 +139,7 @@ class ResponseJob(Job):
             "model": self.model_name,
             "status": status,
             "output": self.output,
-            "store": False,
+            "store": self.store is not None,
             **fields,
         }
 
@@ -174,6 +220,8 @@ class ResponseJob(Job):
             for name, count in usage.items()
         }
         response = self.response(status, usage=counts, incomplete_details=details)
+        if self.store:
+            self.store.keep(response, self.items)
         if self.stream:
             self.event(status, response=response)
         else:
