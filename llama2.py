@@ -3015,6 +3015,13 @@ def unhooked(modules: Iterable[Any]) -> bool:
     return not (of_all._global_forward_hooks or of_all._global_forward_pre_hooks)
 
 
+def by_torch() -> bool:
+    """Whether torch computes: for torch.compile, for forward-mode derivatives, without kernels."""
+    if torch.compiler.is_compiling() or not load_kernels():
+        return True
+    return torch.autograd.forward_ad._current_level >= 0  # this, too, has no public name
+
+
 def run_kernel(
     name: str, matrix: Quantized, x: Tensor, shape: Sequence[int], *sizes: int
 ) -> Tensor | None:
@@ -3022,9 +3029,7 @@ def run_kernel(
     y = torch.empty(shape, dtype=torch.float32, device=x.device)
     tensors = matrix.blocks, x, y
     on_cpu = {*map(Tensor.get_device, tensors)} == {-1}
-    if torch.compiler.is_compiling() or not load_kernels() or not on_cpu:
-        return None
-    if not all(map(Tensor.is_contiguous, tensors)):
+    if by_torch() or not on_cpu or not all(map(Tensor.is_contiguous, tensors)):
         return None
     numbers = GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes, *sizes
     kernel = getattr(load_kernels(), name)
@@ -3077,10 +3082,12 @@ class NativeBlock(Block):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        by_torch = torch.is_grad_enabled() or torch.compiler.is_compiling() or not load_kernels()
-        if not by_torch and type(cache) is Cache:
+        if type(cache) is Cache and not torch.is_grad_enabled() and not by_torch():
             y = torch.empty_like(x)
-            layer = self.pack(x, cos, sin, mask, cache, y)
+            try:
+                layer = self.pack(x, cos, sin, mask, cache, y)
+            except KeyError:  # a weight or a module is not where Block put it
+                layer = b""
             if layer and not load_kernels().run_block(layer):
                 cache.layer += 1
                 return y
@@ -3105,14 +3112,10 @@ class NativeBlock(Block):
         if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
             return b""
 
-        # 2. Is the mask the causal one? The kernel knows no other. A mask of the cache itself is
-        #    recognised by where it lies, others by their elements.
+        # 2. Is the mask the causal one? The kernel knows no other. The cache makes it once for all
+        #    layers of a pass; another tensor is compared by its elements.
         causal = cache.mask(x.shape[1])
-        if mask is None or causal is None:
-            is_causal = mask is causal
-        else:
-            is_causal = mask.is_set_to(causal) or mask.equal(causal)
-        if not is_causal:
+        if mask is not causal and (mask is None or causal is None or not mask.equal(causal)):
             return b""
 
         # 3. The fields of the struct, in its order. The kernel reads the tensors itself, and refuses

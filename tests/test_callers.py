@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_kernels import model_of
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import llama2
 from test_llama2 import arrange, assert_close, in_steps, needs
@@ -132,8 +133,27 @@ CHANGES = {  # a change, or what becomes something else; how many of the three B
         lambda m: setattr(m.layers[0].mlp, "down_proj", m.layers[0].mlp.gate_proj),
         1,
     ),
+    "a buffer as norm": ("", lambda m: elsewhere(m.get_submodule(NORM), "register_buffer"), 1),
+    "an attribute as norm": ("", lambda m: elsewhere(m.get_submodule(NORM), "__setattr__"), 1),
+    "blocks that are an attribute": (
+        "",
+        lambda m: elsewhere(m.layers[0].mlp.up_proj, "__setattr__"),
+        1,
+    ),
+    "a function as MLP": ("", lambda m: elsewhere(m.layers[0], "__setattr__", "mlp", torch.sin), 1),
     "bfloat16": ("", nn.Module.bfloat16, 3),
 }
+
+
+def elsewhere(module, register, name=None, new=None):
+    """Make a parameter, buffer or module of a module another thing, which is called the same."""
+    name = name or next(iter({**module._parameters, **module._buffers}))
+    old = getattr(module, name)
+    if new is None:
+        old = old.detach()
+        new = old.flip(0) if old.dtype == torch.uint8 else torch.linspace(1, 3, len(old))
+    delattr(module, name)
+    getattr(module, register)(name, new)
 
 
 def change_model(model, path, change):
@@ -231,6 +251,22 @@ def test_gradients_pass_frozen_layers(models):
         return y.square().sum()
 
     agree(*(torch.func.grad(loss)(X, model) for model in models), 1e-4)
+
+
+def test_forward_mode_derivatives_pass_every_path(models):
+    """A kernel would drop them; with and without a cache."""
+    forward_ad = torch.autograd.forward_ad
+    for model_part in (lambda m: m.lm_head, lambda m: m.layers[1]):
+        results = []
+        for model in models:
+            for cache in (None, llama2.Cache(CONFIG)):
+                part = model_part(model)
+                rest = () if part is model.lm_head else (ANGLES, ANGLES, SEEN.tril(), cache)
+                with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):  # flash has none
+                    y = part(forward_ad.make_dual(X, X.cos()), *rest)
+                    results.append(forward_ad.unpack_dual(y).tangent)
+        for tangent in results[1:]:
+            agree(results[0], tangent, 1e-4)
 
 
 def test_torch_compile_sees_plain_torch(models):
