@@ -2232,16 +2232,33 @@ def join_templates(default: str, tool_use: str) -> str:
 # tokenizers runs a tokenizer.json, as it is; sentencepiece runs a tokenizer.model. A GGUF file holds
 # lists of pieces, types, scores or merges instead, from which one of the two is built.
 
-# The name of a special token in GGUF's keys -> in tokenizer_config.json and in chat templates.
+# The name of a special token in tokenizer_config.json and in chat templates -> its key in GGUF.
 SPECIAL_TOKENS = {
-    "bos": "bos_token",
-    "eos": "eos_token",
-    "unknown": "unk_token",
-    "padding": "pad_token",
-    "seperator": "sep_token",  # so spelt in GGUF
-    "cls": "cls_token",
-    "mask": "mask_token",
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",  # so spelt in GGUF
+    "cls_token": "tokenizer.ggml.cls_token_id",
+    "mask_token": "tokenizer.ggml.mask_token_id",
 }
+
+
+def mark_control(
+    types: Sequence[int], ids: Mapping[str, int], stop_ids: Iterable[int], typed: Collection[int]
+) -> list[int]:
+    """The types of all pieces, with CONTROL for each special token: then no text becomes one.
+
+    BOS and EOS are control tokens whatever a file calls them. So are other tokens that have a name
+    (`ids`) or end a text, if their own texts would give them: if they are user-defined, or not
+    among those of which a file says what they are (`typed`).
+    """
+    types = [*types]
+    for i in {*ids.values(), *stop_ids} & {*range(len(types))}:
+        in_text = types[i] == USER_DEFINED or (i not in typed and types[i] != UNKNOWN)
+        if in_text or i in (ids.get("bos_token"), ids.get("eos_token")):
+            types[i] = CONTROL
+    return types
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
@@ -2251,29 +2268,23 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     # "llama" is SentencePiece, "gpt2" byte-level BPE.
     is_llama = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "llama"
     pieces = get("tokenizer.ggml.tokens", list)
-    types = [*get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))]
+    types = get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))
 
-    # 2. The special tokens. They become CONTROL, so that no text gives them: BOS and EOS whatever
-    #    type the converter wrote, others if it wrote USER_DEFINED.
-    ids = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
-    for name in SPECIAL_TOKENS:
-        key = f"tokenizer.ggml.{name}_token_id"
-        token_id = ids[name] = metadata.get(key, ids.get(name))
-        if token_id not in range(len(pieces)):
-            del ids[name]
-            if key in metadata:  # llama.cpp runs such files, too
-                warnings.warn(f"{key} is {token_id!r}, of {len(pieces)}: ignored", stacklevel=2)
-    bos, eos, unknown = map(ids.get, ("bos", "eos", "unknown"))
-    for token_id in {*ids.values(), *gguf_stop_ids(metadata)}:
-        if token_id in (bos, eos) or types[token_id : token_id + 1] == [USER_DEFINED]:
-            types[token_id] = CONTROL
+    # 2. The special tokens. llama.cpp, too, ignores ids that are out of range.
+    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
+    ids |= {name: metadata[key] for name, key in SPECIAL_TOKENS.items() if key in metadata}
+    for name, i in ids.items():
+        if i not in range(len(pieces)):
+            warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
+    ids = {name: i for name, i in ids.items() if i in range(len(pieces))}
+    types = mark_control(types, ids, gguf_stop_ids(metadata), range(len(pieces)))
 
     # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     model: Any
     if is_llama:
-        if unknown is not None and UNKNOWN not in types:
-            types[unknown] = UNKNOWN
+        if "unk_token" in ids and UNKNOWN not in types:
+            types[ids["unk_token"]] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
@@ -2293,8 +2304,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         pieces,
         types,
         model,
-        bos,
-        eos,
+        ids.get("bos_token"),
+        ids.get("eos_token"),
         get("tokenizer.ggml.add_bos_token", bool, add_bos),
         # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
         prepend_scheme=get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
@@ -2302,7 +2313,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
             get("tokenizer.chat_template", str, ""),
             get("tokenizer.chat_template.tool_use", str, ""),
         ),
-        special_tokens={SPECIAL_TOKENS[name]: pieces[i] for name, i in ids.items()},
+        special_tokens={name: pieces[i] for name, i in ids.items()},
     )
 
 
@@ -2497,63 +2508,31 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     )
 
 
-def read_special_tokens(folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """What stands beside a tokenizer's file: the texts of special tokens by their names, such as
-    pad_token, and added tokens, as in a tokenizer.json. Raises ValueError.
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json. Raises ValueError.
+
+    Before transformers 4.34, two other files held its added tokens and some of the special ones.
     """
-    named: dict[str, str] = {}
-    for path in folder / "tokenizer_config.json", folder / "special_tokens_map.json":
-        settings = read_json(path)
-        with naming(path):
-            unnamed = get_typed(settings, "additional_special_tokens", list, [])
-            extra = settings.get("extra_special_tokens") or {}
-            if isinstance(extra, list):  # so in transformers 5
-                unnamed, extra = unnamed + extra, {}
-            tokens = {name: settings.get(name) for name in SPECIAL_TOKENS.values()} | extra
-            tokens |= {f"special_token_{i}": token for i, token in enumerate(unnamed)}
-            for name, token in tokens.items():
-                if token is not None:
-                    text = token["content"] if isinstance(token, dict) else token
-                    named[name] = get_typed({name: text}, name, str)
-            decoder = settings.get("added_tokens_decoder")
-            if decoder is not None:  # transformers since 4.34, which ignores the two older files
-                return named, [{**token, "id": int(i)} for i, token in decoder.items()]
-    added = read_json(folder / "added_tokens.json")
-    return named, [{"id": i, "content": text, "special": True} for text, i in added.items()]
+    settings = read_json(folder / "tokenizer_config.json")
+    if settings.get("added_tokens_decoder") is None:
+        settings |= read_json(folder / "special_tokens_map.json")
+        added = read_json(folder / "added_tokens.json")
+        settings["added_tokens_decoder"] = {
+            i: {"content": text, "special": True} for text, i in added.items()
+        }
+    return settings
 
 
-def add_special_tokens(vocabulary: Vocabulary, tokens: Mapping[int, Any], config: Config) -> None:
-    """Give pieces and types to `tokens` (by id), and find BOS, EOS and the other special tokens."""
-    # 1. Added tokens.
-    pieces, types = vocabulary.pieces, vocabulary.types
-    for i, token in sorted(tokens.items()):
-        while len(pieces) <= i:
-            pieces.append(f"[PAD{len(pieces)}]")
-            types.append(UNUSED)
-        pieces[i] = token["content"]
-        types[i] = CONTROL if token.get("special") else USER_DEFINED
-
-    # 2. A special token that is only named may be any piece. Stop tokens are control tokens.
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    for text in vocabulary.special_tokens.values():
-        if text in ids and ids[text] not in tokens and types[ids[text]] != UNKNOWN:
-            types[ids[text]] = CONTROL
-    is_sentencepiece = isinstance(vocabulary.model, bytes)
-    for i in {config.eos_token_id, *config.stop_token_ids} & {*ids.values()}:
-        if types[i] == USER_DEFINED or is_sentencepiece:
-            types[i] = CONTROL
-
-    # 3. BOS and EOS: by their texts, else by the ids in config.json if these are control tokens.
-    special_ids: list[int | None] = []
-    for role in "bos", "eos":
-        token_id = ids.get(vocabulary.special_tokens.get(f"{role}_token", ""))
-        default = getattr(config, f"{role}_token_id")
-        if token_id is not None:
-            types[token_id] = CONTROL
-        elif types[default : default + 1] == [CONTROL]:
-            token_id = default
-        special_ids.append(token_id)
-    vocabulary.bos_id, vocabulary.eos_id = special_ids
+def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of special tokens in tokenizer_config.json, by names such as pad_token."""
+    unnamed = get_typed(settings, "additional_special_tokens", list, [])
+    extra = settings.get("extra_special_tokens") or {}
+    if isinstance(extra, list):  # so in transformers 5
+        unnamed, extra = unnamed + extra, {}
+    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS} | extra
+    tokens |= {f"special_token_{i}": token for i, token in enumerate(unnamed)}
+    texts = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
+    return {name: get_typed(texts, name, str) for name, t in texts.items() if t is not None}
 
 
 def read_vocabulary(path: Path, config: Config) -> Vocabulary:
@@ -2564,33 +2543,57 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
     if path.is_dir():
         path = path / "tokenizer.json"
         path = path if path.exists() else path.with_suffix(".model")
+    is_json = path.suffix == ".json"
+    settings = read_tokenizer_config(path.parent)
     with naming(path):
-        # 1. The file itself, and the special tokens that it or others name. Tokens that the model
-        #    lacks are left out: Llama 2's directory has one.
-        is_json = path.suffix == ".json"
+        # 1. The file itself, and the names of special tokens in it and in others.
         vocabulary = read_tokenizer_json(path) if is_json else read_tokenizer_model(path)
-        named, added = read_special_tokens(path.parent)
-        vocabulary.special_tokens |= named
+        pieces, types = vocabulary.pieces, vocabulary.types
+        named = vocabulary.special_tokens | read_special_tokens(settings)
+
+        # 2. Added tokens. Those that the model lacks are left out: Llama 2's directory has one.
+        added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
         added += vocabulary.model["added_tokens"] if is_json else []  # these count most
         tokens = {token["id"]: token for token in added if token["id"] < config.vocab_size}
-        add_special_tokens(vocabulary, tokens, config)
+        for i in range(len(pieces), max(tokens, default=0) + 1):
+            pieces.append(f"[PAD{i}]")
+            types.append(UNUSED)
+        for i, token in tokens.items():
+            pieces[i] = token["content"]
+            types[i] = CONTROL if token.get("special") else USER_DEFINED
         if is_json:
             vocabulary.model["added_tokens"] = [*tokens.values()]
-        if len(vocabulary.pieces) > config.vocab_size:
-            raise ValueError(f"{len(vocabulary.pieces)} pieces; the model has {config.vocab_size}")
+        if len(pieces) > config.vocab_size:
+            raise ValueError(f"{len(pieces)} pieces; the model has {config.vocab_size}")
 
-    # 2. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
+        # 3. The ids of special tokens: by their names, else BOS and EOS by config.json, if these are
+        #    added tokens.
+        texts = {piece: i for i, piece in enumerate(pieces)}
+        ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id}
+        ids = {name: i for name, i in ids.items() if i in tokens}
+        ids |= {name: texts[text] for name, text in named.items() if text in texts}
+        stop_ids = {config.eos_token_id, *config.stop_token_ids}
+        if is_json:  # any other id may be that of a letter
+            stop_ids &= tokens.keys()
+        types = mark_control(types, ids, stop_ids, tokens)
+
+    # 4. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
     #    tokenizer.json: if it is false, a space is added at the start of a text only.
-    path = path.with_name("tokenizer_config.json")
-    settings = read_json(path)
-    with naming(path):
-        is_legacy = is_json or get_typed(settings, "legacy", bool, True)
-        if not is_legacy and vocabulary.prepend_scheme != "never":
-            adds_space = settings.get("add_prefix_space", True)
-            vocabulary.prepend_scheme = "start" if adds_space else "never"
-        vocabulary.add_bos = get_typed(settings, "add_bos_token", bool, vocabulary.add_bos)
-        vocabulary.chat_template = read_chat_template(path.parent, settings)
-    return vocabulary
+    scheme = vocabulary.prepend_scheme
+    with naming(path.with_name("tokenizer_config.json")):
+        if not is_json and scheme != "never" and not get_typed(settings, "legacy", bool, True):
+            scheme = "start" if settings.get("add_prefix_space", True) else "never"
+        return Vocabulary(
+            pieces,
+            types,
+            vocabulary.model,
+            ids.get("bos_token"),
+            ids.get("eos_token"),
+            get_typed(settings, "add_bos_token", bool, vocabulary.add_bos),
+            scheme,
+            read_chat_template(path.parent, settings),
+            named,
+        )
 
 
 # 262144: more than any vocabulary has.

@@ -179,6 +179,39 @@ def test_no_text_becomes_what_ends_a_text(tmp_path, end):
     assert tokenizer.types[SIZE] == 3 and tokenizer.decode([A, SIZE, B]) == "ab"
 
 
+@pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json", "keys"])
+def test_what_has_a_name_is_a_control_token(tmp_path, tokenizer, form):
+    """In every form of a model, also where it was added as user-defined; transformers skips it, too."""
+    named = {"pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if form == "keys":
+        keys = vocabulary_keys(tokenizer.vocabulary, 320)
+        texts, types = (
+            keys["tokenizer.ggml.tokens"] + ["<pad>"],
+            keys["tokenizer.ggml.token_type"] + [4],
+        )
+        scores = keys["tokenizer.ggml.scores"] + [0.0]
+        keys |= {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": types}
+        keys |= {"tokenizer.ggml.scores": scores, "tokenizer.ggml.padding_token_id": 320}
+        ours = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
+        assert types[-1] == 4  # of the caller
+    else:
+        content = llama2_json(tokenizer, legacy=True)
+        content["added_tokens"].append(FLAGS | {"id": 320, "content": "<pad>", "special": False})
+        added = {"added_tokens_decoder": added_tokens_decoder({"<pad>": False}, 320)}
+        files = {"tokenizer.json": content, "tokenizer_config.json": named}
+        if form == "tokenizer.model":
+            files = {form: tokenizer.model, "tokenizer_config.json": named | added}
+        write_files(tmp_path, files)
+        ours = llama2.Tokenizer.from_file(tmp_path / form, llama2.Config(vocab_size=321))
+    the = ours.encode("the", bos=False)
+    assert ours.types[320] == 3 and ours.decode([*the, 320]) == "the"
+    assert 320 not in ours.encode("<pad>") and ours.special_tokens["pad_token"] == "<pad>"
+    if form == "tokenizer.json":
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert theirs.decode([*the, 320], skip_special_tokens=True) == theirs.decode(the)
+
+
 # Settings, and the ids of three texts, of transformers 4.57.6.
 SPACES = """
 {"legacy": false} | _a 2 a 2 _a | end a 2 a | _a end _a
