@@ -1609,8 +1609,9 @@ class Weight:
     @property
     def block(self) -> tuple[int, int]:
         """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
-        if self.ggml_type in GGML_TYPES:
-            return GGML_TYPES[self.ggml_type][1:3]
+        known = GGML_TYPES.get(self.ggml_type)
+        if known:
+            return known.weights, known.nbytes
         import gguf
 
         return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
@@ -1624,13 +1625,13 @@ class Weight:
     def kept_type(self, dtype: torch.dtype) -> str | None:
         """The ggml type in which a model with activations of `dtype` keeps it; None: it is dense.
 
-        The table is at build_model().
+        build_model() has this as a table.
         """
-        # Types that dequantise slowly become F16. Beside float32 activations, F16 and BF16 stay as
-        # they are: half the memory.
+        # Types that dequantise slowly become F16.
         kept = self.ggml_type if self.ggml_type in GGML_TYPES else "F16"
-        is_dense = kept == "F32" or (kept in DENSE and dtype != torch.float32)
-        return None if len(self.shape) != 2 or is_dense else kept
+        # Beside float32 activations, F16 and BF16 take half the memory of a dense matrix.
+        is_smaller = kept not in DENSE or (kept != "F32" and dtype == torch.float32)
+        return kept if len(self.shape) == 2 and is_smaller else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as a dense tensor of `dtype`; a view of the file if that has this dtype."""
@@ -1712,14 +1713,7 @@ GGUF_NAMES = {
 }
 
 # The name of a setting in Config and config.json -> its key in GGUF.
-OPTIONAL = {  # a file without one means Config's default, or as many key/value heads as heads
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "rope_theta": "llama.rope.freq_base",
-    "rope_scaling_factor": "llama.rope.scaling.factor",
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-}
-SETTINGS = {  # the optional ones, and those that a file must have
+SETTINGS = {
     "hidden_size": "llama.embedding_length",
     "intermediate_size": "llama.feed_forward_length",
     "num_hidden_layers": "llama.block_count",
@@ -1727,7 +1721,14 @@ SETTINGS = {  # the optional ones, and those that a file must have
     "vocab_size": "llama.vocab_size",
     "max_position_embeddings": "llama.context_length",
     "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-    **OPTIONAL,
+}
+# A file without one of these means Config's default, or as many key/value heads as heads.
+OPTIONAL = {
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "rope_theta": "llama.rope.freq_base",
+    "rope_scaling_factor": "llama.rope.scaling.factor",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
 
 
@@ -1847,17 +1848,16 @@ def require(settings: Mapping, key: str, accepted: Sequence) -> Any:
     return value
 
 
-def read_config(settings: Mapping, keys: Mapping[str, str], known: dict[str, Any]) -> Config:
-    """A Config of the values in `known`; all others are in `settings`, by the names in `keys`."""
+def read_config(settings: Mapping, known: Mapping[str, Any], gguf: bool) -> Config:
+    """A Config of the values in `known`, and of `settings` by config.json's names or GGUF's keys."""
     values = dict(known)
-    for name, key in keys.items():
-        default = getattr(Config, name)
+    for name, key in (SETTINGS | OPTIONAL).items():
+        default = getattr(Config, name)  # tells the type, too
         if name == "num_key_value_heads":
             default = values["num_attention_heads"]
         if name not in values:
-            values[name] = get_typed(
-                settings, key, type(default), default if name in OPTIONAL else None
-            )
+            optional = default if name in OPTIONAL else None
+            values[name] = get_typed(settings, key if gguf else name, type(default), optional)
     return Config(**values)
 
 
@@ -1885,7 +1885,7 @@ def match_tensors(
     expected = {}  # name in the file -> name in the model, shape
     for first, p in model.named_parameters():
         for i in range(config.num_hidden_layers if first.startswith("layers.") else 1):
-            name = first.replace(".0.", f".{i}.")
+            name = first.replace("layers.0.", f"layers.{i}.")
             expected[name_in_file(name)] = name, tuple(p.shape)
     for problem, names in {
         "unknown": weights.keys() - expected,
@@ -1903,10 +1903,10 @@ def match_tensors(
 
 
 # --------------------------------------------------------------------------------------------------
-# 14.2 The format of GGUF (docs/gguf.md of ggml)
+# The format of GGUF (docs/gguf.md of ggml)
 
 # The types of a value in GGUF. For numbers, the letter of Python's struct.
-NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
 REMOVED_TYPES = {31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 
@@ -2037,17 +2037,18 @@ def open_gguf(path: Path) -> Checkpoint:
     # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # the key of old files
-    factor = get_typed(metadata, "llama.rope.scaling.factor", float, factor)
-    is_scaled = factor and metadata.get("llama.rope.scaling.type") != "none"
+    old_factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
+    factor = get_typed(metadata, "llama.rope.scaling.factor", float, old_factor)
+    if metadata.get("llama.rope.scaling.type") == "none":
+        factor = 1.0
     known = {
         "vocab_size": len(get_typed(metadata, "tokenizer.ggml.tokens", list)),
         "head_dim": metadata.get("llama.attention.key_length"),
-        "rope_scaling_factor": factor if is_scaled else 1.0,
+        "rope_scaling_factor": factor or 1.0,  # converters write 0 for none
         "tie_word_embeddings": "output.weight" not in weights,
         "stop_token_ids": gguf_stop_ids(metadata),
     }
-    config = read_config(metadata, SETTINGS, known)
+    config = read_config(metadata, known, gguf=True)
     for key in "llama.rope.dimension_count", "llama.attention.value_length":
         require(metadata, key, (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
@@ -2144,7 +2145,9 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
         with naming(name):
             require(entry, "dtype", [*DENSE])
             weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
-            require(entry, "data_offsets", [[end, end + weight.nbytes]])
+            offsets, expected = entry["data_offsets"], [end, end + weight.nbytes]
+            if offsets != expected:
+                raise ValueError(f"data_offsets is {offsets!r:.60}; expected {expected}")
         weights[name] = weight
         end += weight.nbytes
     if start + end != len(file.data):
@@ -2157,18 +2160,16 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
     `weights`: the tensors by Hugging Face's names, if they are not in .safetensors files.
     """
-    # 1. The Config. Two files may have ids that end a text; the first of all is EOS.
+    # 1. The Config. Two files may have an id, or a list of ids, that end a text; the first is EOS.
     with naming(folder / "config.json"):
         settings = hf_settings(folder)
-        ids: list[Any] = []
         generation = read_json(folder / "generation_config.json")
-        for source in settings, generation:
-            value = source.get("eos_token_id")
-            ids += value if isinstance(value, list) else [value]
-        ids = [i for i in dict.fromkeys(ids) if i is not None]
-        settings["eos_token_id"], *stops = ids or [None]
-        known = {"head_dim": settings.get("head_dim"), "stop_token_ids": tuple(stops)}
-        config = read_config(settings, dict(zip(SETTINGS, SETTINGS)), known)
+        ends = settings.get("eos_token_id"), generation.get("eos_token_id")
+        first, second = (end if isinstance(end, list) else [end] for end in ends)
+        ids = [i for i in dict.fromkeys([*first, *second]) if i is not None]
+        settings["eos_token_id"] = ids[0] if ids else None
+        known = {"head_dim": settings.get("head_dim"), "stop_token_ids": tuple(ids[1:])}
+        config = read_config(settings, known, gguf=False)
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         tied = get_typed(settings, "tie_word_embeddings", bool, False)
@@ -2178,10 +2179,8 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
     # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
-        def read() -> Tensor:
-            return rows_from_hf(weight.read(), config.head_dim).contiguous()
-
-        return replace(weight, read=read)
+        head_dim = config.head_dim
+        return replace(weight, read=lambda: rows_from_hf(weight.read(), head_dim).contiguous())
 
     if weights is None:
         weights = {}
@@ -2441,8 +2440,8 @@ def sentencepiece_model(
     return b"".join(messages)
 
 
-def read_tokenizer_model(path: Path) -> Vocabulary:
-    """What a tokenizer.model of SentencePiece says by itself, as Meta uses it. Raises ValueError."""
+def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
+    """What a tokenizer.model of SentencePiece says; `settings`: its tokenizer_config.json."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
         raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
@@ -2451,14 +2450,20 @@ def read_tokenizer_model(path: Path) -> Vocabulary:
     # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
     tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
     types = [next((t for t, test in tests.items() if test(i)), NORMAL) for i in range(len(sp))]
-    item = "'a' with spaces"
-    normalized = require({item: sp.normalize("a")}, item, ("a", "\u2581a"))
+    normalized = sp.normalize("a")
+    if normalized not in ("a", "\u2581a"):
+        raise ValueError(f"'a' with spaces is {normalized!r}; expected a or \u2581a")
+    # Meta adds a space at the start of a text and behind each special token; transformers, if
+    # "legacy" is false, only at the start.
+    scheme = "never" if normalized == "a" else "prepend"
+    if scheme == "prepend" and not get_typed(settings, "legacy", bool, True):
+        scheme = "start" if settings.get("add_prefix_space", True) else "never"
     named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
     return Vocabulary(
         pieces,
         types,
         data,
-        prepend_scheme="never" if normalized == "a" else "prepend",
+        prepend_scheme=scheme,
         special_tokens={name: pieces[i] for name, i in named.items() if i >= 0},
     )
 
@@ -2547,7 +2552,7 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
     settings = read_tokenizer_config(path.parent)
     with naming(path):
         # 1. The file itself, and the names of special tokens in it and in others.
-        vocabulary = read_tokenizer_json(path) if is_json else read_tokenizer_model(path)
+        vocabulary = read_tokenizer_json(path) if is_json else read_tokenizer_model(path, settings)
         pieces, types = vocabulary.pieces, vocabulary.types
         named = vocabulary.special_tokens | read_special_tokens(settings)
 
@@ -2577,12 +2582,7 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
             stop_ids &= tokens.keys()
         types = mark_control(types, ids, stop_ids, tokens)
 
-    # 4. What only tokenizer_config.json says. "legacy" is for a tokenizer.model without a
-    #    tokenizer.json: if it is false, a space is added at the start of a text only.
-    scheme = vocabulary.prepend_scheme
     with naming(path.with_name("tokenizer_config.json")):
-        if not is_json and scheme != "never" and not get_typed(settings, "legacy", bool, True):
-            scheme = "start" if settings.get("add_prefix_space", True) else "never"
         return Vocabulary(
             pieces,
             types,
@@ -2590,7 +2590,7 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
             ids.get("bos_token"),
             ids.get("eos_token"),
             get_typed(settings, "add_bos_token", bool, vocabulary.add_bos),
-            scheme,
+            vocabulary.prepend_scheme,
             read_chat_template(path.parent, settings),
             named,
         )
@@ -2733,7 +2733,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 LARGE = 2**26  # bytes of matrices; for larger models, kernels are compiled and may round
 DTYPES = "float32", "bfloat16", "float16"
-AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16, "mps": torch.float16}
 
 
 class Plan(NamedTuple):
@@ -2756,8 +2755,6 @@ def free_memory(device: torch.device) -> float:
     """The bytes that are free on a device; infinity if that is unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = math.inf
     with suppress(AttributeError, ValueError, OSError):  # macOS tells only how much there is
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -2809,44 +2806,50 @@ def plan_loading(
     compile: bool | None = None,
 ) -> Plan:
     """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
-    # 1. The device; "auto": CUDA, else MPS, which has no kernels for quantised matrices, else the CPU.
+    # 1. The device. For quantised matrices the CPU has kernels, and MPS none.
     matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
     if device == "auto":
-        is_packed = any(w.kept_type(torch.float16) for w in matrices)
-        use_mps = torch.backends.mps.is_available() and not is_packed
-        device = "cuda" if torch.cuda.is_available() else "mps" if use_mps else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        is_dense = not any(weight.kept_type(torch.float16) for weight in matrices)
+        if is_dense and torch.backends.mps.is_available():
+            device = "mps"
     try:
         device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
             f"device {str(device)!r} is not available: {printable(str(error)):.150}"
         ) from error
-
-    # 2. The dtype of the activations.
     on_cpu = device.type == "cpu"
-    name = str(dtype).removeprefix("torch.")
-    require({"dtype": name}, "dtype", ("float32",) if trainable else ("auto", *DTYPES))
-    activations = AUTO_DTYPE[device.type] if name == "auto" else getattr(torch, name)
-    if name == "auto" and device.type == "mps" and any(w.ggml_type == "BF16" for w in matrices):
-        # Such a model may have numbers that float16 has not.
-        activations = torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else activations
 
-    # 3. Kernels, if there are quantised matrices. Only "auto" lets them round.
+    # 2. The dtype of activations. Where a file has bfloat16, float16 might overflow.
+    name = str(dtype).removeprefix("torch.")
+    accepted = ["float32"] if trainable else ["auto", *DTYPES]
+    if name not in accepted:
+        raise ValueError(f"dtype is {name!r:.60}; expected {' or '.join(accepted)}")
+    if name != "auto":
+        activations = getattr(torch, name)
+    elif device.type == "mps" and all(weight.ggml_type != "BF16" for weight in matrices):
+        activations = torch.float16
+    else:
+        activations = torch.float32 if on_cpu else torch.bfloat16
+
+    # 3. The kernels, for matrices that stay quantised. Only "auto" lets them round activations.
+    is_quantised = not trainable and any(weight.kept_type(activations) for weight in matrices)
     is_large = sum(weight.nbytes for weight in matrices) > LARGE
-    is_packed = any(w.kept_type(activations) for w in matrices) and not trainable
-    is_wanted = is_large if compile is None else compile
-    kernels = is_packed and is_wanted and can_accelerate(device)
-    fast = kernels and is_large and on_cpu and name == "auto"
+    asks_for_kernels = is_large if compile is None else compile
+    kernels = is_quantised and asks_for_kernels and can_accelerate(device)
+    fast = kernels and on_cpu and is_large and name == "auto"
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
 
-    # 4. Without kernels, every matrix would be dequantised again for every token. "auto"
-    #    dequantises all of them once, if there is half as much memory again as that needs.
-    if name == "auto" and is_packed and not kernels:
-        # On a CPU, bfloat16 is slower than float32, but it takes half the memory.
-        dense_dtype = torch.bfloat16 if is_large and on_cpu else activations
-        unpacked = plan._replace(dtype=dense_dtype, unpack=True)
-        if 1.5 * memory_needed(checkpoint, unpacked, 1) < free_memory(device):
-            return unpacked
+    # 4. Without kernels, torch would dequantise every matrix again for each token. "auto" does it
+    #    once, if there is half as much memory again as the dense matrices need. On a CPU, bfloat16
+    #    is slower than float32, but half as large.
+    if name == "auto" and is_quantised and not kernels:
+        dense = plan._replace(unpack=True)
+        if on_cpu and is_large:
+            dense = dense._replace(dtype=torch.bfloat16)
+        if 1.5 * memory_needed(checkpoint, dense, 1) < free_memory(device):
+            return dense
     return plan
 
 
