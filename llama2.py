@@ -2222,6 +2222,7 @@ def join_templates(default: str, tool_use: str) -> str:
     if not default or not tool_use:
         return default or tool_use
     default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
+    # With "+", Jinja's options trim_blocks and lstrip_blocks take no white space there.
     return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
@@ -2299,6 +2300,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         add_bos = pre in LIKE_LLAMA_3
 
     # 4. The rest: what a text begins with, and the chat template.
+    template = get("tokenizer.chat_template", str, "")
+    tool_use = get("tokenizer.chat_template.tool_use", str, "")
     return Vocabulary(
         pieces,
         types,
@@ -2308,10 +2311,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         get("tokenizer.ggml.add_bos_token", bool, add_bos),
         # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
         prepend_scheme=get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
-        chat_template=join_templates(
-            get("tokenizer.chat_template", str, ""),
-            get("tokenizer.chat_template.tool_use", str, ""),
-        ),
+        chat_template=join_templates(template, tool_use) if tool_use else template,
         special_tokens={name: pieces[i] for name, i in ids.items()},
     )
 
