@@ -75,14 +75,15 @@ if __name__ == "__main__":  # Two settings that must be made before torch is imp
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [
-    "Config", "rope_tables", "apply_rotary_emb", "Cache", "RMSNorm", "CausalSelfAttention", "MLP",
-    "Block", "Llama"
+    "MLP", "Block", "Cache", "CausalSelfAttention", "Config", "Llama", "RMSNorm",
+    "apply_rotary_emb", "rope_tables"
 ]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
@@ -91,25 +92,43 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a model, named as in config.json. Raises ValueError for impossible values."""
+    """The sizes of a model, named as in config.json. Raises ValueError for impossible values.
 
-    hidden_size: int = 4096  # C, the width of the residual stream
-    intermediate_size: int = 11008  # the width inside the MLP
-    num_hidden_layers: int = 32  # L
-    num_attention_heads: int = 32  # H
-    num_key_value_heads: int = 32  # G; fewer than H is grouped-query attention
-    # D. None becomes hidden_size / num_attention_heads, so that a Config always has a number here.
-    head_dim: int = None  # type: ignore[assignment]
-    vocab_size: int = 32000  # V
-    max_position_embeddings: int = 4096  # the context that the model was trained for
+    hidden_size              C, the width of the residual stream
+    intermediate_size        the width inside the MLP
+    num_hidden_layers        L
+    num_attention_heads      H
+    num_key_value_heads      G; fewer than H is grouped-query attention
+    head_dim                 D; None becomes hidden_size / num_attention_heads, so that a Config
+                             always has a number here
+    vocab_size               V
+    max_position_embeddings  the context that the model was trained for
+    rms_norm_eps             what RMSNorm adds to the mean of the squares
+    rope_theta               the base of the rotary frequencies
+    rope_scaling_factor      linear position interpolation: position / factor
+    rope_freq_factors        D / 2 divisors of the rotary frequencies, or None
+    tie_word_embeddings      whether the output matrix is the embedding matrix
+    bos_token_id             the id that begins a text
+    eos_token_id             the id that ends a text
+    stop_token_ids           further ids that end a text, as EOS does
+    """
+
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: Any = None
+    vocab_size: int = 32000
+    max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling_factor: float = 1.0  # linear position interpolation: position / factor
-    rope_freq_factors: tuple[float, ...] | None = None  # D / 2 divisors of the rotary frequencies
-    tie_word_embeddings: bool = False  # the output matrix is the embedding matrix
+    rope_scaling_factor: float = 1.0
+    rope_freq_factors: tuple[float, ...] | None = None
+    tie_word_embeddings: bool = False
     bos_token_id: int = 1
     eos_token_id: int = 2
-    stop_token_ids: tuple[int, ...] = ()  # further ids that end a text, as EOS does
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = [
@@ -209,6 +228,16 @@ class Cache:
     tokens that it stores, so no caller has to pass a position. It also records their ids, so that
     prefill() can ask it how much of a text is stored already (common_prefix), whoever stored that.
     `dtype` may have fewer bits than the model's dtype.
+
+    k, v         keys and values of all layers: (L, B, G, max_seq_len, D)
+    cos, sin     the RoPE tables: (max_seq_len, D/2)
+    tokens       the ids that are stored: (B, max_seq_len)
+    max_seq_len  how many tokens fit
+    pos          how many tokens are stored, which is the position of the next one
+    layer        the layer whose turn it is: its place in the model's list of layers
+
+    What is stored belongs to one model as it was. reset() the cache after a change of weights,
+    hooks, adapters or layers. Another model of the same sizes cannot be noticed.
     """
 
     def __init__(
@@ -239,8 +268,8 @@ class Cache:
         self.causal_mask = torch.ones(0, 0, dtype=torch.bool, device=device)  # mask() makes it
         self.tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.int64, device=device)
         self.max_seq_len = max_seq_len
-        self.pos = 0  # how many tokens are stored, which is the position of the next one
-        self.layer = 0  # the layer whose turn it is: its place in the model's list of layers
+        self.pos = 0
+        self.layer = 0
 
     def check(self, model: "Llama", tokens: Tensor) -> None:
         """Raises ValueError unless the sizes are those of this model and tokens (B, T)."""
@@ -456,7 +485,7 @@ class Llama(nn.Module):
         # Higher ids only pad the matrices and are never sampled: load() sets the tokenizer's size.
         self.vocab_size = config.vocab_size
         self.name_or_path = "the model"  # where it came from, for messages
-        self.sampling: Sampling | None = None  # what its publisher recommends; None: nothing
+        self.sampling: Any = None  # the Sampling that its publisher recommends; None: nothing
         C, V = config.hidden_size, config.vocab_size
         # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
         weight = torch.empty(V, C).uniform_(-(C**-0.5), C**-0.5)  # (V, C)
@@ -529,14 +558,13 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ += [
-    "Sampling", "sample", "Generation", "generate", "prefill", "score", "TextStream", "stream_text",
-    "Vocabulary", "Tokenizer", "StreamDecoder", "CHAT_TEMPLATES", "encode_chat", "ChatStops",
-    "chat_stops", "chat", "SAMPLING_LIMITS", "PENALTY_WINDOW", "PREFILL_CHUNK", "SCORE_CHUNK"
+    "CHAT_TEMPLATES", "PENALTY_WINDOW", "PREFILL_CHUNK", "SAMPLING_LIMITS", "SCORE_CHUNK",
+    "ChatStops", "Generation", "Sampling", "StreamDecoder", "TextStream", "Tokenizer", "Vocabulary",
+    "chat", "chat_stops", "encode_chat", "generate", "prefill", "sample", "score", "stream_text"
 ]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
@@ -557,21 +585,28 @@ PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in 
 class Sampling:
     """How the next token is sampled. These defaults are for models whose files recommend nothing.
 
+    temperature         divides the logits; 0: always the likeliest token (greedy)
+    top_k               sample from the k likeliest tokens only; 0: from all
+    top_p               nucleus sampling (arXiv:1904.09751): the smallest set of likeliest tokens
+                        whose probabilities reach this sum, and tokens as likely as its last one
+    min_p               the tokens with at least this share of the likeliest one's probability
+                        (arXiv:2407.01082)
+    repetition_penalty  divides the positive logits of recent tokens and multiplies the negative
+                        ones; 1: off
+    logits_processor    (ids, logits) -> logits, or None
+    seed                of the random numbers; None: a random one
+
     They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
     min_p. Raises ValueError for values out of range.
     """
 
-    temperature: float = 0.8  # divides the logits; 0: always the likeliest token (greedy)
-    top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
-    # Nucleus sampling (arXiv:1904.09751): the smallest set of likeliest tokens whose probabilities
-    # reach this sum. Tokens as likely as the last of them are kept, too.
+    temperature: float = 0.8
+    top_k: int = 0
     top_p: float = 0.95
-    # The tokens with at least this share of the likeliest one's probability (arXiv:2407.01082).
     min_p: float = 0.0
-    # Divides the positive logits of recent tokens and multiplies the negative ones; 1: off.
     repetition_penalty: float = 1.0
-    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None  # (ids, logits) -> logits
-    seed: int | None = None  # None: a random one
+    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in SAMPLING_LIMITS.items():
@@ -677,7 +712,8 @@ class Generation(Iterator[int]):
 
     `sampling` is by default what the model's files recommend. `stop_ids` end the text (default: EOS
     and the model's further stop ids). Tokens that `cache` stores already are not computed again;
-    call cache.reset() after you have changed weights.
+    call cache.reset() after you have changed weights, hooks, adapters or layers, and use a cache
+    with one model only.
     `step(tokens, cache)` runs the model instead of prefill(), for the prompt and for every decode
     step: it gets all tokens so far (1, n) and returns the logits (1, V) of the next. Raises
     ValueError for arguments out of range.
@@ -809,12 +845,16 @@ class TextStream(Iterator[str]):
 
     The strings that it returns, joined, continue the text of the prompt. `strip` leaves out white
     space at the beginning, as for an answer in a chat. `options` are those of generate().
+
+    A tokenizer of your own needs token_bytes(id) -> bytes; types, the piece type of each id (1:
+    normal, 3: control, 6: a byte, as in GGUF); byte_level, whether pieces of type 1 may hold parts of
+    characters; strips_space, whether a text loses a space at its start. chat() needs a Tokenizer.
     """
 
     def __init__(
         self,
         model: Llama,
-        tokenizer: Tokenizer,
+        tokenizer: "Tokenizer",
         ids: Iterable[int],
         stop: str | Sequence[str] = (),
         strip: bool = False,
@@ -876,24 +916,34 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # piece type
 
 @dataclass(eq=False)
 class Vocabulary:
-    """A tokenizer as data, the same for all file formats."""
+    """A tokenizer as data, the same for all file formats.
 
-    pieces: list[str]  # the text of each id
-    types: list[int]  # the piece type of each id
-    # The bytes of a tokenizer.model (sentencepiece), or the content of a tokenizer.json (tokenizers).
+    pieces          the text of each id
+    types           the piece type of each id, as in GGUF
+    model           the bytes of a tokenizer.model (sentencepiece), or the content of a
+                    tokenizer.json (tokenizers)
+    bos_id, eos_id  the ids that begin and end a text; None: there is no such token
+    add_bos         whether encode() begins with BOS
+    prepend_scheme  where a space is added, which SentencePiece's words begin with (a tokenizer.json
+                    does it itself):
+                      "never"    nowhere
+                      "start"    at the start of a text
+                      "prepend"  there and after each special token (Meta, llama.cpp)
+                      "first"    as "start", unless a space follows
+                      "always"   as "prepend", unless a space follows
+    chat_template   in Jinja; "": the model's files have none
+    special_tokens  for templates: {"pad_token": its text, ...}
+    """
+
+    pieces: list[str]
+    types: list[int]
     model: Any
-    bos_id: int | None = 1  # None: there is no such token
-    eos_id: int | None = 2  # None: there is no such token
-    add_bos: bool = True  # whether encode() begins with BOS
-    # Where a space is added, which SentencePiece's words begin with (a tokenizer.json does it itself):
-    #   "never"    nowhere
-    #   "start"    at the start of a text
-    #   "prepend"  there and after each special token (Meta, llama.cpp)
-    #   "first"    as "start", unless a space follows
-    #   "always"   as "prepend", unless a space follows
+    bos_id: int | None = 1
+    eos_id: int | None = 2
+    add_bos: bool = True
     prepend_scheme: str = "start"
-    chat_template: str = ""  # in Jinja; "": the model's files have none
-    special_tokens: dict[str, str] = field(default_factory=dict)  # for templates: pad_token -> text
+    chat_template: str = ""
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
 
 class Tokenizer(Vocabulary):
@@ -904,6 +954,9 @@ class Tokenizer(Vocabulary):
     string with a random number that no text can guess: "</s>" is just four characters. Marks are
     only written here and at the end of encode_chat(); no template and no error shows them.
     """
+
+    from_file: Any  # (path) -> Tokenizer; from_gguf, too: part III has them, because it reads files
+    from_gguf: Any
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(**vars(vocabulary))
@@ -1409,14 +1462,14 @@ import mmap
 import os
 import struct
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 __all__ += [
-    "dequantize", "QuantizedLinear", "QuantizedEmbedding", "Weight", "Checkpoint",
-    "open_checkpoint", "build_model", "load", "open_hf", "state_dict_from_hf", "llama3_divisors",
-    "PRE_TOKENIZERS", "LIKE_LLAMA_3", "GGUF_SAMPLING", "naming"
+    "GGUF_SAMPLING", "LIKE_LLAMA_3", "PRE_TOKENIZERS", "Checkpoint", "QuantizedEmbedding",
+    "QuantizedLinear", "Weight", "build_model", "dequantize", "llama3_divisors", "load", "naming",
+    "open_checkpoint", "open_hf", "state_dict_from_hf"
 ]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
@@ -1571,7 +1624,11 @@ class Quantized(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole matrix, dequantised: float32 (out, in)."""
+        """The whole matrix, dequantised: float32 (out, in). It is a copy, so a change of it is lost.
+
+        To change weights, load the model with trainable=True, which makes all of them dense, or put
+        an nn.Linear with this weight in the place of this layer.
+        """
         return dequantize(self.blocks, self.ggml_type)
 
     def extra_repr(self) -> str:
@@ -1748,7 +1805,7 @@ def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
 def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
     """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes rows."""
     return {
-        name.removeprefix("model."): reorder(t) if re.search(r"[qk]_proj\.weight$", name) else t
+        name.removeprefix("model."): reorder(t) if re.search(r"[qk]_(proj|norm)\.", name) else t
         for name, t in tensors.items()
         if not name.endswith(".rotary_emb.inv_freq")  # in old files; it is computed here
     }
@@ -2607,7 +2664,7 @@ def read_tokenizer(path: str | Path, config: Config = Config(vocab_size=262144))
 
 
 # Here, because part II knows no files.
-Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)  # type: ignore[attr-defined]
+Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2985,7 +3042,8 @@ def accelerate(model: Llama, fast: bool = False) -> Llama:  # type: ignore[no-re
     On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
     load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
     rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
-    in the worst case 6e-5).
+    in the worst case 6e-5). What a kernel computes is no operation of torch: FlopCounterMode and
+    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
     On CUDA, decode steps are compiled by torch.compile.
     """
     device = model.norm.weight.device.type
@@ -3496,7 +3554,7 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
 def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> str:
     """The settings in force, and where they come from: an option, the model's files, or neither."""
     settings = []
-    for name in GGUF_SAMPLING:
+    for name in SAMPLING_LIMITS:
         value = getattr(sampling, name)
         source = "option" if name in given else "model" if name in stated else "default"
         if source != "default" or name in ("temperature", "top_p"):
@@ -3632,8 +3690,9 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     load_seconds = time.perf_counter() - start
 
     # 3. Generate and print the text, or hold the chat.
-    given = {n: x for n, x in vars(args).items() if n in GGUF_SAMPLING and x is not None}
-    seed = torch.seed() % 2**31 if args.seed == -1 else args.seed
+    given = {n: x for n, x in vars(args).items() if n in SAMPLING_LIMITS and x is not None}
+    seed = given.pop("seed")
+    seed = torch.seed() % 2**31 if seed == -1 else seed
     sampling = replace(model.sampling or Sampling(), seed=seed, **given)
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
     options["cache"] = model.new_cache(size)

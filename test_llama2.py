@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib.util
 import io
 import json
 import math
@@ -916,22 +917,39 @@ def test_a_cache_takes_no_gradient(model):
 # Part I by itself
 
 
-def cut_out(monkeypatch, end):
-    """The text from part I to the heading of part `end`, and the module that it makes."""
+def cut_text(end):
+    """The text from part I to the heading of part `end`."""
     text = SCRIPT.read_text(encoding="utf-8")
-    text = text[text.index("# Part I: ") : text.index(f"# Part {end}: ")]
+    return text[text.index("# Part I: ") : text.index(f"# Part {end}: ")]
+
+
+def cut_out(monkeypatch, end):
+    """cut_text(), and the module that it makes without any line before it."""
+    text = cut_text(end)
     module = type(sys)("cut")
     monkeypatch.setitem(sys.modules, "cut", module)  # dataclass looks its module up
-    alone = end == "II"  # which needs no annotations of the future
-    exec(compile(text, "cut", "exec", dont_inherit=alone), vars(module))  # noqa: S102
+    exec(compile(text, "cut", "exec", dont_inherit=True), vars(module))  # noqa: S102
+    assert all(hasattr(module, name) for name in module.__all__)
     return text, module
 
 
+@pytest.mark.parametrize("end", ["II", "III"])
+@pytest.mark.parametrize("tool", ["ruff check --isolated", "mypy --cache-dir="])
+def test_parts_cut_out_satisfy_linters(tmp_path, end, tool):
+    """By their defaults, as in a project that they are pasted into."""
+    if not importlib.util.find_spec(tool.split()[0]):
+        pytest.skip(f"{tool.split()[0]} is not installed")
+    (tmp_path / "cut.py").write_text(cut_text(end), encoding="utf-8")
+    command = [sys.executable, "-m", *tool.split(), "cut.py"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
-    """It knows torch, math and dataclasses; no files, no printing, no formats of weights."""
+    """It knows torch, math, dataclasses and typing; no files, no printing, no formats of weights."""
     text, cut = cut_out(monkeypatch, "II")
     modules = re.findall(r"(?m)^\s*(?:import|from) (\S+)", text)
-    assert {*modules} == {"math", "dataclasses", "torch", "torch.nn.functional"}
+    assert {*modules} == {"math", "dataclasses", "typing", "torch", "torch.nn.functional"}
     assert not re.search(r"\b(print|open|eval|exec|Path)\(|\b(os|sys)\.", text)
     assert not re.search("gguf|ggml|quant|file", text.lower())
     alone = cut.Llama(cut.Config(**SHAPE)).eval()

@@ -2,8 +2,13 @@
 
 import copy
 import gc
+import importlib.util
 import json
+import os
 import pickle
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,18 @@ import torch
 from torch import nn
 
 import llama2
-from test_llama2 import CONFIG, ROWS, TOKENS, assert_close, cases, make_hf, quantised, raises
+from test_llama2 import (
+    CONFIG,
+    GREEDY,
+    ROWS,
+    SCRIPT,
+    TOKENS,
+    assert_close,
+    cases,
+    make_hf,
+    quantised,
+    raises,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Loading
@@ -125,3 +141,64 @@ def test_state_dicts_of_transformers(weights):
 def test_public_names_exist_and_are_described():
     for name in llama2.__all__:
         assert getattr(llama2, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", ["Config", "Cache", "Sampling", "Vocabulary"])
+def test_help_says_what_each_field_is(name, model):
+    """In a table of the docstring."""
+    cls = getattr(llama2, name)
+    names = getattr(cls, "__dataclass_fields__", None) or vars(model.new_cache()).keys()
+    for field in {*names} - {"causal_mask"}:
+        assert re.search(rf"(?m)^    (?:\w+, )*{field}(?:, \w+)*  +\S", cls.__doc__), field
+
+
+def test_a_tokenizer_of_ones_own_streams(model):
+    """With the names that stream_text() lists."""
+
+    class Letters:
+        types = [1] * CONFIG.vocab_size
+        byte_level = strips_space = False
+
+        def token_bytes(self, token_id):
+            return b"%c" % (97 + token_id % 26)
+
+    assert all(name in llama2.stream_text.__doc__ for name in vars(Letters) if name[0] != "_")
+    options = {"sampling": GREEDY, "max_new_tokens": 9, "stop_ids": ()}
+    new_ids = [*llama2.generate(model, [1, 5], **options)]
+    expected = "".join(chr(97 + i % 26) for i in new_ids)
+    assert "".join(llama2.stream_text(model, Letters(), [1, 5], **options)) == expected
+
+
+def test_the_weight_of_a_quantised_layer_is_a_copy():
+    """As its docstring says, which names two ways to change weights."""
+    layer = llama2.QuantizedLinear(torch.ones(8, 34).byte(), "Q8_0")
+    blocks = layer.blocks.clone()
+    layer.weight.zero_()
+    assert torch.equal(layer.blocks, blocks)
+    assert "copy" in type(layer).weight.__doc__ and "trainable=True" in type(layer).weight.__doc__
+
+
+PAGES = [(SCRIPT.parent / name).read_text("utf-8") for name in ("README.md", "docs/usage.md")]
+
+
+@pytest.mark.parametrize("tool", ["mypy --strict --cache-dir=", "pyright"])
+def test_types_suit_what_the_pages_show(tmp_path, tool):
+    """Nothing that a page writes with names of this project is refused."""
+    if not importlib.util.find_spec(tool.split()[0]):
+        pytest.skip(f"{tool.split()[0]} is not installed")
+    code = re.findall(r"```python\n(.*?)```", "".join(PAGES), re.DOTALL)
+    code.append("import llama2\nsize: int = llama2.Config(head_dim=None).head_dim\n")
+    code.append('import llama2\nids = llama2.Tokenizer.from_file("a").encode("b")\n')
+    for i, text in enumerate(code):
+        (tmp_path / f"shown{i}.py").write_text(text, "utf-8")
+    paths = os.pathsep.join(map(str, (SCRIPT.parent, SCRIPT.parent / "examples")))
+    paths = {"MYPYPATH": paths, "PYTHONPATH": paths}
+    command = [sys.executable, "-m", *tool.split(), *(f"shown{i}.py" for i in range(len(code)))]
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
+    )
+    errors = re.findall(r"shown\d+\.py:.* error: .*", done.stdout)
+    assert re.search(r"\d errors?|Success", done.stdout), done.stderr
+    assert [
+        error for error in errors if '"backward"' not in error
+    ] == []  # torch has no type for it
