@@ -648,7 +648,10 @@ def sample(
     # Also where the temperature is 0, which needs no probabilities: they show whether all is finite.
     probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
     if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
-        raise ValueError(f"no token can be sampled: the largest logit is {logits.max().item()}")
+        raise ValueError(
+            f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
+            " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
     if generator is None and sampling.seed is not None:
@@ -775,14 +778,7 @@ class Generation(Iterator[int]):
         logits = self.step(self.tokens, self.cache)[0, : self.model.vocab_size]  # (V,)
 
         # 3. Sample the next token from the logits, and append it to the text.
-        try:
-            token_id = sample(logits, self.sampling, self.ids, self.generator)
-        except ValueError as error:
-            if logits.max().isfinite():  # the logits_processor left no token
-                raise
-            raise ValueError(
-                f"{self.model.name_or_path}: the logits are not finite: {why_not_finite(self.model)}"
-            ) from error
+        token_id = sample(logits, self.sampling, self.ids, self.generator)
         self.ids.append(token_id)
         self.tokens = F.pad(self.tokens, (0, 1), value=token_id)
         self.seconds.append(time.perf_counter() - start)
@@ -811,15 +807,6 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
             f"the prompt has ids from {min(ids)} to {max(ids)}; expected 0 to {config.vocab_size - 1}"
         )
     return ids
-
-
-def why_not_finite(model: nn.Module) -> str:
-    """Why logits are not finite: the first weight that is not, or, if all are, an overflow."""
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and not weight.isfinite().all():
-            return f"NaN or infinity in {name}.weight"
-    return "sums of finite weights overflow"
 
 
 @torch.no_grad()
@@ -3297,8 +3284,6 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage; it then exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
-        if re.search(r"unrecognized arguments:.* --(save|type|force)\b", message):  # since 0.6.0
-            message = "--save, --type and --force left: python examples/convert.py MODEL OUT.gguf"
         self.exit(2, f"{self.prog}: error: {printable(message)}\n")
 
 

@@ -51,23 +51,23 @@ def test_calls_with_tensors_that_are_no_ids(model):
         raises("tokens", model, odd)
 
 
-NONSENSE = r"""
-F32 | nan | NaN or infinity in layers\.0\.mlp\.up_proj
-F32 | 3e38 | finite weights overflow
-F16 | 255 | NaN or infinity in layers\.0\.mlp\.up_proj
-Q4_0 | 255 | NaN or infinity in layers\.0\.mlp\.up_proj
-Q4_K | 255 | NaN or infinity in layers\.0\.mlp\.up_proj
+NONSENSE = """
+F32 | nan | nan
+F32 | 3e38 | (nan|inf)
+F16 | 255 | nan
+Q4_0 | 255 | nan
+Q4_K | 255 | nan
 """
 
 
-@cases("ggml_type, value, said", NONSENSE)
-def test_weights_without_sense_are_named(tmp_path, ggml_type, value, said):
+@cases("ggml_type, value, largest", NONSENSE)
+def test_weights_without_sense(tmp_path, ggml_type, value, largest):
     """Dense ones, or the bytes of blocks, whose scales are then no numbers."""
     path, _ = quantised(tmp_path / "x.gguf", ggml_type)
     model, _ = llama2.load(path)
     [weight] = model.layers[0].mlp.up_proj.state_dict().values()
     weight[3] = float(value)
-    with pytest.raises(ValueError, match=rf"x\.gguf.*{said}"):
+    with pytest.raises(ValueError, match=f"is {largest}; .* a weight is NaN or infinite, or"):
         list(llama2.generate(model, [1, 2, 3]))
 
 
