@@ -2995,7 +2995,7 @@ __all__ += ["accelerate", "load_kernels"]
 # 18. CPU kernels
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 9  # the version of the interface between kernels/cpu.cpp and this file
+KERNELS_VERSION = 10  # the version of the interface between kernels/cpu.cpp and this file
 
 
 @functools.cache
@@ -3082,9 +3082,9 @@ def run_kernel(
     on_cpu = {*map(Tensor.get_device, tensors)} == {-1}
     if by_torch() or not on_cpu or not all(map(Tensor.is_contiguous, tensors)):
         return None
-    numbers = GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes, *sizes
+    numbers = torch.get_num_threads(), GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes
     kernel = getattr(load_kernels(), name)
-    failed = kernel(*map(Tensor.data_ptr, tensors), *numbers)
+    failed = kernel(*map(Tensor.data_ptr, tensors), *numbers, *sizes)
     return None if failed else y
 
 
@@ -3123,7 +3123,7 @@ class NativeEmbedding(QuantizedEmbedding):
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
 BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
-LAYER = struct.Struct("15n 7n 7n 3n 2d")  # struct Layer of kernels/cpu.cpp
+LAYER = struct.Struct("15n 7n 7n 4n 2d")  # struct Layer of kernels/cpu.cpp
 
 
 class NativeBlock(Block):
@@ -3181,6 +3181,7 @@ class NativeBlock(Block):
             attention.head_dim,
             cache.pos,
             cache.layer,
+            torch.get_num_threads(),
             *[norm.eps for norm in norms],
         )
 

@@ -100,10 +100,10 @@ def find_or_compile(compiler: list[str], folder: Path) -> Any:
         except OSError:
             if target == TARGETS[-1]:
                 raise
-    target, openmp = missed_target(macros) or target, openmp_options()
+    target = missed_target(macros) or target
     # The name holds hashes of what it depends on (macros tell the compiler's version and the
     # processor's instruction sets), and of the library, which a power cut may damage.
-    key = repr((sources, macros, compiler, target, openmp)).encode()
+    key = repr((sources, macros, compiler, target)).encode()
     stem = f"cpu-{hashlib.sha256(key).hexdigest()[:16]}"
     for path in folder.glob(f"{stem}-*.so"):
         with suppress(OSError):
@@ -128,9 +128,9 @@ def find_or_compile(compiler: list[str], folder: Path) -> Any:
         if b" __clang__ " not in macros:
             command += ["-fno-tree-reassoc", "--param=avoid-fma-max-bits=0"]
         command += ["-fPIC"] * (sys.platform != "win32")
-        for options in openmp:
+        for threads in ("-pthread", "-DONE_THREAD"):  # a compiler may know no threads
             try:
-                run_compiler([*command, *options], Path(build))
+                run_compiler([*command, threads], Path(build))
                 with new.open("rb+") as file:
                     digest = hashlib.sha256(file.read()).hexdigest()[:16]
                     os.fsync(file.fileno())
@@ -139,7 +139,7 @@ def find_or_compile(compiler: list[str], folder: Path) -> Any:
                 new.replace(path)  # at once: two processes may do this at the same time
                 return open_library(path, time.perf_counter() - start)
             except OSError:
-                if not options:
+                if threads == "-DONE_THREAD":
                     raise
 
 
@@ -157,24 +157,6 @@ def missed_target(macros: bytes) -> str | None:
     if "asimddp" not in features:
         return None
     return "-march=armv8.2-a+dotprod" + "+i8mm" * ("i8mm" in features)
-
-
-def openmp_options() -> list[list[str]]:
-    """Options to try: for the OpenMP on which torch itself runs, and for none.
-
-    A second one would have threads of its own, which torch.set_num_threads() does not reach; on
-    macOS it ends the process.
-    """
-    package = Path(torch.__file__).parent
-    if sys.platform == "darwin":  # never run there; .ci/macos links for it
-        path = package / "lib" / "libomp.dylib"
-        # dyld knows the one that torch has loaded by its install name, which is not where it lies.
-        # conda's lies elsewhere: the functions are taken from whatever has them in the process.
-        own, any_one = [str(path), f"-Wl,-rpath,{path.parent}"], ["-undefined", "dynamic_lookup"]
-        return [["-Xpreprocessor", "-fopenmp", *linked] for linked in (own, any_one)] + [[]]
-    # Some of torch's wheels have libgomp under a name of their own.
-    renamed = [*package.glob("lib/libgomp-*"), *package.parent.glob("torch.libs/libgomp-*")]
-    return [["-fopenmp", "-Wl,--as-needed", str(path)] for path in renamed] + [["-fopenmp"], []]
 
 
 def run_compiler(command: list[str], folder: Path) -> bytes:
@@ -215,22 +197,21 @@ def with_types(library: Any, version: int) -> ctypes.CDLL:
     """The library with its functions' types. Raises OSError if it has another version."""
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
-        library.linear.argtypes = [*[pointer] * 3, i32, *[i64] * 4, i32]
-        library.embed.argtypes = [*[pointer] * 3, i32, *[i64] * 3]
+        library.linear.argtypes = [*[pointer] * 3, i32, i32, *[i64] * 4, i32]
+        library.embed.argtypes = [*[pointer] * 3, i32, i32, *[i64] * 3]
         library.run_block.argtypes = [pointer]
         library.kernels_built_for.restype = ctypes.c_char_p
         library.use_torch((pointer * len(TENSOR_FACTS))(*torch_functions()))
         for function in (library.linear, library.run_block):
             function.errcheck = check_status
-        found, features = library.kernels_version(), library.kernels_features()
+        found, library.gemv_tokens = library.kernels_version(), library.kernels_gemv_tokens()
         library.built_for = library.kernels_built_for().decode()
     except AttributeError as error:
         raise OSError(f"{SOURCE}: {error}") from None
     if found != version:
         raise OSError(f"{SOURCE} is version {found}; expected {version}")
-    if not features & 1:
-        warnings.warn("the compiler has no OpenMP: kernels use one thread", stacklevel=2)
-    library.gemv_tokens = features >> 1
+    if library.built_for.endswith("one thread"):
+        warnings.warn("the compiler knows no threads: kernels use one", stacklevel=2)
     return library
 
 

@@ -18,25 +18,8 @@
 //   strip 0 | NR rows   |           | ...    for each panel, for each NR rows: a tile, whose
 //           | NR rows   |           |          NR x MR sums the microkernel has in registers
 #include "formats.h"
+#include "team.h"
 #include "tensor.h"
-#ifdef _OPENMP
-extern "C" int omp_get_max_threads();
-constexpr int OPENMP = 1;
-#else
-constexpr int OPENMP = 0;
-static int omp_get_max_threads() { return 1; }
-#endif
-// f(0), f(1), ... f(n - 1). A parallel region would take 0.3 us even if its `if` is false.
-template <class F>
-__attribute__((noinline)) static void run_range(int64_t from, int64_t to, const F &f) {
-  for (int64_t i = from; i < to; i++) f(i);
-}
-template <class F> static void for_all(int64_t n, bool parallel, const F &f) {
-  if (!parallel) return run_range(0, n, f);
-  const int64_t step = (n + 63) / 64;
-#pragma omp parallel for
-  for (int64_t i = 0; i < n; i += step) run_range(i, std::min(i + step, n), f);
-}
 
 // ---- gemv: few tokens; the bits of one do not depend on how many there are ----------------------
 
@@ -106,12 +89,12 @@ struct Input {
   int64_t count, K, stride;
   Array<float> x;
   Array<Slice> slices;
-  Input(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice)
+  Input(const float *from, int64_t count, int64_t K, decltype(&slice<NATURAL>) slice, int threads)
       : count(count), K(K), stride(count) {
     if (count > 2) stride = slice ? count + 1 : (count + 3) / 4 * 4;
     const int64_t blocks = (K + 255) / 256 * stride;
     x = array<float>(slice ? 0 : 256 * blocks), slices = array<Slice>(slice ? blocks : 0);
-    for_all(blocks, count > 1, [=](int64_t i) {
+    for_all(blocks, count > 1 ? threads : 1, [=](int64_t i) {
       const int64_t k = i / stride * 256, r = i % stride;
       const int64_t there = r < count ? std::min<int64_t>(K - k, 256) : 0;
       float buffer[256], *to = slice ? buffer : &x[256 * i];
@@ -329,14 +312,14 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
 }
 
 // Several matrices that need x in the same form, times the same tokens, in one parallel loop
-static void gemv(const Matrix *matrices, int count, const float *x, int64_t tokens, int64_t K) {
+static void gemv(const Matrix *matrices, int count, const float *x, int64_t tokens, int64_t K,
+                 int threads) {
   const bool integers = matrices->fast && matrices->format->slice;
   const int64_t high = integers ? HIGH : tokens > 2 ? STRIP : 4;  // one token waits for memory
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += (matrices[i].N + high - 1) / high;
-  const Input vectors(x, tokens, K, integers ? matrices->format->slice : nullptr);
-#pragma omp parallel for schedule(guided, high > 4 ? 1 : 4) if (total * high * K > 1 << 17)
-  for (int64_t i = 0; i < total; i++) {  // a long run of memory each
+  const Input vectors(x, tokens, K, integers ? matrices->format->slice : nullptr, threads);
+  for_all(total, total * high * K > 1 << 17 ? threads : 1, [&](int64_t i) {
     const Matrix *m = matrices;
     int64_t n = i * high;
     for (; n >= m->N; m++) n -= (m->N + high - 1) / high * high;
@@ -347,7 +330,7 @@ static void gemv(const Matrix *matrices, int count, const float *x, int64_t toke
       f->fast[four - 1](m->w + n * f->bytes(K), m->w + m->N * f->bytes(K), std::min(high, m->N - n),
                         vectors, r, four, m->y + r * m->N + n, m->N);
     }
-  }
+  });
 }
 
 // ---- gemm ---------------------------------------------------------------------------------------
@@ -419,7 +402,7 @@ template <class X, int V, int S> struct Panels {
   int64_t tokens, K, count;
   Array<uint32_t> words;
   Array<float> scales, sums;
-  Panels(const float *x, int64_t tokens, int64_t K, int max)
+  Panels(const float *x, int64_t tokens, int64_t K, int max, int threads)
       : tokens(tokens), K(K), count((tokens + MR - 1) / MR) {
     words = array<uint32_t>(count * MR * K / PER_WORD<X>);
     const int64_t rounded = is_int16<X> ? tokens : 0, groups = rounded ? count * LANES * K / 32 : 0;
@@ -429,14 +412,12 @@ template <class X, int V, int S> struct Panels {
     float *scale = s.get(), *sum = scale + rounded * K / 32;
     const int64_t span = K % 128 ? 32 : 128;
     const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
-#pragma omp parallel for schedule(dynamic) if (rounded)
-    for (int64_t r = 0; r < rounded; r++) {
+    for_all(rounded, threads, [&](int64_t r) {
       for (int64_t k = r * K; k < (r + 1) * K; k += span)
         std::fill_n(scale + k / 32, span / 32, f(x + k, max, &q[k], sum + k / 32));
       (SIGNED ? split_bytes : split<32>)(&q[r * K], K);
-    }
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t p = 0; p < count; p++) {
+    });
+    for_all(count, threads, [&](int64_t p) {
       const int64_t r = p * MR, n = std::min<int64_t>(tokens - r, MR);
       if constexpr (!is_int16<X>) turn<S>(x + r * K, n, K, K, &words[r * K], LANES);
       else {
@@ -445,7 +426,7 @@ template <class X, int V, int S> struct Panels {
         turn<1, S>(scale + from, n, K / 32, K / 32, &scales[to], LANES);
         turn<1, S / ROWS<S>>(sum + from, n, K / 32, K / 32, &sums[to / ROWS<S>], LANES / ROWS<S>);
       }
-    }
+    });
   }
 };
 
@@ -542,7 +523,8 @@ INLINE void tile_int16(float (*total)[V * VL], const uint32_t *w, const float (*
   }
 }
 
-template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<X, V, S> &x) {
+template <class X, int V, int S>
+static void gemm(const Matrix &m, const Panels<X, V, S> &x, int threads) {
   constexpr int ALL = V * VL, MR = ALL / S, ROWS = ::ROWS<S>, PANELS = LANES * ROWS / ALL;
   constexpr int STRIP = (V == 1 && VL < 16 ? 12 : 24) * PER_WORD<X>;  // one panel reads W once
   const Format *f = m.format;
@@ -551,10 +533,9 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
     uint32_t words[STRIP][KC / PER_WORD<X>];
     float scales[STRIP][SPANS], minima[STRIP][HELD / 32], total[PANELS][STRIP / ROWS][ALL];
   };
-  const auto memory = array<Scratch>(omp_get_max_threads());
+  const auto memory = array<Scratch>(threads);
   std::atomic<int64_t> taken(0), started(0);  // strips, by a thread each; threads
-#pragma omp parallel
-  {
+  team.run(threads, [&] {
     Scratch &s = memory[started++];
     uint8_t padded[1024];
     memset(&s, 0, sizeof s - sizeof s.total);
@@ -600,28 +581,30 @@ template <class X, int V, int S> static void gemm(const Matrix &m, const Panels<
             m.y[r * m.N + n + i] = s.total[r / MR - first][i / ROWS][r % MR * S + i % ROWS];
       }
     }
-  }
+  });
 }
 // Panels of the width that leaves fewest lanes empty, else wide ones (int16, AVX2: before middle)
 template <class X>
-static void gemm(const Matrix *m, int count, const float *x, int64_t tokens, int64_t K, int max) {
+static void gemm(const Matrix *m, int count, const float *x, int64_t tokens, int64_t K, int max,
+                 int threads) {
   auto filled = [=](int64_t panel) { return (tokens + panel - 1) / panel * panel; };
   constexpr int S = is_int16<X> ? 2 : 1;
   const int64_t narrow = filled(VL), middle = filled(3 * VL / S), wide = filled(2 * VL);
   auto by = [=](const auto &panels) {
-    for (int i = 0; i < count; i++) gemm(m[i], panels);
+    for (int i = 0; i < count; i++) gemm(m[i], panels, threads);
   };
   if constexpr (VL == 8 || (VL == 16 && S == 2)) {
     const bool fuller = VL == 8 && S == 2 ? middle < narrow : middle <= narrow;
-    if (fuller && middle < wide) return by(Panels<X, 3, S>(x, tokens, K, max));
+    if (fuller && middle < wide) return by(Panels<X, 3, S>(x, tokens, K, max, threads));
   }
   constexpr int PAIR = I8MM ? S : 1;
-  if (narrow < wide) by(Panels<X, PAIR, PAIR>(x, tokens, K, max));
-  else by(Panels<X, 2 * PAIR, PAIR>(x, tokens, K, max));
+  if (narrow < wide) by(Panels<X, PAIR, PAIR>(x, tokens, K, max, threads));
+  else by(Panels<X, 2 * PAIR, PAIR>(x, tokens, K, max, threads));
 }
 
 // Each of the matrices times x (tokens, K)
-static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t tokens, int64_t K) {
+static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t tokens, int64_t K,
+                     int threads) {
   auto integers = [](const Matrix &m) { return m.fast && m.format->unpack_int16; };
   for (const Matrix *m = all.begin(), *next = m; m < all.end(); m = next) {
     auto alike = [&](const Matrix &other) {  // they need x in the same form
@@ -631,17 +614,18 @@ static void multiply(std::initializer_list<Matrix> all, const float *x, int64_t 
     int max = 0;
     for (; next < all.end() && alike(*next); next++) max = std::max(max, (int)next->format->max);
     const int count = (int)(next - m);
-    if (tokens <= GEMV_TOKENS) gemv(m, count, x, tokens, K);
-    else if (integers(*m)) gemm<i16>(m, count, x, tokens, K, max);
-    else gemm<f32>(m, count, x, tokens, K, max);
+    if (tokens <= GEMV_TOKENS) gemv(m, count, x, tokens, K, threads);
+    else if (integers(*m)) gemm<i16>(m, count, x, tokens, K, max, threads);
+    else gemm<f32>(m, count, x, tokens, K, max, threads);
   }
 }
 
 // ---- Layers: what Block.forward does ------------------------------------------------------------
 
 // RMSNorm: x (tokens, C) -> y (tokens, C)
-static void norm(const float *x, const float *w, double eps, float *y, int64_t tokens, int64_t C) {
-  for_all(tokens, tokens > 16, [=](int64_t r) {
+static void norm(const float *x, const float *w, double eps, float *y, int64_t tokens, int64_t C,
+                 int threads) {
+  for_all(tokens, threads, [=](int64_t r) {
     f32 squares = {};
     for (int64_t i = r * C; i < (r + 1) * C; i += VL)
       squares += load<f32>(x + i) * load<f32>(x + i);
@@ -650,8 +634,8 @@ static void norm(const float *x, const float *w, double eps, float *y, int64_t t
       store(y + r * C + i, load<f32>(x + r * C + i) * scale * load<f32>(w + i));
   });
 }
-static void add(const float *a, const float *b, float *y, int64_t n) {
-  for_all(n / VL, n > 1 << 16,
+static void add(const float *a, const float *b, float *y, int64_t n, int threads) {
+  for_all(n / VL, n > 1 << 16 ? threads : 1,
           [=](int64_t i) { store(y + i * VL, load<f32>(a + i * VL) + load<f32>(b + i * VL)); });
 }
 // One head (D): pairs (2i, 2i + 1) are turned by their angle
@@ -798,14 +782,16 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
   Tensor weights[7];          // of q, k, v, o, gate, up, down
   Tensor y;                   // as large as x
   int64_t types[7], fast[7];  // of the matrices
-  int64_t D, pos, index;
+  int64_t D, pos, index, threads;
   double eps[2];
 };
+static_assert(sizeof(Layer) == 35 * 8, "as many as LAYER of llama2.py has");
 
 // y = x + attention, += MLP; keys and values (B, G, S, D) are this layer's
 template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *keys, E *values) {
   const int64_t *shape = l.x.sizes(3), B = shape[0], T = shape[1], C = shape[2], tokens = B * T;
   const int64_t *stored = l.keys.sizes(5), G = stored[2], S = stored[3], D = l.D, pos = l.pos;
+  const int threads = (int)l.threads, many = tokens > 16 ? threads : 1;
   const float *x = l.x.data<float>(), *cos = l.cos.data<float>(), *sin = l.sin.data<float>();
   const float *scales[] = {l.norms[0].data<float>(), l.norms[1].data<float>()};
   float *out = l.y.data<float>();
@@ -816,10 +802,10 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
   auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
   auto k = array<float>(tokens * G * D), v = array<float>(tokens * G * D);
-  norm(x, scales[0], l.eps[0], h.get(), tokens, C);
+  norm(x, scales[0], l.eps[0], h.get(), tokens, C, many);
   multiply({matrix(0, C, H * D, q), matrix(1, C, G * D, k), matrix(2, C, G * D, v)}, h.get(),
-           tokens, C);
-  for_all(tokens, tokens > 16, [&](int64_t i) {
+           tokens, C, threads);
+  for_all(tokens, many, [&](int64_t i) {
     const int64_t at = i % T * (D / 2);
     for (int64_t j = 0; j < H; j++) rotate(&q[(i * H + j) * D], cos + at, sin + at, D);
     for (int64_t j = 0; j < G; j++) {
@@ -833,14 +819,12 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
   const int64_t floats = ((pos + T + NK) * D + 15) / 16 * 16;  // tiles read up to NK keys further
   const int64_t size =
       step > 1 ? 2 * floats + (2 * D + pos + T + MR + 3 * NK) * MR : heads * (pos + T) + 16;
-  const auto scratch = array<float>(size * omp_get_max_threads());
-  std::atomic<int64_t> started(0);
-#pragma omp parallel if (tokens * (pos + T) > 32)
-  {
+  const auto scratch = array<float>(size * threads);
+  std::atomic<int64_t> taken(0), started(0);  // heads and steps, by a thread each; threads
+  team.run(tokens * (pos + T) > 32 ? threads : 1, [&] {
     float *ours = &scratch[size * started++];
     int64_t unpacked = -1;  // the head whose keys and values stand there as float32
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < B * H / heads * steps; i++) {
+    for (int64_t i = taken++; i < B * H / heads * steps; i = taken++) {
       const int64_t b = i / steps / (H / heads), j = i / steps % (H / heads) * heads;
       const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * S * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
@@ -856,18 +840,18 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
         (heads == 4 ? attend<4, E> : attend<1, E>)(&q[from], keys + at, values + at, &y[from], ours,
                                                    length, D);
     }
-  }
-  multiply({matrix(3, H * D, C, h)}, y.get(), tokens, H * D);
-  add(x, h.get(), out, tokens * C);
-  norm(out, scales[1], l.eps[1], h.get(), tokens, C);
+  });
+  multiply({matrix(3, H * D, C, h)}, y.get(), tokens, H * D, threads);
+  add(x, h.get(), out, tokens * C, threads);
+  norm(out, scales[1], l.eps[1], h.get(), tokens, C, many);
   auto gate = array<float>(tokens * inner), up = array<float>(tokens * inner);
-  multiply({matrix(4, C, inner, gate), matrix(5, C, inner, up)}, h.get(), tokens, C);
-  for_all(tokens * inner / VL, tokens > 16, [&](int64_t i) {
+  multiply({matrix(4, C, inner, gate), matrix(5, C, inner, up)}, h.get(), tokens, C, threads);
+  for_all(tokens * inner / VL, many, [&](int64_t i) {
     f32 g = load<f32>(&gate[i * VL]);
     store(&gate[i * VL], g / (1 + exp(-g)) * load<f32>(&up[i * VL]));
   });
-  multiply({matrix(6, inner, C, h)}, gate.get(), tokens, inner);
-  add(out, h.get(), out, tokens * C);
+  multiply({matrix(6, inner, C, h)}, gate.get(), tokens, inner, threads);
+  add(out, h.get(), out, tokens * C, threads);
 }
 
 // ---- What Python calls --------------------------------------------------------------------------
@@ -875,26 +859,29 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 9; }
+int32_t kernels_version() { return 10; }
 void use_torch(const Torch &functions) { torch = functions; }
-const char *kernels_built_for() { return ISA BYTES ", " COMPILER; }  // as the source has found
-int32_t kernels_features() { return GEMV_TOKENS << 1 | OPENMP; }
-int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t type, int64_t bytes,
-               int64_t tokens, int64_t N, int64_t K, int32_t fast) try {
+const char *kernels_built_for() {
+  return ISA BYTES ", " COMPILER THREADS;
+}  // as the source has found
+int32_t kernels_gemv_tokens() { return GEMV_TOKENS; }
+int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t threads, int32_t type,
+               int64_t bytes, int64_t tokens, int64_t N, int64_t K, int32_t fast) try {
   const Matrix m = {find_format(type, K), weights, N, y, fast != 0};
   if (!weights || !x || !m.format || bytes != N * m.format->bytes(K)) return NOT_SUPPORTED;
-  multiply({m}, x, tokens, K);
+  multiply({m}, x, tokens, K, threads);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
-int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t type, int64_t bytes,
-              int64_t count, int64_t K) {
+int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t threads, int32_t type,
+              int64_t bytes, int64_t count, int64_t K) {
   const Format *f = find_format(type, K);
   if (!f || K < 256) return NOT_SUPPORTED;
-  for (int64_t i = 0; i < count; i++, y += K) {
+  for (int64_t i = 0; i < count; i++)
     if (ids[i] < 0 || ids[i] >= bytes / f->bytes(K)) return NOT_SUPPORTED;
+  for_all(count, count > 16 ? threads : 1, [=](int64_t i) {
     for (int64_t k = 0, at; k < K; k += 256)  // some weights come twice
-      at = std::min(k, K - 256), f->unpack(weights + f->bytes(ids[i] * K + at), y + at);
-  }
+      at = std::min(k, K - 256), f->unpack(weights + f->bytes(ids[i] * K + at), y + i * K + at);
+  });
   return DONE;
 }
 

@@ -23,7 +23,6 @@
 #else  // of narrow vectors there are too many to unroll, without 32 registers
 #define EACH_VECTOR(i, count) for (int i = 0; i < (count); i++)
 #endif
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // without OpenMP
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
 #ifdef __clang__
 #define COMPILER __VERSION__
