@@ -231,7 +231,8 @@ def test_layers_are_packed_as_cpp_names_their_fields():
     model = llama2.accelerate(model_of(KINDS))
     block, cache = model.layers[1], llama2.Cache(model.config, 2, 40, torch.float16)
     block.mlp.up_proj.fast = True
-    block.input_layernorm.eps, block.self_attn.head_dim, cache.pos = 0.5, 32, 6
+    block.input_layernorm.eps, block.self_attn.head_dim = 0.5, 32
+    cache.pos, cache.layer = 6, 1
     (x, y), angles = torch.zeros(2, 3, 5, 256), cache.rope(5)
     with mock.patch.object(torch.Tensor, "equal", side_effect=AssertionError):
         packed = block.pack(x, *angles, cache.mask(5), cache, y)
