@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ testclient = pytest.importorskip("starlette.testclient")
 streaming = pytest.importorskip("openai.lib.streaming._deltas")
 
 from server import __main__ as server
+from server import answer as server_answer
 from server import fields as server_fields
 from server import grammar, tools
 from server import responses as server_responses
@@ -550,7 +552,8 @@ def test_fields_of_the_table(sessions, capsys, verdict, name):
         assert verdict == "followed" or f"; forgot {name}" in log
 
 
-FOLLOWED_ELSEWHERE = "echo", "tools", "top_logprobs", "continue_final_message"
+FOLLOWED_ELSEWHERE = ["echo", "tools", "tool_choice", "top_logprobs", "continue_final_message"]
+FOLLOWED_ELSEWHERE += ["include"]
 
 
 def test_the_table_is_whole():
@@ -558,7 +561,7 @@ def test_the_table_is_whole():
     named = [name for _, name in FIELDS]
     refused = {name for verdict, name in FIELDS if verdict == "refused"}
     assert len(named) == len({*named})
-    followed = {*server_fields.LIMITS, *server_fields.FOLLOWED} - {"penalty_last_n"}
+    followed = {*server_fields.LIMITS} - {"penalty_last_n"}
     assert followed <= {*named} - refused
     for pattern in re.sub(r"\(.*?\)|\s", "", server_fields.REFUSED.pattern).split("|"):
         assert pattern in FOLLOWED_ELSEWHERE or any(
@@ -591,6 +594,10 @@ def test_what_clients_add_to_a_history(sessions):
         reply = sessions(BOTH).post(CHAT, json=body)
         counts.append(reply.json()["usage"]["prompt_tokens"])
     assert len({*counts[:4]}) == len({*counts[4:]}) == 1
+    item = {"type": "function_call_output", "call_id": "1", "output": None}
+    for output in (None, "", []):
+        body = {"input": [*QUESTION, item | {"output": output}]}
+        assert sessions(BOTH).post(RESPONSES, json=body).status_code == 200
     for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
         body = {"messages": [*QUESTION, message], "max_tokens": 1}
         assert sessions(BOTH).post(CHAT, json=body).status_code == 200
@@ -624,6 +631,81 @@ def test_tools_that_are_no_functions(sessions, tell, capsys):
         for choice in ("required", {"type": "custom", "name": "patch"}):
             reply = sessions(BOTH).post(path, json=body | {"tool_choice": choice})
             assert reply.json()["error"]["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_calls_that_were_cut(sessions, tell, tokenizer, name):
+    """Arguments that are no JSON stay what they are, and end no conversation."""
+    cut = '{"city": "Ro'
+    call = {"type": "function_call", "call_id": "abcdefgh1", "name": "wind", "arguments": cut}
+    result = {"type": "function_call_output", "call_id": "abcdefgh1", "output": "no JSON"}
+    message = {"role": "assistant", "content": None, "tool_calls": called(["wind"], arguments=cut)}
+    answer = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "no JSON"}
+    client = sessions(source_of(name))
+    tell("A.")
+    bodies = [
+        (CHAT, {"messages": [*QUESTION, message, answer, *QUESTION], "tools": TOOLS}),
+        (RESPONSES, {"input": [*QUESTION, call, result, *QUESTION], "tools": FUNCTIONS}),
+    ]
+    prompts = []
+    with pytest.MonkeyPatch.context() as patch:
+        start = Session.start
+
+        def note(session, ids, **options):
+            prompts.append(ids)
+            return start(session, ids, **options)
+
+        patch.setattr(Session, "start", note)
+        for path, body in bodies:
+            reply = client.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+    shown = [tokenizer.decode(ids) for ids in prompts]
+    assert shown[0] == shown[1]
+    assert cut in shown[0] or json.dumps(cut)[1:-1] in shown[0]
+
+
+def test_names_that_are_wrong_are_those_of_tools(sessions):
+    """The error says where they stand."""
+    tool = {"type": "function", "function": {"name": "THINK"}}  # a part of [/THINK]
+    for body, field in (
+        ({"messages": QUESTION, "tools": [tool]}, "tools"),
+        ({"messages": [{"role": "THINK", "content": "A"}], "tools": TOOLS}, "messages"),
+    ):
+        error = sessions(BOTH).post(CHAT, json=body).json()["error"]
+        assert error["param"] == field
+        assert error["message"].startswith(f"{field}: the role or name 'THINK'")
+
+
+def test_a_stream_says_that_it_is_alive(sessions, tell, monkeypatch):
+    """While a prompt is prefilled; clients drop the comments."""
+    monkeypatch.setattr(server_answer, "PATIENCE", 0.05)
+    step = Session.step
+    monkeypatch.setattr(Session, "step", lambda *args: (time.sleep(0.1), step(*args))[1])
+    for path in (CHAT, RESPONSES, "/v1/completions"):
+        tell("Hello")
+        text = sessions(BOTH).post(path, json=PROMPTS[path] | {"stream": True}).text
+        events = text.split("\n\n")
+        assert events.count(": at work") > 1
+        assert all(event.startswith((":", "data: ", "event: ")) for event in events if event)
+        tell("Hello")
+        assert "at work" not in sessions(BOTH).post(path, json=PROMPTS[path]).text
+
+
+def test_scores_are_those_of_score(tokenizer, monkeypatch):
+    """Also where the model has more rows than the vocabulary has tokens."""
+    config = llama2.Config(16, 16, 1, 2, 2, vocab_size=tokenizer.vocab_size + 300)
+    model = llama2.Llama(config).requires_grad_(False)
+    model.vocab_size = tokenizer.vocab_size
+    monkeypatch.setattr(llama2, "load", lambda *_, **__: (model, tokenizer))
+    monkeypatch.setattr("sys.argv", ["server", "--quiet"])
+    args = server.parse_args()
+    client = testclient.TestClient(server.make_app(Session(args), "m", args), "http://localhost")
+    ids = tokenizer.encode("Once upon a time")
+    body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 2, "temperature": 0}
+    scores = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    generation = llama2.generate(model, ids, llama2.Sampling(0), 1)
+    expected = llama2.score(model, [*ids, *generation]).tolist()
+    assert scores["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
 
 
 PATH = {"type": "object", "properties": {"at": {"type": "string", "format": "path"}}}

@@ -53,7 +53,7 @@ except ImportError as error:
     print(f"server: {error.name} is missing: {needed}", file=sys.stderr)
     sys.exit(2)
 
-MAX_BODY = 10**6  # bytes
+MAX_BODY, TOKEN_BYTES = 10**6, 100  # of a body: at least, and for each token of the context
 
 
 def open_page() -> Response:
@@ -151,7 +151,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: refuse, Exception: refuse},
-        max_body_size=MAX_BODY,
+        max_body_size=max(MAX_BODY, TOKEN_BYTES * session.context),
     )
     return guard(app, refuse, Refusal, (lambda text: None) if args.quiet else say, args)
 

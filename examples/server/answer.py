@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio.from_thread
 import anyio.to_thread
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import llama2
 from server.fields import (
@@ -30,6 +30,7 @@ from server.serving import Score, Session
 from server.tools import Answer, Reader, name_tokens
 
 MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
+PATIENCE, COMMENT = 10, b": at work\n\n"  # which a stream has so often, in seconds
 TURN = anyio.Lock()  # to use the model: first come, first served
 
 
@@ -81,7 +82,13 @@ class Job:
             response = stream if self.stream else await self.replies.get()
             await response(scope, receive, send)
 
+        async def remind() -> None:  # that a prompt is prefilled: clients give up a silent stream
+            while self.stream:
+                await anyio.sleep(PATIENCE)
+                self.replies.put_nowait(Response())
+
         async with anyio.create_task_group() as group:
+            group.start_soon(remind)
             group.start_soon(watch)
             group.start_soon(respond)
             async with TURN:
@@ -96,7 +103,7 @@ class Job:
     async def events(self) -> Any:
         """The replies as server-sent events."""
         while reply := await self.replies.get():
-            yield b"data: " + reply.body + b"\n\n"
+            yield b"data: " + reply.body + b"\n\n" if reply.body else COMMENT
         yield b"data: [DONE]\n\n"
 
     def put(self, body: dict) -> None:
@@ -124,7 +131,7 @@ class Job:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new,
             "total_tokens": prompt_tokens + new,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prefilled},
             "completion_tokens_details": {"reasoning_tokens": self.thoughts},
         }
         self.end([choice for choice, _ in pairs], usage)
@@ -255,11 +262,13 @@ def read_request(
         check_messages(prompt)
         try:
             prompts = [session.encode_chat(prompt, continued, tools, variables)]
-        except ValueError:
-            if not variables:
-                raise
+        except (ValueError, TypeError):
             note += f"; the template takes no {', '.join(variables):.100}"
-            prompts = [session.encode_chat(prompt, continued, tools, {})]
+            try:
+                prompts = [session.encode_chat(prompt, continued, tools, {})]
+            except ValueError as error:
+                session.encode_chat(prompt, continued, [], {})  # raises if not the tools are wrong
+                raise Refusal(400, f"tools: {error}", param="tools") from error
     else:
         prompts = session.encode(prompt, parse_special)
         control = session.tokenizer.control_pattern.search(str(prompt))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -29,30 +30,22 @@ LIMITS = {
 # What an answer would have to have, and cannot: fields that are refused, unless they are empty, 0 or
 # false, or have such a value.
 REFUSED = re.compile(
-    r"""(?x) adapter | adaptive_.* | allowed_token_ids | audio | background | bad_words
+    r"""(?x) adapter | adaptive_.* | allowed_token_ids | audio | background | bad_words | best_of
     | cache_salt | chat_template | continue_final_message | conversation | documents | dry_.*
     | dynatemp_.* | ebnf | echo | function_call | functions | grammar | guided_.* | ignore_eos
-    | images | include_stop_str_in_output | json_schema | logits_processors | lora | min_tokens
-    | mirostat.* | n_indent | n_predict | n_probs | prompt_logprobs
-    | regex | repeat_last_n | return_token.* | samplers | stop_token_ids | structured_outputs
-    | suffix | temp | tfs_z | tools | top_a | top_logprobs | top_n_sigma
-    | truncate_prompt_tokens | use_beam_search | videos | with_pieces | xtc_.*"""
+    | images | include | include_stop_str_in_output | json_schema | length_penalty
+    | logits_processors | lora | min_tokens | mirostat.* | modalities | n_indent | n_predict
+    | n_probs | prompt_logprobs | regex | repeat_last_n | return_token.* | samplers
+    | stop_token_ids | structured_outputs | suffix | temp | tfs_z | tool_choice | tools | top_a
+    | top_logprobs | top_n_sigma | truncate_prompt_tokens | typical_p | use_beam_search | videos
+    | with_pieces | xtc_.*"""
 )
-NEUTRAL = {
-    "add_generation_prompt": [True],
-    "best_of": [1],
-    "include": [["reasoning.encrypted_content"]],  # there is none
-    "length_penalty": [1],
-    "modalities": [["text"]],
-    "skip_special_tokens": [True],
-    "tool_choice": ["none", "auto"],
-    "typical_p": [1],
-}
-FOLLOWED = ["messages", "prompt", "input", "instructions", "response_format", "stop", "stream"]
-# What a message may have, what it must not have, and the types of its texts.
+NEUTRAL = ["best_of 1", "length_penalty 1", "length_penalty 1.0", "typical_p 1", "typical_p 1.0"]
+NEUTRAL += ['modalities ["text"]', 'tool_choice "auto"', 'tool_choice "none"']
+NEUTRAL += ['include ["reasoning.encrypted_content"]']  # there is none
+# What a message may have, and the types of its texts.
 MESSAGE = ["role", "content", "name", "tool_calls", "tool_call_id"]
 MESSAGE += ["reasoning_content", "reasoning"]
-MEDIA = ["audio", "function_call", "images", "videos"]
 TEXTS = ["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
 
@@ -217,8 +210,7 @@ def take_variables(body: dict) -> dict[str, Any]:
         variables = {"enable_thinking": thinks, "thinking": thinks} | variables
         if thinks:
             variables.setdefault("reasoning_effort", effort)
-    own = ("tokenizer", "messages", "template", "tools", "continue_final_message")
-    return {name: value for name, value in variables.items() if name not in own}
+    return variables
 
 
 def text_of(content: Any) -> str:
@@ -238,7 +230,7 @@ def check_messages(messages: Any) -> None:
     names = {}  # of the functions that were called
     for message in messages:
         for key, value in [*message.items()]:
-            if value and key in MEDIA:
+            if value and REFUSED.fullmatch(key):  # such as audio
                 raise ValueError(f"{key} in a message is not supported; expected text")
             # Templates ask whether there are tool_calls; what clients add is for themselves.
             if key not in MESSAGE or not value and key != "content":
@@ -253,7 +245,8 @@ def check_messages(messages: Any) -> None:
         for call in calls:
             function = call["function"]
             names[call.get("id")] = function["name"]
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            with suppress(ValueError, TypeError):  # a limit may have cut them; then they stay text
+                function["arguments"] = json.loads(function["arguments"] or "{}")
         if message["role"] == "tool" and message.get("tool_call_id") in names:
             message.setdefault("name", names[message["tool_call_id"]])
         if thought := message.get("reasoning_content") or message.get("reasoning"):
@@ -267,10 +260,11 @@ def refuse_rest(body: dict) -> list[str]:
     """
     forgotten = []
     for key, value in body.items():
-        if key in NEUTRAL or REFUSED.fullmatch(key):
-            if value and value not in NEUTRAL.get(key, []):
+        close = get_close_matches(key, LIMITS, 1, 0.85)
+        if REFUSED.fullmatch(key):
+            if value and f"{key} {json.dumps(value)}" not in NEUTRAL:
                 raise wrong(key, value, ", which is not supported")
-        elif close := get_close_matches(key, [*LIMITS, *FOLLOWED], 1, 0.85):
+        elif close:
             raise wrong(key, value, f", which is not known; {close[0]} is")
         elif value:
             forgotten.append(key)

@@ -52,6 +52,8 @@ def guard(
     def wrong(request: Request) -> Exception | None:
         """Why a request is refused."""
         head = request.headers
+        if int(head.get("content-length", 0)) > app.max_body_size:  # before it is read
+            return refusal(413, f"the body has more than {app.max_body_size:,} bytes")
         if args.api_key is not None:
             given = head.get("authorization", "").encode("latin-1")
             is_right = secrets.compare_digest(given, b"Bearer " + args.api_key)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from server.answer import Job, read_request
+from server.answer import COMMENT, Job, read_request
 from server.fields import Refusal, take, text_of, wrong
 from server.serving import Score, Session
 
@@ -62,14 +62,14 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
         kind = item.get("type", "message")
         new = {"role": "assistant", "content": ""}
         if kind == "message":
-            new = {"role": item["role"], "content": text_of(item["content"])}
+            new = {"role": item["role"], "content": text_of(item.get("content") or "")}
         elif kind == "reasoning":
             new["reasoning"] = text_of(item.get("content") or item.get("summary") or [])
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             new["tool_calls"] = [{"id": item["call_id"], "type": "function", "function": function}]
         elif kind == "function_call_output":
-            content = text_of(item["output"])
+            content = text_of(item.get("output") or "")
             new = {"role": "tool", "tool_call_id": item["call_id"], "content": content}
         else:
             body[f"{kind} in the input"] = True
@@ -155,10 +155,11 @@ class ResponseJob(Job):
     async def events(self) -> Any:
         """The events, each with its type in front. An error comes in OpenAI's form for these, too."""
         while reply := await self.replies.get():
-            event = json.loads(reply.body)
+            event = json.loads(reply.body or "{}")
             if "error" in event:
                 event = {"sequence_number": self.number, **event["error"], "type": "error"}
-            yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+            head = f"event: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
+            yield head.encode() if event else COMMENT
 
     def begin(self, choice: dict) -> None:
         """The first events."""

@@ -153,8 +153,9 @@ class Session:
                 if "tool_calls" not in self.template:
                     raise ValueError("the chat template has no place for tool_calls")
             for function in (call["function"] for call in calls):
-                if self.chat_template.format.arguments_as_text:
-                    function["arguments"] = json.dumps(function["arguments"])
+                arguments = function["arguments"]
+                if self.chat_template.format.arguments_as_text and not isinstance(arguments, str):
+                    function["arguments"] = json.dumps(arguments)
         return llama2.encode_chat(
             self.tokenizer, messages, self.template, continued, tools=tools or None, **variables
         )
@@ -257,7 +258,7 @@ class Scorer:
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
         """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
-        logprobs = logits[:, : self.session.model.vocab_size].log_softmax(-1)
+        logprobs = logits.log_softmax(-1)[:, : self.session.model.vocab_size]
         best = logprobs.topk(self.top)
         for t, token_id in enumerate(ids):
             top = dict(zip(best.indices[t].tolist(), best.values[t].tolist(), strict=True))
