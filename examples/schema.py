@@ -1,4 +1,4 @@
-"""JSON that fits a schema, from any model: no token is sampled that would not fit.
+r"""JSON that fits a schema, from any model: no token is sampled that would not fit.
 
     echo '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}' > city.json
     python examples/schema.py --schema city.json --prompt "What is the capital of France?" \
