@@ -3265,6 +3265,7 @@ class CompiledBlock(Block):
 import argparse
 import gc
 import io
+import itertools
 import os
 import signal
 import sys
@@ -3592,10 +3593,10 @@ def converse(
     model: Llama,
     tokenizer: Tokenizer,
     args: argparse.Namespace,
-    ask: Callable[[], str | None],
+    questions: Iterable[str],
     options: dict[str, Any],
 ) -> list[Generation]:
-    """Answer the questions that ask() returns, until it returns None; `options` are for chat().
+    """Answer the questions, until the last or /exit; `options` are those of chat().
 
     When the context is full, the oldest turns are dropped until half of it is free.
     """
@@ -3605,7 +3606,7 @@ def converse(
     note(f"{Path(args.model).name}, {size} tokens; {CHAT_KEYS}", args.quiet)
     turns: list = []  # messages
     generations = []
-    while (question := ask()) is not None:
+    for question in questions:
         # 1. What is to be answered: the turns with a new question, or the last answer again.
         command = question.strip().lower()
         if command == "/exit":
@@ -3660,14 +3661,15 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
 
     # 1. Read the prompt. The cache needs room for its tokens and the new ones.
     prompt: Any = read_prompt(args)  # None in a chat only
-    ids = [] if args.chat else encode_prompt(args, checkpoint.tokenizer, prompt)
     context = args.context or checkpoint.config.max_position_embeddings
     max_new_tokens = args.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = CHAT_TOKENS if args.chat else 256
-    size = max(1, min(context, len(ids) + max_new_tokens))
     if args.chat:
         size = args.context or min(context, CHAT_CONTEXT)
+    else:
+        ids = encode_prompt(args, checkpoint.tokenizer, prompt)
+        size = max(1, min(context, len(ids) + max_new_tokens))
 
     # 2. Load the model.
     loading = {"compile": args.compile, "progress": not args.quiet}
@@ -3684,9 +3686,8 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     options["cache"] = model.new_cache(size)
     if args.chat:
         first = [] if prompt is None else [prompt]
-        generations = converse(
-            model, tokenizer, args, lambda: first.pop() if first else read_question(), options
-        )
+        questions = itertools.chain(first, iter(read_question, None))  # until it returns None
+        generations = converse(model, tokenizer, args, questions, options)
     else:
         stream = stream_text(model, tokenizer, ids, **options)
         if not args.no_echo:
@@ -3744,9 +3745,8 @@ def main(
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:  # by torchrun: each process would print the text
-        is_first = os.environ["RANK"] == "0"
-        sys.exit(
-            is_first and fail("one process; several: torchrun --nproc-per-node N examples/ranks.py")
-        )
+        if os.environ["RANK"] != "0":
+            sys.exit()
+        sys.exit(fail("one process; several: torchrun --nproc-per-node N examples/ranks.py"))
     signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(main())
