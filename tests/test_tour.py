@@ -1,8 +1,10 @@
 """The tour's files are what docs/make/tour.py makes of the model, and its changes do as it says."""
 
 import importlib.util
+import json
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -36,6 +38,7 @@ def test_page_notebook_and_pictures_show_what_the_model_does(made):
 CHANGED = r"""
 tour.md | 90% | 91% | \n-.*91%.*\n\+.*90%
 tour.ipynb | softmax(-1) | softmax(-2) | \n-.*-2.*\n\+.*-1
+tour.ipynb | box: 98 | box: 89 | \n-.*89.*\n\+.*98
 tour/5-maps.svg | ,0.0,0.0,0.0, | ,0.0,0.5,0.0, | 5-maps.svg shows other data
 tour/9-choice.svg | "open" | "shut" | 9-choice.svg shows
 """
@@ -48,6 +51,22 @@ def test_what_differs_is_named(name, old, new, named, made, tmp_path):
     assert re.search(named, "\n".join(tour.differences(path, made[FOLDER / name])))
     path.unlink()
     assert tour.differences(path, made[FOLDER / name])
+
+
+def test_the_notebook_shows_its_pictures(made, tmp_path):
+    """Without being run: those of the page, small; and no other ones, which --check would name."""
+    path = FOLDER / "tour.ipynb"
+    text = path.read_text("utf-8")
+    pictures = [*(FOLDER / "tour").iterdir()]
+    assert text.count('"image/png"') == len(pictures) and len(text) < 300_000
+    assert all(cell["outputs"] for cell in json.loads(text)["cells"] if "execution_count" in cell)
+    shutil.copytree(FOLDER / "tour", tmp_path / "tour")
+    other = tmp_path / path.name
+    other.write_text(re.sub(r"\b\d+ ms", "7 ms", text), "utf-8")
+    assert tour.differences(other, made[path]) == []
+    drawn = tmp_path / "tour" / "9-choice.svg"
+    drawn.write_text(drawn.read_text("utf-8").replace("open", "shut"), "utf-8")
+    assert tour.differences(other, made[path]) == ["tour.ipynb shows another 9-choice.svg"]
 
 
 def test_a_place_that_cannot_be_filled_is_named():

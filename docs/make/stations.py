@@ -83,7 +83,7 @@ shares = scores.exp() / scores.exp().sum(1, keepdim=True)  # softmax: each row s
 fetched = shares @ v  # (T, D): of each token, the mean of the values by these shares
 
 library = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-print("largest difference to torch's function:", (fetched - library).abs().max().item())
+print("as torch's function has it:", torch.allclose(fetched, library, atol=1e-5))
 best_score, next_score = scores[-1].topk(2).values.tolist()
 best_share, next_share = shares[-1].topk(2).values.tolist()
 odds = best_share / next_share
@@ -249,23 +249,23 @@ table(ax, chances, ["embedding", *layers], words[-6:], cells, limit=1.2)
 
 # %% 9-choice
 beginning = "Tom found a big green box. Lily wanted to"
-sampling = llama2.Sampling()
-logits, token_ids = model(encode(tokenizer, beginning))[0, -1].sort(descending=True)
+logits = model(encode(tokenizer, beginning))[0, -1]  # (V,)
 ax = picture("9-choice", 3.6)
 rows = range(0, -15, -1)
-chances = {}
 for temperature, colour in ((0.5, GREEN), (0.8, BLUE), (1.5, ORANGE)):
-    chances[temperature] = (logits / temperature).softmax(-1)
-    dots = 100 * chances[temperature][:15]
-    ax.plot(dots, rows, "o", color=colour, label=f"temperature {temperature}")
-tail = chances[1.5][15:].sum().item()
-usual = chances[0.8]
-kept = 1 + int((usual.cumsum(0) < 0.95).sum())
-kept_min = int((usual >= 0.1 * usual[0]).sum())
-left = 100 * 0.1 * usual[0]
-ax.plot([0, 90], [0.5 - kept, 0.5 - kept], "--", color=FAINT, label="top_p = 0.95")
+    chances = (logits / temperature).softmax(-1).sort(descending=True).values
+    ax.plot(100 * chances[:15], rows, "o", color=colour, label=f"temperature {temperature}")
+tail = chances[15:].sum().item()  # at 1.5
+temperature, top_p, min_p = 0.8, 0.95, 0.1
+p, ids = (logits / temperature).softmax(-1).sort(descending=True)  # the likeliest first
+in_nucleus = p.cumsum(-1) - p < top_p  # those before it do not reach top_p yet
+kept = in_nucleus & (p >= min_p * p[0])
+token_id = ids[kept][torch.multinomial(p[kept], 1)]
+kept_p, kept_min = int(in_nucleus.sum()), int(kept.sum())
+left = 100 * min_p * p[0]
+ax.plot([0, 90], [0.5 - kept_p, 0.5 - kept_p], "--", color=FAINT, label="top_p = 0.95")
 ax.plot([left, left], [0.5, -14.5], ":", color=FAINT, label="min_p = 0.1")
-ax.set_yticks(rows, [word(tokenizer, i) for i in token_ids[:15].tolist()])
+ax.set_yticks(rows, [word(tokenizer, i) for i in ids[:15].tolist()])
 ax.set(xlabel="probability, %", xlim=(0, 90), ylim=(-14.6, 0.6))
 ax.legend()
 

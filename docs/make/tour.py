@@ -10,15 +10,16 @@ that one. The cells of stations.py compute the numbers and draw the pictures. In
 cell stands where the page has the picture of its name, or where the text has "<!-- cell NAME -->".
 """
 
+import base64
 import contextlib
 import difflib
+import hashlib
 import html
 import importlib.util
 import inspect
 import io
 import json
 import re
-import runpy
 import sys
 import textwrap
 import types
@@ -40,6 +41,8 @@ import torch
 import torch.nn.functional as F
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 DOCS = ROOT / "docs"
 STATIONS = DOCS / "make" / "stations.py"
@@ -275,8 +278,14 @@ class Picture(Figure):
         self.savefig(file, format="svg", **options)
         return file.getvalue()
 
-    def _repr_svg_(self):
-        return self.svg(facecolor="white")
+    def _repr_png_(self):
+        drawn, small = io.BytesIO(), io.BytesIO()
+        self.savefig(drawn, format="png", facecolor="white")
+        text = PngInfo()
+        text.add_text("Description", hashlib.sha256(self.description().encode()).hexdigest())
+        shades = Image.open(drawn).convert("RGB").quantize(48, dither=Image.Dither.NONE)
+        shades.save(small, "PNG", optimize=True, pnginfo=text)
+        return small.getvalue()
 
     def data(self):
         """What it shows: its words, and the numbers of its lines and shades."""
@@ -290,15 +299,20 @@ class Picture(Figure):
         numbers = [[float(f"{x:.3g}") for x in array.ravel()] for array in arrays]
         return {"words": sorted(words), "numbers": numbers}
 
+    def description(self):
+        """Its data as the text that its files carry, for --check."""
+        return json.dumps(self.data(), separators=(",", ":"))
+
     def file(self):
-        """SVG that follows the reader's light or dark mode and carries its data, for --check."""
-        data = json.dumps(self.data(), separators=(",", ":"))
+        """SVG that follows the reader's light or dark mode."""
         rules = ""
         for light, dark in DARK.items():
             for use in ("fill", "stroke"):
                 rules += f'[style*="{use}: {light}"]{{{use}:{dark}!important}}'
         style = f"<style>@media(prefers-color-scheme:dark){{{rules}}}</style>"
-        text = self.svg(transparent=True, metadata={"Date": None, "Description": data})
+        text = self.svg(
+            transparent=True, metadata={"Date": None, "Description": self.description()}
+        )
         return re.sub(r"(<svg[^>]*>)", rf"\1\n{style}", text, count=1)
 
 
@@ -361,25 +375,53 @@ def filled(text, variables):
     return re.sub(r"{[^{}\n]+}", value, text)
 
 
-def notebook(page, cells):
-    """The page as a notebook: each cell in place of its picture or its comment."""
+def run_cells(cells):
+    """Run the cells as a notebook does; returns their variables, and what each has printed."""
+    variables, printed = {}, {}
+    for name, code in cells.items():
+        file = io.StringIO()
+        with contextlib.redirect_stdout(file):
+            exec(compile(code, f"stations.py, {name}", "exec"), variables)  # noqa: S102
+        printed[name] = file.getvalue()
+    return variables, printed
+
+
+def outputs(printed, figure, count):
+    """What a cell of the notebook shows below it: what it has printed, and its picture."""
+    made = []
+    if printed:
+        text = printed.splitlines(keepends=True)
+        made.append({"name": "stdout", "output_type": "stream", "text": text})
+    if figure:
+        png = base64.b64encode(figure._repr_png_()).decode()
+        data = {"image/png": png, "text/plain": [repr(figure)]}
+        shown = {"data": data, "execution_count": count, "metadata": {}}
+        made.append({"output_type": "execute_result", **shown})
+    return made
+
+
+def notebook(page, cells, printed):
+    """The page as a notebook: each cell in place of its picture or its comment, with its outputs."""
     place = r"(?m)^!\[[^\]]*\]\(tour/([\w-]+)\.svg\)\n|^<!-- cell ([\w-]+) -->\n"
     made = []
+    left = [*cells]
     for i, text in enumerate(re.split(place, page)):
         if text is None:
             continue
-        kind = "markdown" if i % 3 == 0 else "code"
-        if kind == "code":
-            shown = f'\npictures["{text}"]' if text in pictures else ""
-            text = cells.pop(text).strip() + shown
+        kind, extra = "markdown", {}
+        if i % 3 != 0:
+            kind, name, count = "code", text, 1 + len(cells) - len(left)
+            left.remove(name)
+            figure = pictures.get(name)
+            extra = {"execution_count": count, "outputs": outputs(printed[name], figure, count)}
+            text = cells[name].strip() + (f'\npictures["{name}"]' if figure else "")
         for part in re.split(r"(?m)^(?=## )", text):
             lines = part.strip().splitlines(keepends=True)
             cell = {"cell_type": kind, "id": f"{len(made)}", "metadata": {}, "source": lines}
-            extra = {"execution_count": None, "outputs": []} if kind == "code" else {}
             if lines:
                 made.append(cell | extra)
-    if cells:
-        raise ValueError(f"docs/make/tour.md.in has no place for {', '.join(cells)}")
+    if left:
+        raise ValueError(f"docs/make/tour.md.in has no place for {', '.join(left)}")
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     book = {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(book, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
@@ -390,33 +432,47 @@ def files():
     """All files that the tour consists of, as they should be: {path: text}."""
     pictures.clear()
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # what the cells print in the notebook
-        variables = runpy.run_path(str(STATIONS))
-    source = STATIONS.read_text("utf-8")
-    _, *cells = re.split(r"(?m)^# %% ([\w-]+)\n", source)
+    _, *cells = re.split(r"(?m)^# %% ([\w-]+)\n", STATIONS.read_text("utf-8"))
     cells = dict(zip(cells[::2], cells[1::2]))
+    variables, printed = run_cells(cells)
     text = filled(TEXT.read_text("utf-8"), {**variables, "code": Code(cells)})
     page = re.sub(r"(?m)^<!-- cell .*\n\n?", "", text)
     made = {DOCS / "tour.md": page}
-    made[DOCS / "tour.ipynb"] = notebook(text, cells)
     for name, figure in pictures.items():
         made[DOCS / "tour" / f"{name}.svg"] = figure.file()
+    made[DOCS / "tour.ipynb"] = notebook(text, cells, printed)
     return made
 
 
 def differences(path, new):
     """What differs between a file and its text as it should be: lines to print."""
     old = path.read_text("utf-8") if path.exists() else ""
-    if path.suffix != ".svg":
-        lines = old.splitlines(), new.splitlines()
-        return [*difflib.unified_diff(*lines, path.name, "now", n=0, lineterm="")]
-    return [] if old and same_picture(old, new) else [f"{path.name} shows other data"]
+    if path.suffix == ".svg":
+        return [] if old and same_picture(old, new) else [f"{path.name} shows other data"]
+    # Pictures are not the same everywhere, and times nowhere.
+    lines = (re.sub('"image/png": .*|\\d+ ms', "...", text).splitlines() for text in (old, new))
+    return [*difflib.unified_diff(*lines, path.name, "now", n=0, lineterm=""), *stale(path, old)]
+
+
+def stale(path, text):
+    """The pictures in a notebook that do not show the data of the files in tour/."""
+    drawn = "".join(
+        base64.b64decode(png).decode("latin-1") for png in re.findall('"image/png": "(.*?)"', text)
+    )
+    files = sorted(path.parent.glob("tour/*.svg")) if path.suffix == ".ipynb" else []
+    digests = {file: hashlib.sha256(described(file.read_text("utf-8")).encode()) for file in files}
+    missing = [file for file, digest in digests.items() if digest.hexdigest() not in drawn]
+    return [f"{path.name} shows another {file.name}" for file in missing]
+
+
+def described(picture):
+    """The description() in the text of an SVG file."""
+    return html.unescape(re.search("<dc:description>(.*?)</dc:description>", picture)[1])
 
 
 def same_picture(old, new):
     """Whether two pictures have the same words, and numbers to a hundredth of the largest."""
-    found = [re.search("<dc:description>(.*?)</dc:description>", text)[1] for text in (old, new)]
-    a, b = (json.loads(html.unescape(text)) for text in found)
+    a, b = (json.loads(described(text)) for text in (old, new))
     if a["words"] != b["words"] or [*map(len, a["numbers"])] != [*map(len, b["numbers"])]:
         return False
     pairs = zip(map(np.array, a["numbers"]), map(np.array, b["numbers"]))
