@@ -1,18 +1,15 @@
 """LoRA: train adapters for any model, whose weights do not change (arXiv:2106.09685).
 
+    python examples/lora.py --data DIALOGUES.jsonl --adapter DIR [--model FILE.gguf]
     python examples/lora.py --data TEXT.txt --adapter DIR [--model FILE.gguf]
-    python examples/lora.py --data DIALOGUES.jsonl --adapter DIR --model FILE.gguf
     python examples/lora.py --adapter DIR --out tuned.gguf [--type Q4_0] [--model FILE.gguf]
 
-A frozen matrix W, which may stay quantised, gets two small matrices A and B that are trained:
-y = x W^T + alpha / r * x A^T B^T. DIR has PEFT's format: each reads what the other writes.
-
-A line of DIALOGUES.jsonl is {"messages": [...], "tools": [...]} as in OpenAI's API, tools if there
-are any. The chat template writes them; only what the assistant says is learned, and not where a
-message has "weight": 0, as in OpenAI's data.
+The model may be quantised. DIR has PEFT's format: each reads what the other writes; an adapter that
+exists is trained further. Of dialogues only what the assistant says is learned: dialogues.py says what
+a row of .jsonl, .ndjson or .json may be. A tenth of the data is held out, to show the loss on it.
 """
 
-import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
     import torch
     import torch.nn.functional as F
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save
-    from save import SAVE_TYPES, replacing, save_gguf
-    from torch import Tensor, nn
+    from adapters import PROJECTIONS, add_adapters, load_adapter, merge_adapters, save_adapter
+    from dialogues import Sample, read_samples
+    from save import SAVE_TYPES, save_gguf
+    from torch import Tensor
     from torch.utils.checkpoint import checkpoint
 
     import llama2
@@ -32,103 +29,12 @@ except ImportError as error:
     print(f"lora.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
     sys.exit(2)
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LENGTH, BATCH = 256, 4  # tokens of a sequence, sequences of a training step
-PEFT = "base_model.model.model."  # the prefix of PEFT's names
-# PEFT's settings that do not change the output. All others must be empty or one of USUAL: no DoRA.
-SILENT = """r lora_alpha target_modules task_type base_model_name_or_path revision inference_mode
-    lora_dropout layers_to_transform layers_pattern exclude_modules auto_mapping peft_version
-    megatron_core qalora_group_size"""
-USUAL = {
-    "peft_type": ["LORA"],
-    "bias": ["none"],
-    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],  # pissa, olora, ... change W, too
-}
+LENGTH, BATCH = 256, 4  # tokens of a sequence of a text, sequences of a training step
+DIALOGUES = (".jsonl", ".ndjson", ".json")
 
 
-def add_adapters(model: llama2.Llama, names: list[str], r: int, alpha: float) -> None:
-    """Add A and B to the projections with these names: q_proj, or layers.0.self_attn.q_proj."""
-    model.lora_settings = {"r": r, "lora_alpha": alpha}
-    for name, module in [*model.named_modules()]:
-        if name.endswith(PROJECTIONS) and name.endswith(tuple(names)):
-            module.lora_A = nn.Linear(module.in_features, r, bias=False)
-            module.lora_B = nn.Linear(r, module.out_features, bias=False)
-            module.lora_scale = alpha / r
-            nn.init.zeros_(module.lora_B.weight)  # nothing changes before the first step
-            module.register_forward_hook(add_product)
-
-
-def add_product(module: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
-    """A forward hook: add the product of the input with A and B to a projection's output."""
-    return y + module.lora_scale * module.lora_B(module.lora_A(inputs[0]))
-
-
-def merge_adapters(model: llama2.Llama) -> None:
-    """Replace each projection that has an adapter by one dense layer."""
-    for name, module in [*model.named_modules()]:
-        if hasattr(module, "lora_A"):
-            product = module.lora_B.weight @ module.lora_A.weight
-            merged = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            merged.weight = nn.Parameter(
-                (module.weight.float() + module.lora_scale * product).detach()
-            )
-            model.set_submodule(name, merged)
-
-
-def peft_views(model: llama2.Llama) -> dict[str, Tensor]:
-    """All A and B by PEFT's names. The rows of a head are (D/2, 2) here, but (2, D/2) in PEFT."""
-    views = {PEFT + name: w for name, w in model.state_dict().items() if ".lora_" in name}
-    for name, w in views.items():
-        if name.endswith(("q_proj.lora_B.weight", "k_proj.lora_B.weight")):
-            views[name] = w.unflatten(0, (-1, model.config.head_dim // 2, 2)).transpose(1, 2)
-    return views
-
-
-def save_adapter(model: llama2.Llama, folder: Path) -> None:
-    """Write PEFT's two files."""
-    tensors = {name: w.reshape(-1, w.shape[-1]) for name, w in peft_views(model).items()}
-    targets = sorted({name.split(".")[-3] for name in tensors})
-    settings = {name: values[0] for name, values in USUAL.items()} | model.lora_settings
-    settings["target_modules"] = targets
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "adapter_model.safetensors", overwrite=True) as file:
-        file.write(save(tensors, {"format": "pt"}))
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
-
-
-def load_adapter(model: llama2.Llama, folder: Path) -> None:
-    """Add PEFT's adapter. Raises ValueError if it does not fit."""
-    try:
-        settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-        unsupported = {
-            key: value
-            for key, value in settings.items()
-            if value and key not in SILENT.split() and value not in USUAL.get(key, [])
-        }
-        r, alpha = settings.get("r"), settings.get("lora_alpha")
-        tensors = load_file(folder / "adapter_model.safetensors")
-    except (ValueError, AttributeError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{folder}: the adapter is damaged: {str(error)[:300]!a}") from error
-    for key, value in unsupported.items():
-        raise ValueError(f"{folder}: {key!a:.60} is {value!a:.60}, which is not supported")
-    sizes = {len(w) for name, w in tensors.items() if name.endswith("lora_A.weight") and w.ndim}
-    fits = [*sizes] == [r] and type(r) is int
-    if not fits or type(alpha) not in (int, float) or not abs(alpha) < 1e6:
-        problem = f"r is {r!r:.60} and lora_alpha {alpha!r:.60}; the matrices have r {sizes}"
-        raise ValueError(f"{folder}: {problem}")
-    names = [name.removeprefix(PEFT).partition(".lora_")[0] for name in tensors]
-    add_adapters(model, names, r, alpha)
-    views = peft_views(model)
-    for name in sorted(views.keys() ^ tensors.keys()):
-        raise ValueError(f"{folder}: {name!a:.99} is missing, or has no place in this model")
-    for name, view in views.items():
-        if tensors[name].numel() != view.numel():
-            raise ValueError(f"{folder}: {name} is {[*tensors[name].shape]}, which does not fit")
-        view.copy_(tensors[name].view_as(view))
-
-
-def loss_of(model: llama2.Llama, tokens: Tensor, learned: Tensor | None = None) -> Tensor:
-    """Cross-entropy of the tokens (n,), or of those that `learned` (n,) marks; none is the first.
+def loss_of(model: llama2.Llama, tokens: Tensor, learned: Tensor) -> Tensor:
+    """Cross-entropy of those of the tokens (n,) that `learned` (n,) marks; none is the first.
 
     To save memory, backward() computes blocks again.
     """
@@ -138,89 +44,102 @@ def loss_of(model: llama2.Llama, tokens: Tensor, learned: Tensor | None = None) 
     x = model.embed_tokens(tokens[None, :-1])  # (1, T, C)
     for block in model.layers:
         x = checkpoint(block, x, cos, sin, mask, None, use_reentrant=False)
-    x, tokens = x[0], tokens[1:]
-    if learned is not None:
-        x, tokens = x[learned[1:]], tokens[learned[1:]]
-    return F.cross_entropy(model.lm_head(model.norm(x)), tokens)
+    x = x[0, learned[1:]]
+    return F.cross_entropy(model.lm_head(model.norm(x)), tokens[1:][learned[1:]])
 
 
-def read_text(path: Path, tokenizer: llama2.Tokenizer) -> tuple[list, list]:
-    """Arguments of loss_of(): sequences from each position of nine tenths of a text, and up to 8 of
-    the rest."""
-    ids = tokenizer.encode(path.read_text("utf-8"))
-    if len(ids) < 10 * (LENGTH + 1):
-        raise ValueError(f"the text has {len(ids)} tokens; expected {10 * (LENGTH + 1)} or more")
-    sequences = torch.tensor(ids).unfold(0, LENGTH + 1, 1)
+def read_text(path: Path, tokenizer: llama2.Tokenizer, limit: int) -> tuple[list, list]:
+    """Samples of a text: from each position of nine tenths of it, and up to 8 of the rest."""
+    with llama2.naming(path):
+        text = path.read_bytes().decode("utf-8-sig")
+        if re.match(r'\s*\[?\s*{\s*"', text):
+            raise ValueError("the text is JSON; give it a name that ends in .jsonl")
+        ids = tokenizer.encode(text)
+        length = min(LENGTH + 1, limit)
+        if len(ids) < 10 * length:
+            raise ValueError(f"the text has {len(ids)} tokens; expected {10 * length} or more")
     last = len(ids) * 9 // 10
-    return [(s,) for s in sequences[: last - LENGTH]], [(s,) for s in sequences[last::LENGTH][:8]]
+    everything = torch.ones(length, dtype=torch.bool)
+    windows = enumerate(torch.tensor(ids).unfold(0, length, 1))
+    samples = [Sample(tokens, everything, f"sequence {i}") for i, tokens in windows]
+    return samples[: last - length + 1], samples[last :: length - 1][:8]
 
 
 def read_dialogues(path: Path, tokenizer: llama2.Tokenizer, template: str | None) -> tuple:
-    """The same of JSON lines {"messages": [...], "tools": [...]}: what the assistant says is learned."""
-    source = template or tokenizer.chat_template
-    source = llama2.CHAT_TEMPLATES.get(source, source)
-    unprompted = f"{{% set add_generation_prompt = false %}}{source}"
-    samples = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            dialogue = json.loads(line)
-            messages, tools = dialogue["messages"], dialogue.get("tools")
-            calls = [call for message in messages for call in message.get("tool_calls") or ()]
-            for function in (call["function"] for call in calls):
-                if isinstance(function["arguments"], str):  # as OpenAI's API has them
-                    function["arguments"] = json.loads(function["arguments"])
-            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            answers = [i for i in answers if messages[i].pop("weight", 1)]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"line {number} is no dialogue: {error!r:.99}") from error
-        longer = torch.empty(0)
-        for i in answers[::-1]:
-            before = llama2.encode_chat(tokenizer, messages[:i], source, tools=tools)
-            ids = llama2.encode_chat(tokenizer, messages[: i + 1], unprompted, tools=tools)
-            start = [*(a == b for a, b in zip(before, ids, strict=False)), False].index(False)
-            tokens = torch.tensor(ids)
-            if not torch.equal(longer[: len(ids)], tokens):  # templates may leave out what is past
-                longer = tokens
-                samples.append((tokens, torch.zeros_like(tokens, dtype=torch.bool)))
-            samples[-1][1][max(1, start) : len(ids)] = True
+    """Samples of dialogues: nine tenths of them, and up to 8 of the rest."""
+    samples = read_samples(path, tokenizer, template)
     if len(samples) < 10:
-        raise ValueError(f"there are {len(samples)} dialogues; expected 10 or more")
+        raise ValueError(f"{path}: there are {len(samples)} dialogues; expected 10 or more")
     last = len(samples) * 9 // 10
     return samples[:last], samples[last:][:8]
 
 
-def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: float) -> None:
-    """Train the adapters; show the loss on what is held out."""
+def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: float) -> list:
+    """Train the adapters; show the loss on what is held out. Returns what was learned from."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
     start = time.perf_counter()
-    for step in range(steps + 1):
-        if step % max(1, steps // 10) == 0:
-            with torch.no_grad():
-                loss = torch.stack([loss_of(model, *sample) for sample in held_out]).mean()
-            if not loss.isfinite():
-                raise ValueError(f"the loss is {loss} after {step} steps; try a lower --rate")
-        left = (time.perf_counter() - start) / max(1, step) * (steps - step)
-        text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, {left:.0f} s left"
-        text = f"{text if step else text.partition(',')[0]}, held-out loss {loss:.3f}"
-        print(f"\r[{text:75}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
-        if step < steps:
-            for i in torch.randint(len(samples), (BATCH,)).tolist():
-                (loss_of(model, *samples[i]) / BATCH).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    used: list[Sample] = []
+    order: list[int] = []
+    try:
+        for step in range(steps + 1):
+            if step % max(1, steps // 10) == 0:
+                with torch.no_grad():
+                    loss = torch.stack([loss_of(model, *sample) for sample in held_out]).mean()
+                if not loss.isfinite():
+                    raise ValueError(f"the loss is {loss} after {step} steps; try a lower --rate")
+            left = (time.perf_counter() - start) / max(1, step) * (steps - step)
+            text = f"{'#' * (30 * step // steps):30}] {step} of {steps}, {left:.0f} s left"
+            text = f"{text if step else text.partition(',')[0]}, held-out loss {loss:.3f}"
+            print(f"\r[{text:75}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+            if step < steps:
+                for _ in range(BATCH):
+                    order = order or torch.randperm(len(samples)).tolist()  # each once, then again
+                    used.append(samples[order.pop()])
+                    (loss_of(model, *used[-1]) / BATCH).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was learned until now is kept", file=sys.stderr)
+    return used
+
+
+def leave_out(sides: tuple, limit: int, strict: bool) -> tuple[list[list[Sample]], str]:
+    """The samples without rows of more tokens than the limit; which these are.
+
+    Raises ValueError if there are any and `strict`, or if too few are left.
+    """
+    rows = dict.fromkeys(s.row for side in sides for s in side if len(s.tokens) > limit)
+    if not rows:
+        return sides, ""
+    names = ", ".join([*rows][:5]) + ", ..." * (len(rows) > 5)
+    text = f"{len(rows)} rows of more than {limit} tokens, which is the model's limit: {names}"
+    sides = [[s for s in side if s.row not in rows] for side in sides]
+    if strict or not all(sides):
+        raise ValueError(text)
+    print(f"left out: {text}", file=sys.stderr)
+    return sides, f"; left out: {text}"
+
+
+def describe(used: list[Sample]) -> str:
+    """How much was learned from."""
+    used = [*{id(sample): sample for sample in used}.values()]
+    rows, answers = len({sample.row for sample in used}), sum(sample.answers for sample in used)
+    tokens = sum(int(sample.learned[1:].sum()) for sample in used)
+    return f"learned from {rows} rows with {answers} answers, {tokens} tokens"
 
 
 if __name__ == "__main__":
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
     parser.add_argument(
-        "--data", metavar="FILE", type=Path, help="a text, or JSON lines of messages (.jsonl)"
+        "--data", metavar="FILE", type=Path, help=f"a text, or dialogues ({', '.join(DIALOGUES)})"
     )
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="default: the model's")
+    parser.add_argument("--strict", action="store_true", help="refuse rows that are too long")
     parser.add_argument("--adapter", metavar="DIR", type=Path, help="is read if it exists, written")
     parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
     parser.add_argument("--type", choices=SAVE_TYPES, default="Q8_0")
-    parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, default=["q_proj", "v_proj"])
+    parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, help="default: q_proj v_proj")
     numbers = {
         "rank": (8, llama2.in_range(int, 1)),
         "alpha": (16.0, llama2.in_range(float, 1e-6, 1e6)),
@@ -228,7 +147,8 @@ if __name__ == "__main__":
         "rate": (1e-3, llama2.in_range(float, 1e-9, 1)),
     }
     for name, (value, number) in numbers.items():
-        parser.add_argument(f"--{name}", type=number, default=value, help=f"default: {value}")
+        default = value if name in ("steps", "rate") else None  # an adapter has its own
+        parser.add_argument(f"--{name}", type=number, default=default, help=f"default: {value}")
     args = parser.parse_args()
     status = 0
     if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
@@ -237,27 +157,35 @@ if __name__ == "__main__":
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
         model, tokenizer = llama2.load(args.model)
+        config = model.config
+        limit = min(config.max_position_embeddings, getattr(config, "sliding_window", 0) or 2**31)
+        targets = {*(args.targets or ())}
+        given = {"target_modules": sorted(targets), "r": args.rank, "lora_alpha": args.alpha}
+        given = {name: value for name, value in given.items() if value}
         if args.adapter and (args.adapter.exists() or not args.data):
             load_adapter(model, args.adapter)
         else:
-            add_adapters(model, args.targets, args.rank, args.alpha)
+            new = {"target_modules": ["q_proj", "v_proj"], "r": 8, "lora_alpha": 16.0} | given
+            add_adapters(model, *new.values())
+        for name, value in given.items():
+            if value != model.lora_settings[name]:
+                problem = f"its {name} is {model.lora_settings[name]}, not {value}"
+                raise ValueError(f"{args.adapter}: {problem}: name a new folder, or no such option")
         if args.data:
             template = args.chat_template
             if template and template not in llama2.CHAT_TEMPLATES:
                 with llama2.naming(Path(template)):
                     template = Path(template).read_text("utf-8")
-            with llama2.naming(args.data):
-                if args.data.suffix == ".jsonl":
-                    samples = read_dialogues(args.data, tokenizer, template)
-                else:
-                    samples = read_text(args.data, tokenizer)
-            try:
-                train(model, *samples, args.steps, args.rate)
-            except KeyboardInterrupt:
-                status = 130
-                print("\ninterrupted: what was learned until now is kept", file=sys.stderr)
-        if args.data and args.adapter:
-            save_adapter(model, args.adapter)
+            if args.data.suffix.lower() in DIALOGUES:
+                sides = read_dialogues(args.data, tokenizer, template)
+            else:
+                sides = read_text(args.data, tokenizer, limit)
+            sides, left_out = leave_out(sides, limit, args.strict)
+            used = train(model, *sides, args.steps, args.rate)
+            status = 130 * (len(used) < args.steps * BATCH)
+            if args.adapter:
+                save_adapter(model, args.adapter)
+            print(f"{describe(used)}{left_out}", file=sys.stderr)
         if args.out:
             merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)
