@@ -1,0 +1,280 @@
+"""Tests of examples/dialogues.py: what is learned of dialogues, and how their files are read.
+
+TEMPLATES names a folder of chat templates (*.jinja), such as models/templates of llama.cpp, which
+are then tried, too. The oracles are marks, in a computation of our own, and the masks of transformers.
+"""
+
+import functools
+import json
+import os
+import re
+from contextlib import suppress
+from datetime import datetime
+from os.path import commonprefix
+from pathlib import Path
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+pytest.importorskip("tokenizers")
+
+import dialogues
+from test_chat import FAMILIES, folder, load, load_theirs
+
+import llama2
+from test_llama2 import dialogue
+
+FILES = sorted(Path(os.environ.get("TEMPLATES", "nowhere")).glob("*.jinja"))
+TEMPLATES = {name: template for name, (template, *_) in FAMILIES.items()}
+TEMPLATES |= llama2.CHAT_TEMPLATES | {path.stem: path.read_text("utf-8") for path in FILES}
+# Control tokens that templates write.
+TAG = r"<\|[\w:]+\|>|<\uff5c[^<>]+?\uff5c>|\[/?[A-Z_]+\]|</?(?:start_of_turn|end_of_turn|think)>"
+
+
+def message(role, content, **more):
+    return {"role": role, "content": content} | more
+
+
+def call(**arguments):
+    return {"id": "abcdefgh1", "function": {"name": "wind", "arguments": arguments}}
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "wind", "description": "d", "parameters": SCHEMA},
+    }
+]
+U, A = "user", "assistant"
+SHAPES = {
+    "system": [message("system", "SYS1"), message(U, "QUE1"), message(A, "ANS1")],
+    "turns": [
+        message(role, f"{word}{i}") for i in (1, 2, 3) for role, word in ((U, "QUE"), (A, "ANS"))
+    ],
+    "tools": [
+        message(U, "QUE1"),
+        message(A, "", tool_calls=[call(city="ROME")]),
+        message("tool", "RES1", tool_call_id="abcdefgh1"),
+        message(A, "ANS2"),
+    ],
+    "reasoning": [
+        message(U, "QUE1"),
+        message(A, "ANS1", reasoning_content="THO1"),
+        message(U, "QUE2"),
+        message(A, "ANS2", reasoning="THO2"),
+    ],
+    "two answers": [message(U, "QUE1"), message(A, "ANS1"), message(A, "ANS2")],
+    "weights": [
+        message(U, "QUE1"),
+        message(A, "ANS1", weight=0),
+        message(U, "QUE2"),
+        message(A, "ANS2", weight=1),
+    ],
+}
+WORD = re.compile("(?:SYS|QUE|ANS|RES|THO)\\d|ROME")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def render(template, messages, tools, prompt):
+    """The text of a dialogue by Jinja alone."""
+
+    def refuse(text):
+        raise ValueError(text)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    template = re.sub(r"({%-? *(?:end)?)generation", r"\1with", template)
+    return environment.from_string(template).render(
+        messages=messages,
+        tools=tools,
+        documents=None,
+        add_generation_prompt=prompt,
+        bos_token="<s>",
+        eos_token="</s>",
+        raise_exception=refuse,
+        strftime_now=lambda form: datetime.now().strftime(form),
+    )
+
+
+def normal(given):
+    """A message as templates expect it."""
+    message = {key: value for key, value in given.items() if key != "weight"}
+    for thought in {message.get(name) for name in THOUGHTS} - {None}:
+        message |= dict.fromkeys(THOUGHTS, thought)
+    if message["role"] == "tool":
+        message["name"] = "wind"
+    if "tool_calls" in message:
+        message["tool_calls"] = [call | {"type": "function"} for call in message["tool_calls"]]
+    return message
+
+
+def marked(template, messages, tools, i):
+    """The text before an answer, and the answer. The last word before it is the mark: behind that
+    the prompt and the turn are the same, up to the answer, or to where the prompt begins to think."""
+    prompt = render(template, messages[:i], tools, True)
+    turn = render(template, messages[: i + 1], tools, False)
+    word = WORD.findall(json.dumps(messages[i - 1]))[-1]
+    assert word in prompt and word in turn
+    asked, answered = (text.rpartition(word)[2] for text in (prompt, turn))
+    common = commonprefix([asked, answered])
+    if common != asked:
+        common = re.sub(r"[<\[][^>\]]*$", "", common)
+    answer = answered[len(common) :]
+    last = ""
+    with suppress(TypeError):  # a template that takes no dialogue without tools
+        last = render(template, [message(U, "QUE1"), message(A, "ANS1")], None, False)
+    if "</s>" in answer:
+        answer = answer[: answer.rindex("</s>") + 4]
+    elif not last.rpartition("ANS1")[2].strip():  # the template leaves open where an answer ends
+        answer += "</s>"
+    assert {*WORD.findall(json.dumps(messages[i]))} == {*WORD.findall(answer)}
+    assert not tools or "wind" in prompt
+    return prompt[: len(prompt) - len(asked) + len(common)], answer
+
+
+def text_of(tokenizer, ids):
+    """What ids say, control tokens as their texts."""
+    texts = (tokenizer.token_bytes(i) or tokenizer.pieces[i].encode() for i in ids)
+    return b"".join(texts).decode()
+
+
+def learned_in(tokenizer, samples):
+    """(what comes before, what is learned) of each answer, in the order of the dialogue."""
+    found = []
+    for tokens, learned in samples:
+        ids, learned = tokens.tolist(), learned.tolist()
+        starts = [i for i in range(1, len(ids)) if learned[i] and not learned[i - 1]]
+        for start in starts:
+            end = ([*learned[start:], False]).index(False) + start
+            found.append((text_of(tokenizer, ids[:start]), text_of(tokenizer, ids[start:end])))
+    return sorted(found, key=lambda pair: len(pair[0]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned(tmp_path, name, shape):
+    """What the assistant says and what ends it, behind the prompt for it; or the row is refused,
+    because the template raises, or leaves out what is said."""
+    template, given = TEMPLATES[name], SHAPES[shape]
+    tags = dict.fromkeys(["<s>", "</s>", *re.findall(TAG, template)], True)
+    tokenizer = load(folder(tmp_path, template, tags))
+    tools = TOOLS if shape == "tools" else None
+    messages = [normal(message) for message in given]
+    wanted = [i for i, m in enumerate(given) if m["role"] == A and m.get("weight", 1)]
+    try:
+        expected = [marked(template, messages, tools, i) for i in wanted]
+    except Exception:  # noqa: BLE001
+        expected = None
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": given, "tools": tools}), "utf-8")
+    try:
+        found = learned_in(tokenizer, dialogues.read_samples(path, tokenizer, None))
+    except ValueError as error:
+        assert expected is None, error
+    else:
+        if shape == "two answers":  # in one sequence, with nothing between them
+            (before, answer), (start, more) = expected
+            if (start + more).startswith(before + answer) and len(start) <= len(before + answer):
+                expected = [(before, (start + more).removeprefix(before))]
+        assert found == expected
+
+
+# A template, a dialogue as test_llama2.dialogue() has it, and its sequences: what is learned stands
+# in braces, and "|" ends a line. The first templates write what came before in another way.
+FROZEN = """
+mistral
+s:SYS u:Q1 a:A1 u:Q2 a:A2
+<s>[INST] SYS||Q1[/INST]{ A1</s>}
+<s>[INST] Q1[/INST] A1</s>[INST] SYS||Q2[/INST]{ A2</s>}
+
+thinks
+u:Q1 a:<think>T1</think>A1 u:Q2 a:<think>T2</think>A2
+<|im_start|>user|Q1<|im_end|>|<|im_start|>assistant|{<think>T1</think>A1<|im_end|>|}
+<|im_start|>user|Q1<|im_end|>|<|im_start|>assistant|A1<|im_end|>|<|im_start|>user|Q2<|im_end|>|<|im_start|>assistant|{<think>T2</think>A2<|im_end|>|}
+
+thinks in the prompt, and leaves the end open
+u:Q1 a:A1 u:Q2 a:A2
+<|im_start|>user Q1<|im_start|>assistant {A1</s>}
+<|im_start|>user Q1<|im_start|>assistant A1<|im_start|>user Q2<|im_start|>assistant {A2</s>}
+
+always writes a header
+u:Q1 a:A1 u:Q2 a:A2
+<|im_start|>user Q1</s><|im_start|>assistant{ A1</s>}<|im_start|>user Q2</s><|im_start|>assistant{ A2</s>}
+
+llama-2
+s:SYS u:Q1 a:A1 u:Q2 a:~A2~
+<s>[INST] <<SYS>>|SYS|<</SYS>>||Q1 [/INST]{ A1 </s>}<s>[INST] Q2 [/INST]{ A2 </s>}
+
+chatml
+a:A0 u:Q1 a:A1 a:A2
+<|im_start|>assistant|A0<|im_end|>|<|im_start|>user|Q1<|im_end|>|<|im_start|>assistant|{A1<|im_end|>|}<|im_start|>assistant|{A2<|im_end|>|}
+"""
+OURS = {
+    "thinks": """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last %}
+{{- m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+    "thinks in the prompt, and leaves the end open": """{% for m in messages %}
+{{- '<|im_start|>' + m.role + ' ' + m.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant <think>' }}{% endif %}""",
+    "always writes a header": """{% for m in messages %}
+{{- '<|im_start|>' + m.role + ' ' + m.content + eos_token }}{% endfor %}{{ '<|im_start|>assistant' }}""",
+}
+
+
+@pytest.mark.parametrize("case", FROZEN.strip().split("\n\n"), ids=lambda case: case.split("\n")[0])
+def test_sequences(tmp_path, case):
+    """The history is that of the prompt; an answer that begins another sequence has none of its own."""
+    name, said, *expected = case.split("\n")
+    tokenizer = load(folder(tmp_path, OURS.get(name, name)))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": dialogue(said)}))
+    found = []
+    for tokens, learned in dialogues.read_samples(path, tokenizer, OURS.get(name, name)):
+        text = ""
+        for i, token_id in enumerate(tokens.tolist()):
+            text += "{" * (learned[i] and not learned[i - 1]) + text_of(tokenizer, [token_id])
+            text += "}" * (learned[i] and not [*learned.tolist(), False][i + 1])
+        found.append(text.replace("\n", "|"))
+    assert found[::-1] == expected
+
+
+# Ten templates with transformers' tag: what stands before an answer, the answer, another message.
+GENERATION = r"""
+'<|im_start|>assistant\n' | m.content + '<|im_end|>\n' | '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'
+'<|im_start|>assistant\n' | '<think>\n\n</think>\n\n' + m.content + '<|im_end|>' | m.role + m.content
+'<|start_header_id|>assistant<|end_header_id|>\n\n' | m.content | trim + '<|eot_id|>' | '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>'
+'<|assistant|>\n' | m.content + eos_token | '<|' + m.role + '|>\n' + m.content + '</s>\n'
+'ASSISTANT:' | ' ' + m.content | trim + eos_token | m.role | upper + ': ' + m.content + '\n'
+'<start_of_turn>model\n' | m.content | trim + '<|im_end|>\n' | '<start_of_turn>user\n' + m.content + '<end_of_turn>\n'
+'' | ' ' + m.content | trim + eos_token | '[INST] ' + m.content + ' [/INST]'
+'' | m.content + eos_token | bos_token + '[INST]' + m.content + '[/INST]'
+'<|im_start|>assistant' | '\n' + m.content + '<|im_end|>' | '<|im_start|>user\n' + m.content + '\n'
+'### Response:\n' | m.content + '\n<|eot_id|>\n' | '### ' + m.role + ':\n' + m.content + '\n'
+"""
+TAGGED = """{% for m in messages %}{% if m.role == 'assistant' %}{{ HEADER }}{% generation %}
+{{- ANSWER }}{% endgeneration %}{% else %}{{ OTHER }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ HEADER }}{% endif %}"""
+SPOKEN = ["s:Be~kind. u:hi~ a:yes", "u:a a:~b~ u:c a:d", "u:\u65e5 a:caf\u00e9 a:'x'"]
+
+
+@pytest.mark.parametrize("parts", GENERATION.strip().split("\n"))
+def test_masks_of_transformers(tmp_path, parts):
+    template = TAGGED
+    for name, part in zip(
+        ("HEADER", "ANSWER", "OTHER"), re.split(r" \| (?!trim|upper)", parts), strict=True
+    ):
+        template = template.replace(name, part)
+    path = folder(tmp_path / "model", template)
+    tokenizer, theirs = load(path), load_theirs(path)
+    rows = tmp_path / "rows.jsonl"
+    for said in SPOKEN:
+        rows.write_text(json.dumps({"messages": dialogue(said)}))
+        (sample,) = dialogues.read_samples(rows, tokenizer, None)
+        expected = theirs.apply_chat_template(
+            dialogue(said), return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert sample.tokens.tolist() == expected["input_ids"]
+        assert sample.learned.tolist() == [*map(bool, expected["assistant_masks"])]
