@@ -3,7 +3,10 @@
 They take the bundled model in float32, and one server for nearly all of them.
 """
 
+import asyncio
+import functools
 import json
+import os
 import re
 import select
 import socket
@@ -11,6 +14,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -18,8 +24,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
+from server import __main__ as program
+from server.serving import MAX_GRAMMARS, Session
+from server.tools import Answer
+
 import llama2
-from test_llama2 import SCRIPT, one_line, ran
+from test_llama2 import SCRIPT, cases, one_line, ran
 
 SERVER = SCRIPT.parent / "examples/server"
 STORY = "Once upon a time there was a king who had a daughter"
@@ -368,8 +378,160 @@ def test_slow_clients_hold_up_nobody(server):
         assert b"[DONE]" in receive(slow)
 
 
+def large_schema(number):
+    """144 kB, of which no two are the same."""
+    names = [f"property_{number}_{i}" for i in range(1400)]
+    properties = {name: {"type": "string", "pattern": f"^[a-z]{{1,9}}-{name}$"} for name in names}
+    return {"type": "object", "properties": properties}
+
+
+def memory_and_files(server):
+    """MB, and how many files are open."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    [kilobytes] = re.findall(r"VmRSS:\s+(\d+)", status)
+    return int(kilobytes) / 1000, len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_abandoned_schemas_hold_up_nobody():
+    """Of 40, at most two are compiled when their clients have gone; each once; few are kept."""
+    pytest.importorskip("llguidance")
+    server = Running("--quiet", "--chat-template", "chatml")
+    question = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 2}
+
+    def ask(number):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": large_schema(number)}}
+        return json.dumps(question | {"response_format": form})
+
+    assert server.post(CHAT, ask(40).encode())[0] == 200  # the first one opens a vocabulary
+    before, files = memory_and_files(server)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+    bodies = [ask(i) for i in range(40)]
+    held = [server.connect(f"{head}{len(body)}\r\n\r\n{body}".encode()) for body in bodies]
+    time.sleep(0.2)
+    for connection in held:
+        connection.close()
+    start = time.perf_counter()
+    assert server.post(CHAT, question)[0] == 200
+    assert time.perf_counter() - start < 1
+    for i in range(12):  # those that are answered are not kept either
+        assert server.post(CHAT, ask(i % 3).encode())[0] == 200
+    after, now = memory_and_files(server)
+    assert after < before + 100
+    assert now <= files + 2
+    assert server.stop() == ""
+
+
+def test_too_many_requests_to_prepare_are_refused():
+    """By their number, and by their bytes."""
+    request = AsyncMock()
+    request.body.return_value = b"{}" * 50
+    for preparing in ([1] * program.MAX_PREPARING, [program.PREPARING_BYTES - 99]):
+        with pytest.raises(program.Refusal, match="too many requests") as caught:
+            asyncio.run(program.post(preparing, None, "prompt", "a text", request))
+        assert caught.value.status_code == 503
+
+
+def test_a_schema_is_compiled_once(monkeypatch):
+    """Though the request is checked, and there are several answers to it."""
+    grammar = pytest.importorskip("server.grammar")
+    made = []
+    monkeypatch.setattr(
+        grammar,
+        "LLMatcher",
+        lambda *args, **options: (
+            made.append(1)
+            or MagicMock(**{"get_error.return_value": "", "deep_copy.side_effect": MagicMock})
+        ),
+    )
+    session = MagicMock(spec=Session, check=lambda: None)
+    session.vocabulary.return_value = None
+    session.compile = functools.lru_cache(MAX_GRAMMARS)(partial(Session.compile_grammar, session))
+    answers = [Session.grammar(session, Answer(schemas=[{"type": "object"}]), True) for _ in "abc"]
+    assert len(made) == 1
+    assert len({id(answer.matcher) for answer in answers}) == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_connections_are_limited_and_half_requests_end():
+    """In a burst, too. Whoever waits for an answer is not the one that is closed."""
+    server = Running("--quiet")
+    head = b"HTTP/1.1\r\nHost: localhost\r\n"
+    get, post = b"GET /health " + head, b"POST /v1/completions " + head
+    begun = post + b"Content-Length: 100\r\n\r\n{"
+    served = server.send(max_tokens=100, stream=True)
+    held = [server.connect(begun) for _ in range(190)]
+    for i in range(100):
+        held.append(socket.socket())
+        held[-1].setblocking(False)
+        held[-1].connect_ex((server.host, server.port))
+    most = 0
+    for _ in range(50):
+        most = max(most, memory_and_files(server)[1])
+        time.sleep(0.02)
+    assert most < 240  # 200 connections, and some files of its own
+    assert server.cached(prompt="A") >= 0
+    assert b"[DONE]" in receive(served)
+    for connection in held:
+        connection.close()
+    halves = {
+        "nothing": server.connect(),
+        "half a head": server.connect(get),
+        "half a body": server.connect(begun),
+        "half a second head": server.connect(get + b"\r\n"),
+        "half a second body": server.connect(get + b"\r\n"),
+    }
+    time.sleep(0.5)
+    halves["half a second head"].sendall(get)
+    halves["half a second body"].sendall(begun)
+    end = time.monotonic() + 33
+    for name, connection in halves.items():
+        connection.settimeout(max(0.1, end - time.monotonic()))
+        try:
+            receive(connection)  # until it is closed
+        except TimeoutError:
+            pytest.fail(name)
+        except ConnectionError:
+            pass
+    assert server.stop() == ""
+
+
 # --------------------------------------------------------------------------------------------------
 # What it refuses
+
+TEXTS = ("be kind \\ud83d", "\\udc00\\ud800", "\\u0000", "\\ud83d\\ude00", "\u2028\ufeff")
+PLACES = """
+/v1/completions | {"prompt": "TEXT", "max_tokens": 2}
+/v1/completions | {"prompt": "a", "stop": "TEXT", "max_tokens": 2}
+/v1/completions | {"prompt": "a", "user": "TEXT", "metadata": {"TEXT": "TEXT"}, "max_tokens": 2}
+/v1/completions | {"prompt": "a", "TEXT": "TEXT", "max_tokens": 2}
+/v1/completions | {"prompt": "a", "max_tokens": 2, "metadata": {"a": 1e999}}
+/v1/completions | {"prompt": "a", "max_tokens": 2, "logit_bias": {"TEXT": 1}}
+/v1/chat/completions | {"messages": [{"role": "user", "content": "TEXT"}], "max_tokens": 2}
+/v1/chat/completions | {"messages": [{"role": "TEXT", "content": "a"}], "max_tokens": 2}
+/v1/chat/completions | {"messages": [{"role": "user", "content": "a", "name": "TEXT"}], "max_tokens": 2}
+/v1/responses | {"input": "TEXT", "instructions": "TEXT", "max_output_tokens": 2}
+/v1/responses | {"input": "a", "metadata": {"TEXT": "TEXT"}, "max_output_tokens": 2}
+/v1/responses | {"input": "a", "metadata": {"a": 1e999}, "max_output_tokens": 2, "stream": true}
+/v1/responses | {"input": "a", "metadata": {"a": NaN}, "max_output_tokens": 2}
+/v1/responses | {"input": "a", "previous_response_id": "TEXT"}
+/v1/responses | {"input": [{"type": "item_reference", "id": "TEXT"}]}
+/v1/responses | {"input": [{"type": "TEXT", "role": "user", "content": "TEXT"}], "max_output_tokens": 2}
+/tokenize | {"content": "TEXT"}
+/detokenize | {"tokens": ["TEXT"]}
+"""
+
+
+@cases("path, body", PLACES)
+def test_no_text_makes_the_server_fail(server, path, body):
+    """Half a character, as a client cuts it out of a text, least of all."""
+    for text in TEXTS:
+        sent = body.replace("TEXT", text).encode()
+        reply = server.http.post(path, content=sent)
+        assert reply.status_code in (200, 400, 404), reply.text
+        reply.content.decode("utf-8")
+        assert "server failed" not in reply.text
+
 
 BODIES = json.loads("""{
 "/v1/completions": {"prompt": "A", "max_tokens": 1},
@@ -382,7 +544,7 @@ WRONG = """{
 "completions": {
 "max_tokens": [-1, 1.5, "5", true, [], 2147483648, 1e400],
 "max_completion_tokens": [-1, "5", false],
-"temperature": [-0.1, 2.1, "0", true, 1e400, NaN],
+"temperature": [-0.1, 2.1, "0", true, 1e400],
 "top_p": [-0.1, 1.1, "1", false],
 "seed": [1.5, "1", false, 9223372036854775808],
 "n": [0, 5, "1", true, 1.0],
@@ -440,6 +602,7 @@ NEUTRAL = """{
 BAD_BODIES = (
     (b"[]", None),
     (b"{} {}", None),
+    (b'{"prompt": "A", "temperature": NaN}', None),
     (b"[" * 200_000, None),
     (b'{"prompt": "A", "seed\\ud800": 9}', "seed?"),
     ({"prompt": ["a"] * 129}, "prompt"),
@@ -453,7 +616,8 @@ def test_wrong_fields(server, path):
     fields = wrong[path] | (wrong["completions"] if path.startswith("/v1") else {})
     for name, values in fields.items():
         for value in values:
-            status, reply = server.post(path, {**BODIES[path], name: value})
+            body = json.dumps({**BODIES[path], name: value}).replace("Infinity", "1e999")
+            status, reply = server.post(path, body.encode())
             assert (status, reply["error"]["param"]) == (400, name), value
             assert name in reply["error"]["message"]
 
@@ -570,12 +734,26 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
     assert server.url.startswith("http://[::1]:")
     # These wait for their turn, until the abandoned stream has ended.
     assert [server.cached(prompt=STORY, cache_prompt=True) for _ in range(2)] == [0, 0]
+    secrets = "sk-1234", "a private matter", "of my own"
+    for body in (
+        {"api_key": secrets[0]},
+        {"messages": secrets[1]},
+        {"messages": [{"role": "user", "content": [secrets[1]]}]},
+        {"messages": [{"role": "critic", "content": secrets[1]}]},  # which the template quotes
+        {"tools": [{"type": "function", "function": {"name": secrets[2]}}]},
+        {"stop": [secrets[2], 5]},
+        {"temperature": secrets[2]},
+        {"temperatur": secrets[2]},
+        {"response_format": {"type": secrets[2]}},
+    ):
+        assert server.post(CHAT, {"messages": [], **body}, Authorization=f"Bearer {secrets[0]}")
     log = server.stop()  # a line is written when all is done: in any order
+    assert not [text for text in secrets if text in log]
     for line in (
         r"/v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s",
         r'/v1/completions 200 read 6 .*; </s> in the prompt stays text without "parse_special": true',
         "/v1/completions 200 aborted: the client hung up",
-        r"/v1/completions 400 tools is \[1\], which is not supported",
+        "/v1/completions 400 tools, which is not supported",
         "/v1/models 403 the origin 'https://evil.com' is refused.*",
         r"/v1/\\x1b\[31m 404 .*; there are /, .*/v1/responses, .*/detokenize",
     ):

@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's interface: an example of llama2.py as a library.
 
-    pip install "starlette>=1.6" "anyio>=4.1" uvicorn
+    pip install "starlette>=1.6" "anyio>=4.2" uvicorn
     python examples/server --model llama-2-7b-chat.Q4_0.gguf   # without: the small bundled one
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time"}'
 
@@ -21,6 +21,7 @@ new tokens of a conversation are prefilled. Fields that are not supported are re
 import argparse
 import base64
 import hashlib
+import json
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ from typing import Any
 sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 try:
     import anyio.from_thread
+    import anyio.to_thread
     import torch
     import uvicorn
     from starlette.applications import Starlette
@@ -45,15 +47,17 @@ try:
     import llama2
     from server.answer import read_request
     from server.fields import Refusal, refuse, refuse_rest, take, utf8
-    from server.guard import Connection, guard
+    from server.guard import BURST, Connection, guard
     from server.responses import MAX_KEPT, Store, read_response
     from server.serving import Session
 except ImportError as error:
-    needed = 'pip install "starlette>=1.6" "anyio>=4.1" uvicorn'
+    needed = 'pip install "starlette>=1.6" "anyio>=4.2" uvicorn'
     print(f"server: {error.name} is missing: {needed}", file=sys.stderr)
     sys.exit(2)
 
 MAX_BODY, TOKEN_BYTES = 10**6, 100  # of a body: at least, and for each token of the context
+MAX_PREPARING, PREPARING_BYTES = 64, 2**26  # requests, before the model's turn
+PREPARERS = anyio.CapacityLimiter(2)  # threads
 
 
 def open_page() -> Response:
@@ -74,19 +78,56 @@ def open_page() -> Response:
     )
 
 
-async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
-    """Answer a body by `handle`; a field of it is what `expected` says."""
+def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
+    """What `handle` makes of a body, or the Refusal; a field of it is what `expected` says."""
     try:
-        body = {k: v for k, v in (await request.json()).items() if v is not None}
-    except (ValueError, RecursionError, AttributeError) as error:
-        raise Refusal(400, "the body must be a JSON object") from error
+        # What no answer could quote: half a character, which UTF-8 cannot hold, becomes "?"; 1e999,
+        # which Python reads as infinity, a number. NaN and Infinity themselves are no JSON.
+        text = json.dumps(json.loads(data, parse_constant=int), ensure_ascii=False)
+        text = text.encode("utf-8", "replace").decode()
+        items = json.loads(text, parse_constant=lambda name: float(f"{name[:-8]}1e308")).items()
+        body = {key: value for key, value in items if value is not None}
+    except (ValueError, RecursionError, AttributeError):
+        return Refusal(400, "the body must be a JSON object")
     try:
-        reply = await anyio.to_thread.run_sync(handle, body, field)
+        reply = handle(body, field)
+        refuse_rest(body)
+        return reply
+    except Refusal as error:
+        return error
     except ValueError as error:
-        raise Refusal(400, f"{field}: {error}", param=field) from error
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Refusal(400, f"{field}: expected {expected}", param=field) from error
-    refuse_rest(body)
+        return Refusal(400, f"{field}: {error}", param=field)
+    except (LookupError, TypeError, AttributeError, RecursionError):
+        return Refusal(400, f"{field}: expected {expected}", param=field)
+
+
+async def post(preparing: list[int], handle: Any, field: str, expected: str, request: Any) -> Any:
+    """Answer a body, unless its client hangs up. Two at a time are prepared, apart from the model.
+
+    `preparing`: the sizes of all bodies of which this is still to be done.
+    """
+    data = await request.body()
+    if len(preparing) >= MAX_PREPARING or sum(preparing) + len(data) > PREPARING_BYTES:
+        raise Refusal(503, "too many requests come at once; try later")
+    preparing.append(len(data))
+    reply = Response(status_code=499)  # for nobody
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        request.scope["log"] = ["aborted: the client hung up"]
+        group.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            work = partial(prepare, handle, field, expected, data)
+            reply = await anyio.to_thread.run_sync(work, limiter=PREPARERS)
+            group.cancel_scope.cancel()
+    finally:
+        preparing.remove(len(data))
+    if isinstance(reply, Refusal):
+        raise reply
     return reply
 
 
@@ -140,6 +181,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     ]
     messages = "a list of messages with role, text as content, and functions as tool_calls"
     texts = "text, token ids, or a list of either"
+    preparing: list[int] = []
     for path, handle, *about in (
         ("/v1/chat/completions", complete, "messages", messages),
         ("/v1/completions", complete, "prompt", texts),
@@ -147,7 +189,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         ("/tokenize", tokenize, "content", "a text"),
         ("/detokenize", detokenize, "tokens", "token ids"),
     ):
-        routes.append(Route(path, partial(post, handle, *about), methods=["POST"]))
+        routes.append(Route(path, partial(post, preparing, handle, *about), methods=["POST"]))
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: refuse, Exception: refuse},
@@ -235,6 +277,7 @@ def main() -> int:
         uvicorn.Config(
             app,
             http=Connection,
+            backlog=BURST,
             ws="none",
             lifespan="off",
             log_level="critical",

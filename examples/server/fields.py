@@ -51,7 +51,9 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
 
 
 class Refusal(HTTPException):
-    """An error for the client; `about` may hold OpenAI's `param` (the wrong field) and `code`."""
+    """An error for the client; `about` may hold OpenAI's `param` (the wrong field) and `code`, and
+    for the log what was wrong, without its value (`logged`).
+    """
 
     def __init__(self, status: int, message: str, **about: str) -> None:
         super().__init__(status, message, {"Retry-After": "2"} if status == 503 else None)
@@ -59,7 +61,7 @@ class Refusal(HTTPException):
 
 
 def refuse(request: Any, error: Any) -> Response:
-    """An error in OpenAI's form. Its message is logged, too."""
+    """An error in OpenAI's form. The log has no message that may quote the request."""
     if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
         error = Refusal(500, f"the server failed: {type(error).__name__}")
     if error.status_code == 404 and not isinstance(error, Refusal):
@@ -69,10 +71,12 @@ def refuse(request: Any, error: Any) -> Response:
             f"{request.url.path[:60]} does not exist; there are {paths}",
         )
     message = utf8(error.detail)
+    about = {**getattr(error, "about", {})}
+    logged = about.pop("logged", "")
     if request is not None:
-        request.scope["log"] = [message]
+        quotes = error.status_code == 400
+        request.scope["log"] = [logged or about.get("param", "") if quotes else message]
     error_type = "invalid_request_error" if error.status_code < 500 else "server_error"
-    about = getattr(error, "about", {})
     body = {"message": message, "type": error_type, "param": None, "code": None, **about}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
@@ -80,7 +84,8 @@ def refuse(request: Any, error: Any) -> Response:
 def wrong(name: str, value: Any, expected: str) -> Refusal:
     """The error for a field."""
     name = utf8(name[:40])
-    return Refusal(400, f"{name} is {json.dumps(value)[:60]}{expected}", param=name)
+    said = f"{name} is {json.dumps(value)[:60]}{expected}"
+    return Refusal(400, said, param=name, logged=f"{name}{expected}")
 
 
 def utf8(text: str) -> str:

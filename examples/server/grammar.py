@@ -75,6 +75,10 @@ def close(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+def check() -> None:
+    """Called between two parts; may raise to end the work. The server sets it."""
+
+
 @functools.lru_cache(64)
 def hold(vocabulary: LLTokenizer, text: str) -> tuple[Any, list[str]]:
     """As much of a schema, given as JSON, as llguidance can hold an answer to; and for each keyword
@@ -88,6 +92,7 @@ def hold(vocabulary: LLTokenizer, text: str) -> tuple[Any, list[str]]:
     names = {key: {name: {} for name in schema.get(key, ())} for key in ("$defs", "definitions")}
 
     def problem_of(part: Any) -> str:
+        check()
         if next(checks) >= MAX_CHECKS:
             return "the schema has too many such parts"
         try:
@@ -138,6 +143,12 @@ class Grammar:
             said = problem.partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
             raise ValueError(" ".join(said.split()))
         self.seen = 0  # how many ids the matcher has seen, with the prompt
+
+    def copy(self) -> "Grammar":
+        """One for another answer, which has seen nothing; making it takes no time."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         """Logits (V,) after ids, with -inf for tokens that would not fit."""

@@ -1,7 +1,8 @@
 """What stands between the network and the server. It knows nothing of models.
 
 It refuses a wrong key and, if there is no key, pages of other sites, whose requests a browser would
-send. If there are too many connections, idle ones are closed. Each request is a line of the log.
+send. If there are too many connections, idle ones are closed. Each request is a line of the log,
+which holds neither what was asked nor what was answered, and no key.
 """
 
 import re
@@ -15,23 +16,43 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS, IDLE_SECONDS = 200, 60  # macOS allows a process 256 open files, Linux 1024
+# macOS allows a process 256 open files, Linux 1024. Of a burst, so many are accepted at once.
+MAX_CONNECTIONS, BURST = 200, 32
+REQUEST_SECONDS = 30  # in which a request must come, from its first byte to its last
 
 
 class Connection(H11Protocol):
-    """If there are too many, the oldest connection that waits for no answer is closed."""
+    """One that waits too long for a request, or for the rest of one, is closed. If there are too many
+    connections, so is the one that waits longest.
+    """
+
+    timer: Any = None  # while it waits, and is therefore idle
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.since = self.loop.time()
-        self.loop.call_later(IDLE_SECONDS, lambda: self.cycle or transport.abort())
-        if len(self.connections) > MAX_CONNECTIONS:
-            idle = filter(Connection.is_idle, self.connections)
-            min(idle, key=lambda c: c.since).transport.abort()
+        self.wait()
+        if len(self.connections) > MAX_CONNECTIONS - BURST:
+            idle = [connection for connection in self.connections if connection.timer]
+            longest = min(idle, key=lambda connection: connection.timer.when())
+            longest.transport.abort()
+            self.connections.remove(longest)  # so that it is not chosen again
 
-    def is_idle(self) -> bool:
-        """Whether it has not sent a whole request yet, or has got its answer."""
-        return not self.cycle or self.cycle.more_body or self.cycle.response_complete
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.wait()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.wait()
+
+    def wait(self) -> None:
+        """Begin to wait, unless a whole request is here and has no answer yet."""
+        cycle = self.cycle
+        if not cycle or cycle.more_body or cycle.response_complete:
+            self.timer = self.timer or self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+        elif self.timer:
+            self.timer.cancel()
+            self.timer = None
 
 
 def guard(

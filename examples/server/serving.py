@@ -24,6 +24,7 @@ except ImportError:  # without llguidance
     grammar = None
 
 MAX_CACHES, CACHE_BYTES = 4, 2**31  # conversations kept, if they fit; at least one
+MAX_GRAMMARS = 4  # that are kept, each up to 50 MB
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
 # Prompt tokens per pass, as many as the library takes; between two passes the client may have hung up
 CHUNK, SCORE_CHUNK = llama2.PREFILL_CHUNK, llama2.SCORE_CHUNK
@@ -76,6 +77,7 @@ class Session:
                 self.template = Path(source).read_text("utf-8")
         self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
         self.vocabularies: dict[bool, Any] = {}  # for grammars, made when they are first needed
+        self.compile = functools.lru_cache(MAX_GRAMMARS)(self.compile_grammar)
         self.check = lambda: None  # called before each pass; it may raise to end the generation
         self.caches = [self.model.new_cache(context)]  # in the order of their last use
         count = min(MAX_CACHES, CACHE_BYTES // (2 * self.caches[0].k.nbytes))
@@ -192,6 +194,7 @@ class Session:
             note = ""
         for i, schema in enumerate(answer.schemas):
             name = [*answer.names, "response_format"][i]
+            grammar.check = self.check
             held, left_out = grammar.hold(self.vocabulary(chat), json.dumps(schema))
             if left_out and [*answer.strict, True][i]:
                 raise ValueError(f"{name}: {left_out[0]}; a strict schema is held whole")
@@ -204,7 +207,12 @@ class Session:
 
     def grammar(self, answer: Answer, chat: bool) -> Any:
         """A Grammar for one answer. Raises ValueError."""
-        return grammar.Grammar(self.vocabulary(chat), answer.schemas, rules(answer))
+        return self.compile(chat, json.dumps(answer.schemas), rules(answer)).copy()
+
+    def compile_grammar(self, chat: bool, schemas: str, rules: str) -> Any:
+        """A Grammar that answers copy. Raises ValueError."""
+        self.check()
+        return grammar.Grammar(self.vocabulary(chat), json.loads(schemas), rules)
 
     def start(
         self,
