@@ -4,7 +4,9 @@
     pip install openai-agents && python tests/agents/run.py openai_agents http://127.0.0.1:8080/v1
 
 Also langgraph (pip install langgraph langchain-openai), pydantic_ai ("pydantic-ai-slim[openai]"),
-smolagents ("smolagents[openai]") and strands ("strands-agents[openai]"); vercel.mjs has Vercel's SDK.
+smolagents ("smolagents[openai]"), strands ("strands-agents[openai]"), agent_framework
+(agent-framework-core agent-framework-openai), semantic_kernel (semantic-kernel), agno (agno openai) and
+litellm_loop (litellm); vercel.mjs has Vercel's SDK and agents.mjs OpenAI's in JavaScript.
 """
 
 import sys
@@ -108,6 +110,99 @@ def strands(url):
         OpenAIModel(model_id="any", **options), tools=[*map(tool, TOOLS)], callback_handler=None
     )
     yield str(agent(QUESTION))
+
+
+def agent_framework(url):
+    """Its default is /v1/responses with a store."""
+    import asyncio
+
+    from agent_framework import Agent
+    from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
+
+    async def ask(client, streamed):
+        agent = Agent(client=client, tools=TOOLS)
+        if not streamed:
+            return (await agent.run(QUESTION)).text
+        stream = agent.run(QUESTION, stream=True)
+        async for _ in stream:
+            pass
+        return (await stream.get_final_response()).text
+
+    loop = asyncio.new_event_loop()
+    for make in (OpenAIChatClient, OpenAIChatCompletionClient):
+        for streamed in (False, True):
+            yield loop.run_until_complete(
+                ask(make(model="any", base_url=url, api_key="any"), streamed)
+            )
+
+
+def semantic_kernel(url):
+    """Its agent of /v1/responses, which names the last answer, and that of chats."""
+    import asyncio
+
+    from openai import AsyncOpenAI
+    from semantic_kernel.agents import ChatCompletionAgent, OpenAIResponsesAgent
+    from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion
+    from semantic_kernel.functions import kernel_function
+
+    class Weather:
+        get_temperature = staticmethod(kernel_function(get_temperature))
+        to_fahrenheit = staticmethod(kernel_function(to_fahrenheit))
+
+    async def ask(agent):
+        return str((await agent.get_response(messages=QUESTION)).content)
+
+    client = AsyncOpenAI(base_url=url, api_key="any")
+    options = {"name": "A", "plugins": [Weather()]}
+    loop = asyncio.new_event_loop()
+    yield loop.run_until_complete(
+        ask(OpenAIResponsesAgent(ai_model_id="any", client=client, **options))
+    )
+    service = OpenAIChatCompletion(ai_model_id="any", async_client=client)
+    yield loop.run_until_complete(ask(ChatCompletionAgent(service=service, **options)))
+
+
+def agno(url):
+    from agno.agent import Agent
+    from agno.models.openai import OpenAIChat, OpenAIResponses
+
+    for make in (OpenAIResponses, OpenAIChat):
+        agent = Agent(model=make(id="any", base_url=url, api_key="any"), tools=TOOLS)
+        yield agent.run(QUESTION).content
+        yield "".join(event.content or "" for event in agent.run(QUESTION, stream=True))
+
+
+def litellm_loop(url):
+    """A loop as its pages show it: each message goes back as it came, with an effort for thinking."""
+    import json
+
+    import litellm
+
+    tools = []
+    for tool, key, kind in (
+        (get_temperature, "city", "string"),
+        (to_fahrenheit, "celsius", "number"),
+    ):
+        schema = {"type": "object", "properties": {key: {"type": kind}}, "required": [key]}
+        function = {"name": tool.__name__, "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    options = {"model": "openai/any", "api_base": url, "api_key": "any", "tools": tools}
+    messages = [{"role": "user", "content": QUESTION}]
+    while True:
+        reply = litellm.completion(
+            messages=messages,
+            **options,
+            reasoning_effort="low",
+            allowed_openai_params=["reasoning_effort"],
+        )
+        message = reply.choices[0].message
+        messages.append(message.model_dump())
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            result = globals()[call.function.name](**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+    yield message.content
 
 
 if __name__ == "__main__":

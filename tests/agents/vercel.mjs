@@ -24,8 +24,7 @@ const tools = {
 for (const [name, model] of Object.entries({ responses: openai("any"), chat: openai.chat("any"), compatible: compatible("any") })) {
   called = [];
   const prompt = "What is the temperature in Rome in Fahrenheit?";
-  const providerOptions = { openai: { store: false } };
-  const result = streamText({ model, tools, prompt, providerOptions, temperature: 0, stopWhen: stepCountIs(4) });
+  const result = streamText({ model, tools, prompt, temperature: 0, stopWhen: stepCountIs(4) });
   let text = "";
   for await (const part of result.textStream) text += part;
   console.log(`vercel, ${name}: ${called}: ${text}`);
