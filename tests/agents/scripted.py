@@ -39,7 +39,7 @@ def call(name, **arguments):
 def answer_to(messages):
     """What the model says, by the tools that stand in the first message and the results so far."""
     system, *rest = messages
-    offered = re.findall(r"(?m)^([\w.-]+)\(", system)
+    offered = dict(re.findall(r"(?m)^([\w.-]+)\((.*)\)$", system))
     question = "".join(text for text in rest if text.startswith("user\n"))
     results = sum(text.startswith(("tool\n", "user\nObservation")) for text in rest)
     names = {name.rpartition("-")[2]: name for name in offered}  # semantic-kernel's have a prefix
@@ -55,7 +55,9 @@ def answer_to(messages):
         return "Done."
     if not writer:  # aider reads it from the text
         return f"hello.txt\n```\n{TEXT}\n```"
-    return call(writer, **WRITERS[writer]).replace("{}", folder[1])
+    arguments = WRITERS[writer]
+    ordered = sorted(arguments, key=offered[writer].split(", ").index)  # as the grammar wants them
+    return call(writer, **{key: arguments[key] for key in ordered}).replace("{}", folder[1])
 
 
 def sample(logits, sampling, ids, generator):
