@@ -79,6 +79,9 @@ if __name__ == "__main__":
         command, variables, files = globals()[name](url, question)
         for file, text in files.items():
             (work / file).write_text(text)
+        # No other address than this machine's is reached: statistics and updates go to a closed port.
+        closed = "http://127.0.0.1:9"
+        variables |= {"HTTP_PROXY": closed, "HTTPS_PROXY": closed, "NO_PROXY": "127.0.0.1"}
         variables |= {"OPENAI_API_KEY": "any", "HOME": str(home), "PATH": os.environ["PATH"]}
         ran = subprocess.run(
             command, cwd=work, env=variables, stdin=subprocess.DEVNULL, check=False, timeout=100,

@@ -50,7 +50,7 @@ def answer_to(messages):
         warm = call(names["get_temperature"], city="Rome")
         return [warm, call(names["to_fahrenheit"], celsius=20), said][min(results, 2)]
     writer = next((name for name in WRITERS if name in offered), None)
-    folder = re.search(r"FOLDER=(\S+)", question)
+    folder = re.search(r"FOLDER=([\w./-]+)", question)
     if not folder or results:
         return "Done."
     if not writer:  # aider reads it from the text
