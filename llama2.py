@@ -111,6 +111,8 @@ class Config:
     bos_token_id             the id that begins a text
     eos_token_id             the id that ends a text
     stop_token_ids           further ids that end a text, as EOS does
+    sliding_window           Mistral's: as many tokens as a token sees, itself included; longer texts
+                             are refused. None: a token sees all
     """
 
     hidden_size: int = 4096
@@ -129,6 +131,7 @@ class Config:
     bos_token_id: int = 1
     eos_token_id: int = 2
     stop_token_ids: tuple[int, ...] = ()
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         sizes = [
@@ -161,7 +164,7 @@ class Config:
                 f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
             )
         factors = self.rope_freq_factors
-        if factors is not None and (
+        if factors and (
             len(factors) != D // 2 or not all(0 < factor < math.inf for factor in factors)
         ):
             raise ValueError(f"rope_freq_factors must be {D // 2} positive numbers")
@@ -195,9 +198,8 @@ def rope_tables(
     # float32 island 1 of 4: bfloat16 cannot tell positions above 256 apart, float16 above 2048.
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = config.rope_theta ** (-pair / config.head_dim)  # (D/2,)
-    if config.rope_freq_factors is not None:
-        factors = torch.tensor(config.rope_freq_factors, dtype=torch.float32, device=device)
-        frequency = frequency / factors
+    if factors := config.rope_freq_factors:
+        frequency = frequency / torch.tensor(factors, dtype=torch.float32, device=device)
     position = torch.arange(length, dtype=torch.float32, device=device) / config.rope_scaling_factor
     angle = torch.outer(position, frequency)  # (length, D/2)
     return angle.cos(), angle.sin()
@@ -265,7 +267,7 @@ class Cache:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.cos, self.sin = rope_tables(config, max_seq_len, device)  # each (max_seq_len, D/2)
-        self.causal_mask = torch.ones(0, 0, dtype=torch.bool, device=device)  # mask() makes it
+        self.causal_mask = torch.empty(0)  # mask() makes it
         self.tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.int64, device=device)
         self.max_seq_len = max_seq_len
         self.pos = 0
@@ -517,6 +519,9 @@ class Llama(nn.Module):
                 f"tokens must be (B, T) int64, one or more, not {tuple(tokens.shape)} {tokens.dtype}"
             )
         T = tokens.shape[1]
+        window = self.config.sliding_window
+        if window and T + (cache.pos if cache else 0) > window:
+            raise ValueError(f"more tokens than the sliding window has, {window}")
         if cache is not None:
             cache.check(self, tokens)
             cos, sin = cache.rope(T)
@@ -2141,8 +2146,9 @@ def hf_settings(folder: Path) -> dict[str, Any]:
             factor = get_typed(settings, "factor", float)
         context = get_typed(settings, "max_position_embeddings", int)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
-        if settings.get("model_type") == "mistral":  # is Llama as long as the window is not full
-            context = min(context, get_typed(settings, "sliding_window", int, context))
+        if settings.get("model_type") != "mistral":  # is Llama as long as the window is not full
+            settings["sliding_window"] = None
+        context = min(context, get_typed(settings, "sliding_window", int, context))
         return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
 
@@ -2212,7 +2218,8 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         first, second = (end if isinstance(end, list) else [end] for end in ends)
         ids = [i for i in dict.fromkeys([*first, *second]) if i is not None]
         settings["eos_token_id"] = ids[0] if ids else None
-        known = {"head_dim": settings.get("head_dim"), "stop_token_ids": tuple(ids[1:])}
+        known = {name: settings.get(name) for name in ("head_dim", "sliding_window")}
+        known["stop_token_ids"] = tuple(ids[1:])
         config = read_config(settings, known, gguf=False)
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))

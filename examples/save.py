@@ -632,8 +632,9 @@ def hf_config(config: llama2.Config, dtype: torch.dtype) -> dict[str, Any]:
         settings["eos_token_id"] = [config.eos_token_id, *stops]
     factor = settings.pop("rope_scaling_factor")
     divisors = settings.pop("rope_freq_factors")
-    settings["architectures"] = ["LlamaForCausalLM"]
-    settings["model_type"] = "llama"
+    name = "Mistral" if config.sliding_window else "Llama"
+    settings["architectures"] = [f"{name}ForCausalLM"]
+    settings["model_type"] = name.lower()
     settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     if divisors:
         rope = llama3_rope(round(max(divisors), 3))

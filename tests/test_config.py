@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from save import save_folder, save_gguf
 
 import llama2
 from test_llama2 import TOKENS, assert_close, cases, raises, safetensors, write_files
@@ -112,6 +113,32 @@ def test_contexts(write_model, context, change):
     """As published, which a linear factor does not change: DeepSeek Coder, LLaMA-2-7B-32K."""
     config = llama2.open_checkpoint(write_model(json.loads(change))).config
     assert config.max_position_embeddings == int(context)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["mistral", "llama"])
+def test_a_pass_beyond_a_sliding_window_is_refused(write_model, tmp_path, model_type):
+    """With and without a cache, of a folder and another one made of it. Llama has none. In GGUF, as in
+    llama.cpp, there is none either; the context of a file made of the folder ends with the window.
+    """
+    change = {"model_type": model_type, "sliding_window": 12, "max_position_embeddings": 16}
+    folder = write_model(change)
+    save_gguf(llama2.open_checkpoint(folder), tmp_path / "x.gguf")
+    save_folder(llama2.open_checkpoint(folder), tmp_path / "again")
+    for path in (folder, tmp_path / "x.gguf", tmp_path / "again"):
+        model, _ = llama2.load(path)
+        assert model.config.max_position_embeddings == (12 if model_type == "mistral" else 16)
+        assert_as_transformers(path, TOKENS[:1, :12]) if path.is_dir() else None
+        if model_type == "llama" or path.suffix:
+            assert_as_transformers(path) if path.is_dir() else None
+            raises("expected 1 to", llama2.score, model, [1] * 17)
+            continue
+        assert model.config.sliding_window == 12
+        raises("sliding window", model, TOKENS[:1, :13])
+        cache = model.new_cache(20)
+        model(TOKENS[:1, :12], cache)
+        raises("sliding window", model, TOKENS[:1, 12:13], cache)
+        raises("12", llama2.score, model, TOKENS[0, :13])
 
 
 # --------------------------------------------------------------------------------------------------
