@@ -3427,21 +3427,30 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
-    """The prompt: an option, a file, or standard input; None if a chat has none."""
-    if args.prompt_file is not None:
-        return args.prompt_file.read_bytes().decode("utf-8", "replace")
-    if args.prompt is not None or args.chat:
-        return args.prompt
-    if sys.stdin.isatty():
-        raise ValueError("there is no prompt: --prompt TEXT, or --chat; --help lists all options")
-    return sys.stdin.buffer.read().decode("utf-8", "replace")
+    """The prompt: an option, a file, or standard input; None if a chat has none.
+
+    One line end at the end of a file or of standard input is not part of it, as in llama.cpp.
+    """
+    path = args.prompt_file
+    if not path:
+        if args.prompt is not None or args.chat:
+            return args.prompt
+        if sys.stdin.isatty():
+            raise ValueError(
+                "there is no prompt: --prompt TEXT, or --chat; --help lists all options"
+            )
+    with naming(path or "standard input"):
+        data = path.read_bytes() if path else sys.stdin.buffer.read()
+        if b"\0" in data:
+            raise ValueError("NUL bytes, as UTF-16 has them; expected UTF-8")
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
 
 
 def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
     """The text of --chat-template, else the tokenizer's own template. Raises ValueError."""
     template = args.chat_template
     if template is not None and "{" not in template and Path(template).is_file():
-        template = read_file(Path(template)).decode("utf-8", "replace")
+        template = read_file(Path(template)).decode("utf-8-sig")
     template = find_template(tokenizer, template)
     encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # raises if it is wrong
     return template
@@ -3584,7 +3593,7 @@ CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all, /
 def read_question() -> str | None:
     """The next question from standard input, with line editing; None at the end of input."""
     if not sys.stdin.isatty():
-        line = sys.stdin.buffer.readline().decode("utf-8", "replace")
+        line = sys.stdin.buffer.readline().decode("utf-8-sig")
         return line.rstrip("\r\n") if line else None
     try:
         if sys.stdout.isatty():
@@ -3679,16 +3688,21 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         size = max(1, min(context, len(ids) + max_new_tokens))
 
     # 2. Load the model.
-    loading = {"compile": args.compile, "progress": not args.quiet}
-    loading["context"] = args.context or size
-    model, tokenizer = load(checkpoint, args.device, args.dtype, **loading)
+    model, tokenizer = load(
+        checkpoint,
+        args.device,
+        args.dtype,
+        context=args.context or size,
+        compile=args.compile,
+        progress=not args.quiet,
+    )
     load_seconds = time.perf_counter() - start
 
     # 3. Generate and print the text, or hold the chat.
     given = {n: x for n, x in vars(args).items() if n in SAMPLING_LIMITS and x is not None}
-    seed = given.pop("seed")
-    seed = torch.seed() % 2**31 if seed == -1 else seed
-    sampling = replace(model.sampling or Sampling(), seed=seed, **given)
+    if args.seed == -1:
+        given["seed"] = torch.seed() % 2**31
+    sampling = replace(model.sampling or Sampling(), **given)
     options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
     options["cache"] = model.new_cache(size)
     if args.chat:
@@ -3697,14 +3711,18 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         generations = converse(model, tokenizer, args, questions, options)
     else:
         stream = stream_text(model, tokenizer, ids, **options)
+        generation = stream.generation
+        # Where the answers of a chat end, if the prompt is one.
+        ends = chat_stops(tokenizer).ids if args.parse_special else []
+        generation.stop_ids = [*generation.stop_ids, tokenizer.eos_id, *ends]  # type: ignore[list-item]
         if not args.no_echo:
             write(prompt)
         show(stream)
-        generations = [stream.generation]
+        generations = [generation]
     if generations:
         report = describe_run(generations, model.norm.weight.device)
-        settings = describe_sampling(sampling, checkpoint.sampling, given)
-        note(f"load {load_seconds:.2f} s; {report}; {settings}, seed {seed}", args.quiet)
+        report += f"; {describe_sampling(sampling, checkpoint.sampling, given)}"
+        note(f"load {load_seconds:.2f} s; {report}", args.quiet)
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 

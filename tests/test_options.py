@@ -42,7 +42,6 @@ RIGHT = {  # values: the options that take them; all others take none
     " --top-k --top-p --warmup --weight-decay",
     "0 -1 nan inf word": "--out",  # a new file in a folder that exists
     "0 -1 nan inf word raw.bin": "--json --profile",  # or one that is replaced
-    "raw.bin": "--prompt-file",  # U+FFFD in place of what is no UTF-8
     VALUES: "--api-key --cors --prompt --stop --system"  # any text
     " --llama-bench --llama-completion --questions --text",  # or of a mode that is not chosen
 }

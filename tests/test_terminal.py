@@ -1,6 +1,7 @@
 """The terminal: any text, any stream, any signal; the command line never ends in a traceback."""
 
 import itertools
+import json
 import os
 import re
 import select
@@ -11,36 +12,75 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from save import save_folder, save_gguf
 
 import llama2
-from test_llama2 import SCRIPT, cases, ran
+from test_llama2 import SCRIPT, cases, ran, write_files
 
 PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")
 
 
-def parrot(write_tiny, tensors, token_id, context=400):
+def parrot(write_tiny, tensors, token_id, context=400, keys=None):
     """A model that says one token for ever."""
     silent = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
     silent["token_embd.weight"] += 1
     silent["output_norm.weight"] += 1
     silent["output.weight"][token_id] = 1
-    return write_tiny({"llama.context_length": context}, silent)
+    return write_tiny({"llama.context_length": context} | (keys or {}), silent)
 
 
 # --------------------------------------------------------------------------------------------------
 # Prompts
 
-BYTES = b"\n\t\r\n<s></s><unk><0x0A>" + bytes(range(128)) + b"\xed\xa0\x80\xff"
-BYTES += "\ufffe\uffff\U0010ffff\u2581\ufeff\u202e\u05e9e\u0301".encode() + b"a\xc3"
+TEXT = "\n\t\r\n<s></s><unk><0x0A>" + "".join(map(chr, range(1, 128)))
+TEXT += "\ufffe\uffff\U0010ffff\u2581\ufeff\u202e\u05e9e\u0301"
 
 
-def test_any_bytes_on_stdin_come_out_as_they_went_in(cli):
-    """What is not UTF-8 becomes U+FFFD; nothing raises."""
-    status, out, err = cli("--max-new-tokens", 1, "--quiet", stdin=BYTES)
+def test_any_text_on_stdin_comes_out_as_it_went_in(cli):
+    status, out, err = cli("--max-new-tokens", 1, "--quiet", stdin=TEXT.encode())
     assert (status, err) == (0, "")
-    shown = BYTES.decode("utf-8", "replace").replace("\r\n", "\n")
-    assert out.replace("\r\n", "\n").startswith(shown)
+    assert out.replace("\r\n", "\n").startswith(TEXT.replace("\r\n", "\n"))
+
+
+@pytest.mark.parametrize("by", ["--prompt-file", "stdin"])
+def test_bytes_of_prompts(cli, tmp_path, by):
+    """A byte order mark and one line end are an editor's; what is not UTF-8 is refused by name."""
+    path = tmp_path / "letter.txt"
+    options = ("--max-new-tokens", 3, "--quiet")
+
+    def run(data):
+        path.write_bytes(data)
+        return cli(*options, *([by, path] if by != "stdin" else []), stdin=data)
+
+    told = cli(*options, "--prompt", "the fox")
+    for data in (b"the fox", b"the fox\n", b"the fox\r\n", b"\xef\xbb\xbfthe fox\n"):
+        assert run(data) == told
+    assert run(b"\nthe fox\n\n")[1].startswith("\nthe fox\n")
+    for encoding in ("latin-1", "utf-16", "utf-16-le", "utf-16-be"):
+        status, out, err = run("caf\u00e9 fox".encode(encoding))
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert re.search("(letter.txt|standard input): .*(NUL bytes.*UTF-8|'utf-8' codec)", err)
+
+
+def test_raw_prompts_end_where_answers_end(cli, write_tiny, tensors, keys, tmp_path):
+    """At what the template writes, if the prompt has control tokens; at EOS, whatever file names it."""
+    pytest.importorskip("tokenizers")
+    name = keys["tokenizer.ggml.tokens"][300]
+    types = [*keys["tokenizer.ggml.token_type"][:300], 3, *keys["tokenizer.ggml.token_type"][301:]]
+    template = "{% for message in messages %}{{ message.content }}NAME{% endfor %}"
+    said = {"tokenizer.chat_template": template.replace("NAME", name)}
+    model = parrot(write_tiny, tensors, 300, keys=said | {"tokenizer.ggml.token_type": types})
+    options = ("--prompt", "fox", "--max-new-tokens", 5)
+    assert "stopped: stop token 300" in cli(*options, "--parse-special", model=model)[2]
+    assert "stopped: max new tokens" in cli(*options, model=model)[2]
+    folder = tmp_path / "folder"
+    save_folder(llama2.open_checkpoint(model), folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    write_files(folder, {"tokenizer_config.json": settings | {"eos_token": name}})
+    save_gguf(llama2.open_checkpoint(folder), tmp_path / "y.gguf")
+    for form in (folder, tmp_path / "y.gguf"):
+        assert "stopped: stop token 300" in cli(*options, model=form)[2]
 
 
 def test_arguments_that_are_not_utf_8(cli):
@@ -93,7 +133,7 @@ def test_interrupted_process(write_tiny, tensors):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert err.endswith(b"stopped: interrupted; temperature 0 (option), seed 0\n")
+    assert err.endswith(b"stopped: interrupted; temperature 0 (option)\n")
 
 
 # --------------------------------------------------------------------------------------------------
