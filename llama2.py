@@ -564,6 +564,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 __all__ += [
@@ -960,9 +961,13 @@ class Tokenizer(Vocabulary):
         for i, piece in enumerate(self.pieces):
             if piece and self.types[i] in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
-            if piece and self.types[i] == CONTROL:
-                self.marks[piece] = f"\u00a7{secret}:{i}\u00a7"
+                if self.types[i] == CONTROL:
+                    self.marks[piece] = f"\u00a7{secret}:{i}\u00a7"
         self.control_pattern = any_of(self.marks)
+        texts = self.control_texts = "\0".join(self.marks)
+        # What may end the text of a control token, and what may begin one, written backwards.
+        self.endings = {*re.findall(r"(?=([^\0]{1,99}))", texts)}
+        self.beginnings = (*{*re.findall(r"(?=([^\0]{1,99}))", texts[::-1])},)
         # The mark, or the text if it is user-defined, of a special token -> its id.
         self.marked_ids = {self.marks.get(text, text): i for text, i in self.special_ids.items()}
         model = self.model
@@ -1062,9 +1067,14 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 def any_of(texts: Iterable[str]) -> re.Pattern:
     """A pattern that matches any of these texts, and the longest if several match.
 
-    In reverse order a text comes before its own beginnings, and the first that matches counts.
+    In reverse order a text comes before its own beginnings, and the first that matches counts. Those
+    that begin alike are in one group, which is left at once where a text does not begin so.
     """
-    return re.compile(f"({'|'.join(map(re.escape, sorted(texts, reverse=True))) or '(?!)'})")
+    branches = (
+        f"(?:{'|'.join(map(re.escape, group))})"
+        for _, group in groupby(sorted(texts, reverse=True), lambda text: text[:3])
+    )
+    return re.compile(f"({'|'.join(branches) or '(?!)'})")
 
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -1267,10 +1277,9 @@ def compile_template(template: str) -> Any:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    version = jinja2.__version__
-    if [*map(int, re.findall(r"\d+", version))] < [3, 1, 6]:
+    if [*map(int, re.findall(r"\d+", jinja2.__version__))] < [3, 1, 6]:
         raise ValueError(
-            f"jinja2 is {version}, whose sandbox has known holes; expected 3.1.6 or newer:"
+            f"jinja2 is {jinja2.__version__}, whose sandbox has known holes; expected 3.1.6 or newer:"
             " pip install --upgrade jinja2"
         )
 
@@ -1290,10 +1299,8 @@ def compile_template(template: str) -> Any:
     return environment.from_string(template)
 
 
-def render(
-    tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], **variables: Any
-) -> str:
-    """The text that a template makes of messages. Raises ValueError if the template fails."""
+def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
+    """The text that a template makes of variables, such as messages. Raises ValueError if the template fails."""
     variables = {
         "tools": None,
         "documents": None,
@@ -1301,10 +1308,10 @@ def render(
         **tokenizer.special_tokens,
         **variables,
     }
-    for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-        variables[name] = "" if token_id is None else tokenizer.pieces[token_id]
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    variables |= {name: "" if i is None else tokenizer.pieces[i] for name, i in ids.items()}
     try:
-        return compile_template(template).render(messages=messages, **variables)
+        return compile_template(template).render(**variables)
     except Exception as error:  # an expression in a template may raise anything
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
@@ -1312,48 +1319,38 @@ def render(
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
-def check_messages(
-    tokenizer: Tokenizer, messages: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """The messages as a list. Raises ValueError, which does not quote them: they may be private.
+def hide_control_texts(values: Any, tokenizer: Tokenizer, template: str, secret: str) -> Any:
+    """A copy of `values` (texts, numbers, None, lists, mappings), with the secret on both sides of
+    each character without which no control token can be made of its text, whatever a template
+    writes beside it or around it. Raises ValueError.
 
-    It also raises for a role or name of which a template could make a control token. A template may
-    write '<|' + message.role + '|>', which for the role "im_end" is ChatML's token.
+    That is the first character of a control token's text; the edges of a text that ends as one
+    begins, or begins as one ends; and those of a text that stands within one, as "s" does in "<s>",
+    if the template has brackets for it, such as '<' + key + '>'. Names that the template looks up
+    or compares with stay as they are.
     """
-    messages = [*messages]
-    for message in messages:
-        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        # The content may be missing, as where an assistant calls a tool.
-        if not is_message or not isinstance(message.get("content") or "", str):
-            raise ValueError("expected messages with a role, and text as content")
-    if not messages:
-        raise ValueError("there are no messages; expected one at least")
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    named = [item.get("function", item) for item in (*messages, *calls, *tools)]
-    names = {message["role"] for message in messages} | {str(item.get("name")) for item in named}
-    for name in names - {*ROLES, "None"}:
-        in_control = any(name in text for text in tokenizer.marks)
-        if in_control or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            raise ValueError(
-                f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.', and"
-                " nothing that is part of a control token's text"
+    first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
+    brackets = re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template)
+    names = {*ROLES, *values, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
+
+    def hide(literal):
+        text = json.loads(literal[0])
+        bare = text.strip()  # as a template may do
+        text = first.sub(rf"{secret}\g<0>{secret}", text)
+        if bare not in names and (
+            tokenizer.endings & {*accumulate(bare[:99])}
+            or bare[::-1].startswith(tokenizer.beginnings)
+            or bare in tokenizer.control_texts
+            and re.search(
+                rf"[\0{re.escape(''.join(brackets))}]{re.escape(bare)}[^\w\0]",
+                tokenizer.control_texts,
             )
-    return messages
+        ):
+            text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
+        return json.dumps(text)
 
-
-def hide_control_texts(value: Any, tokenizer: Tokenizer, secret: str) -> Any:
-    """`value` (text, or lists and dicts of texts) with the secret around each character of each
-    control token's text, which is no such text then, whatever a template does with it.
-    """
-    if isinstance(value, str):
-        return tokenizer.control_pattern.sub(
-            lambda match: re.sub("(?s).", rf"{secret}\g<0>{secret}", match[0]), value
-        )
-    if isinstance(value, Mapping):
-        return dict(hide_control_texts([*value.items()], tokenizer, secret))
-    if isinstance(value, (list, tuple)):
-        return [hide_control_texts(item, tokenizer, secret) for item in value]
-    return value
+    values = json.dumps(values, default=lambda x: {**x} if isinstance(x, Mapping) else [*x])
+    return json.loads(re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', hide, values))
 
 
 def encode_chat(
@@ -1370,32 +1367,53 @@ def encode_chat(
     `variables`, such as tools. The ids end where the answer begins, or within the final message if
     that is to be continued. Raises ValueError for messages that the template refuses.
     """
-    # 1. Hide the texts of control tokens that stand in the messages. The secret is new each time,
-    #    because a template may quote a message, and so the secret, to someone.
-    secret, end_mark = (f"\u00a7{secrets.randbelow(10**18)}\u00a7" for _ in range(2))
-    messages = check_messages(tokenizer, messages, variables.get("tools") or ())
-    turns = hide_control_texts(messages, tokenizer, secret)
-    if continue_final_message:
-        # The space behind it shows in step 2 whether the template strips messages.
-        turns[-1]["content"] = f"{turns[-1].get('content') or ''}{end_mark} "
-    variables = hide_control_texts(variables, tokenizer, secret)
-
-    # 2. The template writes the messages as one text.
-    variables["add_generation_prompt"] = not continue_final_message
+    # 1. Hide what control tokens could be made of. The secret is new each time, because a template
+    #    may quote a message, and so the secret, to someone. Three of them mark the end of a message
+    #    that is to be continued: between two hidden characters there are two.
+    template = find_template(tokenizer, template)
+    secret = f"~{secrets.randbelow(10**18)}~"
+    variables |= {"messages": messages, "add_generation_prompt": not continue_final_message}
     try:
-        text = render(tokenizer, find_template(tokenizer, template), turns, **variables)
-    except ValueError as error:
-        raise ValueError(str(error).replace(secret, "").replace(end_mark, "")) from None
+        variables = hide_control_texts(variables, tokenizer, template, secret)
+
+        # 2. Check the messages, and all roles and names. A template may write '<|' + role + '|>',
+        #    which for the role "im_end" is ChatML's token.
+        turns = variables["messages"]
+        for turn in turns or [None]:
+            match turn:  # the content may be missing, as where an assistant calls a tool
+                case {"role": str()} if isinstance(turn.get("content") or "", str):
+                    if turn.get("reasoning_content") is not None:  # also as in transformers
+                        turn.setdefault("thinking", turn["reasoning_content"])
+                    continue
+            raise ValueError("expected messages with a role, and text as content")  # no quotation
+        items = turns + (variables.get("tools") or [])
+        items += [call for turn in turns for call in turn.get("tool_calls") or ()]
+        items += [item.get("function") or {} for item in items]
+        names = {item.get(key) for item in items for key in ("role", "name")}
+        for name in names - {*ROLES, None}:
+            if name in tokenizer.control_texts or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                raise ValueError(
+                    f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.',"
+                    " and nothing that is part of a control token's text"
+                )
+        if continue_final_message:
+            # The space behind it shows in step 3 whether the template strips messages.
+            turns[-1]["content"] = f"{turns[-1].get('content') or ''}{3 * secret} "
+
+        # 3. The template writes the messages as one text.
+        text = render(tokenizer, template, **variables)
+    except (TypeError, ValueError) as error:
+        raise ValueError(str(error).replace(secret, "")) from None
     if continue_final_message:
-        text, separator, rest = text.rpartition(end_mark)
+        text, separator, rest = text.rpartition(3 * secret)
         if not separator:
             raise ValueError("the chat template leaves out the final message")
         if not rest.startswith(" "):  # the template strips messages
             text = text.rstrip()
 
-    # 3. The texts of control tokens that are still in it are the template's own: they become marks.
+    # 4. The texts of control tokens that are still in it are the template's own: they become marks.
     #    The hidden characters stay text; a template may have written one as JSON, such as "\u001f".
-    parts = re.split(f"(?s){secret}(.{{1,6}}?){secret}", text)  # every other one is hidden
+    parts = re.split(f"(?s){secret}(.{{1,12}}?){secret}", text)  # every other one is hidden
     parts[::2] = map(tokenizer.mark, parts[::2])
     return tokenizer.encode_marked("".join(parts))
 
@@ -1412,9 +1430,9 @@ def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     answer = "\u00a7answer\u00a7"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
     try:
-        text = render(tokenizer, find_template(tokenizer, template), messages)
+        text = render(tokenizer, find_template(tokenizer, template), messages=messages)
     except ValueError:  # the template refuses these roles
-        return ChatStops([], [])
+        text = ""
     ending = text.rpartition(answer)[2].strip()
     special = any_of(tokenizer.special_ids).match(ending)
     if special:
@@ -1438,11 +1456,12 @@ def chat(
     """
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
     ends = chat_stops(tokenizer, template)
-    stops = [stop] if isinstance(stop, str) else stop
     config = model.config
     stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id, *ends.ids}
     options = {"stop_ids": stop_ids, "strip": not continue_final_message, **options}
-    return stream_text(model, tokenizer, ids, [*stops, *ends.texts], **options)
+    stream = stream_text(model, tokenizer, ids, stop, **options)
+    stream.stops += ends.texts
+    return stream
 
 
 # ==================================================================================================
