@@ -3469,7 +3469,7 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
     """The text of --chat-template, else the tokenizer's own template. Raises ValueError."""
     template = args.chat_template
     if template is not None and "{" not in template and Path(template).is_file():
-        template = read_file(Path(template)).decode("utf-8-sig")
+        template = read_file(Path(template)).decode("utf-8-sig", "replace")
     template = find_template(tokenizer, template)
     encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # raises if it is wrong
     return template
