@@ -1730,14 +1730,14 @@ class MappedFile:
             raise ValueError(
                 "a pointer of git-lfs, not the file: git lfs pull, or download it again"
             )
-        self.path = path
-        self.taken: set[int] = set()  # where the tensors begin that tensor() returned
+        self.path = path.absolute()
+        self.returned: set[int] = set()  # where the tensors begin that tensor() has returned
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
-        if offset in self.taken:  # for another model: changes to one must not reach the other
-            self.data, self.taken = MappedFile(self.path).data, set()
-        self.taken.add(offset)
+        if offset in self.returned:  # for another model: changes to one must not reach the other
+            self.data, self.returned = MappedFile(self.path).data, set()
+        self.returned.add(offset)
         t = torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
         # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch needs.
         return t.clone() if offset % 4 else t
@@ -1952,20 +1952,18 @@ def match_tensors(
         model = Llama(replace(config, num_hidden_layers=1))
     expected = {}  # name in the file -> name in the model, shape
     for first, p in model.named_parameters():
-        for i in range(config.num_hidden_layers if first.startswith("layers.") else 1):
+        for i in range(config.num_hidden_layers):
             name = first.replace("layers.0.", f"layers.{i}.")
-            expected[name_in_file(name)] = name, tuple(p.shape)
-    for problem, names in {
-        "unknown": weights.keys() - expected,
-        "missing": expected.keys() - weights,
-    }.items():
+            expected[name_in_file(name)] = name, p.shape
+    unknown, missing = weights.keys() - expected, expected.keys() - weights
+    for problem, names in ("unknown", unknown), ("missing", missing):
         if names:
             raise ValueError(f"{len(names)} tensors are {problem}: {', '.join(sorted(names)):.150}")
     matched = {}
     for stored_name, weight in weights.items():
         name, shape = expected[stored_name]
         if weight.shape != shape:
-            raise ValueError(f"{stored_name} is {list(weight.shape)}; expected {list(shape)}")
+            raise ValueError(f"{stored_name} is {[*weight.shape]}; expected {[*shape]}")
         matched[name] = weight
     return matched
 
@@ -2281,8 +2279,11 @@ def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
         named = {t["name"]: t["template"] for t in settings["chat_template"]}
     else:
         named = {"default": get_typed(settings, "chat_template", str, "")}
-    files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
-    texts = {name: read_file(file).decode() for name, file in files.items() if file.exists()}
+    texts = {
+        name: read_file(folder / file).decode()
+        for name, file in TEMPLATE_FILES.items()
+        if (folder / file).exists()
+    }
     named = texts or named
     return join_templates(named.get("default", ""), named.get("tool_use", ""))
 
@@ -2541,16 +2542,17 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
 def read_tokenizer_json(path: Path) -> Vocabulary:
     """What a tokenizer.json says by itself. Raises ValueError."""
     content = {"added_tokens": [], **read_json(path)}
-    vocab = content["model"]["vocab"]
+    model = content["model"]
+    vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram: pairs of a piece and a score
-        get_typed(content["model"], "unk_id", int)  # without it tokenizers cannot encode every text
+        get_typed(model, "unk_id", int)  # without it tokenizers cannot encode every text
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    has_bytes = content["model"].get("byte_fallback")
+    has_bytes = model.get("byte_fallback")
     count = max(vocab.values()) + 1
     if count > 2**20:
         raise ValueError(f"{count} pieces; expected at most {2**20}")
     pieces = [f"[PAD{i}]" for i in range(count)]  # all but gaps are replaced
-    types = [UNUSED] * len(pieces)
+    types = [UNUSED] * count
     for piece, i in vocab.items():
         pieces[i] = piece
         types[i] = BYTE if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL
@@ -2560,15 +2562,17 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
 
-    # tokenizers would abort the process: a prefix cuts characters; a size, which is the first four
-    # bytes in base64, claims more than 16 MiB.
+    # tokenizers would abort the process in two cases: a prefix cuts characters; or the size of a
+    # precompiled_charsmap, its first four bytes, claims 16 MiB or more. In base64 the highest of them
+    # is 0 if the fifth letter is "A" and the sixth one of "A" to "P".
     for key in "continuing_subword_prefix", "end_of_word_suffix":
-        require(content["model"], key, (None, ""))
+        require(model, key, (None, ""))
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     if re.search('"precompiled_charsmap": "(?!.{4}A[A-P])', steps):
         raise ValueError("its precompiled_charsmap has no right size")
 
-    # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme.
+    # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme. Steps may lie
+    # within a Sequence at any depth, so their text is searched.
     match = re.search('"(prepend|first|always)"', steps)
     # A text begins with a token, which then is BOS, if the post_processor says so.
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
@@ -2600,12 +2604,10 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """The texts of special tokens in tokenizer_config.json, by names such as pad_token."""
-    unnamed = get_typed(settings, "additional_special_tokens", list, [])
-    extra = settings.get("extra_special_tokens") or {}
-    if isinstance(extra, list):  # so in transformers 5
-        unnamed, extra = unnamed + extra, {}
-    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS} | extra
-    tokens |= {f"special_token_{i}": token for i, token in enumerate(unnamed)}
+    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
+    for key in "additional_special_tokens", "extra_special_tokens":
+        more = settings.get(key) or {}  # names and tokens, or tokens alone
+        tokens |= more if isinstance(more, dict) else {f"{key}_{i}": t for i, t in enumerate(more)}
     texts = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
     return {name: get_typed(texts, name, str) for name, t in texts.items() if t is not None}
 

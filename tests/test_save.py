@@ -38,7 +38,6 @@ from test_llama2 import (
     logits_of,
     make_model,
     make_weights,
-    one_line,
     quantised,
     raises,
     random_texts,
@@ -295,11 +294,6 @@ def test_convert_says_what_it_wrote(small, tmp_path, capsys):
         convert.main(argv)
     assert "--force" in capsys.readouterr().err
     assert convert.main([*argv, "--force"]) == 0
-
-
-def test_whoever_types_the_old_options_is_told_the_new_command(small, cli):
-    for options in (["--save", "out.gguf"], ["--type", "F16"], ["--force"]):
-        assert "python examples/convert.py MODEL OUT.gguf" in one_line(cli(*options, model=small))
 
 
 # --------------------------------------------------------------------------------------------------
