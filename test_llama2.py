@@ -37,7 +37,8 @@ from torch import nn
 import llama2
 
 # --------------------------------------------------------------------------------------------------
-# Tiny models, vocabularies and files
+# Tiny models, vocabularies and files, which tests/ imports from here: this file runs alone beside
+# llama2.py. Headings with a number are those of llama2.py's sections.
 
 torch.set_num_threads(1)  # more of them cost tiny models more than they give
 SCRIPT = Path(llama2.__file__)
@@ -959,7 +960,7 @@ def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. Weights
+# 13. Quantised weights
 
 
 @pytest.mark.parametrize("ggml_type", [name for name in SCALES if hasattr(GGMLType, name)])
@@ -1015,7 +1016,7 @@ def test_types_that_hold_no_weights_are_refused(write_tiny, ggml_type):
 
 
 # --------------------------------------------------------------------------------------------------
-# 10. Checkpoints: GGUF
+# 14. GGUF
 
 
 NUMBERS = json.loads(r"""{"UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768,
@@ -1142,7 +1143,7 @@ def test_tensors_that_are_refused(write_tiny, name, shape, message):
 
 
 # --------------------------------------------------------------------------------------------------
-# 10. Checkpoints: other forms, memory
+# 15 and 17. Hugging Face, loading
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -1239,7 +1240,7 @@ def test_free_memory_is_what_a_container_leaves(tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# 11. Tokenizer
+# 11 and 16. Tokenizer, vocabularies
 
 ODD_TEXTS = [" ", "  ", "\n", "\t", "▁", "<s>", "</s>", "<unk>", "<0x0A>", "👩\u200d🚀"]
 
@@ -1424,7 +1425,7 @@ def test_parts_1_and_2_generate_cut_out(keys, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# 13 and 14. Sampling and generation
+# 9 and 10. Sampling and generation
 
 PROMPTS = """
 [1, 5, 9, 200, 31]
@@ -1605,7 +1606,7 @@ def test_stream_text_flushes_a_broken_character(tokenizer):
 
 
 # --------------------------------------------------------------------------------------------------
-# 22 to 24. Command line
+# 20 to 22. Command line
 
 
 def continuation(cli_model, prompt, n):

@@ -26,8 +26,14 @@
 // As measured: gemv unpacks W again for each 4 tokens; gemm is faster from 13 on, with AVX2 from 7
 constexpr int64_t GEMV_TOKENS = VL == 16 ? 12 : 6;
 
-// SPAN numbers of x -> integers q, a scale, and sums of each GROUP (for gemv: of q). q are as
-// large as int16 allows, and so small that the sum of all, times `weight`, stays within int32.
+// SPAN numbers of x -> integers q, a scale, and sums of each GROUP (for gemv: of q). The constants:
+//   32639             127 * 256 + 127, the largest q that split_bytes() can cut into signed bytes
+//   0x7fff0000        A sum of products with weights up to `weight` must stay within int32. A q is
+//                     at most |x| / scale + 1/2, so |q| sum up to all / scale + SPAN / 2: times
+//                     `weight`, that is 2^31 less 2^16, which is room for rounding in `all`.
+//   0x1.8p23f         floats from 2^23 to 2^24 are whole numbers: adding 1.5 * 2^23 rounds to the
+//                     nearest one, also of negative numbers, and subtracting it gives that.
+//   1e-30f            below it, 1 / scale could be infinite; all q are 0 then
 template <int SPAN, int GROUP>
 static float quantize(const float *x, int weight, int16_t *q, float *sums) {
   f32 v[SPAN / VL], top = {}, sizes = {}, groups[SPAN / GROUP] = {};
@@ -39,7 +45,7 @@ static float quantize(const float *x, int weight, int16_t *q, float *sums) {
   float limit = top[0], all = sum(sizes);  // NaN if an x is
   for (int i = 1; i < VL; i++) limit = top[i] > limit ? top[i] : limit;
   const float smallest = all / (0x7fff0000 / weight - SPAN / 2);
-  const float scale = limit / 32639 > smallest ? limit / 32639 : smallest;  // 127.5 * 256
+  const float scale = limit / 32639 > smallest ? limit / 32639 : smallest;
   const float inverse = limit > 1e-30f ? 1 / scale : 0;
   for (int i = 0; i < SPAN / VL; i++) {
     v[i] = v[i] * inverse + 0x1.8p23f - 0x1.8p23f;  // to the nearest integer

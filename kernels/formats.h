@@ -13,9 +13,17 @@
 #pragma once
 #include "vectors.h"
 
-// The order in which gemv takes 256 weights. HALVES: groups of 32 by halves, so that two vectors
-// have the same groups in the same lanes. PARITY: the same for K types, whose bytes have two
-// groups.
+// The order in which gemv takes 256 weights, as vectors of W bytes: which sixteens of the weights
+// (0: w0 to w15, ...) stand side by side in the i-th vector. With AVX-512 (W = 64) these are
+//
+//   order     vector 0      vector 1      vector 2      vector 3       types
+//   NATURAL   0  1  2  3    4  5  6  7    8  9  10 11   12 13 14 15    groups of 16: Q2_K, Q6_K ...
+//   HALVES    0  2  4  6    1  3  5  7    8 10  12 14    9 11 13 15    blocks of 32: Q4_0, Q8_0 ...
+//   PARITY    0  4  8 12    1  5  9 13    2  6  10 14    3  7 11 15    groups of 32: Q4_K, Q5_K
+//
+// HALVES and PARITY take groups of 32 by halves: vectors 0 and 1 have the same groups in the same
+// places, and so have 2 and 3. PARITY suits bytes that have two groups: in Q4_K, vector 0 is in the
+// low bits of bytes 16 to 31, 48 to 63, 80 to 95 and 112 to 127, vector 2 in their high bits.
 enum { NATURAL, HALVES, PARITY };
 struct Sixteens {  // that are unpacked to the i-th vector of bytes
   int i, order;
@@ -261,8 +269,16 @@ template <int GROUPS, class F> INLINE f32 spread(const Narrow *v, F group) {
   return splat(v[group(0) / NL][group(0) % NL]);  // there is one
 #endif
 }
-// gemv takes SHARE vectors of weights at a time, in whose lanes are the same groups: their products
-// share an addition. With wide vectors K types are mixed for that: 4 vectors are 256 weights.
+// gemv takes SHARE vectors of weights at a time, in whose lanes (four bytes) are the same groups:
+// their products are added before a scale multiplies them. Two vectors are like that as they are,
+// with NATURAL one. With AVX-512, mix() makes all 4 vectors of a K type so, by swapping parts of
+// them. The groups of the 16 lanes of each vector are then
+//
+//   PARITY    0  0  1  1    2  2  3  3    4  4  5  5    6  6  7  7     8 groups of 32
+//   NATURAL   0  4  8 12    1  5  9 13    2  6 10 14    3  7 11 15    16 groups of 16
+//
+// spread_mixed() puts scales into the lanes in this order, and Fours, by the same mix(), tells
+// slice() where the numbers of x go. These and Sixteens must agree.
 template <int ORDER> constexpr int SHARE = VL == 16 && ORDER != HALVES ? 4 : 2 - (ORDER == NATURAL);
 template <int ORDER> INLINE void mix([[maybe_unused]] u8 *v) {
 #ifdef AVX512
