@@ -3483,8 +3483,7 @@ def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -
     """
     if not args.parse_special:
         if control := tokenizer.control_pattern.search(prompt):
-            advice = f"{control[0]} in the prompt stays text; --parse-special makes it a token"
-            note(advice, args.quiet)
+            note(f"{control[0]} stays text; with --parse-special it is a token", args.quiet)
         elif tokenizer.chat_template.strip():
             note("the prompt is continued as a text; --chat answers it", args.quiet)
     return tokenizer.encode(prompt, parse_special=args.parse_special)
@@ -3724,8 +3723,12 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     if args.seed == -1:
         given["seed"] = torch.seed() % 2**31
     sampling = replace(model.sampling or Sampling(), **given)
-    options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "stop": args.stop}
-    options["cache"] = model.new_cache(size)
+    options = {
+        "sampling": sampling,
+        "max_new_tokens": max_new_tokens,
+        "stop": args.stop,
+        "cache": model.new_cache(size),
+    }
     if args.chat:
         first = [] if prompt is None else [prompt]
         questions = itertools.chain(first, iter(read_question, None))  # until it returns None
