@@ -4,8 +4,10 @@ The server and its model are real. Errors in the console (whatever the page's po
 and requests to other hosts fail every test.
 """
 
+import json
 import re
 import shutil
+from functools import partial
 
 import pytest
 
@@ -79,7 +81,8 @@ def visit(browser):
 
     def open_page(server, *keys, **options):
         page = browser.new_page(**options)
-        page.on("console", lambda line: "a status of 40" in line.text or problems.append(line.text))
+        expected = re.compile(r"a status of 4\d\d|net::ERR_FAILED")  # what a test makes fail
+        page.on("console", lambda line: expected.search(line.text) or problems.append(line.text))
         page.on("pageerror", lambda error: problems.append(error))
         page.on("request", lambda r: r.url.startswith(server.url) or problems.append(r.url))
         page.goto(server.url)
@@ -270,3 +273,121 @@ def test_reasoning_is_folded(servers, visit):
     page.get_by_text("Reasoning").first.click()
     expect(thought).to_have_text("Hm")
     assert sent[1]["messages"][1] == {"role": "assistant", "content": "A", "reasoning": "Hm"}
+
+
+def stream(*texts, key="delta", end="stop", likeliest=()):
+    """A stream of these tokens, whole unless `end` is None; each with the same likeliest ones."""
+    events = []
+    for text in texts:
+        entries = [{"token": t, "bytes": [*t.encode()], "logprob": -1} for t in (text, *likeliest)]
+        content = [{**entries[0], "top_logprobs": entries}]
+        new = {"text": text} if key == "text" else {"delta": {"content": text}}
+        events.append({"choices": [new | {"logprobs": {"content": content}}]})
+    events.append({"choices": [{key: "" if key == "text" else {}, "finish_reason": end}]})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+
+
+def fulfil(body, route):
+    """Answer with these events."""
+    route.fulfill(body=body)
+
+
+LEFTS = "spans => spans.map((span) => span.getBoundingClientRect().left)"
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_text_from_right_to_left(servers, visit, is_chat):
+    """Each word of an Arabic answer is left of the one before, "!" leftmost; and it is at the right.
+
+    A continuation stands left of the text that it continues. An English answer is as ever.
+    """
+    page = visit(*((servers[0], KEY) if is_chat else (servers[1],)))
+    key = "delta" if is_chat else "text"
+    words = ["\u0645\u0631\u062d\u0628\u0627", " \u0628\u0627\u0644\u0639\u0627\u0644\u0645", "!"]
+    for question, answered in (
+        ("\u0643\u064a\u0641\u061f", words),
+        ("How?", ["Well", " done", "!"]),
+    ):
+        page.route(re.compile("completions$"), partial(fulfil, stream(*answered, key=key)))
+        ask(page, question)
+        turn = page.locator("article").last
+        lefts = turn.locator(TOKEN).evaluate_all(LEFTS)
+        [asked] = turn.locator(".question").evaluate_all(LEFTS)
+        arabic = answered is words
+        assert lefts == sorted(lefts, reverse=arabic)
+        if not is_chat:
+            assert (asked > max(lefts)) is arabic
+        footer = turn.locator("footer span").evaluate_all(LEFTS)
+        assert footer[0] < 400  # in English, whatever the answer is
+    assert page.get_by_role("textbox").first.evaluate("(e) => e.dir") == "auto"
+
+
+def test_a_stream_that_was_cut_says_so_and_goes_on(servers, visit):
+    """Without a reason why it ended, and where the connection breaks."""
+    page = visit(servers[0], KEY)
+    sent = []
+
+    def answer(route):
+        sent.append(route.request.post_data_json)
+        if len(sent) == 3:
+            route.abort()
+        else:
+            route.fulfill(body=stream("once ", end=None if len(sent) == 1 else "stop"))
+
+    page.route("**/v1/chat/completions", answer)
+    ask(page, "Who?")
+    expect(page.get_by_role("alert")).to_contain_text("the connection was lost")
+    press(page, "Continue")
+    expect(page.locator(".plain")).to_have_text("once once ")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert sent[1]["messages"][-1]["content"] == "once " and sent[1]["continue_final_message"]
+    ask(page, "Why?")
+    expect(page.get_by_role("alert")).to_contain_text("the connection was lost")
+
+
+def test_invisible_characters_have_names(servers, visit):
+    """In the list of tokens, for a screen reader, and in the text, where nothing would be seen."""
+    page = visit(servers[0], KEY)
+    names = {
+        "\u200b": "zero-width space",
+        "\u202e": "right-to-left override",
+        "\u00ad": "soft hyphen",
+        "\ufeff": "byte order mark",
+        "\u00a0": "no-break space",
+        "\u2066": "U+2066",
+        "\x07": "U+0007",
+        "\U000e0041": "U+E0041",
+        "\ufe0f": "U+FE0F",
+        "a\u200bb": "zero-width space",
+    }
+    body = stream("A", likeliest=names) + stream("\u200b")
+    page.route("**/v1/chat/completions", partial(fulfil, body))
+    ask(page, "Who?")
+    page.locator(TOKEN).first.click()
+    options = page.get_by_role("option")
+    for i, (text, name) in enumerate(names.items(), start=1):
+        expect(options.nth(i)).to_contain_text(f"\u2039{name}\u203a")
+        assert name in options.nth(i).get_attribute("aria-label"), text
+    mark = "(e) => getComputedStyle(e, '::before').content"
+    assert page.locator(TOKEN).nth(1).evaluate(mark) == '"\u00b7"'
+
+
+def test_errors_of_others_and_a_server_that_is_not_there(servers, visit, browser):
+    """What stands before the server may answer in words of its own; the next question tries again."""
+    page = visit(servers[0], KEY)
+    answers_ = [{"status": 413, "body": "Content too large"}, {"body": stream("A")}]
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**answers_.pop(0)))
+    ask(page, "Who?")
+    expect(page.get_by_role("alert")).to_contain_text("the answer was 413")
+    ask(page, "Who?")
+    assert answers(page)[-1] == "A"
+    page = browser.new_page()
+    page.route("**/v1/models", lambda route: route.abort())
+    page.goto(servers[1].url)
+    expect(page.get_by_role("alert")).to_have_text("no model: the connection was lost")
+    page.unroute("**/v1/models")
+    page.fill("#message", "Once")
+    press(page, "Send")
+    expect(page.locator("#model")).to_have_text("stories")
+    expect(page.locator("#message")).to_have_value("Once")
+    ask(page, "Once")
