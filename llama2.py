@@ -2865,7 +2865,7 @@ def can_accelerate(device: torch.device) -> bool:
     return False
 
 
-def accelerate(model: Llama, fast: bool = False) -> Llama:
+def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
     """Make a model faster; without part IV it stays as it is."""
     return model
 
@@ -2905,11 +2905,13 @@ def plan_loading(
     else:
         activations = torch.float32 if on_cpu else torch.bfloat16
 
-    # 3. The kernels, for matrices that stay quantised. Only "auto" lets them round activations.
+    # 3. The kernels, for matrices that stay quantised, and on CUDA for all. Only "auto" lets them
+    #    round activations.
     is_quantised = not trainable and any(weight.kept_type(activations) for weight in matrices)
     is_large = sum(weight.nbytes for weight in matrices) > LARGE
     asks_for_kernels = is_large if compile is None else compile
-    kernels = is_quantised and asks_for_kernels and can_accelerate(device)
+    has_use = is_quantised or (device.type == "cuda" and not trainable)
+    kernels = has_use and asks_for_kernels and can_accelerate(device)
     fast = kernels and on_cpu and is_large and name == "auto"
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
 
@@ -3008,8 +3010,7 @@ def load(
             model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
-    if plan.kernels:
-        accelerate(model, plan.fast)
+    accelerate(model, plan.fast, plan.kernels)
     return model, tokenizer
 
 
@@ -3027,6 +3028,19 @@ KERNELS_VERSION = 10  # the version of the interface between kernels/cpu.cpp and
 
 
 @functools.cache
+def load_module(name: str) -> Any:
+    """A file of kernels/ as a module. Raises OSError, or ImportError where there is no Triton."""
+    path = KERNELS / f"{name}.py"
+    if not path.is_file():
+        raise OSError(f"{path} is missing; the folder belongs beside llama2.py")
+    spec: Any = importlib.util.spec_from_file_location(f"llama2_kernels_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.llama2 = sys.modules[__name__]  # type: ignore[attr-defined]
+    return module
+
+
+@functools.cache
 def load_kernels() -> Any:
     """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
@@ -3034,13 +3048,7 @@ def load_kernels() -> Any:
     together, and each gets the same bits as if it went alone.
     """
     try:
-        path = KERNELS / "build.py"
-        if not path.is_file():
-            raise OSError(f"{path} is missing; the folder belongs beside llama2.py")
-        spec: Any = importlib.util.spec_from_file_location("llama2_kernels_build", path)
-        build = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(build)
-        return build.load(KERNELS_VERSION)
+        return load_module("build").load(KERNELS_VERSION)
     except OSError as error:
         warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
         return None
@@ -3048,10 +3056,15 @@ def load_kernels() -> Any:
 
 def can_accelerate(device: torch.device) -> bool:  # type: ignore[no-redef]
     """Whether accelerate() has kernels for a device. They are compiled at the first call."""
-    return load_kernels() is not None if device.type == "cpu" else device.type == "cuda"
+    if device.type == "cuda":
+        with suppress(OSError, ImportError):
+            return bool(load_module("graph") and load_module("gpu"))
+    return device.type == "cpu" and load_kernels() is not None
 
 
-def accelerate(model: Llama, fast: bool = False) -> Llama:  # type: ignore[no-redef]
+def accelerate(  # type: ignore[no-redef]
+    model: Llama, fast: bool = False, compile: bool = True
+) -> Llama:
     """Make a model faster by changing the classes of its modules; returns the model.
 
     On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
@@ -3059,12 +3072,14 @@ def accelerate(model: Llama, fast: bool = False) -> Llama:  # type: ignore[no-re
     rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
     in the worst case 6e-5). What a kernel computes is no operation of torch: FlopCounterMode and
     profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
-    On CUDA, decode steps are compiled by torch.compile.
+    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
+    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
     """
-    device = model.norm.weight.device.type
-    if device == "cuda" and importlib.util.find_spec("triton"):
-        change_classes(model, {QuantizedLinear: CompiledLinear, Block: CompiledBlock})
-    if device == "cpu" and load_kernels():
+    device = model.norm.weight.device
+    if device.type == "cuda":
+        with suppress(OSError):  # there is no kernels/
+            load_module("graph").accelerate(model, compile and can_accelerate(device))
+    if device.type == "cpu" and compile and load_kernels():
         classes = {
             QuantizedLinear: NativeLinear,
             QuantizedEmbedding: NativeEmbedding,
@@ -3215,75 +3230,108 @@ class NativeBlock(Block):
 
 
 # --------------------------------------------------------------------------------------------------
-# 19. Compiled steps
+# 19. A decode step on a GPU
 #
-# For a GPU: torch.compile compiles the decode step of a Block once for all Blocks. This has never
-# run on a GPU; the tests compile it for a CPU.
+# kernels/graph.py captures a decode step as a CUDA graph and replays it. kernels/gpu.py, in Triton,
+# multiplies quantised matrices. There they are kept as planes: the same bits in another order.
 
 
-@functools.cache
-def compiled(function: Callable) -> Callable:
-    """A function by torch.compile. Its first call takes seconds."""
-    # By default Inductor stores a value that took many operations to compute. Here that would be
-    # all of the dequantised W.
-    options: Any = {"realize_reads_threshold": 64, "realize_opcount_threshold": 1000}
-    return torch.compile(function, dynamic=True, options=options)
+class Planes(Quantized):
+    """A quantised matrix as planes. state_dict(), blocks and weight are as in the file."""
+
+    planes: Tensor  # uint8 (rows, bytes per row)
+
+    def rearrange(self, matrix: Tensor, pack: bool) -> Tensor:
+        """Blocks as planes, or back."""
+        return load_module("gpu").rearrange(matrix, GGML_TYPES[self.ggml_type], pack)
+
+    def pack(self, packed: dict[int, Tensor]) -> None:
+        """Replace the blocks; `packed` has the planes of blocks by address: tied ones share them."""
+        blocks: Any = self._buffers.pop(self.ggml_type)
+        key = blocks.data_ptr()
+        if key not in packed:
+            packed[key] = self.rearrange(blocks, pack=True)
+        self.register_buffer("planes", packed[key], persistent=False)
+
+    @property
+    def blocks(self) -> Tensor:
+        """uint8 (rows, bytes per row): a copy. Writing into it raises RuntimeError."""
+        with torch.inference_mode():
+            return self.rearrange(self.planes, pack=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix, dequantised: float32 (out, in), a copy as `blocks`."""
+        with torch.inference_mode():
+            return dequantize(self.blocks, self.ggml_type)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + self.ggml_type] = self.blocks
+
+    def _load_from_state_dict(self, state_dict: Mapping, prefix: str, *rest: Any) -> None:
+        plain = Quantized(self.blocks.clone(), self.ggml_type)
+        plain._load_from_state_dict(state_dict, prefix, *rest)
+        self.planes.copy_(self.rearrange(plain.blocks, pack=True))
 
 
-def multiply_vector(x: Tensor, blocks: Tensor, ggml_type: str) -> Tensor:
-    """One vector x (..., in) times W^T. Once compiled, the dequantised W is never in memory."""
-    # The two views make Inductor store x32; else it would compute x again for each row of W.
-    x32 = x.float().flatten()
-    x32 = x32.view(torch.int16).view(torch.float32)
-    w = dequantize(blocks, ggml_type)
-    y = (w * x32).sum(-1).to(x.dtype)
-    return y.view(*x.shape[:-1], -1)
-
-
-class CompiledLinear(QuantizedLinear):
-    """QuantizedLinear for a GPU: a single vector is multiplied while W is dequantised."""
+class PlanesLinear(Planes, QuantizedLinear):
+    """QuantizedLinear by Triton."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        if x.numel() != self.in_features or torch.is_grad_enabled():
-            return super().forward(x)
-        in_block = torch.compiler.is_compiling()  # then the Block is compiled as a whole
-        multiply = multiply_vector if in_block else compiled(multiply_vector)
-        return multiply(x, self.blocks, self.ggml_type)
+        gpu = load_module("gpu")
+        if gpu.can_compute(x, self.planes) and x.shape[-1:] == (self.in_features,):
+            return gpu.linear(x, self.planes, GGML_TYPES[self.ggml_type])
+        return super().forward(x)
 
 
-class LayerCache:
-    """One layer of a Cache, for a compiled decode step: its position is the size of its tensors."""
+class PlanesEmbedding(Planes, QuantizedEmbedding):
+    """QuantizedEmbedding by Triton."""
 
-    layer = 0
-
-    def __init__(self, cache: Cache) -> None:
-        S = cache.slots(1).stop
-        self.k = cache.k[cache.layer][:, :, :S]  # (B, G, S, D)
-        self.v = cache.v[cache.layer][:, :, :S]
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As Cache.update(), for one token."""
-        self.k[:, :, -1:] = k
-        self.v[:, :, -1:] = v
-        return self.k.type_as(k), self.v.type_as(v)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (...) -> (..., C)."""
+        gpu = load_module("gpu")
+        if gpu.can_compute(tokens, self.planes):
+            return gpu.embed(tokens, self.planes, GGML_TYPES[self.ggml_type], self.dtype)
+        return super().forward(tokens)
 
 
-class CompiledBlock(Block):
-    """Block whose decode steps are compiled."""
+class GraphBlock(Block):
+    """Block that Inductor compiles for captured steps."""
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        by_torch = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        is_step = x.shape[1] == 1 and type(cache) is Cache
-        # Compiled code ignores hooks that are added after its compilation.
-        if by_torch or not is_step or not unhooked(self.modules()):
-            return super().forward(x, cos, sin, mask, cache)
-        layer_cache = LayerCache(cache)
-        cache.layer += 1
-        return compiled(Block.forward)(self, x, cos, sin, mask, layer_cache)
+        graph = load_module("graph")
+        if type(cache) is graph.StepCache:
+            y = graph.run_block(self, x, cos, sin, mask, cache)
+            if y is not None:
+                return y
+        return super().forward(x, cos, sin, mask, cache)
+
+
+class GraphLlama(Llama):
+    """Llama whose decode steps, of one token with a plain Cache, are replays of a CUDA graph."""
+
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
+    ) -> Tensor:
+        """As Llama.forward()."""
+        is_step = type(cache) is Cache and tokens.shape == (1, 1) and tokens.dtype == torch.int64
+        if is_step and not torch.compiler.is_compiling():
+            assert cache is not None
+            cache.check(self, tokens)
+            cache.slots(1)
+            logits = load_module("graph").replay(self, cache, tokens)
+            if logits is not None:
+                return logits[:, None] if all_positions else logits
+        return super().forward(tokens, cache, all_positions)
+
+
+GRAPH_CLASSES = {CausalSelfAttention, MLP, RMSNorm, nn.Linear, nn.Embedding, nn.ModuleList}
+GRAPH_CLASSES |= {Block, QuantizedLinear, QuantizedEmbedding}
+GRAPH_CLASSES |= {GraphBlock, PlanesLinear, PlanesEmbedding}
 
 
 # ==================================================================================================

@@ -1,0 +1,299 @@
+"""Products with quantised matrices on a GPU, in Triton, and a compiled Block, for llama2.py.
+
+kernels/graph.py uses multiply() in a Block that is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+# --------------------------------------------------------------------------------------------------
+# Planes: the bits of a matrix in another order, which a GPU can load in words
+#
+# First come the low bits of all integers, row by row, then their high bits, if the type has any, then
+# all scales, as a block of the file has them. The bits of eight columns, one after the other, are an
+# element. Elements of 64 bits are cut in halves, of which each has a plane.
+
+CHUNK = 2**22  # weights to rearrange at a time, so that this takes little memory
+
+
+@functools.cache
+def layout(kind: Any) -> tuple[list[int], list[int]]:
+    """Where each bit of a block comes from, plane by plane; the bytes in each plane."""
+    order, sizes = [], []
+    for where in filter(None, (kind.low, kind.high)):
+        in_run = where.width * 8 // where.bits
+        first = [  # the first bit of each integer
+            8 * (where.at + i // in_run * where.width + i % where.width)
+            + i % in_run // where.width * where.bits
+            for i in range(kind.weights)
+        ]
+        halves = [[bit for i, bit in enumerate(first) if i % 8 // 4 == half] for half in (0, 1)]
+        for part in halves if where.bits == 8 else [first]:
+            order += [bit + i for bit in part for i in range(where.bits)]
+            sizes.append(len(part) * where.bits // 8)
+    order += [bit for bit in range(8 * kind.nbytes) if bit not in {*order}]
+    return order, [*sizes, kind.nbytes - sum(sizes)]
+
+
+def rearrange(matrix: Tensor, kind: Any, pack: bool) -> Tensor:
+    """Blocks uint8 (rows, bytes per row) as planes of the same shape, or back."""
+    order, sizes = layout(kind)
+    order = torch.tensor(order, device=matrix.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=matrix.device)
+    rows, new = len(matrix), torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    blocks, planes = (matrix, new) if pack else (new, matrix)
+    parts = planes.flatten().split([planes.numel() // kind.nbytes * size for size in sizes])
+    step = max(1, CHUNK * kind.nbytes // (matrix.shape[1] * kind.weights))
+    for start in range(0, rows, step):
+        chosen = slice(start, start + step)
+        views = [part.view(rows, -1)[chosen] for part in parts]
+        b = blocks[chosen].reshape(-1, kind.nbytes)
+        if not pack:
+            b = torch.cat([v.reshape(-1, size) for v, size in zip(views, sizes)], 1)
+        bits = (b[:, :, None] >> shifts & 1).flatten(1)[:, order if pack else order.argsort()]
+        b = (bits.view(*b.shape, 8) << shifts).sum(2, dtype=torch.uint8)
+        if pack:
+            for view, part in zip(views, b.split(sizes, 1)):
+                view.copy_(part.reshape(view.shape))
+        else:
+            blocks[chosen] = b.view(-1, matrix.shape[1])
+    return new
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels. For each type of matrices, Triton compiles its own, by a number that says what the type is
+
+DENSE = 2  # the CODE of a dense matrix
+
+
+def code_of(kind: Any) -> int:
+    """The CODE of an entry of GGML_TYPES: bits 0 to 7 its number, and so on, as in load_scales()."""
+    high = kind.high.bits if kind.high else 0
+    zero_point = 128 if kind.low.bits == 8 else kind.zero_point  # q + 128 is unsigned
+    in_group = 2 if kind.number in (10, 11, 14) else 4
+    has_minima = kind.number in (3, 7, 10, 12, 13)
+    at = {10: 16, 11: 12, 14: 16}.get(kind.number, 0)
+    size = layout(kind)[1][-1]
+    code = kind.number | kind.low.bits << 8 | high << 12 | zero_point << 16
+    return code | in_group << 24 | has_minima << 28 | at << 32 | size << 40
+
+
+@triton.jit
+def load_scales(data, n, g, ok, N, K: tl.constexpr, CODE: tl.constexpr):
+    """The scales of groups g of rows n, and what is subtracted."""
+    TYPE: tl.constexpr = CODE & 255
+    BITS: tl.constexpr = (CODE >> 8 & 15) + (CODE >> 12 & 15)
+    BLOCK: tl.constexpr = 256 if TYPE >= 10 else 32
+    GROUPS: tl.constexpr = BLOCK // 8 // (CODE >> 24 & 15)  # in a block
+    AT: tl.constexpr = CODE >> 32 & 255  # the byte with the float16 that all scales share
+    SIZE: tl.constexpr = CODE >> 40  # the bytes of a block that are scales
+    at = data + N.to(tl.int64) * (K // 8 * BITS) + (n * (K // BLOCK) + g // GROUPS) * SIZE
+    halves = (at + AT).to(tl.pointer_type(tl.float16), bitcast=True)
+    d = tl.load(halves, mask=ok, other=0.0).to(tl.float32)
+    minimum = d * 0
+    if CODE >> 28 & 15:
+        minimum = tl.load(halves + 1, mask=ok, other=0.0).to(tl.float32)
+    j = g % GROUPS
+    if TYPE < 10:
+        scale = d
+        minimum = -minimum
+    elif TYPE == 10:
+        both = tl.load(at + j, mask=ok, other=0).to(tl.int32)
+        scale = d * (both & 15).to(tl.float32)
+        minimum = minimum * (both >> 4).to(tl.float32)
+    elif TYPE == 11:
+        low = tl.load(at + j % 8, mask=ok, other=0).to(tl.int32) >> j // 8 * 4 & 15
+        high = tl.load(at + 8 + j % 4, mask=ok, other=0).to(tl.int32) >> j // 4 * 2 & 3
+        scale = d * ((low | high << 4) - 32).to(tl.float32)
+    elif TYPE == 14:
+        scale = d * tl.load(at + j, mask=ok, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        a = tl.load(at + 4 + j % 4, mask=ok, other=0).to(tl.int32)
+        b = tl.load(at + 8 + j % 4, mask=ok, other=0).to(tl.int32)
+        c = tl.load(at + 12 + j % 4, mask=ok, other=0).to(tl.int32)
+        scale = d * tl.where(j < 4, a & 63, c & 15 | a >> 6 << 4).to(tl.float32)
+        minimum = minimum * tl.where(j < 4, b & 63, c >> 4 | b >> 6 << 4).to(tl.float32)
+    return scale, minimum
+
+
+@triton.jit
+def load_element(data, at, ok, N, K: tl.constexpr, CODE: tl.constexpr):
+    """The low bits of elements, and their high bits or, if LOW is 8, their second half."""
+    LOW: tl.constexpr = CODE >> 8 & 15
+    HIGH: tl.constexpr = CODE >> 12 & 15
+    low_type: tl.constexpr = tl.int16 if LOW == 2 else tl.int32
+    low = tl.load(data.to(tl.pointer_type(low_type), bitcast=True) + at, mask=ok, other=0)
+    high = low
+    if HIGH > 0 or LOW == 8:
+        high_type: tl.constexpr = tl.int32 if LOW == 8 else tl.int16 if HIGH == 2 else tl.int8
+        start = data + N.to(tl.int64) * (K // 8 * (4 if LOW == 8 else LOW))
+        high = tl.load(start.to(tl.pointer_type(high_type), bitcast=True) + at, mask=ok, other=0)
+    return low.to(tl.int32), high.to(tl.int32)
+
+
+@triton.jit
+def fraction(low, high, I: tl.constexpr, CODE: tl.constexpr):
+    """1 + q / 2^bits for the integers q in slot I: q is moved into the mantissa of a float32."""
+    LOW: tl.constexpr = CODE >> 8 & 15
+    HIGH: tl.constexpr = CODE >> 12 & 15
+    AT: tl.constexpr = 23 - LOW - HIGH
+    FROM: tl.constexpr = LOW * I % 32
+    word = high if LOW * I >= 32 else low
+    word = word << AT - FROM if AT >= FROM else word >> FROM - AT
+    one = word & ((1 << LOW) - 1) << AT ^ (0x3FC00000 if LOW == 8 else 0x3F800000)  # unsigned
+    if HIGH > 0:
+        TO: tl.constexpr = AT + LOW - HIGH * I
+        moved = high << TO if TO >= 0 else high >> 0 - TO
+        one = one | moved & ((1 << HIGH) - 1) << AT + LOW
+    return one.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def multiply_rows(
+    x, xt, data, y, N, n, K: tl.constexpr, CODE: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr
+):
+    """y[n] = W[n] x for BN rows n, BE elements of eight columns at a time."""
+    ok_n, row = n < N, n.to(tl.int64)[:, None]
+    if CODE == 2:
+        sums = tl.zeros((BN, BE * 4), dtype=tl.float32)
+        for start in range(0, K, BE * 4):
+            k = start + tl.arange(0, BE * 4)
+            w = tl.load(data + row * K + k, mask=ok_n[:, None] & (k < K)[None, :], other=0.0)
+            v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+            sums += w.to(tl.float32) * v[None, :]
+    else:
+        PER: tl.constexpr = CODE >> 24 & 15  # elements of a group
+        BITS: tl.constexpr = (CODE >> 8 & 15) + (CODE >> 12 & 15)
+        sums = tl.zeros((BN, BE // PER), dtype=tl.float32)
+        for start in range(0, K // 8, BE):
+            e = start + tl.arange(0, BE)
+            g = start // PER + tl.arange(0, BE // PER)
+            ok = ok_n[:, None] & (e < K // 8)[None, :]
+            at = tl.max_contiguous(
+                row * (K // 8) + e[None, :], [1, 4]
+            )  # each thread loads four elements
+            low, high = load_element(data, at, ok, N, K, CODE)
+            part = tl.zeros((BN, BE), dtype=tl.float32)
+            total = tl.zeros((BE,), dtype=tl.float32)
+            for i in tl.static_range(8):
+                v = tl.load(xt + i * (K // 8) + e, mask=e < K // 8, other=0.0)
+                part += fraction(low, high, i, CODE) * v[None, :]
+                total += v
+            part = tl.sum(tl.reshape(part, (BN, BE // PER, PER)), 2)
+            total = tl.sum(tl.reshape(total, (BE // PER, PER)), 1)[None, :]
+            ok = ok_n[:, None] & (g < K // 8 // PER)[None, :]
+            scale, minimum = load_scales(data, row, g[None, :], ok, N, K, CODE)
+            sums += scale * (part * 2.0**BITS - total * (2.0**BITS + (CODE >> 16 & 255)))
+            sums -= minimum * total
+    tl.store(y + n, tl.sum(sums, 1).to(y.dtype.element_ty), mask=ok_n)
+
+
+@triton.jit(do_not_specialize=["NA", "NB", "NC"])  # no N of 1 as a constant
+def multiply_kernel(
+    x, xt, y, a, b, c, NA, NB, NC,
+    K: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    BN: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """y = (a x, b x, c x) for matrices whose CODE is A, B and C; 0: there is none."""
+    first_b = tl.cdiv(NA, BN)
+    first_c = first_b + tl.cdiv(NB, BN)
+    program = tl.program_id(0)
+    n = program * BN + tl.arange(0, BN)
+    if program < first_b:
+        multiply_rows(x, xt, a, y, NA, n, K, A, BN, BE)
+    elif B > 0:
+        if program < first_c:
+            multiply_rows(x, xt, b, y + NA, NB, n - first_b * BN, K, B, BN, BE)
+        elif C > 0:
+            multiply_rows(x, xt, c, y + NA + NB, NC, n - first_c * BN, K, C, BN, BE)
+
+
+@triton.jit(do_not_specialize=["N"])
+def dequantize_kernel(data, ids, w, N, K: tl.constexpr, CODE: tl.constexpr, BE: tl.constexpr):
+    """w[i] = row ids[i] of a matrix; each program computes BE elements of a row."""
+    LOW: tl.constexpr = CODE >> 8 & 15
+    HIGH: tl.constexpr = CODE >> 12 & 15
+    i = tl.program_id(0).to(tl.int64)
+    n = tl.load(ids + i)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    slot = tl.arange(0, 8)[None, :]
+    low, high = load_element(data, n * (K // 8) + e, e < K // 8, N, K, CODE)
+    word = tl.where(slot * LOW < 32, low[:, None], high[:, None])
+    q = word >> slot * LOW % 32 & (1 << LOW) - 1 ^ (128 if LOW == 8 else 0)
+    if HIGH > 0:
+        q = q | (high[:, None] >> HIGH * slot & (1 << HIGH) - 1) << LOW
+    scale, minimum = load_scales(data, n, e // (CODE >> 24 & 15), e < K // 8, N, K, CODE)
+    value = scale[:, None] * (q - (CODE >> 16 & 255)).to(tl.float32) - minimum[:, None]
+    at = w + i * K + e[:, None] * 8 + slot
+    tl.store(at, value.to(w.dtype.element_ty), mask=(e < K // 8)[:, None])
+
+
+# --------------------------------------------------------------------------------------------------
+# What llama2.py calls
+
+
+def elements(K: int) -> int:
+    """How many elements a program multiplies at a time."""
+    return min(512, triton.next_power_of_2(-(-K // 8)))
+
+
+@torch.library.custom_op("llama2::multiply", mutates_args=())
+def multiply(x: Tensor, matrices: Sequence[Tensor], codes: Tensor) -> Tensor:
+    """The products of a vector x (K) with up to three matrices, one after the other; codes: int64."""
+    rows, types, K = [*map(len, matrices)], codes.tolist(), len(x)
+    none, y, xt = [0] * (3 - len(rows)), x.new_empty(sum(rows)), x
+    if {*types} != {DENSE}:  # in the order in which the kernel reads it
+        xt = torch.empty(8, K // 8, device=x.device).copy_(x.view(-1, 8).T)
+    multiply_kernel[(sum(-(-n // 2) for n in rows),)](
+        x, xt, y, *matrices, *[x for _ in none], *rows, *none, K, *types, *none, 2, elements(K)
+    )
+    return y
+
+
+@multiply.register_fake
+def _(x: Tensor, matrices: Sequence[Tensor], codes: Tensor) -> Tensor:
+    return x.new_empty(sum(len(matrix) for matrix in matrices))
+
+
+def can_compute(x: Tensor, planes: Tensor) -> bool:
+    """Whether kernels can compute with these tensors."""
+    on_gpu = x.device.type == planes.device.type == DEVICE
+    return on_gpu and planes.is_contiguous() and not torch.compiler.is_compiling()
+
+
+def dequantize(planes: Tensor, kind: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows `ids` (n) of a matrix: (n, columns)."""
+    K = planes.shape[1] // kind.nbytes * kind.weights
+    w = torch.empty(len(ids), K, dtype=dtype, device=ids.device)
+    grid = len(ids), -(-K // 8 // elements(K))
+    dequantize_kernel[grid](planes, ids, w, len(planes), K, code_of(kind), elements(K))
+    return w
+
+
+def linear(x: Tensor, planes: Tensor, kind: Any) -> Tensor:
+    """x (..., K) times a matrix. For more than one vector, the matrix is dequantised."""
+    if x.numel() == x.shape[-1] and not (torch.is_grad_enabled() and x.requires_grad):
+        y = multiply(x.flatten(), [planes], torch.tensor([code_of(kind)], device="cpu"))
+        return y.view(*x.shape[:-1], -1)
+    ids = torch.arange(len(planes), device=x.device)
+    chunks = ids.split(max(1, 16 * CHUNK // x.shape[-1]))  # 134 MB in 16 bits
+    return torch.cat([F.linear(x, dequantize(planes, kind, rows, x.dtype)) for rows in chunks], -1)
+
+
+def embed(tokens: Tensor, planes: Tensor, kind: Any, dtype: torch.dtype) -> Tensor:
+    """The rows of a matrix at tokens (...): (..., K). Ids out of range fail as in nn.Embedding."""
+    ids = torch.arange(len(planes), device=tokens.device)[:, None]
+    ids = F.embedding(tokens.flatten(), ids).flatten()
+    return dequantize(planes, kind, ids, dtype).view(*tokens.shape, -1)
