@@ -3241,6 +3241,11 @@ class Planes(Quantized):
 
     planes: Tensor  # uint8 (rows, bytes per row)
 
+    def by_triton(self, x: Tensor) -> bool:
+        """Whether kernels/gpu.py can compute with x."""
+        devices = {x.device.type, self.planes.device.type}
+        return devices == {load_module("gpu").DEVICE} and not torch.compiler.is_compiling()
+
     def rearrange(self, matrix: Tensor, pack: bool) -> Tensor:
         """Blocks as planes, or back."""
         return load_module("gpu").rearrange(matrix, GGML_TYPES[self.ggml_type], pack)
@@ -3279,9 +3284,8 @@ class PlanesLinear(Planes, QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""
-        gpu = load_module("gpu")
-        if gpu.can_compute(x, self.planes) and x.shape[-1:] == (self.in_features,):
-            return gpu.linear(x, self.planes, GGML_TYPES[self.ggml_type])
+        if self.by_triton(x) and x.shape[-1:] == (self.in_features,):
+            return load_module("gpu").linear(x, self.planes, GGML_TYPES[self.ggml_type])
         return super().forward(x)
 
 
@@ -3290,9 +3294,13 @@ class PlanesEmbedding(Planes, QuantizedEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (...) -> (..., C)."""
-        gpu = load_module("gpu")
-        if gpu.can_compute(tokens, self.planes):
-            return gpu.embed(tokens, self.planes, GGML_TYPES[self.ggml_type], self.dtype)
+        if self.by_triton(tokens):
+            numbers = torch.arange(len(self.planes), device=tokens.device)[:, None]
+            ids = F.embedding(tokens.flatten(), numbers).flatten()  # refuses what is out of range
+            rows = load_module("gpu").dequantize(
+                self.planes, GGML_TYPES[self.ggml_type], ids, self.dtype
+            )
+            return rows.view(*tokens.shape, -1)
         return super().forward(tokens)
 
 

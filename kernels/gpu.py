@@ -1,7 +1,4 @@
-"""Products with quantised matrices on a GPU, in Triton, and a compiled Block, for llama2.py.
-
-kernels/graph.py uses multiply() in a Block that is compiled.
-"""
+"""Products with quantised matrices on a GPU, in Triton, for llama2.py and graph.py."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROWS = tl.constexpr(2)  # that a program multiplies
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 # --------------------------------------------------------------------------------------------------
@@ -33,17 +31,14 @@ def layout(kind: Any) -> tuple[list[int], list[int]]:
     """Where each bit of a block comes from, plane by plane; the bytes in each plane."""
     order, sizes = [], []
     for where in filter(None, (kind.low, kind.high)):
-        in_run = where.width * 8 // where.bits
-        first = [  # the first bit of each integer
-            8 * (where.at + i // in_run * where.width + i % where.width)
-            + i % in_run // where.width * where.bits
-            for i in range(kind.weights)
-        ]
-        halves = [[bit for i, bit in enumerate(first) if i % 8 // 4 == half] for half in (0, 1)]
-        for part in halves if where.bits == 8 else [first]:
-            order += [bit + i for bit in part for i in range(where.bits)]
-            sizes.append(len(part) * where.bits // 8)
-    order += [bit for bit in range(8 * kind.nbytes) if bit not in {*order}]
+        i, in_run = torch.arange(kind.weights, device="cpu"), where.width * 8 // where.bits
+        first = 8 * (where.at + i // in_run * where.width + i % where.width)
+        first += i % in_run // where.width * where.bits  # the first bit of each integer
+        for part in first.view(-1, 2, 4).unbind(1) if where.bits == 8 else [first]:
+            order += [bit + j for bit in part.flatten().tolist() for j in range(where.bits)]
+            sizes.append(part.numel() * where.bits // 8)
+    taken = {*order}
+    order += [bit for bit in range(8 * kind.nbytes) if bit not in taken]
     return order, [*sizes, kind.nbytes - sum(sizes)]
 
 
@@ -75,19 +70,18 @@ def rearrange(matrix: Tensor, kind: Any, pack: bool) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Kernels. For each type of matrices, Triton compiles its own, by a number that says what the type is
 
-DENSE = 2  # the CODE of a dense matrix
+DENSE = {2: torch.float32, 3: torch.float16, 4: torch.bfloat16}  # CODEs of dense matrices
 
 
 def code_of(kind: Any) -> int:
     """The CODE of an entry of GGML_TYPES: bits 0 to 7 its number, and so on, as in load_scales()."""
-    high = kind.high.bits if kind.high else 0
-    zero_point = 128 if kind.low.bits == 8 else kind.zero_point  # q + 128 is unsigned
-    in_group = 2 if kind.number in (10, 11, 14) else 4
+    low, high = kind.low.bits, kind.high.bits if kind.high else 0
+    zero_point = 128 if low == 8 else kind.zero_point  # q + 128 is unsigned
+    elements = 2 if kind.number in (10, 11, 14) else 4  # of a group
     has_minima = kind.number in (3, 7, 10, 12, 13)
-    at = {10: 16, 11: 12, 14: 16}.get(kind.number, 0)
-    size = layout(kind)[1][-1]
-    code = kind.number | kind.low.bits << 8 | high << 12 | zero_point << 16
-    return code | in_group << 24 | has_minima << 28 | at << 32 | size << 40
+    at, size = {10: 16, 11: 12, 14: 16}.get(kind.number, 0), layout(kind)[1][-1]
+    code = kind.number | low << 8 | high << 12 | zero_point << 16 | elements << 24
+    return code | has_minima << 28 | at << 32 | size << 40
 
 
 @triton.jit
@@ -161,13 +155,11 @@ def fraction(low, high, I: tl.constexpr, CODE: tl.constexpr):
 
 
 @triton.jit
-def multiply_rows(
-    x, xt, data, y, N, n, K: tl.constexpr, CODE: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr
-):
-    """y[n] = W[n] x for BN rows n, BE elements of eight columns at a time."""
+def multiply_rows(x, xt, data, y, N, n, K: tl.constexpr, CODE: tl.constexpr, BE: tl.constexpr):
+    """y[n] = W[n] x for ROWS rows n, BE elements of eight columns at a time."""
     ok_n, row = n < N, n.to(tl.int64)[:, None]
-    if CODE == 2:
-        sums = tl.zeros((BN, BE * 4), dtype=tl.float32)
+    if CODE < 8:
+        sums = tl.zeros((ROWS, BE * 4), dtype=tl.float32)
         for start in range(0, K, BE * 4):
             k = start + tl.arange(0, BE * 4)
             w = tl.load(data + row * K + k, mask=ok_n[:, None] & (k < K)[None, :], other=0.0)
@@ -176,22 +168,21 @@ def multiply_rows(
     else:
         PER: tl.constexpr = CODE >> 24 & 15  # elements of a group
         BITS: tl.constexpr = (CODE >> 8 & 15) + (CODE >> 12 & 15)
-        sums = tl.zeros((BN, BE // PER), dtype=tl.float32)
+        sums = tl.zeros((ROWS, BE // PER), dtype=tl.float32)
         for start in range(0, K // 8, BE):
             e = start + tl.arange(0, BE)
             g = start // PER + tl.arange(0, BE // PER)
             ok = ok_n[:, None] & (e < K // 8)[None, :]
-            at = tl.max_contiguous(
-                row * (K // 8) + e[None, :], [1, 4]
-            )  # each thread loads four elements
+            # Each thread loads four elements.
+            at = tl.max_contiguous(row * (K // 8) + e[None, :], [1, 4])
             low, high = load_element(data, at, ok, N, K, CODE)
-            part = tl.zeros((BN, BE), dtype=tl.float32)
+            part = tl.zeros((ROWS, BE), dtype=tl.float32)
             total = tl.zeros((BE,), dtype=tl.float32)
             for i in tl.static_range(8):
                 v = tl.load(xt + i * (K // 8) + e, mask=e < K // 8, other=0.0)
                 part += fraction(low, high, i, CODE) * v[None, :]
                 total += v
-            part = tl.sum(tl.reshape(part, (BN, BE // PER, PER)), 2)
+            part = tl.sum(tl.reshape(part, (ROWS, BE // PER, PER)), 2)
             total = tl.sum(tl.reshape(total, (BE // PER, PER)), 1)[None, :]
             ok = ok_n[:, None] & (g < K // 8 // PER)[None, :]
             scale, minimum = load_scales(data, row, g[None, :], ok, N, K, CODE)
@@ -204,20 +195,20 @@ def multiply_rows(
 def multiply_kernel(
     x, xt, y, a, b, c, NA, NB, NC,
     K: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    BN: tl.constexpr, BE: tl.constexpr,
+    BE: tl.constexpr,
 ):  # fmt: skip
     """y = (a x, b x, c x) for matrices whose CODE is A, B and C; 0: there is none."""
-    first_b = tl.cdiv(NA, BN)
-    first_c = first_b + tl.cdiv(NB, BN)
+    first_b = tl.cdiv(NA, ROWS)
+    first_c = first_b + tl.cdiv(NB, ROWS)
     program = tl.program_id(0)
-    n = program * BN + tl.arange(0, BN)
+    n = program * ROWS + tl.arange(0, ROWS)
     if program < first_b:
-        multiply_rows(x, xt, a, y, NA, n, K, A, BN, BE)
+        multiply_rows(x, xt, a, y, NA, n, K, A, BE)
     elif B > 0:
         if program < first_c:
-            multiply_rows(x, xt, b, y + NA, NB, n - first_b * BN, K, B, BN, BE)
+            multiply_rows(x, xt, b, y + NA, NB, n - first_b * ROWS, K, B, BE)
         elif C > 0:
-            multiply_rows(x, xt, c, y + NA + NB, NC, n - first_c * BN, K, C, BN, BE)
+            multiply_rows(x, xt, c, y + NA + NB, NC, n - first_c * ROWS, K, C, BE)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -240,45 +231,31 @@ def dequantize_kernel(data, ids, w, N, K: tl.constexpr, CODE: tl.constexpr, BE: 
     tl.store(at, value.to(w.dtype.element_ty), mask=(e < K // 8)[:, None])
 
 
-# --------------------------------------------------------------------------------------------------
-# What llama2.py calls
-
-
-def elements(K: int) -> int:
-    """How many elements a program multiplies at a time."""
-    return min(512, triton.next_power_of_2(-(-K // 8)))
-
-
 @torch.library.custom_op("llama2::multiply", mutates_args=())
 def multiply(x: Tensor, matrices: Sequence[Tensor], codes: Tensor) -> Tensor:
-    """The products of a vector x (K) with up to three matrices, one after the other; codes: int64."""
+    """A vector x (K) times up to three matrices, all as uint8, whose CODEs are `codes`: int64."""
     rows, types, K = [*map(len, matrices)], codes.tolist(), len(x)
+    matrices = [m.view(DENSE.get(code, m.dtype)) for m, code in zip(matrices, types)]
     none, y, xt = [0] * (3 - len(rows)), x.new_empty(sum(rows)), x
-    if {*types} != {DENSE}:  # in the order in which the kernel reads it
+    if not {*types} <= {*DENSE}:  # in the order in which the kernel reads it
         xt = torch.empty(8, K // 8, device=x.device).copy_(x.view(-1, 8).T)
-    multiply_kernel[(sum(-(-n // 2) for n in rows),)](
-        x, xt, y, *matrices, *[x for _ in none], *rows, *none, K, *types, *none, 2, elements(K)
-    )
+    three, size = [*matrices, *[x for _ in none]], min(512, triton.next_power_of_2(-(-K // 8)))
+    grid = (sum(-(-n // ROWS.value) for n in rows),)
+    multiply_kernel[grid](x, xt, y, *three, *rows, *none, K, *types, *none, size)
     return y
 
 
 @multiply.register_fake
 def _(x: Tensor, matrices: Sequence[Tensor], codes: Tensor) -> Tensor:
-    return x.new_empty(sum(len(matrix) for matrix in matrices))
-
-
-def can_compute(x: Tensor, planes: Tensor) -> bool:
-    """Whether kernels can compute with these tensors."""
-    on_gpu = x.device.type == planes.device.type == DEVICE
-    return on_gpu and planes.is_contiguous() and not torch.compiler.is_compiling()
+    return x.new_empty(sum(matrix.shape[0] for matrix in matrices))
 
 
 def dequantize(planes: Tensor, kind: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows `ids` (n) of a matrix: (n, columns)."""
     K = planes.shape[1] // kind.nbytes * kind.weights
     w = torch.empty(len(ids), K, dtype=dtype, device=ids.device)
-    grid = len(ids), -(-K // 8 // elements(K))
-    dequantize_kernel[grid](planes, ids, w, len(planes), K, code_of(kind), elements(K))
+    grid = len(ids), -(-K // 2048)
+    dequantize_kernel[grid](planes, ids, w, len(planes), K, code_of(kind), 256)
     return w
 
 
@@ -290,10 +267,3 @@ def linear(x: Tensor, planes: Tensor, kind: Any) -> Tensor:
     ids = torch.arange(len(planes), device=x.device)
     chunks = ids.split(max(1, 16 * CHUNK // x.shape[-1]))  # 134 MB in 16 bits
     return torch.cat([F.linear(x, dequantize(planes, kind, rows, x.dtype)) for rows in chunks], -1)
-
-
-def embed(tokens: Tensor, planes: Tensor, kind: Any, dtype: torch.dtype) -> Tensor:
-    """The rows of a matrix at tokens (...): (..., K). Ids out of range fail as in nn.Embedding."""
-    ids = torch.arange(len(planes), device=tokens.device)[:, None]
-    ids = F.embedding(tokens.flatten(), ids).flatten()
-    return dequantize(planes, kind, ids, dtype).view(*tokens.shape, -1)

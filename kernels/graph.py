@@ -45,8 +45,7 @@ class StepCache:
     layer = 0
 
     def __init__(self, cache: Any, S: int) -> None:
-        self.k = alias(cache.k)[:, :, :, :S]  # (L, 1, G, S, D)
-        self.v = alias(cache.v)[:, :, :, :S]
+        self.k, self.v = alias(cache.k), alias(cache.v)
         self.cos, self.sin = alias(cache.cos), alias(cache.sin)
         self.slots = torch.arange(S, device=cache.k.device)
         self.position = self.slots[:1] + cache.pos  # (1,)
@@ -66,7 +65,8 @@ class StepCache:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v (1, G, 1, D) of one layer; return the keys and values of all S slots."""
-        keys, values = self.k[layer], self.v[layer]  # (1, G, S, D)
+        S = len(self.slots)
+        keys, values = self.k[layer, :, :, :S], self.v[layer, :, :, :S]  # (1, G, S, D)
         keys.index_copy_(2, self.position, k.type_as(keys))
         values.index_copy_(2, self.position, v.type_as(values))
         return keys.type_as(k), values.type_as(v)
@@ -183,8 +183,8 @@ def replay(model: nn.Module, cache: Any, tokens: Tensor) -> Tensor | None:
     used = use_of(cache)
     if used is None or used != step.left:
         # Masked slots are read, too: NaN that another text left in them would spread.
-        step.cache.k[:, :, :, cache.pos :].zero_()
-        step.cache.v[:, :, :, cache.pos :].zero_()
+        step.cache.k[:, :, :, cache.pos : S].zero_()
+        step.cache.v[:, :, :, cache.pos : S].zero_()
     step.replay()
     logits = step.logits.clone()  # the graph's own is written anew at the next replay
     cache.advance(tokens)
@@ -201,11 +201,11 @@ def replay(model: nn.Module, cache: Any, tokens: Tensor) -> Tensor | None:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, at: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Store k, v (G * D) in slot `at` of keys, values (1, G, S, D); attention of q: (H * D)."""
-    shape = 1, keys.shape[1], -1, keys.shape[3]
+    """Store k, v (G * D) in slot `at` of keys, values (1, G, slots, D); attention of q: (H * D)."""
+    shape, S = (1, keys.shape[1], -1, keys.shape[3]), bias.shape[1]
     keys.index_copy_(2, at, k.view(shape).type_as(keys))
     values.index_copy_(2, at, v.view(shape).type_as(values))
-    keys, values = keys.type_as(q), values.type_as(q)
+    keys, values = keys[:, :, :S].type_as(q), values[:, :, :S].type_as(q)
     return F.scaled_dot_product_attention(q.view(shape), keys, values, attn_mask=bias).reshape(-1)
 
 
@@ -228,14 +228,14 @@ def block(
     """Block.forward() for one token: x (C) -> (C)."""
     multiply, normalize = torch.ops.llama2.multiply, llama2.RMSNorm.forward
     h = multiply(normalize(norms[0], x), matrices[:3], codes[0])
-    q, k, v = h.split([len(matrix) for matrix in matrices[:3]])
+    q, k, v = h.split([matrix.shape[0] for matrix in matrices[:3]])
     q, k = (
         llama2.apply_rotary_emb(t.view(1, 1, -1, 2 * cos.shape[1]), cos, sin).flatten()
         for t in (q, k)
     )
     x = x + multiply(attend(q, k, v, bias, at, keys, values), matrices[3:4], codes[1])
     h = multiply(normalize(norms[1], x), matrices[4:6], codes[2])
-    gate, up = h.split([len(matrix) for matrix in matrices[4:6]])
+    gate, up = h.split([matrix.shape[0] for matrix in matrices[4:6]])
     return x + multiply(F.silu(gate) * up, matrices[6:], codes[3])
 
 
@@ -271,18 +271,20 @@ def run_block(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cac
     modules += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     matrices, codes = [], []
     gpu = llama2.load_module("gpu")
+    codes_of_dense = {dtype: code for code, dtype in gpu.DENSE.items()}
     for module in modules:
+        ggml_type = getattr(module, "ggml_type", None)
         if type(module) is llama2.PlanesLinear:
-            matrix, code = module.planes, gpu.code_of(llama2.GGML_TYPES[module.ggml_type])
-        elif type(module) is llama2.QuantizedLinear and module.ggml_type in llama2.DENSE:
-            matrix, code = module.blocks.view(llama2.DENSE[module.ggml_type]), gpu.DENSE
+            matrix, code = module.planes, gpu.code_of(llama2.GGML_TYPES[ggml_type])
+        elif type(module) is llama2.QuantizedLinear and ggml_type in llama2.DENSE:
+            matrix, code = module.blocks, codes_of_dense[llama2.DENSE[ggml_type]]
         elif type(module) is nn.Linear and module.bias is None and module.weight.dtype == x.dtype:
-            matrix, code = module.weight, gpu.DENSE
+            matrix, code = module.weight, codes_of_dense.get(x.dtype)
         else:
             return None
-        if not matrix.is_contiguous():
+        if code is None or not matrix.is_contiguous():
             return None
-        matrices.append(alias(matrix))
+        matrices.append(alias(matrix).view(torch.uint8))
         codes.append(code)
     if cache.layer == 0:
         cache.bias = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -torch.inf)
@@ -291,9 +293,10 @@ def run_block(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cac
         for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     ]
     place = cache.bias, cache.position, cache.k[cache.layer], cache.v[cache.layer]
+    tensors = map(alias, (x.flatten(), cos, sin, *place))  # views would be told apart
     # Sizes that happen to be equal in one model may differ in the next.
     with shapes.patch(use_duck_shape=False):
-        y = compiled()(x.flatten(), cos, sin, *place, norms, matrices, code_tensors(*codes))
+        y = compiled()(*tensors, norms, matrices, code_tensors(*codes))
     return y.view_as(x)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 import torch
+from recorded import graph  # noqa: F401
 from test_kernels import model_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -335,3 +336,108 @@ def test_random_changes_between_steps_of_random_models(seed):
     for pair in hooks:
         for hook in pair:
             hook.remove()
+
+
+# --------------------------------------------------------------------------------------------------
+# Between captured steps: whatever changes, a graph goes on with what it was captured with
+
+
+class HalfMLP(llama2.MLP):
+    """Its own class is all that differs."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def overflow(model, cache, of_a_copy=False):
+    """Two steps that leave NaN in the cache, of the model or of a copy, then back to where it was."""
+    start = cache.pos
+    model = copy.deepcopy(model) if of_a_copy else model
+    weight = model.layers[1].input_layernorm.weight
+    kept = weight.clone()
+    weight.fill_(torch.nan)
+    for _ in range(2):
+        model(TOKENS[:, :1], cache)
+    weight.copy_(kept)
+    cache.truncate(start)
+
+
+def as_integers(model, cache):
+    """The same memory for the values, as another dtype."""
+    cache.reset()
+    cache.v.zero_()
+    cache.v = cache.v.view(torch.int32)
+
+
+def hold(model, name, change):
+    """Change where the data of a norm lies, how it is arranged, or what it is, and nothing else."""
+    weight = model.get_submodule(name).weight
+    weight.data = change(weight.data)
+
+
+FIRST, LAST = "layers.0.input_layernorm", "layers.2.post_attention_layernorm"
+BETWEEN_STEPS = {  # what is done to a model and its cache; most change one thing that is compared
+    "nothing": lambda m, c: None,
+    "address of a weight": lambda m, c: hold(m, FIRST, lambda t: t.flip(0)),
+    "shape of a weight": lambda m, c: hold(m, FIRST, lambda t: t[:1]),
+    "strides of a weight": lambda m, c: hold(m, FIRST, lambda t: t.as_strided((128,), (0,))),
+    "dtype of a weight": lambda m, c: hold(m, LAST, lambda t: t.view(torch.bfloat16)[:128]),
+    "blocks": lambda m, c: setattr(blocks_of(m), "data", blocks_of(m).flip(0)),
+    "in place": lambda m, c: blocks_of(m).copy_(blocks_of(m).flip(0)),
+    "eps": lambda m, c: setattr(m.norm, "eps", 10.0),
+    "order of layers": lambda m, c: m.layers.append(m.layers.pop(0)),
+    "a module": lambda m, c: setattr(m.layers[0], "mlp", nn.Identity()),
+    "a class": lambda m, c: setattr(m.layers[1].mlp, "__class__", HalfMLP),
+    "a hook": lambda m, c: m.layers[1].self_attn.register_forward_hook(double),
+    "a pre-hook": lambda m, c: m.layers[2].mlp.up_proj.register_forward_pre_hook(double),
+    "a hook of all": lambda m, c: nn.modules.module.register_module_forward_hook(double),
+    "a pre-hook of all": lambda m, c: nn.modules.module.register_module_forward_pre_hook(double),
+    "forward": lambda m, c: setattr(m.layers[0].mlp, "forward", lambda x: x),
+    "keys": lambda m, c: setattr(c, "k", c.k * 2),
+    "values": lambda m, c: setattr(c, "v", c.v.flip(3)),
+    "dtype of values": as_integers,
+    "shape of cos": lambda m, c: setattr(c, "cos", c.cos[:, :1]),
+    "strides of cos": lambda m, c: setattr(c, "cos", c.cos.as_strided(c.cos.shape, (0, 1))),
+    "sin": lambda m, c: setattr(c, "sin", -c.sin),
+    "NaN in keys": lambda m, c: c.k[:, :, :, c.pos + 1 :].fill_(torch.nan),
+    "NaN in values": lambda m, c: c.v[:, :, :, c.pos + 1 :].fill_(torch.nan),
+    "overflow": overflow,
+    "overflow of another model": partial(overflow, of_a_copy=True),
+    "truncate": lambda m, c: c.truncate(c.pos // 2),
+    "reset": lambda m, c: c.reset(),
+    "a prompt": lambda m, c: m(TOKENS, c),
+    "load_state_dict": lambda m, c: CHANGES["load_state_dict"][1](m),
+    "no grad": lambda m, c: m.requires_grad_(False),
+    "share_memory": lambda m, c: m.share_memory(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:decode steps are slow")
+@pytest.mark.parametrize("name", BETWEEN_STEPS)
+def test_random_changes_between_captured_steps(graph, name):  # noqa: F811
+    """One change, then two others: all logits are those of a plain model, and stay what they are."""
+    r = random.Random(name)
+    plain = model_of(["Q8_0", "F16"], **CHANGE)
+    plain.get_submodule(FIRST).weight.data = torch.linspace(0.5, 2, 128)
+    for names in ([name], [name, *r.sample([*BETWEEN_STEPS], 2)]):
+        models = [copy.deepcopy(plain), copy.deepcopy(plain)]
+        graph.accelerate(models[1], False)
+        caches = [llama2.Cache(CONFIG, 1, 30), llama2.Cache(CONFIG, 1, 30)]
+        kept, hooks = [], []
+        try:
+            for change in ("a prompt", *names):
+                results = [outcome(BETWEEN_STEPS[change], *p) for p in zip(models, caches)]
+                if hasattr(results[0], "remove"):
+                    hooks += results
+                if "of all" in change:
+                    hooks.pop().remove()  # there is one for both models
+                for _ in range(4):
+                    tokens = torch.tensor([[r.randrange(100)]])
+                    results = [outcome(*call) for call in zip(models, [tokens] * 2, caches)]
+                    agree(*results, 1e-3)
+                    kept.append((results[1], copy.deepcopy(results[1])))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for logits, as_they_were in kept:
+            agree(as_they_were, logits, 0)
