@@ -2865,7 +2865,7 @@ def can_accelerate(device: torch.device) -> bool:
     return False
 
 
-def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
+def accelerate(model: Llama, *options: bool) -> Llama:
     """Make a model faster; without part IV it stays as it is."""
     return model
 
@@ -2910,7 +2910,7 @@ def plan_loading(
     is_quantised = not trainable and any(weight.kept_type(activations) for weight in matrices)
     is_large = sum(weight.nbytes for weight in matrices) > LARGE
     asks_for_kernels = is_large if compile is None else compile
-    has_use = is_quantised or (device.type == "cuda" and not trainable)
+    has_use = is_quantised or not (on_cpu or trainable)
     kernels = has_use and asks_for_kernels and can_accelerate(device)
     fast = kernels and on_cpu and is_large and name == "auto"
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
@@ -3010,7 +3010,8 @@ def load(
             model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
-    accelerate(model, plan.fast, plan.kernels)
+    if plan.kernels or plan.device.type == "cuda":
+        accelerate(model, plan.fast, plan.kernels)
     return model, tokenizer
 
 
