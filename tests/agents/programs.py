@@ -27,12 +27,19 @@ def codex(url, question):
         "any",
     ]
     settings += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    return ["codex", "exec", *settings, question], {}, {}
+    closed = "http://127.0.0.1:9"  # where updates are looked for
+    variables = {"HTTP_PROXY": closed, "HTTPS_PROXY": closed, "NO_PROXY": "127.0.0.1"}
+    return ["codex", "exec", *settings, question], variables, {}
 
 
 def qwen(url, question):
     variables = {"OPENAI_BASE_URL": url, "OPENAI_MODEL": "any"}
-    return ["qwen", "--auth-type", "openai", "--yolo", "-p", question], variables, {}
+    settings = {
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"enableAutoUpdate": False},
+    }
+    files = {".qwen/settings.json": json.dumps(settings)}
+    return ["qwen", "--auth-type", "openai", "--yolo", "-p", question], variables, files
 
 
 def opencode(url, question):
@@ -42,7 +49,7 @@ def opencode(url, question):
         "options": {"baseURL": url, "apiKey": "any"},
         "models": {"any": {}},
     }
-    settings = {"provider": {"local": provider}, "model": "local/any"}
+    settings = {"provider": {"local": provider}, "model": "local/any", "autoupdate": False}
     return ["opencode", "run", question], {}, {"opencode.json": json.dumps(settings)}
 
 
@@ -53,6 +60,7 @@ def copilot(url, question, wire="responses"):
         "COPILOT_PROVIDER_TYPE": "openai",
         "COPILOT_PROVIDER_WIRE_API": wire,
         "COPILOT_MODEL": "any",
+        "COPILOT_OFFLINE": "true",
     }
     return ["copilot", "--allow-all-tools", "-p", question], variables, {}
 
@@ -78,10 +86,8 @@ if __name__ == "__main__":
         question = f"Write the text {TEXT!r} into the file hello.txt. FOLDER={work}"
         command, variables, files = globals()[name](url, question)
         for file, text in files.items():
+            (work / file).parent.mkdir(exist_ok=True)
             (work / file).write_text(text)
-        # No other address than this machine's is reached: statistics and updates go to a closed port.
-        closed = "http://127.0.0.1:9"
-        variables |= {"HTTP_PROXY": closed, "HTTPS_PROXY": closed, "NO_PROXY": "127.0.0.1"}
         variables |= {"OPENAI_API_KEY": "any", "HOME": str(home), "PATH": os.environ["PATH"]}
         ran = subprocess.run(
             command, cwd=work, env=variables, stdin=subprocess.DEVNULL, check=False, timeout=100,
