@@ -145,6 +145,8 @@ HELD = r"""
 {"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 5}]} | - | 3; 5 | 4
 {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"} | oneOf | {"a": 1} | {}
 {"anyOf": [{"type": "null"}], "oneOf": [{"minLength": 1}, {"maxLength": 1}]} | oneOf | null | 1
+{"anyOf": [{"minimum": 1}, {"type": "null"}], "oneOf": [{"enum": [1]}, {"pattern": "^a$", "type": "string"}, {"maximum": 4, "minimum": 2}]} | oneOf | null; 5 | 0
+{"oneOf": [{"enum": [1]}, {"pattern": "^a$", "type": "string"}, {"type": "integer", "minimum": 2}], "anyOf": [{"minimum": 1}, {"type": "null"}]} | oneOf | null; 5 | 0
 {"$defs": {"A": {"type": "object", "properties": {"next": {"$ref": "#/$defs/A"}, "to": {"type": "string", "format": "uuid4"}}}}, "$ref": "#/$defs/A"} | $defs/A/properties/to/format | {"next": {"to": "a"}} | {"to": 1}
 {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}, "B": {"$ref": "http://a/b"}}} | $defs/B/$ref | {"a": 1} | {"a": "b"}
 {"type": "array", "items": {"$ref": "#/$defs/missing"}} | items/$ref | [1] | {}

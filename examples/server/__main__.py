@@ -45,7 +45,7 @@ try:
     from starlette.routing import Route
 
     import llama2
-    from server.answer import read_request
+    from server.answer import read_request, until_gone
     from server.fields import Refusal, refuse, refuse_rest, take, utf8
     from server.guard import BURST, Connection, guard
     from server.responses import MAX_KEPT, Store, read_response
@@ -112,15 +112,10 @@ async def post(preparing: list[int], handle: Any, field: str, expected: str, req
     preparing.append(len(data))
     reply = Response(status_code=499)  # for nobody
 
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        request.scope["log"] = ["aborted: the client hung up"]
-        group.cancel_scope.cancel()
-
+    request.scope["log"] = log = []
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(watch)
+            group.start_soon(until_gone, request.receive, log, group)
             work = partial(prepare, handle, field, expected, data)
             reply = await anyio.to_thread.run_sync(work, limiter=PREPARERS)
             group.cancel_scope.cancel()

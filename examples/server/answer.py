@@ -34,6 +34,15 @@ PATIENCE, COMMENT = 10, b": at work\n\n"  # which a stream has so often, in seco
 TURN = anyio.Lock()  # to use the model: first come, first served
 
 
+async def until_gone(receive: Any, log: list[str], group: Any) -> None:
+    """Cancel a group's work when the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not log:  # the work has not ended
+        log.append("aborted: the client hung up")
+    group.cancel_scope.cancel()
+
+
 @dataclass
 class Job:
     """The response to a request, as an ASGI application."""
@@ -70,13 +79,6 @@ class Job:
         if TURN.statistics().tasks_waiting >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
 
-        async def watch() -> None:  # a client that got the whole answer has disconnected, too
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            if not self.log:  # complete() has not ended
-                self.log.append("aborted: the client hung up")
-            group.cancel_scope.cancel()
-
         async def respond() -> None:
             stream = StreamingResponse(self.events(), media_type="text/event-stream")
             response = stream if self.stream else await self.replies.get()
@@ -89,7 +91,7 @@ class Job:
 
         async with anyio.create_task_group() as group:
             group.start_soon(remind)
-            group.start_soon(watch)
+            group.start_soon(until_gone, receive, self.log, group)
             group.start_soon(respond)
             async with TURN:
                 try:
@@ -280,11 +282,8 @@ def read_request(
         if answer.schemas:
             note += session.hold(answer, chat)
     except ValueError as error:
-        param, text = "response_format", str(error)
-        if answer.names and not text.startswith(param):
-            param = "tools"
-        text = text.removeprefix(f"{param}: ")
-        raise Refusal(400, f"{param}: {text}", param=param) from error
+        param = "tools" if answer.names else "response_format"
+        raise Refusal(400, f"{param}: {error}", param=param) from error
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
     if not all(prompts):

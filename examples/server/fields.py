@@ -3,7 +3,7 @@
 import json
 import re
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 import llama2
-from server.serving import Adjustment
 from server.tools import Answer
 
 LENGTHS = ["max_tokens", "max_completion_tokens", "max_output_tokens"]
@@ -48,6 +47,24 @@ MESSAGE = ["role", "content", "name", "tool_calls", "tool_call_id"]
 MESSAGE += ["reasoning_content", "reasoning"]
 TEXTS = ["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
+
+
+@dataclass
+class Adjustment:
+    """A `logits_processor` with all options of OpenAI's API."""
+
+    bias: torch.Tensor  # (V,)
+    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
+    frequency_penalty: float = 0.0  # the same, for each occurrence
+    grammar: Any = None
+
+    def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Logits (V,) after ids."""
+        V = len(logits)
+        counts = torch.tensor(ids[-llama2.PENALTY_WINDOW :]).bincount(minlength=V)[:V]
+        penalty = counts * self.frequency_penalty + counts.clamp(max=1) * self.presence_penalty
+        logits = logits + (self.bias - penalty).to(logits.device)
+        return self.grammar(ids, logits) if self.grammar else logits
 
 
 class Refusal(HTTPException):

@@ -106,19 +106,20 @@ def hold(vocabulary: LLTokenizer, text: str) -> tuple[Any, list[str]]:
         for path, part in [*subschemas(schema)][::-1]:  # inner ones first
             if not problem_of(part):
                 continue
-            keywords = sorted(part.items(), key=lambda item: item[0] not in names)
+            # Definitions first, as others refer to them.
+            keywords = sorted(
+                part.items(), key=lambda item: (item[0] == "oneOf") - (item[0] in names)
+            )
             part.clear()
             for key, value in keywords:
-                kept, problem = key, problem_of(part | {key: value})
-                if problem:
-                    kept = ""
-                    if key == "oneOf" and not problem_of({"anyOf": value} | part):
-                        kept = "anyOf"  # the same, if its branches exclude each other
-                        both = ({"allOf": [*pair]} for pair in itertools.combinations(value, 2))
-                        if all("Unsatisfiable" in problem_of(pair) for pair in both):
-                            problem = ""
-                if kept:
-                    part.setdefault(kept, value)
+                problem = problem_of(part | {key: value})
+                if not problem:
+                    part[key] = value
+                elif key == "oneOf" and "anyOf" not in part:
+                    part["anyOf"] = value  # the same, if its branches exclude each other
+                    both = ({"allOf": [*pair]} for pair in itertools.combinations(value, 2))
+                    if all("Unsatisfiable" in problem_of(pair) for pair in both):
+                        problem = ""
                 if problem and value != NOTHING.get(key):
                     left_out.append(f"{path}{key}: {problem}")
     return schema, left_out

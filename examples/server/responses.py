@@ -45,10 +45,9 @@ class Store:
         """The item that another one refers to; any other as it is."""
         if item.get("type") != "item_reference":
             return item
-        for response, *_ in [*self.kept.values()]:
-            for kept in response["output"]:
-                if kept["id"] == item["id"]:
-                    return kept
+        for kept in [one for response, *_ in [*self.kept.values()] for one in response["output"]]:
+            if kept["id"] == item["id"]:
+                return kept
         raise Refusal(404, f"Item with id {item['id']!r:.60} not found.", param="input")
 
 
@@ -97,12 +96,11 @@ def read_response(
         items = [{"role": "user", "content": items}]
     items = [store.find_item(item) for item in items]
     if previous := take(body, "previous_response_id", ""):
-        _, before, _ = store.kept.get(previous, (None, None, 0))
-        if before is None:
+        if previous not in store.kept:
             said = f"Previous response with id {previous!r:.60} not found."
             about = {"param": "previous_response_id", "code": "previous_response_not_found"}
             raise Refusal(400, said, **about)
-        items = before + items
+        items = store.kept[previous][1] + items
     messages = messages_of(items, body)
     if instructions := take(body, "instructions", ""):
         messages.insert(0, {"role": "system", "content": instructions})

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import llama2
+from server.fields import Refusal
 from server.tools import (
     Answer,
     Template,
@@ -37,24 +39,6 @@ class Score(NamedTuple):
     top: dict[int, float]  # log-probabilities of this id and the likeliest; {} for the first id
     text: str
     start: int  # of the text, in what the client is shown
-
-
-@dataclass
-class Adjustment:
-    """A `logits_processor` with all options of OpenAI's API."""
-
-    bias: torch.Tensor  # (V,)
-    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
-    frequency_penalty: float = 0.0  # the same, for each occurrence
-    grammar: Any = None
-
-    def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """Logits (V,) after ids."""
-        V = len(logits)
-        counts = torch.tensor(ids[-llama2.PENALTY_WINDOW :]).bincount(minlength=V)[:V]
-        penalty = counts * self.frequency_penalty + counts.clamp(max=1) * self.presence_penalty
-        logits = logits + (self.bias - penalty).to(logits.device)
-        return self.grammar(ids, logits) if self.grammar else logits
 
 
 class Session:
@@ -185,21 +169,22 @@ class Session:
     def hold(self, answer: Answer, chat: bool) -> str:
         """Leave out what an answer cannot be held to; returns words for the log.
 
-        Raises ValueError if it has to be held to that.
+        Raises Refusal if it has to be held to that.
         """
-        try:
+        with suppress(ValueError):
             self.grammar(answer, chat)
             return ""
-        except ValueError:
-            note = ""
+        note = ""
+        grammar.check = self.check
+        places = [*(f"tools: {name}" for name in answer.names), "response_format"]
         for i, schema in enumerate(answer.schemas):
-            name = [*answer.names, "response_format"][i]
-            grammar.check = self.check
             held, left_out = grammar.hold(self.vocabulary(chat), json.dumps(schema))
             if left_out and [*answer.strict, True][i]:
-                raise ValueError(f"{name}: {left_out[0]}; a strict schema is held whole")
+                said = f"{places[i]}: {left_out[0]}; a strict schema is held whole"
+                raise Refusal(400, said, param=said.partition(":")[0])
             if left_out:
-                note += f"; {name} is not held to {', '.join(left_out)}"
+                note += f"; {places[i]} is not held to "
+                note += ", ".join(problem.partition(": ")[0] for problem in left_out)
                 held = {"type": "object"} | held
             answer.schemas[i] = held
         self.grammar(answer, chat)
