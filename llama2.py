@@ -1720,18 +1720,18 @@ class MappedFile:
         if path.exists() and not path.is_file():  # reading a pipe could wait for ever
             raise ValueError("not a regular file")
         with path.open("rb") as file:  # what is changed in memory does not reach the file
+            options: Any = {"access": mmap.ACCESS_COPY}
             if sys.platform == "linux":
                 # 0x4000 is MAP_NORESERVE. Linux would refuse to map a file that is larger than the
                 # memory, because all of it could be changed.
-                self.data = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | 0x4000)
-            else:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                options = {"flags": mmap.MAP_PRIVATE | 0x4000}
+            self.data = mmap.mmap(file.fileno(), 0, **options)
         if self.data[:23] == b"version https://git-lfs":
             raise ValueError(
                 "a pointer of git-lfs, not the file: git lfs pull, or download it again"
             )
         self.path = path.absolute()
-        self.returned: set[int] = set()  # where the tensors begin that tensor() has returned
+        self.returned = set[int]()  # where the tensors begin that tensor() has returned
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
@@ -2474,10 +2474,12 @@ def bpe_json(
 ) -> dict[str, Any]:
     """A tokenizer.json of byte-level BPE; `pre` is a name in PRE_TOKENIZERS."""
     vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
-    steps = f"[{', '.join(PRE_TOKENIZERS[pre])}]"
     return {
         "added_tokens": [],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": json.loads(steps)},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*map(json.loads, PRE_TOKENIZERS[pre])],
+        },
         "decoder": json.loads(PLAIN),
         "model": {
             "type": "BPE",
@@ -2501,14 +2503,14 @@ def sentencepiece_model(
     pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], prefix: bool, strip: bool
 ) -> bytes:
     """A tokenizer.model of BPE. `prefix` and `strip`: whether it adds and strips spaces."""
-    byte_fallback = types.count(BYTE) == 256
-    trainer = bytes([0x18, 2, 0x98, 2, byte_fallback])  # model_type 2 (BPE), byte_fallback
+    # model_type 2 (BPE), byte_fallback
+    trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])
     normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
-    messages = [protobuf(2, trainer), protobuf(3, normalizer)]
-    for piece, score, t in zip(pieces, scores, types):
-        piece_fields = protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t)
-        messages.append(protobuf(1, piece_fields))
-    return b"".join(messages)
+    messages = [
+        protobuf(1, protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t))
+        for piece, score, t in zip(pieces, scores, types)
+    ]
+    return b"".join([protobuf(2, trainer), protobuf(3, normalizer), *messages])
 
 
 def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
@@ -2630,7 +2632,8 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
 
         # 2. Added tokens. Those that the model lacks are left out: Llama 2's directory has one.
         added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
-        added += vocabulary.model["added_tokens"] if is_json else []  # these count most
+        content = vocabulary.model if is_json else {"added_tokens": []}
+        added += content["added_tokens"]  # these count most
         tokens = {token["id"]: token for token in added if token["id"] < config.vocab_size}
         for i in range(len(pieces), max(tokens, default=0) + 1):
             pieces.append(f"[PAD{i}]")
@@ -2638,8 +2641,7 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
         for i, token in tokens.items():
             pieces[i] = token["content"]
             types[i] = CONTROL if token.get("special") else USER_DEFINED
-        if is_json:
-            vocabulary.model["added_tokens"] = [*tokens.values()]
+        content["added_tokens"] = [*tokens.values()]
         if len(pieces) > config.vocab_size:
             raise ValueError(f"{len(pieces)} pieces; the model has {config.vocab_size}")
 
@@ -2794,7 +2796,7 @@ def locate(
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a model by its path or name and check its headers. Tensors are read later."""
-    path = Path(path) if Path(path).exists() else find_model(os.fspath(path))
+    path = Path(path) if Path(path).exists() else find_model(str(path))
     with naming(path):
         if path.is_dir():
             path = locate(os.listdir(path), path.joinpath, str(path))
@@ -2887,7 +2889,7 @@ def plan_loading(
             device = "mps"
     try:
         device = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device {str(device)!r} is not available: {printable(str(error)):.150}"
         ) from error
@@ -3351,9 +3353,6 @@ import argparse
 import gc
 import io
 import itertools
-import os
-import signal
-import sys
 from collections import Counter
 from typing import NoReturn
 
