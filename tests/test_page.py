@@ -350,7 +350,7 @@ def test_invisible_characters_have_names(servers, visit):
     page = visit(servers[0], KEY)
     names = {
         "\u200b": "zero-width space",
-        "\u202e": "right-to-left override",
+        "\u202e": "RTL override",
         "\u00ad": "soft hyphen",
         "\ufeff": "byte order mark",
         "\u00a0": "no-break space",
