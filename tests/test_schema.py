@@ -96,6 +96,13 @@ SUITE = r"""
 {"const": {"type": "object", "properties": {}}} | {"type": "object", "properties": {}} | {}
 {"properties": {"a": {}}, "description": "allOf"} | {"a": 1} | {"b": 1}
 {"type": ["object", "null"], "properties": {"a": {}}} | {}; null | {"b": 1}
+{"properties": {"a": {"type": "integer"}}, "additionalProperties": true} | {"b": "x"} | {"\u0061": "x"}; {"\u0061": 1}
+{"patternProperties": {"^a": {"type": "integer"}}} | {"a": 1} | {"\u0061": "x"}
+{"exclusiveMinimum": 0, "maximum": 1.5} | 0.25; 1.5; 1 | 0; -0; 0.0; 1.6
+{"exclusiveMinimum": -0.5, "exclusiveMaximum": 0.5} | 0; 0.25; -0.25 | 0.5; -0.5
+{"exclusiveMaximum": 0} | -1; -0.5 | 0; -0; -0.0
+{"multipleOf": 0.25} | 0.50; 0.25; 1; -1.75 | 0.3; 0.26
+{"required": ["a", "b"], "minProperties": 2} | {"a": 1, "b": 2} | {"a": 1}
 {"properties": {"properties": {"properties": {"a": {}}}}} | {"properties": {"a": 1}} | {"properties": {"b": 1}}
 {"type": "object", "allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]} | {"a": 1, "b": 1} | 0
 """
@@ -122,9 +129,28 @@ def test_what_fits_is_what_is_valid(vocabulary, schema, right, wrong):
 def test_keywords_that_are_not_there(vocabulary):
     """Each is refused by the name that the documents list."""
     usage = (SCRIPT.parent / "docs" / "usage.md").read_text("utf-8")
-    listed = usage.partition("error that names them: `")[2].partition("`.\n")[0]
+    listed = usage.partition("error that names them: `")[2].partition("`;")[0]
     for keyword in re.split(r"`,\s`", listed):
         raises(rf'"{re.escape(keyword)}"', Grammar, vocabulary, [{keyword: {}}])
+
+
+# What llguidance 1.9.1 takes, and then lets an answer have that does not fit.
+WRONG = r"""
+{"exclusiveMinimum": 0, "maximum": 0.5} | exclusiveMinimum
+{"exclusiveMinimum": 0, "exclusiveMaximum": 0.5} | exclusiveMinimum
+{"minimum": -1.5, "exclusiveMaximum": -1} | exclusiveMaximum
+{"minimum": -0.5, "exclusiveMaximum": 0.0} | exclusiveMaximum
+{"type": "object", "minProperties": 2} | minProperties
+{"properties": {"a": {}}, "patternProperties": {"^b": {}}, "minProperties": 2} | minProperties
+"""
+
+
+@cases("schema, keyword", WRONG)
+def test_what_llguidance_would_hold_wrongly(vocabulary, schema, keyword):
+    """It is refused by its name, and left out of a tool's schema that is not strict."""
+    raises(f'"{keyword}"', Grammar, vocabulary, [json.loads(schema)])
+    _, left_out = hold(vocabulary, schema)
+    assert len(left_out) == 1 and keyword in left_out[0]
 
 
 # What pydantic, zod, and servers of tools (firecrawl, mongodb, notion, playwright, sentry) write,

@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import random
 import re
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
@@ -125,6 +127,54 @@ def test_what_a_template_writes_fits_and_is_taken_apart(tokenizer, name):
         assert [json.loads(f["arguments"]) for f in functions] == [json.loads(ARGUMENTS)] * count
         assert message["content"] == (before.strip() or None)
         assert ("reasoning" in message) is bool(reasoning)
+
+
+TAGS = (None, THOUGHT, ("[THINK]", "[/THINK]"), ("[C]", "[/THINK]"))  # the last are control tokens
+ANSWERS = int(os.environ.get("FUZZ", "1"))
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+@pytest.mark.parametrize("tags", TAGS, ids=str)
+def test_random_answers_fit(tokenizer, name, tags):
+    """A required call and a schema hold whatever a model reasons, and wherever it wants to stop."""
+    jsonschema = pytest.importorskip("jsonschema")
+    template = template_of(tokenizer, source_of(name))
+    schema = {**json.loads(SCHEMA), "additionalProperties": False}
+    schema["properties"] = {"city": {"type": "string", "maxLength": 5}, "days": {"type": "boolean"}}
+    marks = [template.tokenizer.decode([i]) for i in range(tokenizer.vocab_size)[-2:]]
+    names = dict(zip(["[/THINK]", "[C]"], marks, strict=True))
+    vocabulary = grammar.open_vocabulary(tokenizer, {tokenizer.eos_id})
+    wanted = torch.full((tokenizer.vocab_size,), -4.0)  # control tokens, and what ends a text
+    wanted[[1, 2, tokenizer.vocab_size - 1, tokenizer.vocab_size - 2]] = 6.0
+    for text in ("</think>", "}", '"}', '"', ": ", ", ", "]", "city", "wind"):
+        wanted[tokenizer.encode(text, bos=False, first=False)] = 4.0
+    ended = 0
+    for forced, is_reasoning in itertools.product((True, False), (True, False)[not tags :]):
+        answer = tools.Answer(tools.Format(*FORMATS[name]["format"]), ["wind", "winds"])
+        answer.schemas = [schema] * (2 if forced else 3)
+        answer.forced, answer.is_reasoning = forced, is_reasoning
+        answer.reasoning = tags and tuple(names.get(tag, tag) for tag in tags)
+        whole = grammar.Grammar(vocabulary, answer.schemas, tools.rules(answer))
+        for seed in range(ANSWERS):
+            generator = torch.Generator().manual_seed(seed)
+            fit, ids = whole.copy(), [1]
+            sampling = llama2.Sampling(top_p=1.0, logits_processor=fit)
+            while ids[-1] != tokenizer.eos_id and len(ids) < 120:
+                logits = wanted + 4 * torch.randn(len(wanted), generator=generator)
+                ids.append(llama2.sample(logits, sampling, ids, generator))
+            if ids.pop() != tokenizer.eos_id:
+                continue
+            ended += 1
+            reader = tools.Reader(answer)
+            shown = tools.visible(tokenizer, tools.tokens_in(answer))
+            reader.feed(shown.decode(ids[1:]), ended=True)
+            calls = reader.message.get("tool_calls", [])
+            assert "§" not in (reader.message["content"] or "")
+            values = [call["function"]["arguments"] for call in calls]
+            assert values or not forced
+            for value in values or [reader.message["content"]]:
+                jsonschema.validate(json.loads(value), schema)
+    assert ended or ANSWERS < 100
 
 
 def test_reasoning_is_read_off_templates(tokenizer):

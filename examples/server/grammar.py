@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import llama2
 
-# White space between two tokens of JSON. Without any, small models write {}; with any, no end.
-WHITE_SPACE = {"whitespace_pattern": r" |\n {0,8}"}
+# White space between two tokens of JSON. Without any, small models write {}; with any, no end. No
+# character is written as \uXXXX: "\u0061" would be another name than "a" to llguidance.
+JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,8}", "json_allowed_escapes": 'bfnrt\\"'}
 # Keywords of JSON Schema that hold a schema for each name, and those that hold one or several.
 OF_NAMES = {"$defs", "definitions", "patternProperties", "properties"}
 JOINING = {"$ref", "anyOf", "oneOf"}  # properties beside a schema's own
@@ -72,7 +74,31 @@ def close(schema: dict[str, Any]) -> dict[str, Any]:
     for one in schemas:
         if not joined and "properties" in one and "object" in one.get("type", "object"):
             one.setdefault("additionalProperties", False)
+        refuse_wrong(one)
     return schema
+
+
+def refuse_wrong(schema: dict[str, Any]) -> None:
+    """Raises ValueError for what llguidance takes and would not hold an answer to."""
+    for low, high in itertools.product(("m", "exclusiveM"), repeat=2):
+        low, high = f"{low}inimum", f"{high}aximum"
+        match schema.get(low), schema.get(high):
+            case (int() | float() as a, int() | float() as b) if 0 < b - a < 1:
+                for key, bound in ((low, a), (high, b)):  # it takes this bound
+                    if key.startswith("exclusive") and bound % 1 == 0:
+                        raise ValueError(f'"{key}" within 1 of the other bound is not supported')
+    least, listed = schema.get("minProperties"), schema.get("required", ())
+    is_closed = schema.get("additionalProperties", True) is False
+    is_closed = is_closed and "patternProperties" not in schema
+    if isinstance(least, int) and least > max(1, len(listed)) and not is_closed:
+        raise ValueError('"minProperties" above 1 is not supported where a name may come twice')
+
+
+@functools.lru_cache(4)
+def control_ids(vocabulary: LLTokenizer) -> tuple[list[int], list[int]]:
+    """The control tokens, and those of them that end an answer."""
+    ids = [i for i in range(vocabulary.vocab_size) if vocabulary.is_special_token(i)]
+    return ids, [*vocabulary.eos_tokens]
 
 
 def check() -> None:
@@ -138,11 +164,13 @@ class Grammar:
         rules: str = "start: value0",
     ) -> None:
         for i, schema in enumerate(schemas):
-            rules += f"\nvalue{i}: %json {json.dumps(close(schema) | {'x-guidance': WHITE_SPACE})}"
+            rules += f"\nvalue{i}: %json {json.dumps(close(schema) | {'x-guidance': JSON_OPTIONS})}"
         self.matcher = LLMatcher(vocabulary, rules, log_level=0)
         if problem := self.matcher.get_error():
             said = problem.partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
             raise ValueError(" ".join(said.split()))
+        self.control_ids, self.stop_ids = control_ids(vocabulary)
+        self.named = [int(i) for i in re.findall(r"<\[(\d+)\]>", rules)]  # control tokens in rules
         self.seen = 0  # how many ids the matcher has seen, with the prompt
 
     def copy(self) -> "Grammar":
@@ -157,4 +185,8 @@ class Grammar:
             self.matcher.consume_tokens(ids[self.seen :])
         self.seen = len(ids)
         allowed = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)
+        # Where one control token may follow a text, llguidance's mask allows all of them.
+        allowed[self.control_ids] = 0
+        allowed[[i for i in self.named if self.matcher.validate_tokens([i])]] = 1
+        allowed[self.stop_ids] = int(self.matcher.is_accepting())
         return logits.masked_fill(allowed[: len(logits)].to(logits.device) == 0, -torch.inf)
