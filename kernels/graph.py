@@ -244,9 +244,8 @@ def compiled() -> Callable:
     """block(), compiled. The first call takes seconds; Inductor keeps what it made in a cache."""
     with suppress(OSError, RuntimeError):
         folder = llama2.load_module("build").cache_folder() / "inductor"
-        if not folder.exists():
+        if not os.path.exists(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))):
             warnings.warn("compiling for the GPU: about 12 s, once on a machine", stacklevel=2)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     return torch.compile(
         block, dynamic=True, fullgraph=True, options={"coordinate_descent_tuning": True}
     )

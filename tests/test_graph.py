@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -343,3 +344,18 @@ def test_one_compilation_serves_all(graph, monkeypatch):  # noqa: F811
         assert all(step.replay for step in steps_of(graph, fast))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"] and not counters["recompiles"]
+
+
+def test_what_inductor_makes_lies_in_our_own_folder(graph, monkeypatch, tmp_path):  # noqa: F811
+    """Said in one line when there is none yet; a folder that is named by the user stays."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = str(tmp_path / "llama2.py" / "inductor")
+    for named, expected in (("", folder), ("/elsewhere", "/elsewhere")):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        if named:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named)
+        with pytest.warns(
+            UserWarning, match="compiling for the GPU: about 12 s, once on a machine"
+        ):
+            graph.compiled.__wrapped__()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == expected
