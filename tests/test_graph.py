@@ -350,7 +350,8 @@ def test_what_inductor_makes_lies_in_our_own_folder(graph, monkeypatch, tmp_path
     """Said in one line when there is none yet; a folder that is named by the user stays."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = str(tmp_path / "llama2.py" / "inductor")
-    for named, expected in (("", folder), ("/elsewhere", "/elsewhere")):
+    other = str(tmp_path / "other")
+    for named, expected in (("", folder), (other, other)):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if named:
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named)
