@@ -1802,10 +1802,9 @@ OPTIONAL = {
 
 def gguf_name(name: str) -> str:
     """layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
-    layer = re.match(r"layers\.(\d+)\.", name)
-    block = f"blk.{layer[1]}." if layer else ""
-    last = name.split(".")[-2]
-    return f"{block}{GGUF_NAMES[last]}.weight"
+    *parents, module, _ = name.split(".")
+    block = f"blk.{parents[1]}." if parents else ""
+    return f"{block}{GGUF_NAMES[module]}.weight"
 
 
 def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
@@ -2171,8 +2170,9 @@ def hf_settings(folder: Path) -> dict[str, Any]:
 
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     """The divisors of Llama 3.1's rotary frequencies: 1 for high ones, `factor` for low ones."""
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    factor, low, high = (get_typed(rope, name, float) for name in names)
+    factor, low, high = (
+        get_typed(rope, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     if low >= high:
         raise ValueError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
     context = config.max_position_embeddings
@@ -2352,6 +2352,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
 
     # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
+    pre = metadata.get("tokenizer.ggml.pre")
     model: Any
     if is_llama:
         if "unk_token" in ids and UNKNOWN not in types:
@@ -2361,14 +2362,11 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
         model = sentencepiece_model(pieces, scores, types, prefix, strip)
-        add_bos = True
     else:
-        pre = metadata.get("tokenizer.ggml.pre")
         if pre is None:
             raise ValueError(NO_PRE_TOKENIZER)
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
         model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
-        add_bos = pre in LIKE_LLAMA_3
 
     # 4. The rest: what a text begins with, and the chat template.
     template = get("tokenizer.chat_template", str, "")
@@ -2379,7 +2377,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         model,
         ids.get("bos_token"),
         ids.get("eos_token"),
-        get("tokenizer.ggml.add_bos_token", bool, add_bos),
+        get("tokenizer.ggml.add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
         # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
         prepend_scheme=get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
         chat_template=join_templates(template, tool_use) if tool_use else template,
@@ -2610,8 +2608,12 @@ def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     for key in "additional_special_tokens", "extra_special_tokens":
         more = settings.get(key) or {}  # names and tokens, or tokens alone
         tokens |= more if isinstance(more, dict) else {f"{key}_{i}": t for i, t in enumerate(more)}
-    texts = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
-    return {name: get_typed(texts, name, str) for name, t in texts.items() if t is not None}
+    texts = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in tokens.items()
+        if token is not None
+    }
+    return {name: get_typed(texts, name, str) for name in texts}
 
 
 def read_vocabulary(path: Path, config: Config) -> Vocabulary:
@@ -2805,7 +2807,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_hf(path) if path.is_dir() else open_gguf(path)
 
 
-LARGE = 2**26  # bytes of matrices; for larger models, kernels are compiled and may round
+LARGE = 2**26  # bytes of weights; for larger models, kernels are compiled and may round
 DTYPES = "float32", "bfloat16", "float16"
 
 
@@ -2881,10 +2883,10 @@ def plan_loading(
 ) -> Plan:
     """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
     # 1. The device. For quantised matrices the CPU has kernels, and MPS none.
-    matrices = [weight for weight in checkpoint.weights.values() if len(weight.shape) == 2]
+    weights = checkpoint.weights.values()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        is_dense = not any(weight.kept_type(torch.float16) for weight in matrices)
+        is_dense = not any(weight.kept_type(torch.float16) for weight in weights)
         if is_dense and torch.backends.mps.is_available():
             device = "mps"
     try:
@@ -2902,15 +2904,15 @@ def plan_loading(
         raise ValueError(f"dtype is {name!r:.60}; expected {' or '.join(accepted)}")
     if name != "auto":
         activations = getattr(torch, name)
-    elif device.type == "mps" and all(weight.ggml_type != "BF16" for weight in matrices):
+    elif device.type == "mps" and all(weight.ggml_type != "BF16" for weight in weights):
         activations = torch.float16
     else:
         activations = torch.float32 if on_cpu else torch.bfloat16
 
     # 3. The kernels, for matrices that stay quantised, and on CUDA for all. Only "auto" lets them
     #    round activations.
-    is_quantised = not trainable and any(weight.kept_type(activations) for weight in matrices)
-    is_large = sum(weight.nbytes for weight in matrices) > LARGE
+    is_quantised = not trainable and any(weight.kept_type(activations) for weight in weights)
+    is_large = sum(weight.nbytes for weight in weights) > LARGE
     asks_for_kernels = is_large if compile is None else compile
     has_use = is_quantised or not (on_cpu or trainable)
     kernels = has_use and asks_for_kernels and can_accelerate(device)
