@@ -125,7 +125,8 @@ def describe(used: list[Sample]) -> str:
     used = [*{id(sample): sample for sample in used}.values()]
     rows, answers = len({sample.row for sample in used}), sum(sample.answers for sample in used)
     tokens = sum(int(sample.learned[1:].sum()) for sample in used)
-    return f"learned from {rows} rows with {answers} answers, {tokens} tokens"
+    counted = f"{rows} rows with {answers} answers" if answers else f"{rows} sequences"
+    return f"learned from {counted}, {tokens} tokens"
 
 
 if __name__ == "__main__":

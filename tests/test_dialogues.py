@@ -22,7 +22,7 @@ import dialogues
 from test_chat import FAMILIES, folder, load, load_theirs
 
 import llama2
-from test_llama2 import dialogue
+from test_llama2 import dialogue, raises
 
 FILES = sorted(Path(os.environ.get("TEMPLATES", "nowhere")).glob("*.jinja"))
 TEMPLATES = {name: template for name, (template, *_) in FAMILIES.items()}
@@ -278,3 +278,143 @@ def test_masks_of_transformers(tmp_path, parts):
         )
         assert sample.tokens.tolist() == expected["input_ids"]
         assert sample.learned.tolist() == [*map(bool, expected["assistant_masks"])]
+
+
+# --------------------------------------------------------------------------------------------------
+# Files, as their writers mean them
+
+QWEN = """{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'tool' %}{{ m.name + ': ' }}{% endif %}
+{%- if m.reasoning_content %}{{ '<think>' + m.thinking + '</think>' }}{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + c.type }}
+{{- c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+END = "<|im_end|>"
+ASKED = '{"role": "user", "content": "a"}'
+WIND = '{"type": "function", "function": {"name": "wind"}}'
+# A row, and what is learned of it.
+ROWS = (
+    r"""
+{"messages": [ASKED, {"role": "assistant", "content": "b"}]} | bEND
+{"messages": [{"role": "developer", "content": "s"}, ASKED, {"role": "assistant", "content": "b", "weight": null}]} | bEND
+{"messages": [ASKED, {"role": "assistant", "content": "b", "tool_calls": null, "name": null, "reasoning": null, "weight": 1.0}], "tools": null} | bEND
+{"messages": [ASKED, {"role": "assistant", "content": "b", "weight": false}, ASKED, {"role": "assistant", "content": "c"}]} | cEND
+{"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": null}]}, {"role": "assistant", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]}]} | b\ncEND
+{"messages": [ASKED, {"role": "assistant", "content": "b\u2028c\u0085d\u2029"}]} | b\u2028c\u0085d\u2029END
+{"messages": [ASKED, {"role": "assistant", "reasoning": "t", "content": "b"}]} | <think>t</think>bEND
+{"messages": [ASKED, {"role": "assistant", "reasoning_content": "t", "content": "b"}]} | <think>t</think>bEND
+{"messages": [ASKED, {"role": "assistant", "thinking": "t", "content": "b"}]} | <think>t</think>bEND
+{"prompt": [ASKED, {"role": "assistant", "content": "b"}, ASKED], "completion": [{"role": "assistant", "content": "c"}]} | cEND
+{"prompt": "a b", "completion": " c d"} |  c d</s>
+{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]} | bEND
+{"conversations": [ASKED, {"role": "assistant", "content": "b"}]} | bEND
+{"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "wind", "arguments": "{\"x\": 1}"}}]}], "tools": [WIND]} | <tool_call>windfunction{"x": 1}END
+{"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": "i", "type": "function", "function": {"name": "wind", "arguments": ""}}]}, {"role": "tool", "tool_call_id": "i", "content": "r"}, {"role": "assistant", "content": "c"}], "tools": "[WIND_]"} | <tool_call>windfunction{}END
+{"messages": [ASKED, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "wind", "arguments": {"x": "y", "z": null}}}]}], "tools": ["WIND_"]} | <tool_call>windfunction{"x": "y"}END
+""".replace("WIND_", WIND.replace('"', r"\""))
+    .replace("WIND", WIND)
+    .replace("ASKED", ASKED)
+)
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """reader(text, name) -> what is learned first in each sequence of a file with this text."""
+    tokenizer = load(folder(tmp_path, QWEN))
+
+    def read(text, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        samples = dialogues.read_samples(path, tokenizer, None)
+        return [learned_in(tokenizer, [sample])[0] for sample in samples]
+
+    return read
+
+
+@pytest.mark.parametrize("case", ROWS.strip().split("\n"))
+def test_rows(reader, case):
+    row, expected = case.split(" | ")
+    expected = expected.replace("END", END).encode().decode("unicode-escape")
+    ((before, learned),) = reader(row)
+    assert learned == expected
+    assert ("wind" in before) == ("wind" in row)
+
+
+def test_results_have_the_name_of_their_function(reader):
+    row = ROWS.strip().split("\n")[-2].split(" | ")[0].replace('"content": "", ', '"weight": 0, ')
+    ((before, learned),) = reader(row)
+    assert before.endswith("<|im_start|>tool\nwind: r<|im_end|><|im_start|>assistant\n")
+    assert learned == f"c{END}"
+
+
+ROW = ROWS.strip().split("\n")[0].split(" | ")[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{ROW}\n{ROW}\n",
+        f"\ufeff\n{ROW}\r\n\n  \n{ROW}\n\n",
+        f"[{ROW}, {ROW}]",
+        f"\ufeff\n[\n  {ROW},\n  {ROW}\n]\n",
+    ],
+)
+def test_files(reader, text):
+    """Lines, which end at "\\n", or an array."""
+    assert [learned for _, learned in reader(text)] == [f"b{END}"] * 2
+
+
+WRONG = r"""
+{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]} | line 2: damaged: KeyError 'text'
+{"messages": 5} | line 2: expected messages, conversations, or prompt and completion
+{"prompt": "a", "completion": [ASKED]} | line 2: expected messages
+[5] | line 2: expected messages
+{"messages": [ASKED | line 2: Expecting ',' delimiter
+{"messages": [ASKED]} | line 2: there is no answer to learn
+{"messages": [{"role": "assistant", "content": "b"}]} | line 2: there is no answer to learn
+{"messages": [ASKED, {"role": "assistant", "content": "b", "weight": 0}]} | line 2: there is no answer to learn
+{"messages": [ASKED, {"role": "assistant", "content": "b", "weight": 0.5}]} | line 2: the weights are .1, 0.5.; expected 0 or 1
+{"messages": [ASKED, {"role": "assistant", "content": ""}]} | line 2: an answer says nothing
+{"messages": [ASKED, {"role": "assistant", "function_call": {"name": "wind"}}]} | line 2: an answer says nothing
+{"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "wind", "arguments": "x"}}]}]} | line 2: Expecting value
+{"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "wind", "arguments": "[1]"}}]}]} | line 2: damaged
+{"messages": [ASKED, {"role": "assistant", "content": "b"}], "tools": "x"} | line 2: Expecting value
+{"conversations": [{"from": "human", "value": "a"}, {"from": "bard", "value": "b"}]} | line 2: damaged: KeyError 'bard'
+[[[[[[ | line 2: Expecting value
+""".replace("ASKED", ASKED)
+
+
+@pytest.mark.parametrize("case", WRONG.strip().split("\n"))
+def test_rows_that_cannot_be_read(reader, case):
+    row, said = case.split(" | ")
+    raises(rf"rows.jsonl: {said}", reader, f"{ROW}\n{row}\n")
+
+
+def test_up_to_five_rows_are_named(reader):
+    with pytest.raises(ValueError, match="line 2: .*line 4: .*; and 2 more$") as error:
+        reader("\n".join([ROW, *["{}", ROW] * 7]))
+    assert str(error.value).count("line") == 5
+    raises("row 2: expected messages", reader, f"[{ROW}, {{}}]")
+    raises("rows.json: Expecting", reader, f"[{ROW}\n{ROW}]", "rows.json")
+    raises("rows.jsonl: .*utf-8", reader, ROW.encode("utf-16"))
+
+
+LEFT_OUT = r"""
+chatml | {"messages": [ASKED, {"role": "assistant", "content": "b"}], "tools": [WIND]} | 'wind', of a tool
+chatml | {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "wind"}}]}]} | 'wind', of
+chatml | {"messages": [ASKED, {"role": "assistant", "content": "b", "reasoning": "t u"}]} | 'tu', of a tool or an answer
+{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %} | {"messages": [ASKED, {"role": "assistant", "content": "<think>t</think>b"}]} | 't'
+{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %} | {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "wind", "arguments": {"x": 1}}}]}]} | 'x'
+{% for m in messages %}{% if loop.last or m.role == 'assistant' %}{{ m.role }}{% endif %}{% endfor %}{{ messages[-1].content }} | {"messages": [ASKED, {"role": "assistant", "content": "b"}]} | does not show where
+"""
+LEFT_OUT = LEFT_OUT.replace("WIND", WIND).replace("ASKED", ASKED)
+
+
+@pytest.mark.parametrize("case", LEFT_OUT.strip().split("\n"))
+def test_what_a_template_leaves_out(tmp_path, case):
+    """Tools, calls, reasoning, arguments; and a template of which nobody can tell."""
+    template, row, said = case.split(" | ")
+    tokenizer = load(folder(tmp_path, None))
+    (tmp_path / "rows").write_text(row)
+    raises(rf"line 1: .*{said}", dialogues.read_samples, tmp_path / "rows", tokenizer, template)

@@ -1,5 +1,8 @@
 """Tests of examples/lora.py; PEFT is the oracle."""
 
+import json
+import re
+import runpy
 import subprocess
 import sys
 
@@ -66,20 +69,99 @@ def test_command_line(tmp_path):
     assert (merged(IDS) - ours).abs().max() < 1e-3
 
 
-DIALOGUE = (
-    '{"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B",'
-    '"weight": 0}, {"role": "user", "content": "C"}, {"role": "assistant", "content": "D"}]}\n'
-)
+def row(answer, question="hi"):
+    said = {"role": "assistant", "content": answer}
+    return json.dumps({"messages": [{"role": "user", "content": question}, said]}) + "\n"
 
 
-def test_dialogues(tmp_path):
-    """What the assistant says is learned, unless its weight is 0."""
-    path = tmp_path / "lines"
-    path.write_text(DIALOGUE * 10)
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """run(options) -> exit status, stderr of lora.py in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(options):
+        monkeypatch.setattr("sys.argv", ["lora.py", *options.split()])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(lora.__file__, run_name="__main__")
+        return end.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_dialogues(tmp_path, run):
+    """What the assistant says is learned, by SentencePiece, too; rows that are too long are not."""
+    assistant = "Once upon a time"
+    rows = [row(assistant)] * 20 + [row(assistant, "long " * 999)]
+    rows[4] = row("x " * 999)
+    (tmp_path / "rows.JSONL").write_text("".join(rows))
     _, tokenizer = llama2.load(llama2.DEFAULT_MODEL)
-    samples, _ = lora.read_dialogues(path, tokenizer, "llama-2")
-    for tokens, learned in samples:
-        assert tokens[learned].tolist() == tokenizer.encode("D </s>", bos=False, parse_special=True)
+    samples, held_out = lora.read_dialogues(tmp_path / "rows.JSONL", tokenizer, "llama-2")
+    expected = tokenizer.encode(f"{assistant} </s>", bos=False, parse_special=True)
+    assert len(samples) == 18 and len(held_out) == 3
+    for tokens, learned in samples[5:]:
+        assert tokens[learned].tolist() == expected
+    command = "--data rows.JSONL --chat-template llama-2 --adapter ours --steps 5"
+    status, said = run(command)
+    tokens = 17 * len(expected)
+    assert status == 0
+    assert said.endswith(
+        f"learned from 17 rows with 17 answers, {tokens} tokens; left out: 2 rows of more than 512"
+        " tokens, which is the model's limit: line 5, line 21\n"
+    )
+    status, said = run(f"{command} --strict")
+    assert status == 2 and "2 rows of more than 512 tokens" in said and "[" not in said
+    status, said = run(f"{command} --steps 1")
+    assert "learned from 4 rows with 4 answers" in said
+
+
+def test_data_that_is_refused_before_the_first_step(tmp_path, run):
+    model = f"--model {llama2.DEFAULT_MODEL} --adapter ours --chat-template chatml --data"
+    for name, text, expected in (
+        ("a.jsonl", row("a") * 9, "a.jsonl: there are 9 dialogues; expected 10 or more"),
+        ("a.json", row("a") * 20 + "{}", "a.json: line 21: expected messages"),
+        ("a.ndjson", "[]", "there are 0 dialogues"),
+        ("a.txt", row("a") * 99, "a.txt: the text is JSON; give it a name that ends in .jsonl"),
+        ("a", f"\ufeff[\n  {row('a')}]" * 99, "a: the text is JSON"),
+        ("b.txt", "Once upon a time", "b.txt: the text has . tokens; expected 2570 or more"),
+    ):
+        (tmp_path / name).write_text(text, "utf-8")
+        status, said = run(f"{model} {name}")
+        assert status == 2 and re.search(expected, said) and said.count("\n") == 1, said
+        assert not (tmp_path / "ours").exists()
+
+
+def test_settings_of_an_adapter_that_exists(tmp_path, run):
+    """Options may repeat them, not differ."""
+    (tmp_path / "rows.jsonl").write_text(row("a") * 10)
+    command = "--data rows.jsonl --chat-template chatml --adapter ours --steps 1"
+    assert run(f"{command} --rank 3 --alpha 5 --targets v_proj up_proj")[0] == 0
+    assert run(f"{command} --rank 3 --alpha 5 --targets up_proj v_proj")[0] == 0
+    before = contents(tmp_path / "ours")
+    for option, said in {
+        "--rank 8": "r is 3, not 8",
+        "--alpha 16": "lora_alpha is 5.0, not 16.0",
+        "--targets v_proj": "target_modules is .'up_proj', 'v_proj'., not .'v_proj'.",
+    }.items():
+        for options in (f"{command} {option}", f"--adapter ours --out new.gguf {option}"):
+            status, error = run(options)
+            assert status == 2 and re.search(f"ours: its {said}: name a new folder", error)
+    assert contents(tmp_path / "ours") == before and not (tmp_path / "new.gguf").exists()
+
+
+def test_an_interrupt_keeps_what_was_learned(tmp_path, run, monkeypatch):
+    (tmp_path / "tales").write_text(TALE * 16, "utf-8")
+    step = torch.optim.AdamW.step
+
+    def interrupted(optimizer):
+        step(optimizer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.optim.AdamW.step", interrupted)
+    status, said = run("--data tales --adapter ours")
+    assert status == 130
+    assert said.endswith("is kept\nlearned from 4 sequences, 1024 tokens\n")
+    model, _ = llama2.load(llama2.DEFAULT_MODEL)
+    lora.load_adapter(model, tmp_path / "ours")
 
 
 @torch.no_grad()
@@ -89,9 +171,11 @@ def test_a_full_disk_is_an_error_of_the_system(model_path, tmp_path):
     lora.add_adapters(model, ["q_proj"], 8, 1.0)
     lora.save_adapter(model, tmp_path)
     old = contents(tmp_path)
-    with lowered("RLIMIT_FSIZE", 1000), pytest.raises(OSError, match="too large.*adapter_model"):
-        lora.save_adapter(model, tmp_path)
-    assert contents(tmp_path) == old
+    model.lora_settings["lora_alpha"] = 2.0
+    for limit, name in ((1000, "adapter_model"), (10, "adapter_config")):
+        with lowered("RLIMIT_FSIZE", limit), pytest.raises(OSError, match=f"too large.*{name}"):
+            lora.save_adapter(model, tmp_path)
+        assert contents(tmp_path) == old
 
 
 def test_what_does_not_fit(tmp_path):
