@@ -21,7 +21,7 @@ where an answer begins.
 import json
 import re
 import secrets
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,10 +36,10 @@ import llama2
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system"}
-ROLES |= {name: name for name in ("system", "user", "assistant", "tool", "function", "ipython")}
+ROLES |= {name: name for name in ("system", "user", "assistant", "tool")}
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """A sequence of tokens (n,), and which of them are learned. *sample are these two."""
 
@@ -48,7 +48,7 @@ class Sample:
     row: str  # its place in the file
     answers: int = 0  # how many are learned
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator:
         return iter((self.tokens, self.learned))
 
 
@@ -61,7 +61,7 @@ def from_json(text: Any) -> Any:
     )
 
 
-def read_message(message: dict[str, Any], called: dict[str, str]) -> dict[str, Any]:
+def read_message(message: dict, called: dict) -> dict:
     """A message as templates expect it. `called`: functions by the ids of their calls."""
     content = message.get("content", message.get("value", ""))
     if isinstance(content, list):
@@ -88,14 +88,16 @@ class Reader:
     template: str
     has_end: bool  # whether the template writes something behind an answer
 
-    def render(self, messages: list, variables: dict) -> tuple[list[list[int]], list[str]]:
+    def render(self, messages: list, variables: dict) -> tuple:
         """Ids of the prompt for the last message, and of all messages; and their texts, in pieces."""
         closed = f"{{% set add_generation_prompt = false +%}}{self.template}"
-        pairs = (messages[:-1], self.template), (messages, closed)
-        both = [llama2.encode_chat(self.tokenizer, *pair, **variables) for pair in pairs]
+        both = [
+            llama2.encode_chat(self.tokenizer, *side, **variables)
+            for side in ((messages[:-1], self.template), (messages, closed))
+        ]
         return both, ["".join(self.tokenizer.pieces[i] for i in ids) for ids in both]
 
-    def find_answer(self, messages: list, variables: dict) -> tuple[list[int], int]:
+    def find_answer(self, messages: list, variables: dict) -> tuple:
         """The ids of the prompt for the last message and of this; where in them the answer begins."""
         (prompt, ids), (asked, text) = self.render(messages, variables)
         if not text.startswith(asked):
@@ -111,16 +113,18 @@ class Reader:
         common = commonprefix([asked, text])
         if common != asked:  # the prompt goes on, such as with <think>; not half of a tag
             common = re.sub(r"[<\[][^>\]]*$", "", common)
-        # In tokens from the end: what is behind the mark, and what holds the answer.
-        ends, all_ends = (
-            [*accumulate(len(self.tokenizer.pieces[i]) for i in side[::-1])]
-            for side in (prompt, ids)
+        ids = (
+            prompt[: len(prompt) - self.count(prompt, len(asked))]
+            + ids[len(ids) - self.count(ids, len(text)) :]
         )
-        prompt = prompt[: len(prompt) - bisect_right(ends, len(asked))]
-        ids = prompt + ids[len(ids) - bisect_right(all_ends, len(text)) :]
-        return ids, len(ids) - 1 - bisect_left(all_ends, len(text) - len(common))
+        return ids, len(ids) - 1 - self.count(ids, len(text) - len(common) - 1)
 
-    def require(self, said: list[str], ids: list[int]) -> None:
+    def count(self, ids: list, n: int) -> int:
+        """How many tokens at the end lie within the last n characters."""
+        lengths = (len(self.tokenizer.pieces[i]) for i in ids[::-1])
+        return bisect_right([*accumulate(lengths)], n)
+
+    def require(self, said: list, ids: list) -> None:
         """Raise ValueError unless all that is said is in the ids, whatever the white space."""
         encoded = [ids, *(self.tokenizer.encode(part, bos=False) for part in said)]
         text, *parts = ("".join(self.tokenizer.decode(ids).split()) for ids in encoded)
@@ -130,7 +134,7 @@ class Reader:
                     f"the chat template leaves out {part!r:.40}, of a tool or an answer"
                 )
 
-    def find_answers(self, row: dict[str, Any]) -> Iterator[tuple[list[int], int]]:
+    def find_answers(self, row: dict) -> Iterator:
         """Ids that end with each answer to learn, from the last on; and where in them it begins."""
         encode, eos = self.tokenizer.encode, self.tokenizer.eos_id
         match row:
@@ -149,7 +153,7 @@ class Reader:
             raise ValueError(f"the weights are {weights!r:.40}; expected 0 or 1")
         tools = [from_json(tool) for tool in from_json(row.get("tools", []))]
         variables = row.get("chat_template_kwargs", {}) | {"tools": tools or None}
-        called: dict[str, str] = {}
+        called = {}
         messages = [read_message(message, called) for message in messages]
         for i in range(len(messages) - 1, 0, -1):
             answer = messages[i]
@@ -169,10 +173,9 @@ class Reader:
                 ids.append(eos)
             yield ids, start
 
-    def read(self, row: dict[str, Any], place: str) -> list[Sample]:
+    def read(self, row: dict, place: str) -> list:
         """Sequences with the answers of a row. Raises ValueError, or others."""
-        samples: list[Sample] = []
-        longer: list[int] = []
+        samples, longer = [], []
         for ids, start in self.find_answers(row):
             if longer[: len(ids)] != ids:
                 longer = ids
@@ -185,7 +188,7 @@ class Reader:
         return samples
 
 
-def read_samples(path: Path, tokenizer: llama2.Tokenizer, template: str | None) -> list[Sample]:
+def read_samples(path: Path, tokenizer: llama2.Tokenizer, template: str | None) -> list:
     """The samples of a file. Raises ValueError, which names rows that cannot be read."""
     source = template or tokenizer.chat_template.strip() or "llama-2"
     source = llama2.CHAT_TEMPLATES.get(source, source)

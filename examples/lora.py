@@ -48,7 +48,7 @@ def loss_of(model: llama2.Llama, tokens: Tensor, learned: Tensor) -> Tensor:
     return F.cross_entropy(model.lm_head(model.norm(x)), tokens[1:][learned[1:]])
 
 
-def read_text(path: Path, tokenizer: llama2.Tokenizer, limit: int) -> tuple[list, list]:
+def read_text(path: Path, tokenizer: llama2.Tokenizer, limit: int) -> tuple:
     """Samples of a text: from each position of nine tenths of it, and up to 8 of the rest."""
     with llama2.naming(path):
         text = path.read_bytes().decode("utf-8-sig")
@@ -78,8 +78,7 @@ def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: 
     """Train the adapters; show the loss on what is held out. Returns what was learned from."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
     start = time.perf_counter()
-    used: list[Sample] = []
-    order: list[int] = []
+    used, order = [], []
     try:
         for step in range(steps + 1):
             if step % max(1, steps // 10) == 0:
@@ -103,7 +102,7 @@ def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: 
     return used
 
 
-def leave_out(sides: tuple, limit: int, strict: bool) -> tuple[list[list[Sample]], str]:
+def leave_out(sides: tuple, limit: int, strict: bool) -> tuple:
     """The samples without rows of more tokens than the limit; which these are.
 
     Raises ValueError if there are any and `strict`, or if too few are left.
@@ -120,9 +119,8 @@ def leave_out(sides: tuple, limit: int, strict: bool) -> tuple[list[list[Sample]
     return sides, f"; left out: {text}"
 
 
-def describe(used: list[Sample]) -> str:
+def describe(used: set) -> str:
     """How much was learned from."""
-    used = [*{id(sample): sample for sample in used}.values()]
     rows, answers = len({sample.row for sample in used}), sum(sample.answers for sample in used)
     tokens = sum(int(sample.learned[1:].sum()) for sample in used)
     counted = f"{rows} rows with {answers} answers" if answers else f"{rows} sequences"
@@ -140,7 +138,8 @@ if __name__ == "__main__":
     parser.add_argument("--adapter", metavar="DIR", type=Path, help="is read if it exists, written")
     parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
     parser.add_argument("--type", choices=SAVE_TYPES, default="Q8_0")
-    parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, help="default: q_proj v_proj")
+    text = "default: q_proj v_proj"
+    parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, default=[], help=text)
     numbers = {
         "rank": (8, llama2.in_range(int, 1)),
         "alpha": (16.0, llama2.in_range(float, 1e-6, 1e6)),
@@ -160,8 +159,8 @@ if __name__ == "__main__":
         model, tokenizer = llama2.load(args.model)
         config = model.config
         limit = min(config.max_position_embeddings, getattr(config, "sliding_window", 0) or 2**31)
-        targets = {*(args.targets or ())}
-        given = {"target_modules": sorted(targets), "r": args.rank, "lora_alpha": args.alpha}
+        targets = sorted({*args.targets})
+        given = {"target_modules": targets, "r": args.rank, "lora_alpha": args.alpha}
         given = {name: value for name, value in given.items() if value}
         if args.adapter and (args.adapter.exists() or not args.data):
             load_adapter(model, args.adapter)
@@ -186,7 +185,7 @@ if __name__ == "__main__":
             status = 130 * (len(used) < args.steps * BATCH)
             if args.adapter:
                 save_adapter(model, args.adapter)
-            print(f"{describe(used)}{left_out}", file=sys.stderr)
+            print(f"{describe({*used})}{left_out}", file=sys.stderr)
         if args.out:
             merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)
