@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +34,16 @@ from torch import Tensor
 import llama2
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system"}
-ROLES |= {name: name for name in ("system", "user", "assistant", "tool")}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "developer": "system",
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 @dataclass(eq=False)
@@ -52,7 +59,7 @@ class Sample:
         return iter((self.tokens, self.learned))
 
 
-def from_json(text: Any) -> Any:
+def from_json(text: object) -> object:
     """The value of a JSON text, without keys whose value is null; anything else as it is."""
     if not isinstance(text, str):
         return text
@@ -72,10 +79,13 @@ def read_message(message: dict, called: dict) -> dict:
         call.setdefault("type", "function")
         called[call.get("id")] = function["name"]
     thought = next(filter(None, map(message.get, THOUGHTS)), None)
-    known = message | dict.fromkeys(THOUGHTS, thought)
-    known["role"] = ROLES[message.get("role") or message["from"]]
-    known["content"] = content
-    known["name"] = message.get("name") or called.get(message.get("tool_call_id"))
+    known = {
+        **message,
+        **dict.fromkeys(THOUGHTS, thought),
+        "role": ROLES[message.get("role") or message["from"]],
+        "content": content,
+        "name": message.get("name") or called.get(message.get("tool_call_id")),
+    }
     # Templates ask whether there are tool_calls: what is empty is left out.
     return {key: value for key, value in known.items() if value or key == "content"}
 
@@ -135,7 +145,7 @@ class Reader:
                 )
 
     def find_answers(self, row: dict) -> Iterator:
-        """Ids that end with each answer to learn, from the last on; and where in them it begins."""
+        """Ids that end with an answer to learn, of each from the last on; where it begins in them."""
         encode, eos = self.tokenizer.encode, self.tokenizer.eos_id
         match row:
             case {"prompt": str(prompt), "completion": str(completion)}:
@@ -173,20 +183,6 @@ class Reader:
                 ids.append(eos)
             yield ids, start
 
-    def read(self, row: dict, place: str) -> list:
-        """Sequences with the answers of a row. Raises ValueError, or others."""
-        samples, longer = [], []
-        for ids, start in self.find_answers(row):
-            if longer[: len(ids)] != ids:
-                longer = ids
-                tokens = torch.tensor(ids)
-                samples.append(Sample(tokens, torch.zeros_like(tokens, dtype=torch.bool), place))
-            samples[-1].learned[start : len(ids)] = True
-            samples[-1].answers += 1
-        if not samples:
-            raise ValueError("there is no answer to learn")
-        return samples
-
 
 def read_samples(path: Path, tokenizer: llama2.Tokenizer, template: str | None) -> list:
     """The samples of a file. Raises ValueError, which names rows that cannot be read."""
@@ -200,13 +196,23 @@ def read_samples(path: Path, tokenizer: llama2.Tokenizer, template: str | None) 
         if text.lstrip().startswith("["):
             word, rows = "row", from_json(text)
     for number, row in enumerate(rows, 1):
+        if not str(row).strip():
+            continue
+        place, longer = f"{word} {number}", []
         try:
-            with llama2.naming(f"{word} {number}"):
-                if str(row).strip():
-                    samples += reader.read(from_json(row), f"{word} {number}")
+            with llama2.naming(place):
+                for ids, start in reader.find_answers(from_json(row)):
+                    if longer[: len(ids)] != ids:  # else it begins the sequence of a later answer
+                        longer = ids
+                        learned = torch.zeros(len(ids), dtype=torch.bool)
+                        samples.append(Sample(torch.tensor(ids), learned, place))
+                    learned[start : len(ids)] = True
+                    samples[-1].answers += 1
+                if not longer:
+                    raise ValueError("there is no answer to learn")
         except ValueError as error:
             problems.append(str(error)[:120])
     if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{path}: {'; '.join(problems[:5])}{more}")
+        named = "; ".join(problems[:5])
+        raise ValueError(f"{path}: {len(problems)} rows cannot be learned from: {named}")
     return samples

@@ -102,31 +102,6 @@ def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: 
     return used
 
 
-def leave_out(sides: tuple, limit: int, strict: bool) -> tuple:
-    """The samples without rows of more tokens than the limit; which these are.
-
-    Raises ValueError if there are any and `strict`, or if too few are left.
-    """
-    rows = dict.fromkeys(s.row for side in sides for s in side if len(s.tokens) > limit)
-    if not rows:
-        return sides, ""
-    names = ", ".join([*rows][:5]) + ", ..." * (len(rows) > 5)
-    text = f"{len(rows)} rows of more than {limit} tokens, which is the model's limit: {names}"
-    sides = [[s for s in side if s.row not in rows] for side in sides]
-    if strict or not all(sides):
-        raise ValueError(text)
-    print(f"left out: {text}", file=sys.stderr)
-    return sides, f"; left out: {text}"
-
-
-def describe(used: set) -> str:
-    """How much was learned from."""
-    rows, answers = len({sample.row for sample in used}), sum(sample.answers for sample in used)
-    tokens = sum(int(sample.learned[1:].sum()) for sample in used)
-    counted = f"{rows} rows with {answers} answers" if answers else f"{rows} sequences"
-    return f"learned from {counted}, {tokens} tokens"
-
-
 if __name__ == "__main__":
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
@@ -138,17 +113,18 @@ if __name__ == "__main__":
     parser.add_argument("--adapter", metavar="DIR", type=Path, help="is read if it exists, written")
     parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
     parser.add_argument("--type", choices=SAVE_TYPES, default="Q8_0")
-    text = "default: q_proj v_proj"
-    parser.add_argument("--targets", nargs="+", choices=PROJECTIONS, default=[], help=text)
+    parser.add_argument(
+        "--targets", nargs="+", choices=PROJECTIONS, default=[], help="default: q_proj v_proj"
+    )
     numbers = {
-        "rank": (8, llama2.in_range(int, 1)),
-        "alpha": (16.0, llama2.in_range(float, 1e-6, 1e6)),
-        "steps": (200, llama2.in_range(int, 1)),
-        "rate": (1e-3, llama2.in_range(float, 1e-9, 1)),
+        "--rank": (8, llama2.in_range(int, 1)),
+        "--alpha": (16.0, llama2.in_range(float, 1e-6, 1e6)),
+        "--steps": (200, llama2.in_range(int, 1)),
+        "--rate": (1e-3, llama2.in_range(float, 1e-9, 1)),
     }
     for name, (value, number) in numbers.items():
-        default = value if name in ("steps", "rate") else None  # an adapter has its own
-        parser.add_argument(f"--{name}", type=number, default=default, help=f"default: {value}")
+        default = value if name in ("--steps", "--rate") else None  # an adapter has its own
+        parser.add_argument(name, type=number, default=default, help=f"default: {value}")
     args = parser.parse_args()
     status = 0
     if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
@@ -157,8 +133,8 @@ if __name__ == "__main__":
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
         model, tokenizer = llama2.load(args.model)
-        config = model.config
-        limit = min(config.max_position_embeddings, getattr(config, "sliding_window", 0) or 2**31)
+        limit = model.config.max_position_embeddings
+        limit = min(limit, model.config.sliding_window or limit)
         targets = sorted({*args.targets})
         given = {"target_modules": targets, "r": args.rank, "lora_alpha": args.alpha}
         given = {name: value for name, value in given.items() if value}
@@ -180,12 +156,26 @@ if __name__ == "__main__":
                 sides = read_dialogues(args.data, tokenizer, template)
             else:
                 sides = read_text(args.data, tokenizer, limit)
-            sides, left_out = leave_out(sides, limit, args.strict)
+            left_out = ""
+            long = dict.fromkeys(s.row for side in sides for s in side if len(s.tokens) > limit)
+            if long:
+                named = ", ".join([*long][:5])
+                text = (
+                    f"{len(long)} rows of more than {limit} tokens, the model's limit, as {named}"
+                )
+                left_out = f"; left out: {text}"
+                sides = [[s for s in side if s.row not in long] for side in sides]
+                if args.strict or not all(sides):
+                    raise ValueError(f"{args.data}: {text}")
+                print(left_out[2:], file=sys.stderr)
             used = train(model, *sides, args.steps, args.rate)
             status = 130 * (len(used) < args.steps * BATCH)
             if args.adapter:
                 save_adapter(model, args.adapter)
-            print(f"{describe({*used})}{left_out}", file=sys.stderr)
+            rows, answers = {sample.row for sample in used}, sum(s.answers for s in {*used})
+            tokens = sum(int(sample.learned[1:].sum()) for sample in {*used})
+            text = f"learned from {len(rows)} rows, {answers} answers, {tokens} tokens{left_out}"
+            print(text, file=sys.stderr)
         if args.out:
             merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)

@@ -388,11 +388,11 @@ WRONG = r"""
 @pytest.mark.parametrize("case", WRONG.strip().split("\n"))
 def test_rows_that_cannot_be_read(reader, case):
     row, said = case.split(" | ")
-    raises(rf"rows.jsonl: {said}", reader, f"{ROW}\n{row}\n")
+    raises(rf"rows.jsonl: 1 rows .*: {said}", reader, f"{ROW}\n{row}\n")
 
 
 def test_up_to_five_rows_are_named(reader):
-    with pytest.raises(ValueError, match="line 2: .*line 4: .*; and 2 more$") as error:
+    with pytest.raises(ValueError, match="7 rows .*: line 2: .*line 4: .*") as error:
         reader("\n".join([ROW, *["{}", ROW] * 7]))
     assert str(error.value).count("line") == 5
     raises("row 2: expected messages", reader, f"[{ROW}, {{}}]")

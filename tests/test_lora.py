@@ -1,5 +1,6 @@
 """Tests of examples/lora.py; PEFT is the oracle."""
 
+import dataclasses
 import json
 import re
 import runpy
@@ -88,7 +89,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_dialogues(tmp_path, run):
+def test_dialogues(tmp_path, run, monkeypatch):
     """What the assistant says is learned, by SentencePiece, too; rows that are too long are not."""
     assistant = "Once upon a time"
     rows = [row(assistant)] * 20 + [row(assistant, "long " * 999)]
@@ -105,20 +106,32 @@ def test_dialogues(tmp_path, run):
     tokens = 17 * len(expected)
     assert status == 0
     assert said.endswith(
-        f"learned from 17 rows with 17 answers, {tokens} tokens; left out: 2 rows of more than 512"
-        " tokens, which is the model's limit: line 5, line 21\n"
+        f"learned from 17 rows, 17 answers, {tokens} tokens; left out: 2 rows of more than 512"
+        " tokens, the model's limit, as line 5, line 21\n"
     )
     status, said = run(f"{command} --strict")
     assert status == 2 and "2 rows of more than 512 tokens" in said and "[" not in said
     status, said = run(f"{command} --steps 1")
-    assert "learned from 4 rows with 4 answers" in said
+    assert "learned from 4 rows, 4 answers" in said
+    model, _ = llama2.load(llama2.DEFAULT_MODEL)
+    model.config = dataclasses.replace(model.config, sliding_window=20)
+    monkeypatch.setattr("llama2.load", lambda path: (model, tokenizer))
+    status, said = run(f"{command} --adapter new --strict")
+    assert "21 rows of more than 20 tokens" in said
+    (tmp_path / "tales").write_text(TALE * 16, "utf-8")
+    status, said = run("--data tales --steps 1 --adapter new")
+    assert said.endswith("learned from 4 rows, 0 answers, 76 tokens\n")
 
 
 def test_data_that_is_refused_before_the_first_step(tmp_path, run):
     model = f"--model {llama2.DEFAULT_MODEL} --adapter ours --chat-template chatml --data"
     for name, text, expected in (
         ("a.jsonl", row("a") * 9, "a.jsonl: there are 9 dialogues; expected 10 or more"),
-        ("a.json", row("a") * 20 + "{}", "a.json: line 21: expected messages"),
+        (
+            "a.json",
+            row("a") * 20 + "{}",
+            "a.json: 1 rows cannot be learned from: line 21: expected messages",
+        ),
         ("a.ndjson", "[]", "there are 0 dialogues"),
         ("a.txt", row("a") * 99, "a.txt: the text is JSON; give it a name that ends in .jsonl"),
         ("a", f"\ufeff[\n  {row('a')}]" * 99, "a: the text is JSON"),
@@ -159,7 +172,7 @@ def test_an_interrupt_keeps_what_was_learned(tmp_path, run, monkeypatch):
     monkeypatch.setattr("torch.optim.AdamW.step", interrupted)
     status, said = run("--data tales --adapter ours")
     assert status == 130
-    assert said.endswith("is kept\nlearned from 4 sequences, 1024 tokens\n")
+    assert said.endswith("is kept\nlearned from 4 rows, 0 answers, 1024 tokens\n")
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
     lora.load_adapter(model, tmp_path / "ours")
 
