@@ -44,6 +44,7 @@ def folder(tmp_path, monkeypatch):
     (kernels / "cpu.cpp").write_text(SOURCE)
     (kernels / "version.h").write_text(f"#define VERSION {llama2.KERNELS_VERSION}\n")
     monkeypatch.setattr(llama2, "KERNELS", kernels)
+    monkeypatch.setattr(llama2, "load_module", llama2.load_module.__wrapped__)  # which remembers
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield kernels
     llama2.load_kernels.cache_clear()
