@@ -6,7 +6,8 @@
 
 The event loop talks to clients. A second thread runs the model (serving.py): one request at a time,
 in the order they came, each until its client hangs up. The last KV caches are kept, so that only the
-new tokens of a conversation are prefilled. Fields that are not supported are refused by name.
+new tokens of a conversation are prefilled. A field that an answer cannot follow is refused by its name,
+or forgotten if it is a hint.
 
     __main__.py  the command line, the paths, the page (chat.html)
     guard.py     refuses other sites

@@ -219,7 +219,7 @@ class Job:
 def read_request(
     session: Session, name: str, reuse: bool, body: dict, field: str, make: Any = Job
 ) -> Job:
-    """Take all supported fields out of a body; what remains in it is not supported.
+    """Take all supported fields out of a body; what remains in it is refused or forgotten.
 
     `field` holds the prompt. `make` makes the Job. Raises Refusal, or ValueError for a wrong prompt.
     """
