@@ -16,6 +16,7 @@ import llama2
 from test_llama2 import SCRIPT, cases, raises, ran
 
 EXAMPLES = SCRIPT.parent / "examples"
+from server import grammar
 from server.grammar import Grammar, hold, open_vocabulary
 
 # A is one of the others. An answer ends within a few hundred tokens.
@@ -247,3 +248,33 @@ def test_command_line(tmp_path, schema, expected):
     command = [sys.executable, EXAMPLES / "schema.py", "--schema", tmp_path / "schema.json"]
     status, *written = ran(*command, "--prompt", "Once", "--max-new-tokens", 9)
     assert re.match(f"(?s){expected}", f"{status} {''.join(written)}")
+
+
+def test_the_parts_of_a_schema_are_bounded_and_can_be_left(vocabulary, monkeypatch):
+    """A large one, whose every part takes longer, is tried in fewer of them; check() may end it."""
+
+    class Gone(BaseException):
+        """The client has hung up."""
+
+    names = [f"{i}{'x' * 900}" for i in range(200)]
+    odd = {
+        "type": "object",
+        "properties": {n: {"type": "string", "pattern": "(?=a)"} for n in names},
+    }
+    tried = []
+    monkeypatch.setattr(grammar, "check", lambda: tried.append(1))
+    _, left_out = hold(vocabulary, json.dumps(odd))
+    assert "too many such parts" in str(left_out)
+    made = [part for part in left_out if "too many" not in part]
+    assert len(made) < grammar.CHECKED_BYTES / len(json.dumps(odd))
+
+    def leave():
+        if len(tried) > 20:
+            raise Gone
+        tried.append(1)
+
+    tried.clear()
+    monkeypatch.setattr(grammar, "check", leave)
+    for _ in range(2):  # what was left is not kept as if it were an answer
+        with pytest.raises(Gone):
+            hold(vocabulary, json.dumps(odd | {"title": "another"}))

@@ -22,7 +22,8 @@ JOINING = {"$ref", "anyOf", "oneOf"}  # properties beside a schema's own
 HELD = {"allOf", "anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
 # Keywords that llguidance does not know, with values that ask for nothing.
 NOTHING = {"uniqueItems": False, "propertyNames": {"type": "string"}}
-MAX_CHECKS = 500  # of parts of a schema that cannot be held as it is; 1 ms each
+# How many parts of a schema that cannot be held as it is are tried: 1 ms each, more in a large one.
+MAX_CHECKS, CHECKED_BYTES = 500, 2**23
 
 
 class Vocabulary:
@@ -119,7 +120,7 @@ def hold(vocabulary: LLTokenizer, text: str) -> tuple[Any, list[str]]:
 
     def problem_of(part: Any) -> str:
         check()
-        if next(checks) >= MAX_CHECKS:
+        if next(checks) >= min(MAX_CHECKS, CHECKED_BYTES // len(text)):
             return "the schema has too many such parts"
         try:
             Grammar(vocabulary, [names | part])
