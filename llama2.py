@@ -1474,7 +1474,6 @@ import os
 import struct
 import sys
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 __all__ += [
@@ -1823,7 +1822,7 @@ def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) ->
 
 def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The state dict of transformers' Llama -> one for load_state_dict() of this file's Llama."""
-    return rename_from_hf(state, partial(rows_from_hf, head_dim=config.head_dim))
+    return rename_from_hf(state, functools.partial(rows_from_hf, head_dim=config.head_dim))
 
 
 @dataclass
@@ -2335,7 +2334,7 @@ def mark_control(
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError."""
     # 1. The lists of pieces and types.
-    get = partial(get_typed, metadata)
+    get = functools.partial(get_typed, metadata)
     # "llama" is SentencePiece, "gpt2" byte-level BPE.
     is_llama = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "llama"
     pieces = get("tokenizer.ggml.tokens", list)
@@ -2719,12 +2718,13 @@ def find_model(name: str) -> Path:
             # list_repo_files() would try again for 23 seconds where there is no network.
             siblings = hub.HfApi().model_info(repository, revision=revision).siblings
             names = [file.rfilename for file in siblings or ()]
-            fetch: Any = partial(hub.hf_hub_download, repository, revision=revision)
+            fetch: Any = functools.partial(hub.hf_hub_download, repository, revision=revision)
         except Exception:  # noqa: BLE001
             # Without a network: the files in the hub's cache. If there are none, this raises.
             folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[]))
             names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
             fetch = folder.joinpath
+        # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
         pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else file or ""
         return locate(names, fetch, repository, pattern)
     except FileError:
@@ -2923,9 +2923,8 @@ def plan_loading(
     #    once, if there is half as much memory again as the dense matrices need. On a CPU, bfloat16
     #    is slower than float32, but half as large.
     if name == "auto" and is_quantised and not kernels:
-        dense = plan._replace(unpack=True)
-        if on_cpu and is_large:
-            dense = dense._replace(dtype=torch.bfloat16)
+        dense_dtype = torch.bfloat16 if on_cpu and is_large else activations
+        dense = plan._replace(dtype=dense_dtype, unpack=True)
         if 1.5 * memory_needed(checkpoint, dense, 1) < free_memory(device):
             return dense
     return plan
@@ -2989,8 +2988,8 @@ def load(
 
     `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
     large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `context` is only checked: ValueError if there is no memory for so many tokens;
-    new_cache() makes the cache. `compile`: whether to use kernels, which are compiled once (None:
+    gradients. `context`: ValueError if there is no memory for a cache of so many tokens, which
+    new_cache() makes. `compile`: whether to use kernels, which are compiled once (None:
     for models above 64 MiB). `progress`: show a bar.
     Raises ValueError or FileNotFoundError.
     """
@@ -3569,6 +3568,7 @@ def fail(message: object) -> int:
 def show(stream: TextStream) -> str:
     """Write a text while it is generated, and return it. Ctrl-C stops it."""
     shown = ""
+    # All but tabs, line feeds, and carriage returns before these.
     controls = re.compile(r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]")
     try:
         for text in stream:
@@ -3811,7 +3811,7 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
 def main(
     argv: Sequence[str] | None = None, load: Callable[..., tuple[Llama, Tokenizer]] = load
 ) -> int:
-    """Run the command line, and load the model by `load`; returns the exit status."""
+    """Run the command line; returns the exit status. examples/ranks.py has a `load` of its own."""
     for name, mode in zip(("stdin", "stdout", "stderr"), "rww"):
         if getattr(sys, name) is None:  # it was closed, as by `<&-`
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
