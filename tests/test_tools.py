@@ -295,6 +295,45 @@ def test_auto(say):
     assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
 
 
+LLAMA_3 = r"""{"name": "wind", "parameters": {"city": "Rome"}}
+{"type": "function", "name": "wind", "parameters": {"city": "Rome"}}
+{"name":"wind","parameters":{"city":"Rome"}}
+{\n  "name": "wind",\n  "parameters": {\n    "city": "Rome"\n  }\n}
+{ "type":"function", "name" : "wind" , "parameters" : { "city": "Rome" } }"""
+
+
+def test_llama_3_writes_any_white_space_and_a_type(say):
+    """As llama.cpp reads it, with text in front, and where a call is required."""
+    source = source_of(LLAMA)
+    for text in (line.replace("\\n", "\n") for line in LLAMA_3.splitlines()):
+        for before, choice in (("", "auto"), ("Well {x: \n", "auto"), ("", "required")):
+            answer = say(source, before + text, tool_choice=choice)[0]
+            (call,) = answer["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+            assert answer["message"]["content"] == (before.strip() or None)
+            assert answer["finish_reason"] == "tool_calls"
+    for text in ('{"name":"window"}', '{"type": "function", "x": 1}', '{"type": "function"', "{ {"):
+        assert say(source, text)[0]["message"]["content"] == text
+    refused = "the server failed: AssertionError"
+    assert say(source, '{"name":"wind","parameters":{"town"') == refused
+
+
+def test_a_stop_token_that_begins_calls(tokenizer):
+    """GigaChat 3 and Kimi K3: a required call would be an empty answer."""
+    calls = """{% for c in m.tool_calls %}<|end|>call\n{"name": "{{ c.function.name }}", "arguments":
+        {{- c.function.arguments | tojson }}}{% endfor %}"""
+    source = TEMPLATE % (calls, "")
+    problem = template_of(tokenizer, source).format.problem
+    assert "a call begins with <|end|>, which ends an answer" in problem
+
+
+def test_a_control_token_in_a_wrong_place_is_not_shown(tokenizer):
+    answer = tools.Answer(reasoning=("<think>", f"§{tools.SECRET}:4094§"))
+    reader = tools.Reader(answer)
+    reader.feed(f"a§{tools.SECRET}:4094§b", ended=True)
+    assert reader.message["content"] == "ab"
+
+
 def test_what_a_call_must_be(say):
     """Once it has begun, it fits a tool's schema, and is the only one if that was asked for."""
     source = source_of(HERMES)

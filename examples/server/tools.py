@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -45,6 +45,12 @@ class Format(NamedTuple):
     arguments_as_text: bool = False  # how the template takes them
     no_content: str | None = ""  # the content of a message that only calls
     problem: str = ""  # why the format is not known
+
+    @property
+    def is_json(self) -> bool:
+        """Whether a call is a JSON object and nothing else. Llama 3 then writes any white space, and
+        a "type" in front, or not; llama.cpp has a rule for it, too."""
+        return not self.marker and self.before.startswith("{")
 
 
 @dataclass
@@ -180,6 +186,10 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
     if not name or len(places) != 1:
         shown = name_tokens(template.tokenizer, until(template.stops, rest, True)[0])
         raise ValueError(f"a call becomes {shown!r}")
+    for stop in template.stops:
+        if stop in before:  # the answer would end there
+            shown = name_tokens(template.tokenizer, stop)
+            raise ValueError(f"a call begins with {shown}, which ends an answer")
     ((start, end),) = places
     between, after = behind[:start], until(template.stops, behind[end:], True)[0].rstrip()
     if between.endswith("{"):  # arguments as text in a form that is not JSON
@@ -221,17 +231,35 @@ def literal(text: str) -> str:
     return " ".join(items)
 
 
-def up_to(rule: str, text: str, start: str = "(?s:.*)", but: str = "") -> str:
-    """A rule for free text, which begins as `start` and not as `but`, up to the first such text."""
+def up_to(rule: str, text: str, start: str = "(?s:.*)", but: str = "", end: str = "") -> str:
+    """A rule for free text, which begins as `start` and not as `but`, up to the first such text
+    (`end`: as a regular expression)."""
     excluded = f" & ~/{but}(?s:.*)/" if but else ""
     if MARK.fullmatch(text):
         return f"{rule}: {rule.upper()} {literal(text)}\n{rule.upper()}: /{start}/{excluded}"
-    return f"{rule}[lazy]: {rule.upper()}\n{rule.upper()}: /{start}{escape(text)}/{excluded}"
+    return f"{rule}[lazy]: {rule.upper()}\n{rule.upper()}: /{start}{end or escape(text)}/{excluded}"
 
 
 def escape(text: str) -> str:
     """A text as a regular expression."""
     return "".join(c if c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text)
+
+
+def pattern(form: Format, text: str, quote: Callable[[str], str] = re.escape) -> str:
+    """A part of a call as a regular expression, for any id of a call."""
+    if not form.is_json:
+        return f"[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}".join(map(quote, ID.split(text)))
+    space = r"[ \t\n]{0,40}"
+    parts = re.split(r"([{}:,])", text)
+    parts = [space + quote(p) + space if p in set("{}:,") else quote(p.strip()) for p in parts]
+    if text == form.before:
+        parts[1] += f'(?:"type"{space}:{space}"function"{space},{space})?'
+    return "".join(parts)
+
+
+def item(form: Format, text: str) -> str:
+    """A part of a call, as an item of a rule."""
+    return f"/{pattern(form, text, escape)}/" if form.is_json else literal(text)
 
 
 def triggers(answer: Answer) -> list[str]:
@@ -270,20 +298,23 @@ def rules(answer: Answer) -> str:
         lines.append(f"FREE: /(?s:.*)/{f' & ~/{but}(?s:.*)/' if but else ''}")
     if form:
         choices.append("calls")
-        calls = [f"{literal(n + form.between)} value{i}" for i, n in enumerate(answer.names)]
+        calls = [f"{item(form, n + form.between)} value{i}" for i, n in enumerate(answer.names)]
         lines.append(f"call: {' | '.join(calls)}")
-        first = f"{literal(form.before)} call"
+        first = f"{item(form, form.before)} call"
         if choices[0] == "FREE":
             leads, begun = [], triggers(answer)
             for i, (name, trigger) in enumerate(zip(answer.names, begun, strict=True)):
                 lead = f"lead{begun.index(trigger)}"
                 rest = (form.before + name + form.between)[len(trigger) :]
-                leads.append(f"{lead} {literal(rest)} value{i}")
-                lines.append(up_to(lead, trigger, but=but))
+                leads.append(f"{lead} {item(form, rest)} value{i}")
+                end = ""
+                if form.is_json:
+                    end = pattern(form, form.before, escape) + escape(trigger[len(form.before) :])
+                lines.append(up_to(lead, trigger, but=but, end=end))
             first = f"({' | '.join(leads)})"
         if answer.several and form.separator is not None:
             first += f" ({literal(form.separator)} call)*"
-        lines.append(f"calls: {first} {literal(form.after)}")
+        lines.append(f"calls: {first} {item(form, form.after)}")
     return "\n".join([f"start: {think} ({' | '.join(choices)})", *dict.fromkeys(lines)])
 
 
@@ -306,7 +337,8 @@ class Reader:
         self.secret = secrets.token_hex(4)[:7]
         if answer.form:
             name = f"({'|'.join(map(re.escape, answer.names))})"
-            before, between, separator = map(pattern, answer.form[:3])
+            parts = (pattern(answer.form, text or "") for text in answer.form[:3])
+            before, between, separator = parts
             self.first = re.compile(rf"\s*{before}{name}{between}")
             self.further = re.compile(rf"\s*{separator}{name}{between}")
 
@@ -331,12 +363,31 @@ class Reader:
                     message |= {"reasoning_content": thought, "reasoning": thought}
                 self.is_reasoning = not text
                 text = text.removeprefix(end).lstrip()
-        if not answer.forced:
+        if answer.form and answer.form.is_json and not answer.forced:
+            message["content"], text = self.until_json(text, ended)
+        elif not answer.forced:
             message["content"], text = until(triggers(answer), text, ended)
+        message["content"] = MARK.sub("", message["content"])  # of a token in a wrong place
         if answer.form and (calls := self.read_calls(text)):
             message["tool_calls"] = calls
             message["content"] = message["content"] or None
         return message
+
+    def until_json(self, text: str, ended: bool) -> tuple[str, str]:
+        """until() for a call that is a JSON object."""
+        place, rest = len(text), ""
+        if match := self.first.search(text):
+            place, rest = match.start(), text[match.start() :]
+        elif not ended:
+            form = self.answer.form
+            whole = [form.before + name + form.between for name in self.answer.names]
+            whole += [text.replace("{", '{"type":"function",', 1) for text in whole]
+            begun = ["".join(text.split()) for text in whole]
+            for i in range(max(0, len(text) - 600), len(text)):
+                if any(b.startswith("".join(text[i:].split())) for b in begun if text[i] == "{"):
+                    place = i
+                    break
+        return text[:place].rstrip(), rest
 
     def read_calls(self, text: str) -> list[dict[str, Any]]:
         """The calls of which names and all in front of the arguments are there."""
@@ -379,8 +430,3 @@ def added(before: Any, after: Any) -> Any:
         pairs = enumerate(itertools.zip_longest(before or (), after))
         return [{"index": i} | new for i, pair in pairs if (new := added(*pair))]
     return (after or "")[len(before or "") :]
-
-
-def pattern(text: str | None) -> str:
-    """A text as a regular expression, for any id of a call."""
-    return f"[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}".join(map(re.escape, ID.split(text or "")))
