@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+if os.name == "posix" and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
+    raise ImportError("Triton needs a C compiler")
 ROWS = tl.constexpr(2)  # that a program multiplies
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -43,6 +44,17 @@ def packed(ggml_type, rows, columns, layer_class=None, seed=0):
     fast.__class__ = layer_class
     fast.pack({})
     return plain, fast
+
+
+def test_without_a_c_compiler(monkeypatch):
+    """Then Triton cannot run a kernel; a model becomes dense and its graph one of plain operations."""
+    if not llama2.KERNELS.is_dir():
+        pytest.skip("no kernels/")
+    monkeypatch.setattr(llama2, "load_module", llama2.load_module.__wrapped__)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert not llama2.can_accelerate(torch.device("cuda"))
+    monkeypatch.undo()
+    assert llama2.can_accelerate(torch.device("cuda"))
 
 
 # --------------------------------------------------------------------------------------------------
