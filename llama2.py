@@ -568,7 +568,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 __all__ += [
-    "CHAT_TEMPLATES", "PENALTY_WINDOW", "PREFILL_CHUNK", "SAMPLING_LIMITS", "SCORE_CHUNK",
+    "CHAT_TEMPLATES", "PREFILL_CHUNK", "SAMPLING_LIMITS", "SCORE_CHUNK",
     "ChatStops", "Generation", "Sampling", "StreamDecoder", "TextStream", "Tokenizer", "Vocabulary",
     "chat", "chat_stops", "encode_chat", "generate", "prefill", "sample", "score", "stream_text"
 ]  # fmt: skip
@@ -577,22 +577,21 @@ __all__ += [
 # 9. Sampling
 
 SAMPLING_LIMITS = {  # the lowest and the highest value that each number in a Sampling may have
-    "temperature": (0.0, 1e6),
-    "top_k": (0, 2**31),
+    "temperature": (-1e6, 1e6),
+    "top_k": (-1, 2**31),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
     "seed": (0, 2**63 - 1),
 }
-PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in llama.cpp
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is sampled. These defaults are for models whose files recommend nothing.
 
-    temperature         divides the logits; 0: always the likeliest token (greedy)
-    top_k               sample from the k likeliest tokens only; 0: from all
+    temperature         divides the logits; 0 or less: always the likeliest token (greedy)
+    top_k               sample from the k likeliest tokens only; 0 or -1: from all
     top_p               nucleus sampling (arXiv:1904.09751): the smallest set of likeliest tokens
                         whose probabilities reach this sum, and tokens as likely as its last one
     min_p               the tokens with at least this share of the likeliest one's probability
@@ -601,6 +600,8 @@ class Sampling:
                         ones; 1: off
     logits_processor    (ids, logits) -> logits, or None
     seed                of the random numbers; None: a random one
+    penalty_last_n      how many of the last tokens repetition_penalty looks at (64, as in
+                        llama.cpp); -1: all, as transformers does
 
     They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
     min_p. Raises ValueError for values out of range.
@@ -613,6 +614,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     logits_processor: Callable[[list[int], Tensor], Tensor] | None = None
     seed: int | None = None
+    penalty_last_n: int = 64
 
     def __post_init__(self) -> None:
         for name, (low, high) in SAMPLING_LIMITS.items():
@@ -637,9 +639,10 @@ def sample(
     """
     logits = logits.float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
-    if penalty != 1:
+    last_n = sampling.penalty_last_n % 2**32  # -1 is more than all
+    if penalty != 1 and last_n:
         # Generation passes only the logits of ids that the tokenizer has.
-        recent = [i for i in {*ids[-PENALTY_WINDOW:]} if i < len(logits)]
+        recent = [i for i in {*ids[-last_n:]} if i < len(logits)]
         values = logits[recent]
         logits = logits.clone()
         logits[recent] = torch.where(values > 0, values / penalty, values * penalty)
@@ -649,8 +652,8 @@ def sample(
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
         logits = processed
     if 0 < sampling.top_k < len(logits):
-        kth_largest = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth_largest, -math.inf)
+        is_less = logits < logits.topk(sampling.top_k).values[-1]  # than the k-th largest
+        logits = logits.masked_fill(is_less, -math.inf)
     # Also where the temperature is 0, which needs no probabilities: they show whether all is finite.
     probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
     if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
@@ -658,7 +661,7 @@ def sample(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
             " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
         )
-    if sampling.temperature == 0:
+    if sampling.temperature <= 0:
         return int(logits.argmax())
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -749,9 +752,8 @@ class Generation(Iterator[int]):
         self.model = model
         self.sampling = sampling = sampling or model.sampling or Sampling()
         self.max_new_tokens = max_new_tokens
-        if stop_ids is None:
-            stop_ids = (config.eos_token_id, *config.stop_token_ids)
-        self.stop_ids = stop_ids
+        ends = (config.eos_token_id, *config.stop_token_ids)
+        self.stop_ids = ends if stop_ids is None else stop_ids
         if cache is None:
             cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
         self.cache = cache
@@ -1120,7 +1122,10 @@ def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
-        raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
+        # It may have several lines.
+        raise ValueError(
+            f"tokenizers cannot run the vocabulary: {' '.join(str(error).split())}"
+        ) from error
 
 
 def open_sentencepiece(model: bytes) -> Any:
@@ -1304,7 +1309,6 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
     variables = {
         "tools": None,
         "documents": None,
-        "add_generation_prompt": False,
         **tokenizer.special_tokens,
         **variables,
     }
@@ -1764,20 +1768,22 @@ def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence
 
 
 # The name of a module -> its name in GGUF.
-GGUF_NAMES = {
-    "embed_tokens": "token_embd",
-    "input_layernorm": "attn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "norm": "output_norm",
-    "lm_head": "output",
-}
+GGUF_NAMES = dict(
+    line.split()
+    for line in """\
+embed_tokens              token_embd
+input_layernorm           attn_norm
+q_proj                    attn_q
+k_proj                    attn_k
+v_proj                    attn_v
+o_proj                    attn_output
+post_attention_layernorm  ffn_norm
+gate_proj                 ffn_gate
+up_proj                   ffn_up
+down_proj                 ffn_down
+norm                      output_norm
+lm_head                   output""".splitlines()
+)
 
 # The name of a setting in Config and config.json -> its key in GGUF.
 SETTINGS = {
@@ -1834,7 +1840,32 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the GGUF file, with its metadata, if it is one
-    sampling: dict[str, Any] = field(default_factory=dict)  # fields of Sampling, as recommended
+    # What recommends how to sample: generation_config.json, or GGUF's metadata.
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of Sampling that are recommended. A warning names what is not followed."""
+        sampling, ignored, settings = {}, [], self.recommended
+        for name in (*GGUF_SAMPLING, *RECOMMENDED.split()):
+            value = settings.get(name, settings.get(GGUF_SAMPLING.get(name)))
+            try:
+                number = type(getattr(Sampling, name))(value)  # 50.0 is 50, as in llama.cpp
+                Sampling(**{name: number})
+                sampling[name] = number
+            except Exception:  # noqa: BLE001
+                # It is missing, or wrong, or not a field of Sampling.
+                if value and value != 1:  # 0, 1 and false switch it off
+                    ignored.append(name)
+        if "repetition_penalty" in settings:  # so in transformers, which looks at all tokens
+            sampling.setdefault("penalty_last_n", -1)
+        if settings.get("do_sample") is False:
+            sampling["temperature"] = 0.0
+        if ignored:
+            file = self.path if self.file else f"{self.path}/generation_config.json"
+            text = printable(f"{file}: recommended, but not followed: {', '.join(ignored)}")
+            warnings.warn(text, stacklevel=2)
+        return sampling
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -1933,7 +1964,15 @@ GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
+    "penalty_last_n": "general.sampling.penalty_last_n",
 }
+# What else files recommend, which is not followed.
+RECOMMENDED = """stop_strings general.sampling.mirostat general.sampling.xtc_probability typical_p top_h
+general.sampling.sequence mirostat xtc_probability sequence epsilon_cutoff eta_cutoff
+penalty_alpha dola_layers guidance_scale no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+encoder_repetition_penalty presence_penalty frequency_penalty suppress_tokens begin_suppress_tokens
+forced_bos_token_id forced_eos_token_id sequence_bias constraints force_words_ids min_length num_beams
+min_new_tokens exponential_decay_length_penalty watermarking_config token_healing"""
 
 
 def match_tensors(
@@ -2123,7 +2162,7 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        sampling={name: metadata[key] for name, key in GGUF_SAMPLING.items() if key in metadata},
+        recommended=metadata,
         file=file,
     )
 
@@ -2240,9 +2279,6 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         tied = get_typed(settings, "tie_word_embeddings", bool, False)
-    sampling = {n: generation[n] for n in GGUF_SAMPLING if generation.get(n) is not None}
-    if generation.get("do_sample") is False:
-        sampling = {"temperature": 0.0}  # greedy
 
     # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
@@ -2262,7 +2298,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         config,
         weights=match_tensors(weights, config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
-        sampling=sampling,
+        recommended=generation,
     )
 
 
@@ -3008,9 +3044,7 @@ def load(
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
-    if checkpoint.sampling:
-        with naming(Path(checkpoint.path)):
-            model.sampling = Sampling(**checkpoint.sampling)
+    model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
     if plan.kernels or plan.device.type == "cuda":
