@@ -577,11 +577,11 @@ __all__ += [
 # 9. Sampling
 
 SAMPLING_LIMITS = {  # the lowest and the highest value that each number in a Sampling may have
+    "repetition_penalty": (0.01, 100.0),
     "temperature": (-1e6, 1e6),
     "top_k": (-1, 2**31),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
     "seed": (0, 2**63 - 1),
 }
 
@@ -652,8 +652,8 @@ def sample(
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
         logits = processed
     if 0 < sampling.top_k < len(logits):
-        is_less = logits < logits.topk(sampling.top_k).values[-1]  # than the k-th largest
-        logits = logits.masked_fill(is_less, -math.inf)
+        # The last is the k-th largest.
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     # Also where the temperature is 0, which needs no probabilities: they show whether all is finite.
     probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
     if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
@@ -665,8 +665,8 @@ def sample(
         return int(logits.argmax())
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
-    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
-    return draw(probabilities, sampling, u)
+    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
+    return draw(probabilities, sampling, u.item())
 
 
 def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
@@ -752,7 +752,7 @@ class Generation(Iterator[int]):
         self.model = model
         self.sampling = sampling = sampling or model.sampling or Sampling()
         self.max_new_tokens = max_new_tokens
-        ends = (config.eos_token_id, *config.stop_token_ids)
+        ends = config.eos_token_id, *config.stop_token_ids
         self.stop_ids = ends if stop_ids is None else stop_ids
         if cache is None:
             cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
@@ -763,8 +763,9 @@ class Generation(Iterator[int]):
         # How many tokens the prefill computes: those that the cache lacks, and at least the last
         # one, for its logits.
         self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)
-        seed = secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(
+            secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
+        )
 
     def stop(self, reason: str) -> None:
         """End the text, for a reason that is kept for whoever asks."""
@@ -1595,11 +1596,10 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
         number = gguf.GGMLQuantizationType[ggml_type]
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
     _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
-    assert low is not None
     b = blocks.reshape(-1, nbytes)
-    q = unpack_bits(b, count, low)  # (n, weights)
+    q = unpack_bits(b, count, low)  # type: ignore[arg-type]  # (n, weights)
     if high is not None:
-        q = q | unpack_bits(b, count, high) << low.bits
+        q = q | unpack_bits(b, count, high) << low.bits  # type: ignore[union-attr]
     scale, minimum = unpack_scales(b, ggml_type)
     w = (q.view(torch.int8) - zero_point).float()
     w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, weights per group)
@@ -1644,10 +1644,6 @@ class Quantized(nn.Module):
         an nn.Linear with this weight in the place of this layer.
         """
         return dequantize(self.blocks, self.ggml_type)
-
-    def extra_repr(self) -> str:
-        """What print(model) shows."""
-        return f"{self.in_features}, {self.out_features}, {self.ggml_type}"
 
 
 class QuantizedLinear(Quantized):
@@ -1841,13 +1837,13 @@ class Checkpoint:
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the GGUF file, with its metadata, if it is one
     # What recommends how to sample: generation_config.json, or GGUF's metadata.
-    recommended: Mapping[str, Any] = field(default_factory=dict)
+    recommended: Mapping = field(default_factory=dict)
 
     @functools.cached_property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict:
         """The fields of Sampling that are recommended. A warning names what is not followed."""
         sampling, ignored, settings = {}, [], self.recommended
-        for name in (*GGUF_SAMPLING, *RECOMMENDED.split()):
+        for name in *GGUF_SAMPLING, *RECOMMENDED.split():
             value = settings.get(name, settings.get(GGUF_SAMPLING.get(name)))
             try:
                 number = type(getattr(Sampling, name))(value)  # 50.0 is 50, as in llama.cpp
@@ -1862,9 +1858,13 @@ class Checkpoint:
         if settings.get("do_sample") is False:
             sampling["temperature"] = 0.0
         if ignored:
-            file = self.path if self.file else f"{self.path}/generation_config.json"
-            text = printable(f"{file}: recommended, but not followed: {', '.join(ignored)}")
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(
+                printable(
+                    f"{self.path}{'' if self.file else '/generation_config.json'}: recommended, but"
+                    f" not followed: {', '.join(ignored)}"
+                ),
+                stacklevel=2,
+            )
         return sampling
 
     @functools.cached_property
@@ -2189,19 +2189,18 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": 4096}
         settings = defaults | read_json(path)
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
-        rope = get_typed(settings, "rope_scaling", dict, {})
-        rope = rope or get_typed(settings, "rope_parameters", dict, {})
+        rope = get_typed(settings, "rope_scaling", dict, {}) or get_typed(
+            settings, "rope_parameters", dict, {}
+        )
         # Its items (factor, rope_theta, ...) join the settings.
         settings |= {"rope_type": rope.get("type", "default")} | rope
         for key, accepted in HF_ACCEPTED.items():
             require(settings, key, accepted)
-        factor = 1.0
-        if settings["rope_type"] == "linear":
-            factor = get_typed(settings, "factor", float)
+        factor = get_typed(settings, "factor", float) if settings["rope_type"] == "linear" else 1.0
         context = get_typed(settings, "max_position_embeddings", int)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
         if settings.get("model_type") != "mistral":  # is Llama as long as the window is not full
-            settings["sliding_window"] = None
+            del settings["sliding_window"]
         context = min(context, get_typed(settings, "sliding_window", int, context))
         return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
@@ -2248,7 +2247,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         with naming(name):
-            require(entry, "dtype", [*DENSE])
+            require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
             weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
             offsets, expected = entry["data_offsets"], [end, end + weight.nbytes]
             if offsets != expected:
@@ -2783,7 +2782,7 @@ CONVERT = (
 FOREIGN = {  # patterns of the names of files in directories that cannot be loaded -> advice
     r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
     r"pytorch_model.*\.bin": f"a directory of pytorch_model.bin: {CONVERT}",
-    r"adapter_model\..*": "an adapter, not a model: examples/lora.py adds it to its model",
+    r"adapters?(_model)?\..*": "an adapter, not a model: examples/lora.py adds it to its model",
     r"model-.*\.safetensors": f"{INDEX} is missing, which names the files",
 }
 
@@ -2834,7 +2833,8 @@ def locate(
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a model by its path or name and check its headers. Tensors are read later."""
-    path = Path(path) if Path(path).exists() else find_model(str(path))
+    # Absolute: what is read later is the same, whatever becomes of the working directory.
+    path = Path(path).absolute() if Path(path).exists() else find_model(str(path))
     with naming(path):
         if path.is_dir():
             path = locate(os.listdir(path), path.joinpath, str(path))
@@ -3674,7 +3674,7 @@ def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> st
         source = "option" if name in given else "model" if name in stated else "default"
         if source != "default" or name in ("temperature", "top_p"):
             settings.append(f"{name} {value:.6g} ({source})")
-        if sampling.temperature == 0:  # the others change nothing then
+        if name == "temperature" and value <= 0:  # the others change nothing then
             break
     return ", ".join(settings)
 
