@@ -711,7 +711,7 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     the last one. A decode step is the same: then the cache lacks one token.
     """
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
-    cache.truncate(start)
+    cache.pos = start  # what the cache has beyond it is forgotten
     device = model.norm.weight.device
     for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
