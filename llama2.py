@@ -20,8 +20,8 @@ Five parts, in a reader's order:
     II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
          generator for any Llama in memory.
     III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading.
-    IV   Faster: CPU kernels, compiled steps. Delete it, and kernels/ beside it, and all else still
-         works, more slowly.
+    IV   Faster: CPU kernels, decode steps as CUDA graphs. Delete it, and kernels/ beside it, and all
+         else still works, more slowly.
     V    The command line.
 
 Letters in shape comments:

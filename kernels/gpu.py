@@ -244,7 +244,8 @@ def multiply(x: Tensor, matrices: Sequence[Tensor], codes: Tensor) -> Tensor:
         xt = torch.empty(8, K // 8, device=x.device).copy_(x.view(-1, 8).T)
     three, size = [*matrices, *[x for _ in none]], min(512, triton.next_power_of_2(-(-K // 8)))
     grid = (sum(-(-n // ROWS.value) for n in rows),)
-    multiply_kernel[grid](x, xt, y, *three, *rows, *none, K, *types, *none, size)
+    arguments = x, xt, y, *three, *rows, *none, K, *types, *none, size
+    multiply_kernel[grid](*arguments, enable_fp_fusion=True)  # else each weight takes one more
     return y
 
 

@@ -295,7 +295,7 @@ class Products:
     def __getitem__(self, grid):
         return self
 
-    def __call__(self, x, xt, y, a, b, c, na, nb, nc, K, code_a, code_b, code_c, *sizes):
+    def __call__(self, x, xt, y, a, b, c, na, nb, nc, K, code_a, code_b, code_c, size, **options):
         parts = []
         for matrix, rows, code in ((a, na, code_a), (b, nb, code_b), (c, nc, code_c)):
             if code in self.kinds:
