@@ -1239,6 +1239,41 @@ def test_free_memory_is_what_a_container_leaves(tmp_path, monkeypatch):
         assert llama2.free_memory(cpu) == int(free), case
 
 
+QUOTAS = """\
+0::/ sys/fs/cgroup cpu.max=max_100000 4
+0::/a/b sys/fs/cgroup/a/b cpu.max=150000_100000 2
+0::/a/b sys/fs/cgroup/a cpu.max=50000_100000 1
+0::/a sys/fs/cgroup/a cpu.max=900000_100000 4
+0::/;5:cpu,cpuacct:/c sys/fs/cgroup/cpu,cpuacct/c cpu.cfs_quota_us=-1;cpu.cfs_period_us=100000 4
+0::/;5:cpu,cpuacct:/c/d sys/fs/cgroup/cpu,cpuacct/c cpu.cfs_quota_us=60000;cpu.cfs_period_us=20000 3
+9:cpu:/docker/c sys/fs/cgroup/cpu cpu.cfs_quota_us=10000;cpu.cfs_period_us=100000 1"""
+
+
+def test_a_program_has_no_more_threads_than_a_quota_of_cpu_time(tmp_path, monkeypatch):
+    """Of either version, or one around it, rounded up: the groups of the process, a folder, its files;
+    threads on four cores. A number that is given wins, and so does OMP_NUM_THREADS."""
+    monkeypatch.setattr(llama2, "Path", lambda path: tmp_path / path.lstrip("/"))
+    numbers = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert llama2.use_threads() == "4 threads (torch's choice)"  # not Linux
+    for case in QUOTAS.splitlines():
+        groups, folder, files, threads = case.split()
+        shutil.rmtree(tmp_path / "sys", ignore_errors=True)
+        (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
+        write_files(tmp_path / "proc/self", {"cgroup": groups.replace(";", "\n")})
+        (tmp_path / folder).mkdir(parents=True)
+        pairs = (file.split("=") for file in files.split(";"))
+        write_files(tmp_path / folder, {n: f"{value.replace('_', ' ')}\n" for n, value in pairs})
+        why = "torch's choice" if threads == "4" else "a quota of CPU time"
+        assert llama2.use_threads() == f"{threads} threads ({why})", case
+        assert llama2.use_threads(3) == "3 threads (as given)"
+        assert numbers[-2:] == [int(threads), 3]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert llama2.use_threads() == "4 threads (torch's choice)"
+
+
 # --------------------------------------------------------------------------------------------------
 # 11 and 16. Tokenizer, vocabularies
 
@@ -1623,7 +1658,7 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(cli, cli_model, monkeypatc
     expected = continuation(cli_model, "The fox", 20)
     options = ("--prompt", "The fox", "--max-new-tokens", 20, "--threads", 1)
     status, out, err = cli(*options)
-    assert (status, out, threads) == (0, f"The fox{expected}\n", [1])
+    assert (status, out, {*threads}) == (0, f"The fox{expected}\n", {1})
     for word in ("load", "prompt", "generated 20 tokens", "tokens/s", "memory", "max new"):
         assert word in err
     assert len(err.splitlines()) == 1

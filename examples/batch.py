@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import waits  # noqa: F401
+
 try:
     import torch
     from torch import Tensor, nn
@@ -117,6 +119,7 @@ def main() -> int:
     parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
+    llama2.use_threads()
     try:
         model, tokenizer = llama2.load(args.model, progress=True)
         prompts = [tokenizer.encode(prompt) for prompt in args.prompts]

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import waits  # noqa: F401
+
 try:
     import llama2
 except ImportError as error:
@@ -23,6 +25,7 @@ parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llam
 parser.add_argument("--max-new-tokens", dest="limit", metavar="N", type=int, default=80)
 parser.add_argument("--seed", metavar="N", type=int, default=0, help="default: %(default)s")
 args = parser.parse_args()
+llama2.use_threads()
 has_colours = sys.stdout.isatty()
 distributions = []  # (V,) for each new token
 

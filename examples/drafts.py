@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import waits  # noqa: F401
+
 try:
     import torch
     import torch.nn.functional as F
@@ -132,6 +134,7 @@ def main() -> int:
     parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
+    llama2.use_threads()
     try:
         model, tokenizer = llama2.load(args.model, dtype="auto", compile=True, progress=True)
         sampling = llama2.Sampling(args.temperature, seed=args.seed)

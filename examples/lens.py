@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import waits  # noqa: F401
+
 try:
     import torch
 
@@ -21,6 +23,7 @@ parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
 parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
 args = parser.parse_args()
+llama2.use_threads()
 try:
     model, tokenizer = llama2.load(args.model)
 except (ImportError, ValueError, OSError, RuntimeError) as error:

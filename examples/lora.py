@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import waits  # noqa: F401
+
 try:
     import torch
     import torch.nn.functional as F
@@ -126,6 +128,7 @@ if __name__ == "__main__":
         default = value if name in ("--steps", "--rate") else None  # an adapter has its own
         parser.add_argument(name, type=number, default=default, help=f"default: {value}")
     args = parser.parse_args()
+    llama2.use_threads()
     status = 0
     if not (args.adapter or (args.data and args.out)) or (args.out and args.out.exists()):
         parser.error("expected --adapter, or --data and a new file as --out")

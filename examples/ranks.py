@@ -20,11 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
+import waits  # noqa: F401
 from torch import Tensor, distributed, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import llama2
 from llama2 import Cache, Checkpoint, Llama, Tokenizer, Weight
 

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import waits  # noqa: F401
+
 try:
     from server.grammar import Grammar, hold, open_vocabulary
 
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
+    llama2.use_threads()
     try:
         with llama2.naming(args.schema):
             text = args.schema.read_text("utf-8")

@@ -201,7 +201,7 @@ def with_types(library: Any, version: int) -> ctypes.CDLL:
         library.embed.argtypes = [*[pointer] * 3, i32, i32, *[i64] * 3]
         library.run_block.argtypes = [pointer]
         library.kernels_built_for.restype = ctypes.c_char_p
-        library.use_torch((pointer * len(TENSOR_FACTS))(*torch_functions()))
+        library.use((pointer * len(TENSOR_FACTS))(*torch_functions()), usable_cores())
         for function in (library.linear, library.run_block):
             function.errcheck = check_status
         found, library.gemv_tokens = library.kernels_version(), library.kernels_gemv_tokens()
@@ -213,6 +213,13 @@ def with_types(library: Any, version: int) -> ctypes.CDLL:
     if library.built_for.endswith("one thread"):
         warnings.warn("the compiler knows no threads: kernels use one", stacklevel=2)
     return library
+
+
+def usable_cores() -> int:
+    """How many of the machine's cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def torch_functions() -> list[int | None]:

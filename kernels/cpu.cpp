@@ -866,7 +866,7 @@ enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown t
 
 extern "C" {
 int32_t kernels_version() { return 10; }
-void use_torch(const Torch &functions) { torch = functions; }
+void use(const Torch &functions, int32_t cores) { torch = functions, team.limit = cores - 1; }
 const char *kernels_built_for() {
   return ISA BYTES ", " COMPILER THREADS;
 }  // as the source has found

@@ -1,17 +1,16 @@
-// A team of threads. The caller of a region and each worker that comes in meanwhile call the same
-// function, which takes its work from a counter. At its end the caller closes the door and waits
-// for those who are inside: never for a thread that has not come, because another program has its
-// core. (OpenMP waits for all, 200 times in a token.) Who does what changes no result.
+// Threads of our own. A region is a function that the caller and each worker that comes meanwhile
+// call at the same time; it takes its work from a counter. When the caller finds no more, it closes
+// the door and waits for those inside, never for a thread that has not come: another program may
+// have its core. (OpenMP waits for all, 200 times in a token.) Who does what changes no result.
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
 #ifdef ONE_THREAD  // build.py: the compiler knows no others
 #define THREADS ", one thread"
-struct Team {
+static struct {
+  uint64_t limit;
   template <class F> void run(int, const F &f) { f(); }
-};
-static Team team;
+} team;
 #else
 #define THREADS ""
 #include <pthread.h>
@@ -21,55 +20,34 @@ static Team team;
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <mutex>
-#include <new>
-#include <thread>
 #include <utility>
 
-static int usable_cores() {
-#ifdef __linux__
-  cpu_set_t cores;
-  if (!sched_getaffinity(0, sizeof cores, &cores)) return CPU_COUNT(&cores);
-#endif
-  return std::thread::hardware_concurrency();
-}
-
 struct Team {
-  using Clock = std::chrono::steady_clock;
-  using Call = void (*)(const void *);
-  static constexpr std::chrono::microseconds SPIN{50}, SHORTEST{1000}, LONGEST{64000};
-  static constexpr size_t STACK = 128 << 10;
-
+  using Clock = std::chrono::steady_clock;  // to look at it is a pause, too
+  static constexpr std::chrono::microseconds SPIN{50}, ALONE{1000}, LONGEST{64000};
+  static constexpr int STACK = 128 << 10;
   // How many workers are inside, may still come in (the door is open while there are seats), and
-  // sleep. All in one word: nobody falls asleep beside an open door, or is forgotten there.
+  // sleep. All in one number, so that nobody falls asleep beside an open door.
   static constexpr uint64_t INSIDE = 1, SEAT = 1 << 20, SLEEPER = 1ull << 40,
                             SEATS = SLEEPER - SEAT;
   alignas(64) std::atomic<uint64_t> gate{0};
-  alignas(64) Call call = nullptr;  // of this region, with its
+  alignas(64) void (*call)(const void *) = nullptr;  // of the region that the door leads to
   const void *function = nullptr;
-  std::atomic<bool> failed{false};
-  std::exception_ptr error;       // the first
-  std::atomic<bool> busy{false};  // with the region of a caller
-
+  std::atomic<bool> busy{false};
   std::mutex bed;
   std::condition_variable alarm;
-  int calls = 0;                    // for sleepers, each of which answers one
-  uint64_t workers = 0, limit;      // those that there are; those that there may be
-  Clock::time_point alone_until{};  // see learn()
-  Clock::duration pause{0};
+  std::exception_ptr error;                // the first in this region
+  uint64_t calls = 0, workers = 0, limit;  // each sleeper answers a call; the most workers
+  Clock::time_point alone_until{};
+  Clock::duration alone{0};
+  explicit Team(uint64_t limit) : limit(limit) {}
 
-  static void rest() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb");
-#endif
-  }
   void attempt() {
     try {
       call(function);
     } catch (...) {
-      if (!failed.exchange(true)) error = std::current_exception();
+      std::unique_lock<std::mutex> lock(bed);
+      if (!error) error = std::current_exception();
       gate.fetch_and(~SEATS, std::memory_order_relaxed);
     }
   }
@@ -83,18 +61,19 @@ struct Team {
     calls--;
   }
   void work() {
-    auto until = Clock::now() + SPIN;
-    for (int i = 0;;) {
+#ifndef _WIN32
+    sigset_t others;  // signals are for Python's threads, but for faults
+    sigfillset(&others);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, fault);
+    pthread_sigmask(SIG_SETMASK, &others, nullptr);
+#endif
+    for (auto until = Clock::now() + SPIN;;) {
       uint64_t g = gate.load(std::memory_order_relaxed);
       if (g & SEATS) {
         if (!gate.compare_exchange_weak(g, g - SEAT + INSIDE, std::memory_order_acquire)) continue;
         attempt();
         gate.fetch_sub(INSIDE, std::memory_order_release);
-      } else if (++i % 32) {
-        rest();
-        continue;
       } else if (Clock::now() < until) {
-        sched_yield();  // better here than in the midst of a region
         continue;
       } else {
         sleep();
@@ -102,89 +81,64 @@ struct Team {
       until = Clock::now() + SPIN;
     }
   }
-  // Up to so many workers; fewer if no more threads can be started
   void hire(uint64_t wanted) {
     pthread_attr_t small;
     pthread_attr_init(&small), pthread_attr_setstacksize(&small, STACK);
-    pthread_attr_setdetachstate(&small, PTHREAD_CREATE_DETACHED);
-#ifndef _WIN32
-    sigset_t all, before;  // signals are for the threads of Python; faults stay where they are
-    sigfillset(&all);
-    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-#endif
     auto start = [](void *team) -> void * { return ((Team *)team)->work(), nullptr; };
     pthread_t thread;
-    while (workers < wanted && !pthread_create(&thread, &small, start, this)) workers++;
-    limit = workers < wanted ? workers : limit;
-#ifndef _WIN32
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-#endif
+    while (workers < wanted && !pthread_create(&thread, &small, start, this))
+      pthread_detach(thread), workers++;
+    if (workers < wanted) limit = workers;  // the system starts no more
     pthread_attr_destroy(&small);
   }
   void open(uint64_t seats) {
     uint64_t g = gate.load(std::memory_order_relaxed), woken;
-    do {
-      const uint64_t awake = workers - g / SLEEPER;
-      woken = seats > awake ? seats - awake : 0;
-    } while (!gate.compare_exchange_weak(g, g + seats * SEAT - woken * SLEEPER,
-                                         std::memory_order_release, std::memory_order_relaxed));
+    do woken = std::max(seats + g / SLEEPER, workers) - workers;  // so many more than are awake
+    while (!gate.compare_exchange_weak(g, g + seats * SEAT - woken * SLEEPER,
+                                       std::memory_order_release, std::memory_order_relaxed));
     if (!woken) return;
-    std::unique_lock<std::mutex> lock(bed);
-    calls += (int)woken;
-    lock.unlock();
-    for (; woken; woken--) alarm.notify_one();
+    std::unique_lock<std::mutex>{bed}, calls += woken;
+    while (woken--) alarm.notify_one();
   }
-  // Close the door, and wait for those inside
   void close(Clock::time_point start) {
     if (!(gate.fetch_and(~SEATS, std::memory_order_acquire) % SEAT)) return;
     const auto done = Clock::now();
-    for (int i = 1; gate.load(std::memory_order_acquire) % SEAT; i++)
-      if (i % 1024) rest();
-      else sched_yield();
-    const auto end = Clock::now();
-    if (end - done > SPIN && end - done > done - start) learn(start, end, end - done);
+    auto end = done;
+    for (; gate.load(std::memory_order_acquire) % SEAT; end = Clock::now())
+      if (end - done > SPIN) sched_yield();
+    if (end - done < std::max<Clock::duration>(SPIN, done - start)) return;
+    // A worker has lost its core in the midst of its share. If that took longer than workers can
+    // have saved since they were last left out, they are left out for twice as long.
+    if (2 * (end - done) < start - alone_until) alone /= 2;
+    else alone = std::clamp<Clock::duration>(2 * alone, ALONE, LONGEST);
+    alone_until = end + alone;
   }
-  // A worker has lost its core in the midst of its share. If that took longer than what workers can
-  // have saved since the last time, regions go without them: each time twice as long, up to LONGEST
-  void learn(Clock::time_point start, Clock::time_point end, Clock::duration waited) {
-    if (2 * waited < start - alone_until) pause /= 2;
-    else pause = std::min<Clock::duration>(std::max<Clock::duration>(2 * pause, SHORTEST), LONGEST);
-    alone_until = end + pause;
-  }
-  void run(int threads, Call f, const void *with) {
+  void run(int threads, void (*f)(const void *), const void *with) {
     if (threads < 2 || busy.exchange(true, std::memory_order_acquire)) return f(with);
     const auto start = Clock::now();
     const uint64_t seats = start < alone_until ? 0 : std::min<uint64_t>(threads - 1, limit);
     if (workers < seats) hire(seats);
-    std::exception_ptr thrown;
-    if (seats) {
-      call = f, function = with;
-      open(std::min(seats, workers));
-      attempt();
-      close(start);
-      if (failed) failed = false, std::swap(thrown, error);
-    }
+    call = f, function = with;
+    open(std::min(seats, workers));
+    attempt();
+    close(start);
+    const std::exception_ptr first = std::exchange(error, nullptr);
     busy.store(false, std::memory_order_release);
-    if (!seats) f(with);
-    if (thrown) std::rethrow_exception(thrown);
+    if (first) std::rethrow_exception(first);
   }
-
-  Team(int cores = usable_cores()) : limit(cores > 0 ? cores - 1 : 1 << 16) {}
-  // f() by the caller, and by up to threads - 1 workers; an exception of any of them is rethrown
+  // f() by the caller and up to threads - 1 workers; what is thrown first is thrown here
   template <class F> void run(int threads, const F &f) {
     run(threads, [](const void *f) { (*(const F *)f)(); }, &f);
   }
 };
-static Team &team = *new Team;  // never destroyed: when the process exits, workers still use it
-#ifndef _WIN32
-// A child has this thread only, and begins anew
-static const int at_fork = pthread_atfork(nullptr, nullptr, [] { new (&team) Team; });
+static Team &team = *new Team(0);  // for ever: when the process exits, workers still use it
+#ifndef _WIN32  // a child has this thread only
+static const int forks = pthread_atfork(nullptr, nullptr, [] { new (&team) Team(team.limit); });
 #endif
 #endif
 
-// f(i) for all i below n, by up to so many threads. Each takes a run of them: its share of all that
-// are left, so that the first runs are long and the last ones short
+// f(i) for all i below n, by up to so many threads. Each takes its share of all that are left, so
+// that the first runs are long ones
 template <class F> static void for_all(int64_t n, int threads, const F &f) {
   alignas(64) std::atomic<int64_t> next(0);
   team.run(threads, [&] {

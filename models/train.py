@@ -24,20 +24,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-# Before torch is imported: a thread that waits for another one sleeps. On a machine that other
-# programs use too, threads that spin slowed training down five times.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = str(ROOT), str(ROOT / "examples")
 import numpy as np
 import sentencepiece
 import torch
 import torch.nn.functional as F
+import waits  # noqa: F401
+from save import SAVE_TYPES, save_gguf
 from torch import Tensor, nn
 from tqdm import tqdm
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = str(ROOT), str(ROOT / "examples")
-from save import SAVE_TYPES, save_gguf
 
 import llama2
 
@@ -336,14 +332,14 @@ def main() -> int:
     add("--bf16", action="store_true", help="bfloat16 autocast, where the machine has it")
     add("--compile", action="store_true", help="torch.compile; needs a C++ compiler on a CPU")
     threads = number(int, 1, os.cpu_count() or 1)
-    add("--threads", type=threads, default=torch.get_num_threads(), help="on the CPU")
+    add("--threads", type=threads, help="on the CPU")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0)
     args = parser.parse_args()
     if args.device != "cpu" and not getattr(torch, args.device).is_available():
         parser.error(f"--device {args.device}: PyTorch finds none here")
     if not hasattr(torch.optim, "Muon"):
         parser.error(f"torch {torch.__version__} has no Muon: pip install torch>=2.9")
-    torch.set_num_threads(args.threads)
+    llama2.use_threads(args.threads)
     torch.set_flush_denormal(True)
     try:
         train(args)

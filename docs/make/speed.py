@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import bench_llama2 as bench

@@ -35,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
+import waits  # noqa: F401
+
 try:
     import anyio.from_thread
     import anyio.to_thread
-    import torch
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -255,8 +256,7 @@ def main() -> int:
     """Load the model and serve it; returns the exit status."""
     args = parse_args()
     try:
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
+        llama2.use_threads(args.threads)
         session = Session(args)
         path = Path(args.model).absolute()
         name = utf8(path.name.removesuffix(".gguf") if path.exists() else args.model)
