@@ -1385,8 +1385,7 @@ def encode_chat(
         items = turns + (variables.get("tools") or [])
         items += [call for turn in turns for call in turn.get("tool_calls") or ()]
         items += [item.get("function") or {} for item in items]
-        names = {item.get(key) for item in items for key in ("role", "name")}
-        for name in names - {*ROLES, None}:
+        for name in {item.get(key) for item in items for key in ("role", "name")} - {*ROLES, None}:
             if name in tokenizer.control_texts or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
                 raise ValueError(
                     f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.',"
@@ -1398,7 +1397,7 @@ def encode_chat(
 
         # 3. The template writes the messages as one text.
         text = render(tokenizer, template, **variables)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(str(error).replace(secret, "")) from None
     if continue_final_message:
         text, separator, rest = text.rpartition(3 * secret)

@@ -466,6 +466,8 @@ def test_what_a_chat_may_hold(bare):
     for copy in (iter, tuple, collections.deque):
         options = {"tools": copy([TOOL]), "documents": copy(["a", 1.5])}
         assert llama2.encode_chat(bare, copy(messages), template, **options) == expected
+    for odd in ({"tools": ["search"]}, {"tools": [{"function": "clock"}]}):
+        raises("attribute", llama2.encode_chat, bare, messages, template, **odd)
     for odd in (Odd(), Path("<|im_end|>"), print):
         for documents in ([odd], {"text": odd}):
             raises(
@@ -484,9 +486,12 @@ def test_a_message_of_100_kb_is_quick(tmp_path):
     ours = load(folder(tmp_path, "{{ messages[0].content }}", controls))
     ours.encode_marked = len  # tokenizers takes its own time
     for text in ("<", "<S", "<SPECIAL_1", "[INST]", "> ", '"\n'):
-        start = time.perf_counter()
-        llama2.encode_chat(ours, [{"role": "user", "content": text * (100_000 // len(text))}])
-        assert time.perf_counter() - start < 0.4, text
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            llama2.encode_chat(ours, [{"role": "user", "content": text * (100_000 // len(text))}])
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < 0.4, text
 
 
 NAMED_SO = """{"messages": [{"content": "a", "role": X}]}
