@@ -14,7 +14,8 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter, contains
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -83,15 +84,17 @@ class Parts:
         self.own = [*map(vars, self.modules)]
         self.hooks = [own[name] for own in self.own for name in HOOKS]
         self.trees = [vars(model)["_modules"], *(own["_modules"] for own in self.own)]
-        self.trees = [tree for tree in self.trees if tree]
+        self.trees = [*filter(None, self.trees)]
         self.weights = [own[name] for own in self.own for name in ("_parameters", "_buffers")]
+        self.weights = [*filter(None, self.weights)]  # no module gets its first one later
         self.numbers = [(own, name) for own in self.own for name in NUMBERS if name in own]
         self.state = self.read()
         self.steps: Any = WeakKeyDictionary()  # cache -> its Step
 
     def read(self) -> list[list]:
         """What a graph would not notice if it changed."""
-        tensors = [*filter(torch.is_tensor, chain.from_iterable(map(dict.values, self.weights)))]
+        values = chain.from_iterable(map(dict.values, self.weights))
+        tensors = [t for t in values if t is not None]
         return [
             [*map(type, self.modules)],
             [*chain.from_iterable(map(dict.values, self.trees))],
@@ -99,14 +102,16 @@ class Parts:
             [*map(Tensor.data_ptr, tensors)],
             [*map(Tensor.size, tensors)],
             [*map(Tensor.stride, tensors)],
-            [t.dtype for t in tensors],
+            [*map(attrgetter("dtype"), tensors)],
         ]
 
     def hooked(self) -> bool:
         """Whether calling a module does more than the forward() of its class."""
         of_all = nn.modules.module
         everywhere = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
-        return bool(any(self.hooks) or everywhere or any("forward" in own for own in self.own))
+        return bool(
+            any(self.hooks) or everywhere or any(map(contains, self.own, repeat("forward")))
+        )
 
 
 class Step:
