@@ -1770,11 +1770,11 @@ REFUSED_OPTIONS = f"""
 --chat --chat-template absent | absent
 --seed -2 | seed is -2
 --max-new-tokens many | --max-new-tokens
---context 0 | --context: 0
+--context 0 | --context/-c: 0
 --context 401 | 401; expected 1 to 400
 --context 2 | expected 1 to 2, the context
---threads 0 | --threads: 0
---threads 100000 | --threads: 100000
+--threads 0 | --threads/-t: 0
+--threads 100000 | --threads/-t: 100000
 --stop= | stop is ['']
 --system x | --chat
 --model {{dir}} | {{dir}}
