@@ -197,7 +197,14 @@ class Session:
     def compile_grammar(self, chat: bool, schemas: str, rules: str) -> Any:
         """A Grammar that answers copy. Raises ValueError."""
         self.check()
-        return grammar.Grammar(self.vocabulary(chat), json.loads(schemas), rules)
+        made = grammar.Grammar(self.vocabulary(chat), json.loads(schemas), rules)
+        trial = made.copy().matcher
+        for _ in range(2):  # llguidance finds some limits only here: 2,000 items in a row
+            allowed = trial.compute_logit_bias()
+            if problem := trial.get_error():
+                raise ValueError(problem.partition("\n")[0])
+            trial.consume_token(next(i for i, bias in enumerate(allowed) if bias))
+        return made
 
     def start(
         self,
