@@ -364,7 +364,6 @@ def overflow(model, cache, of_a_copy=False):
 
 def as_integers(model, cache):
     """The same memory for the values, as another dtype."""
-    cache.reset()
     cache.v.zero_()
     cache.v = cache.v.view(torch.int32)
 
