@@ -444,7 +444,14 @@ def test_a_schema_is_compiled_once(monkeypatch):
         "LLMatcher",
         lambda *args, **options: (
             made.append(1)
-            or MagicMock(**{"get_error.return_value": "", "deep_copy.side_effect": MagicMock})
+            or MagicMock(
+                **{
+                    "get_error.return_value": "",
+                    "deep_copy.side_effect": lambda: MagicMock(
+                        **{"get_error.return_value": "", "compute_logit_bias.return_value": b"1"}
+                    ),
+                }
+            )
         ),
     )
     session = MagicMock(spec=Session, check=lambda: None)
