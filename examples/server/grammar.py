@@ -189,5 +189,6 @@ class Grammar:
         # Where one control token may follow a text, llguidance's mask allows all of them.
         allowed[self.control_ids] = 0
         allowed[[i for i in self.named if self.matcher.validate_tokens([i])]] = 1
-        allowed[self.stop_ids] = int(self.matcher.is_accepting())
+        # It stops where a large schema exceeds its limits; then nothing else is left.
+        allowed[self.stop_ids] = int(self.matcher.is_accepting() or self.matcher.is_stopped())
         return logits.masked_fill(allowed[: len(logits)].to(logits.device) == 0, -torch.inf)
