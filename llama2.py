@@ -564,7 +564,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 __all__ += [
-    "CHAT_TEMPLATES", "PENALTY_WINDOW", "PREFILL_CHUNK", "SAMPLING_LIMITS", "SCORE_CHUNK",
+    "CHAT_TEMPLATES", "PREFILL_CHUNK", "SAMPLING_LIMITS", "SCORE_CHUNK",
     "ChatStops", "Generation", "Sampling", "StreamDecoder", "TextStream", "Tokenizer", "Vocabulary",
     "chat", "chat_stops", "encode_chat", "generate", "prefill", "sample", "score", "stream_text"
 ]  # fmt: skip
@@ -573,22 +573,21 @@ __all__ += [
 # 9. Sampling
 
 SAMPLING_LIMITS = {  # the lowest and the highest value that each number in a Sampling may have
-    "temperature": (0.0, 1e6),
-    "top_k": (0, 2**31),
+    "repetition_penalty": (0.01, 100.0),
+    "temperature": (-1e6, 1e6),
+    "top_k": (-1, 2**31),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
     "seed": (0, 2**63 - 1),
 }
-PENALTY_WINDOW = 64  # tokens to which the repetition penalty looks back, as in llama.cpp
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is sampled. These defaults are for models whose files recommend nothing.
 
-    temperature         divides the logits; 0: always the likeliest token (greedy)
-    top_k               sample from the k likeliest tokens only; 0: from all
+    temperature         divides the logits; 0 or less: always the likeliest token (greedy)
+    top_k               sample from the k likeliest tokens only; 0 or -1: from all
     top_p               nucleus sampling (arXiv:1904.09751): the smallest set of likeliest tokens
                         whose probabilities reach this sum, and tokens as likely as its last one
     min_p               the tokens with at least this share of the likeliest one's probability
@@ -597,6 +596,8 @@ class Sampling:
                         ones; 1: off
     logits_processor    (ids, logits) -> logits, or None
     seed                of the random numbers; None: a random one
+    penalty_last_n      how many of the last tokens repetition_penalty looks at (64, as in
+                        llama.cpp); -1: all, as transformers does
 
     They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
     min_p. Raises ValueError for values out of range.
@@ -609,6 +610,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     logits_processor: Callable[[list[int], Tensor], Tensor] | None = None
     seed: int | None = None
+    penalty_last_n: int = 64
 
     def __post_init__(self) -> None:
         for name, (low, high) in SAMPLING_LIMITS.items():
@@ -633,9 +635,10 @@ def sample(
     """
     logits = logits.float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
-    if penalty != 1:
+    last_n = sampling.penalty_last_n % 2**32  # -1 is more than all
+    if penalty != 1 and last_n:
         # Generation passes only the logits of ids that the tokenizer has.
-        recent = [i for i in {*ids[-PENALTY_WINDOW:]} if i < len(logits)]
+        recent = [i for i in {*ids[-last_n:]} if i < len(logits)]
         values = logits[recent]
         logits = logits.clone()
         logits[recent] = torch.where(values > 0, values / penalty, values * penalty)
@@ -645,8 +648,8 @@ def sample(
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
         logits = processed
     if 0 < sampling.top_k < len(logits):
-        kth_largest = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth_largest, -math.inf)
+        # The last is the k-th largest.
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     # Also where the temperature is 0, which needs no probabilities: they show whether all is finite.
     probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
     if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
@@ -654,12 +657,12 @@ def sample(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
             " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
         )
-    if sampling.temperature == 0:
+    if sampling.temperature <= 0:
         return int(logits.argmax())
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
-    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
-    return draw(probabilities, sampling, u)
+    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
+    return draw(probabilities, sampling, u.item())
 
 
 def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
@@ -704,7 +707,7 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     the last one. A decode step is the same: then the cache lacks one token.
     """
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
-    cache.truncate(start)
+    cache.pos = start  # what the cache has beyond it is forgotten
     device = model.norm.weight.device
     for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
@@ -745,9 +748,8 @@ class Generation(Iterator[int]):
         self.model = model
         self.sampling = sampling = sampling or model.sampling or Sampling()
         self.max_new_tokens = max_new_tokens
-        if stop_ids is None:
-            stop_ids = (config.eos_token_id, *config.stop_token_ids)
-        self.stop_ids = stop_ids
+        ends = config.eos_token_id, *config.stop_token_ids
+        self.stop_ids = ends if stop_ids is None else stop_ids
         if cache is None:
             cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
         self.cache = cache
@@ -757,8 +759,9 @@ class Generation(Iterator[int]):
         # How many tokens the prefill computes: those that the cache lacks, and at least the last
         # one, for its logits.
         self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)
-        seed = secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(
+            secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
+        )
 
     def stop(self, reason: str) -> None:
         """End the text, for a reason that is kept for whoever asks."""
@@ -1116,7 +1119,10 @@ def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
-        raise ValueError(f"tokenizers cannot run the vocabulary: {error}") from error
+        # It may have several lines.
+        raise ValueError(
+            f"tokenizers cannot run the vocabulary: {' '.join(str(error).split())}"
+        ) from error
 
 
 def open_sentencepiece(model: bytes) -> Any:
@@ -1300,7 +1306,6 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
     variables = {
         "tools": None,
         "documents": None,
-        "add_generation_prompt": False,
         **tokenizer.special_tokens,
         **variables,
     }
@@ -1586,11 +1591,10 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
         number = gguf.GGMLQuantizationType[ggml_type]
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
     _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
-    assert low is not None
     b = blocks.reshape(-1, nbytes)
-    q = unpack_bits(b, count, low)  # (n, weights)
+    q = unpack_bits(b, count, low)  # type: ignore[arg-type]  # (n, weights)
     if high is not None:
-        q = q | unpack_bits(b, count, high) << low.bits
+        q = q | unpack_bits(b, count, high) << low.bits  # type: ignore[union-attr]
     scale, minimum = unpack_scales(b, ggml_type)
     w = (q.view(torch.int8) - zero_point).float()
     w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, weights per group)
@@ -1635,10 +1639,6 @@ class Quantized(nn.Module):
         an nn.Linear with this weight in the place of this layer.
         """
         return dequantize(self.blocks, self.ggml_type)
-
-    def extra_repr(self) -> str:
-        """What print(model) shows."""
-        return f"{self.in_features}, {self.out_features}, {self.ggml_type}"
 
 
 class QuantizedLinear(Quantized):
@@ -1759,20 +1759,22 @@ def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence
 
 
 # The name of a module -> its name in GGUF.
-GGUF_NAMES = {
-    "embed_tokens": "token_embd",
-    "input_layernorm": "attn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "norm": "output_norm",
-    "lm_head": "output",
-}
+GGUF_NAMES = dict(
+    line.split()
+    for line in """\
+embed_tokens              token_embd
+input_layernorm           attn_norm
+q_proj                    attn_q
+k_proj                    attn_k
+v_proj                    attn_v
+o_proj                    attn_output
+post_attention_layernorm  ffn_norm
+gate_proj                 ffn_gate
+up_proj                   ffn_up
+down_proj                 ffn_down
+norm                      output_norm
+lm_head                   output""".splitlines()
+)
 
 # The name of a setting in Config and config.json -> its key in GGUF.
 SETTINGS = {
@@ -1829,7 +1831,36 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the GGUF file, with its metadata, if it is one
-    sampling: dict[str, Any] = field(default_factory=dict)  # fields of Sampling, as recommended
+    # What recommends how to sample: generation_config.json, or GGUF's metadata.
+    recommended: Mapping = field(default_factory=dict)
+
+    @functools.cached_property
+    def sampling(self) -> dict:
+        """The fields of Sampling that are recommended. A warning names what is not followed."""
+        sampling, ignored, settings = {}, [], self.recommended
+        for name in *GGUF_SAMPLING, *RECOMMENDED.split():
+            value = settings.get(name, settings.get(GGUF_SAMPLING.get(name)))
+            try:
+                number = type(getattr(Sampling, name))(value)  # 50.0 is 50, as in llama.cpp
+                Sampling(**{name: number})
+                sampling[name] = number
+            except Exception:  # noqa: BLE001
+                # It is missing, or wrong, or not a field of Sampling.
+                if value and value != 1:  # 0, 1 and false switch it off
+                    ignored.append(name)
+        if "repetition_penalty" in settings:  # so in transformers, which looks at all tokens
+            sampling.setdefault("penalty_last_n", -1)
+        if settings.get("do_sample") is False:
+            sampling["temperature"] = 0.0
+        if ignored:
+            warnings.warn(
+                printable(
+                    f"{self.path}{'' if self.file else '/generation_config.json'}: recommended, but"
+                    f" not followed: {', '.join(ignored)}"
+                ),
+                stacklevel=2,
+            )
+        return sampling
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -1928,7 +1959,15 @@ GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
+    "penalty_last_n": "general.sampling.penalty_last_n",
 }
+# What else files recommend, which is not followed.
+RECOMMENDED = """stop_strings general.sampling.mirostat general.sampling.xtc_probability typical_p top_h
+general.sampling.sequence mirostat xtc_probability sequence epsilon_cutoff eta_cutoff
+penalty_alpha dola_layers guidance_scale no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+encoder_repetition_penalty presence_penalty frequency_penalty suppress_tokens begin_suppress_tokens
+forced_bos_token_id forced_eos_token_id sequence_bias constraints force_words_ids min_length num_beams
+min_new_tokens exponential_decay_length_penalty watermarking_config token_healing"""
 
 
 def match_tensors(
@@ -2118,7 +2157,7 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        sampling={name: metadata[key] for name, key in GGUF_SAMPLING.items() if key in metadata},
+        recommended=metadata,
         file=file,
     )
 
@@ -2145,19 +2184,18 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": 4096}
         settings = defaults | read_json(path)
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
-        rope = get_typed(settings, "rope_scaling", dict, {})
-        rope = rope or get_typed(settings, "rope_parameters", dict, {})
+        rope = get_typed(settings, "rope_scaling", dict, {}) or get_typed(
+            settings, "rope_parameters", dict, {}
+        )
         # Its items (factor, rope_theta, ...) join the settings.
         settings |= {"rope_type": rope.get("type", "default")} | rope
         for key, accepted in HF_ACCEPTED.items():
             require(settings, key, accepted)
-        factor = 1.0
-        if settings["rope_type"] == "linear":
-            factor = get_typed(settings, "factor", float)
+        factor = get_typed(settings, "factor", float) if settings["rope_type"] == "linear" else 1.0
         context = get_typed(settings, "max_position_embeddings", int)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
         if settings.get("model_type") != "mistral":  # is Llama as long as the window is not full
-            settings["sliding_window"] = None
+            del settings["sliding_window"]
         context = min(context, get_typed(settings, "sliding_window", int, context))
         return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
@@ -2204,7 +2242,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         with naming(name):
-            require(entry, "dtype", [*DENSE])
+            require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
             weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
             offsets, expected = entry["data_offsets"], [end, end + weight.nbytes]
             if offsets != expected:
@@ -2235,9 +2273,6 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         if settings["rope_type"] == "llama3":
             config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
         tied = get_typed(settings, "tie_word_embeddings", bool, False)
-    sampling = {n: generation[n] for n in GGUF_SAMPLING if generation.get(n) is not None}
-    if generation.get("do_sample") is False:
-        sampling = {"temperature": 0.0}  # greedy
 
     # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
@@ -2257,7 +2292,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         config,
         weights=match_tensors(weights, config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
-        sampling=sampling,
+        recommended=generation,
     )
 
 
@@ -2742,7 +2777,7 @@ CONVERT = (
 FOREIGN = {  # patterns of the names of files in directories that cannot be loaded -> advice
     r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
     r"pytorch_model.*\.bin": f"a directory of pytorch_model.bin: {CONVERT}",
-    r"adapter_model\..*": "an adapter, not a model: examples/lora.py adds it to its model",
+    r"adapters?(_model)?\..*": "an adapter, not a model: examples/lora.py adds it to its model",
     r"model-.*\.safetensors": f"{INDEX} is missing, which names the files",
 }
 
@@ -2793,7 +2828,8 @@ def locate(
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a model by its path or name and check its headers. Tensors are read later."""
-    path = Path(path) if Path(path).exists() else find_model(str(path))
+    # Absolute: what is read later is the same, whatever becomes of the working directory.
+    path = Path(path).absolute() if Path(path).exists() else find_model(str(path))
     with naming(path):
         if path.is_dir():
             path = locate(os.listdir(path), path.joinpath, str(path))
@@ -3019,9 +3055,7 @@ def load(
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
-    if checkpoint.sampling:
-        with naming(Path(checkpoint.path)):
-            model.sampling = Sampling(**checkpoint.sampling)
+    model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
     if plan.kernels or plan.device.type == "cuda":
@@ -3651,7 +3685,7 @@ def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> st
         source = "option" if name in given else "model" if name in stated else "default"
         if source != "default" or name in ("temperature", "top_p"):
             settings.append(f"{name} {value:.6g} ({source})")
-        if sampling.temperature == 0:  # the others change nothing then
+        if name == "temperature" and value <= 0:  # the others change nothing then
             break
     return ", ".join(settings)
 

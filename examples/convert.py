@@ -197,7 +197,7 @@ def open_meta(folder: Path) -> llama2.Checkpoint:
     )
     # As in Meta's generation.py.
     sampling = {"temperature": 0.6, "top_p": 0.9}
-    return llama2.Checkpoint(str(folder), config, weights, lambda: tokenizer, sampling=sampling)
+    return llama2.Checkpoint(str(folder), config, weights, lambda: tokenizer, recommended=sampling)
 
 
 def meta_tokenizer(folder: Path, config: llama2.Config) -> llama2.Tokenizer:
@@ -278,7 +278,7 @@ def byte_level_tokenizer(
 
 def open_source(source: str) -> llama2.Checkpoint:
     """Open a checkpoint of any form. Raises ValueError or FileNotFoundError."""
-    folder = Path(source)
+    folder = Path(source).absolute()
     if any(folder.glob("consolidated.*.pth")):
         return open_meta(folder)
     has_pickles = (folder / PICKLE).exists() or any(folder.glob("pytorch_model-*-of-*.bin"))

@@ -80,7 +80,9 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
     usual = vars(llama2.Sampling())
     sampling = vars(model.sampling or llama2.Sampling())
     sampling = {k: sampling[k] for k in llama2.GGUF_SAMPLING if sampling[k] != usual[k]}
-    return llama2.Checkpoint("the model", config, weights, lambda: tokenizer, sampling=sampling)
+    if "repetition_penalty" in sampling:  # else it would look at all tokens, as in transformers
+        sampling["penalty_last_n"] = model.sampling.penalty_last_n
+    return llama2.Checkpoint("the model", config, weights, lambda: tokenizer, recommended=sampling)
 
 
 def make_weight(w: Tensor, ggml_type: str = "") -> llama2.Weight:
@@ -526,8 +528,8 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
         keys |= vocabulary_keys(vocabulary, config.vocab_size)
         keys |= model_keys(config, vocabulary)
         keys["tokenizer.ggml.padding_token_id"] = pad_token_id(checkpoint)
-        for name, value in checkpoint.sampling.items():  # JSON may have 1 for 1.0
-            keys[llama2.GGUF_SAMPLING[name]] = type(getattr(llama2.Sampling, name))(value)
+        for name, value in checkpoint.sampling.items():
+            keys[llama2.GGUF_SAMPLING[name]] = value
     else:
         stored = stored_values(path)
         if llama2.open_checkpoint(path).config != config:
@@ -703,9 +705,15 @@ def generation_config(checkpoint: llama2.Checkpoint) -> dict[str, Any]:
     """The content of generation_config.json: how to sample, and what ends a text."""
     config = checkpoint.config
     settings = dict(checkpoint.sampling)
-    settings["do_sample"] = settings.get("temperature") != 0
+    settings["do_sample"] = settings.get("temperature", 1) > 0
     if not settings["do_sample"]:
         del settings["temperature"]
+    if settings.get("top_k") == -1:
+        settings["top_k"] = 0  # so transformers says "all"
+    if "repetition_penalty" in settings:  # transformers knows no other number than -1, "all"
+        settings.setdefault("penalty_last_n", llama2.Sampling.penalty_last_n)
+    if settings.get("penalty_last_n") == -1:
+        del settings["penalty_last_n"]
     settings["bos_token_id"] = config.bos_token_id
     settings["eos_token_id"] = [config.eos_token_id, *config.stop_token_ids]
     return settings

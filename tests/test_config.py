@@ -228,6 +228,41 @@ def test_pointers_of_git_lfs(write_model, name):
     raises(rf"{name}: a pointer of git-lfs.*git lfs pull", llama2.open_checkpoint, path)
 
 
+def test_matrices_that_mlx_has_quantised(write_model):
+    """Integers of 32 bits, with scales beside them."""
+    path = write_model({"quantization": {"group_size": 64, "bits": 4}})
+    data = (path / "model.safetensors").read_bytes()
+    write_files(path, {"model.safetensors": data.replace(b'"F32"', b'"U32"', 1)})
+    raises(r"model\.safetensors: .*: dtype is 'U32'; .* MLX", llama2.open_checkpoint, path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["x.gguf", "folder"])
+def test_a_checkpoint_remembers_where_its_files_are(
+    write_model, write_tiny, tmp_path, monkeypatch, form
+):
+    """By an absolute path: also a second model of it, whose files are mapped again, and its tokenizer."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    for place in (home, other):
+        place.mkdir()
+    source = write_tiny() if form == "x.gguf" else write_model({})
+    source.rename(home / form)
+    if form == "folder":
+        shutil.copytree(home / form, other / form)
+        (other / form / "tokenizer.model").write_bytes(b"damaged")
+    else:
+        shutil.copy(home / form, other / form)
+    path = next(iter((other / form).glob("*.safetensors")), other / form)
+    path.write_bytes(path.read_bytes()[:-4000] + bytes(4000))
+    monkeypatch.chdir(home)
+    checkpoint = llama2.open_checkpoint(form)
+    expected = llama2.load(home / form)[0](TOKENS)
+    monkeypatch.chdir(other)
+    assert checkpoint.tokenizer.encode("fox")
+    for _ in range(2):
+        assert torch.equal(llama2.load(checkpoint)[0](TOKENS), expected)
+
+
 def test_formats_before_gguf(tmp_path):
     """They are no file of a directory; llama2.c's have the same ending."""
     name = "llama-2-7b.ggmlv3.q4_0.bin"

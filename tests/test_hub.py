@@ -168,6 +168,7 @@ FOREIGN = f"""
 {SMALL} pytorch_model-00001-of-00002.bin tokenizer.model | convert.py FOLDER OUT.gguf
 params.json consolidated.00.pth tokenizer.model | Meta's directory: python examples/convert.py FOLDER OUT.gguf
 README.md adapter_config.json adapter_model.safetensors | an adapter
+adapter_config.json adapters.safetensors 0000100_adapters.safetensors | an adapter
 {SMALL} model-00001-of-00002.safetensors | model.safetensors.index.json is missing
 README.md | found README.md; expected
 """

@@ -5,10 +5,13 @@ The frozen numbers were made by the processors of transformers 5.23.
 
 import json
 import math
+import re
 import shutil
 
+import gguf
 import pytest
 import torch
+from save import save_folder, save_gguf
 
 import llama2
 from test_llama2 import GREEDY, cases, raises, scripted, write_files
@@ -137,7 +140,7 @@ def test_a_processor_writes_what_a_grammar_wants(model):
 # --------------------------------------------------------------------------------------------------
 # One set of values
 
-REFUSED = json.loads("""{"temperature": [-1.0, NaN, Infinity, "hot"], "top_k": [-1, 1.5],
+REFUSED = json.loads("""{"temperature": [-1e7, NaN, Infinity, "hot"], "top_k": [-2, 1.5],
 "top_p": [1.1], "min_p": [1.1], "repetition_penalty": [0.0], "seed": [-1, 9223372036854775808]}""")
 
 
@@ -171,7 +174,11 @@ def test_stop_texts_that_are_none(tokenizer, stop):
 RECOMMENDED = """
 {"temperature": 0.6, "top_p": 0.9, "do_sample": true} | {"temperature": 0.6, "top_p": 0.9}
 {"temperature": 0.6, "do_sample": false} | {"temperature": 0.0}
+{"repetition_penalty": 1.3, "do_sample": false} | {"temperature": 0.0, "repetition_penalty": 1.3, "penalty_last_n": -1}
+{"repetition_penalty": 1.3, "penalty_last_n": 9} | {"repetition_penalty": 1.3, "penalty_last_n": 9}
 {"top_k": 40, "temperature": null} | {"top_k": 40}
+{"top_k": 50.0, "temperature": 1} | {"top_k": 50, "temperature": 1.0}
+{"top_k": -1, "temperature": -1} | {"top_k": -1, "temperature": -1.0}
 {} | {}
 """  # what generation_config.json says: what a Sampling then is
 
@@ -181,7 +188,9 @@ def test_what_the_files_recommend_is_used(tmp_path, forms, write_tiny, capsys, c
     """By generate(), the command line and the server, unless something else is said."""
     take_sampling = pytest.importorskip("server.fields").take_sampling
     stated = json.loads(stated)
-    keys = {llama2.GGUF_SAMPLING[name]: value for name, value in stated.items()}
+    int32 = gguf.GGUFValueType.INT32
+    typed = {n: (v, int32) if type(v) is int else v for n, v in stated.items()}
+    keys = {llama2.GGUF_SAMPLING[name]: value for name, value in typed.items()}
     folder = shutil.copytree(forms[0] / "hf_index", tmp_path / "folder")
     write_files(folder, {"generation_config.json": json.loads(content)})
     for path in folder, write_tiny(keys):
@@ -196,5 +205,120 @@ def test_what_the_files_recommend_is_used(tmp_path, forms, write_tiny, capsys, c
         assert llama2.main(argv) == 0
         said = f"temperature {expected.temperature:.6g} ({'model' if 'temperature' in stated else 'default'})"
         assert said in capsys.readouterr().err
-    write_files(folder, {"generation_config.json": {"temperature": -1}})
-    raises("folder: temperature is -1; expected a number from 0", llama2.load, folder)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("last_n", [-1, 0, 3, 64, 2**31])
+def test_what_the_penalty_looks_at(last_n):
+    """transformers' processor, given the last tokens; in llama.cpp, too, -1 is all and 0 none."""
+    transformers = pytest.importorskip("transformers")
+    ids = [*range(10, 110), 5, 6, 7]
+    logits = torch.linspace(-1, 1, 200)
+    seen = ids if last_n == -1 else ids[len(ids) - min(last_n, len(ids)) :]
+    process = transformers.RepetitionPenaltyLogitsProcessor(1.5)
+    expected = process(torch.tensor([seen], dtype=torch.int64), logits[None].clone())[0]
+    heard = []
+    sampling = plain(repetition_penalty=1.5, penalty_last_n=last_n)
+    sampling = llama2.replace(sampling, logits_processor=lambda _, x: heard.append(x) or x)
+    llama2.sample(logits, sampling, ids)
+    assert torch.equal(heard[0], expected if last_n else logits)
+
+
+GREEDY_TEXTS = """
+{"do_sample": false, "repetition_penalty": 1.3} | {}
+{"do_sample": true, "temperature": 0.7, "repetition_penalty": 1.3} | {"temperature": 0.0}
+{"do_sample": false} | {}
+"""
+
+
+@torch.no_grad()
+@cases("content, given", GREEDY_TEXTS)
+def test_recommended_penalties_give_transformers_texts(forms, tmp_path, content, given):
+    """Greedy, after more tokens than llama.cpp's 64; by the folder, and by a GGUF file made of it."""
+    transformers = pytest.importorskip("transformers")
+    folder = shutil.copytree(forms[0] / "hf", tmp_path / "folder")
+    write_files(folder, {"generation_config.json": json.loads(content) | {"eos_token_id": 2}})
+    save_gguf(llama2.open_checkpoint(folder), tmp_path / "x.gguf")
+    save_folder(llama2.open_checkpoint(tmp_path / "x.gguf"), tmp_path / "again")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.randint(3, 320, (1, 90), generator=torch.Generator().manual_seed(1))
+    expected = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+    )[0, 90:].tolist()
+    for path in (folder, tmp_path / "x.gguf", tmp_path / "again"):
+        model, _ = llama2.load(path)
+        sampling = llama2.replace(model.sampling, **json.loads(given))
+        assert [*llama2.generate(model, prompt[0], sampling, 12, stop_ids=[2])] == expected
+
+
+NOT_FOLLOWED = {  # what a file recommends -> what the line says is not followed
+    "generation_config.json": {
+        "no_repeat_ngram_size": 3,
+        "num_beams": 4,
+        "suppress_tokens": [7],
+        "stop_strings": ["the"],
+        "typical_p": 0.5,
+        "top_p": 1.5,
+        "temperature": "hot",
+        "top_k": math.inf,
+        "repetition_penalty": -1.0,
+    },
+    "x.gguf": {
+        "mirostat": 2,
+        "xtc_probability": 0.5,
+        "sequence": "temperature;top_k",
+        "top_p": 1.5,
+    },
+}
+OFF = {  # ... and what is off
+    "generation_config.json": {
+        "num_beams": 1,
+        "typical_p": 1.0,
+        "suppress_tokens": [],
+        "top_h": None,
+    },
+    "x.gguf": {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "xtc_threshold": 0.1},
+}
+
+
+@pytest.mark.parametrize("file", NOT_FOLLOWED)
+def test_what_is_recommended_and_not_followed_is_named(forms, write_tiny, tmp_path, capsys, file):
+    """In one line, which names the file; also by --info. Wrong values, too: options count instead."""
+
+    def write(settings):
+        if file == "x.gguf":
+            return write_tiny(
+                {f"general.sampling.{name}": value for name, value in settings.items()}
+            )
+        folder = shutil.copytree(forms[0] / "hf", tmp_path / "folder", dirs_exist_ok=True)
+        write_files(folder, {file: settings})
+        return folder
+
+    path = write(OFF[file])
+    assert llama2.main(["--model", str(path), "--prompt=fox", "--max-new-tokens=1"]) == 0
+    assert "followed" not in capsys.readouterr().err
+    path = write(OFF[file] | NOT_FOLLOWED[file])
+    for options in (["--info"], ["--prompt=fox", "--max-new-tokens=1", "--top-p=0.5", "--top-k=5"]):
+        assert llama2.main(["--model", str(path), *options]) == 0
+        [line] = [x for x in capsys.readouterr().err.splitlines() if "followed" in x]
+        assert file in line
+        for name in NOT_FOLLOWED[file]:
+            assert name in line
+        for name in OFF[file].keys() - NOT_FOLLOWED[file].keys():
+            assert name not in line
+
+
+def test_the_list_has_all_that_files_may_recommend():
+    """A new version's new option is a question that somebody must answer."""
+    known = {*llama2.GGUF_SAMPLING, *llama2.GGUF_SAMPLING.values(), *llama2.RECOMMENDED.split()}
+    keys = {k for k in vars(gguf.Keys.General).values() if str(k).startswith("general.sampling.")}
+    # These two say how, not whether.
+    off = ("general.sampling.xtc_threshold", "mirostat_tau", "mirostat_eta")
+    assert not [key for key in keys - known if not key.endswith(off)]
+    fields = vars(pytest.importorskip("transformers").GenerationConfig()).keys()
+    # What changes no text, or only beams; limits of lengths; token ids; lists of what is returned.
+    other = r"""(max|use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable)_.*
+    |_.*|(bos|eos|pad|decoder_start)_token_id|do_sample|transformers_version|is_assistant|prefill.*
+    |speculation_type|early_stopping|length_penalty|diversity_penalty|num_(beam_groups|return_.*)
+    |renormalize_logits|remove_invalid_values|low_memory|continuous_batching_config"""
+    assert not [n for n in fields - known if not re.fullmatch(re.sub(r"\s", "", other), n)]

@@ -441,7 +441,8 @@ def test_llama_cpp_writes_the_same_text(tmp_path, bundled, ggml_type):
 
 RECOMMENDED = """
 {"temperature": 0.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
-{"temperature": 0.0}
+{"temperature": 0.0, "repetition_penalty": 1.2, "penalty_last_n": -1}
+{"temperature": -1.0, "top_k": -1, "repetition_penalty": 1.2, "penalty_last_n": 9}
 {"min_p": 0.05}
 """
 
@@ -450,14 +451,17 @@ RECOMMENDED = """
 def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling):
     """From a model in memory and from files, there and back."""
     pytest.importorskip("tokenizers")
-    sampling = json.loads(sampling)
     model, tokenizer = llama2.load(small)
-    model.sampling = llama2.Sampling(**sampling)
+    model.sampling = llama2.Sampling(**json.loads(sampling))
     save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
     save_folder(llama2.open_checkpoint(tmp_path / "x.gguf"), tmp_path / "x")
     save_gguf(llama2.open_checkpoint(tmp_path / "x"), tmp_path / "y.gguf")
     for form in ("x.gguf", "x", "y.gguf"):
-        assert llama2.open_checkpoint(tmp_path / form).sampling == pytest.approx(sampling)
+        again = llama2.Sampling(**llama2.open_checkpoint(tmp_path / form).sampling)
+        for name in llama2.GGUF_SAMPLING:
+            low = 0 if name in ("temperature", "top_k") else -1  # 0 and less are one
+            expected = max(low, getattr(model.sampling, name))
+            assert max(low, getattr(again, name)) == pytest.approx(expected), (form, name)
 
 
 @pytest.mark.parametrize("scheme", ["never", "start", "prepend", "first", "always"])

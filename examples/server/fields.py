@@ -3,7 +3,7 @@
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -61,7 +61,7 @@ class Adjustment:
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         """Logits (V,) after ids."""
         V = len(logits)
-        counts = torch.tensor(ids[-llama2.PENALTY_WINDOW :]).bincount(minlength=V)[:V]
+        counts = torch.tensor(ids[-llama2.Sampling.penalty_last_n :]).bincount(minlength=V)[:V]
         penalty = counts * self.frequency_penalty + counts.clamp(max=1) * self.presence_penalty
         logits = logits + (self.bias - penalty).to(logits.device)
         return self.grammar(ids, logits) if self.grammar else logits
@@ -155,7 +155,7 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
         take(body, "presence_penalty", 0.0),
         take(body, "frequency_penalty", 0.0),
     )
-    return llama2.Sampling(logits_processor=processor, **values)
+    return replace(recommended, logits_processor=processor, **values)
 
 
 def take_stops(body: dict) -> list[str]:

@@ -134,6 +134,7 @@ def agent_framework(url):
             yield loop.run_until_complete(
                 ask(make(model="any", base_url=url, api_key="any"), streamed)
             )
+    loop.run_until_complete(loop.shutdown_asyncgens())
 
 
 def semantic_kernel(url):
