@@ -550,7 +550,6 @@ class Llama(nn.Module):
 # ==================================================================================================
 
 import codecs
-import datetime
 import functools
 import json
 import operator
@@ -560,7 +559,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 __all__ += [
@@ -965,8 +964,8 @@ class Tokenizer(Vocabulary):
         self.control_pattern = any_of(self.marks)
         texts = self.control_texts = "\0".join(self.marks)
         # What may end the text of a control token, and what may begin one, written backwards.
-        self.endings = {*re.findall(r"(?=([^\0]{1,99}))", texts)}
-        self.beginnings = (*{*re.findall(r"(?=([^\0]{1,99}))", texts[::-1])},)
+        self.endings = tuple({*re.findall(r"(?=([^\0]{1,99}))", texts)})
+        self.beginnings = tuple({*re.findall(r"(?=([^\0]{1,99}))", texts[::-1])})
         # The mark, or the text if it is user-defined, of a special token -> its id.
         self.marked_ids = {self.marks.get(text, text): i for text, i in self.special_ids.items()}
         model = self.model
@@ -1294,7 +1293,7 @@ def compile_template(template: str) -> Any:
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals.update(
         raise_exception=raise_exception,
-        strftime_now=lambda form: datetime.datetime.now().strftime(form),
+        strftime_now=time.strftime,
     )
     # transformers has a tag {% generation %} around what an assistant says. It prints its content.
     template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
@@ -1332,14 +1331,14 @@ def hide_control_texts(values: Any, tokenizer: Tokenizer, template: str, secret:
     """
     first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
     brackets = re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template)
-    names = {*ROLES, *values, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
+    names = {*ROLES, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
 
     def hide(literal):
         text = json.loads(literal[0])
         bare = text.strip()  # as a template may do
         text = first.sub(rf"{secret}\g<0>{secret}", text)
         if bare not in names and (
-            tokenizer.endings & {*accumulate(bare[:99])}
+            bare.startswith(tokenizer.endings)
             or bare[::-1].startswith(tokenizer.beginnings)
             or bare in tokenizer.control_texts
             and re.search(
@@ -1350,8 +1349,10 @@ def hide_control_texts(values: Any, tokenizer: Tokenizer, template: str, secret:
             text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
         return json.dumps(text)
 
-    values = json.dumps(values, default=lambda x: {**x} if isinstance(x, Mapping) else [*x])
-    return json.loads(re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', hide, values))
+    text = json.dumps(
+        [*values.values()], default=lambda x: {**x} if isinstance(x, Mapping) else [*x]
+    )
+    return dict(zip(values, json.loads(re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', hide, text))))
 
 
 def encode_chat(
@@ -2635,8 +2636,10 @@ def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """The texts of special tokens in tokenizer_config.json, by names such as pad_token."""
     tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
     for key in "additional_special_tokens", "extra_special_tokens":
-        more = settings.get(key) or {}  # names and tokens, or tokens alone
-        tokens |= more if isinstance(more, dict) else {f"{key}_{i}": t for i, t in enumerate(more)}
+        more = settings.get(key)  # names and tokens, or tokens alone
+        if not isinstance(more, dict):
+            more = {f"{key}_{i}": t for i, t in enumerate(get_typed(settings, key, list, []))}
+        tokens |= more
     texts = {
         name: token["content"] if isinstance(token, dict) else token
         for name, token in tokens.items()
