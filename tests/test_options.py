@@ -38,8 +38,9 @@ WRITTEN = {  # to stdout, by a script that is tested nowhere else
 }
 VALUES = "0 -1 nan inf word no/such/file raw.bin"  # the last: a file that is no text
 RIGHT = {  # values: the options that take them; all others take none
-    "0": "--decay --depth --draft --epochs --max-new-tokens --min-p --port --seed --temperature"
-    " --top-k --top-p --warmup --weight-decay",
+    "0": "--decay --depth --draft --epochs --max-new-tokens --min-p --port --seed --top-p --warmup"
+    " --weight-decay",
+    "0 -1": "--temperature --top-k",  # greedy; all, as in llama.cpp
     "0 -1 nan inf word": "--out",  # a new file in a folder that exists
     "0 -1 nan inf word raw.bin": "--json --profile",  # or one that is replaced
     VALUES: "--api-key --cors --prompt --stop --system"  # any text
