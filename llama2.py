@@ -2881,7 +2881,7 @@ def use_threads(given: int | None = None) -> str:
         choices.append((math.ceil(int(quota) / int(period)), "a quota of CPU time"))
     threads, why = min(choices)
     torch.set_num_threads(threads)
-    return f"{threads} threads ({why})"
+    return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
 
 
 def free_memory(device: torch.device) -> float:
