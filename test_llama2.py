@@ -1267,7 +1267,7 @@ def test_a_program_has_no_more_threads_than_a_quota_of_cpu_time(tmp_path, monkey
         pairs = (file.split("=") for file in files.split(";"))
         write_files(tmp_path / folder, {n: f"{value.replace('_', ' ')}\n" for n, value in pairs})
         why = "torch's choice" if threads == "4" else "a quota of CPU time"
-        plural = "s" if threads > 1 else ""
+        plural = "" if threads == "1" else "s"
         assert llama2.use_threads() == f"{threads} thread{plural} ({why})", case
         assert llama2.use_threads(3) == "3 threads (as given)"
         assert numbers[-2:] == [int(threads), 3]
