@@ -444,6 +444,8 @@ def test_names_that_a_template_compares(tmp_path):
 
 
 def test_reasoning_has_two_names(tmp_path):
+    if pytest.importorskip("transformers").__version__ < "5":
+        pytest.skip("transformers 4 has one name")
     template = "{% for m in messages %}{{ m.content }}[{{ m.thinking }}|{{ m.reasoning_content }}]"
     path = folder(tmp_path, template + "{% endfor %}{{ messages[0].thinking is defined }}")
     ours, theirs = load(path), load_theirs(path)
