@@ -2007,7 +2007,7 @@ def match_tensors(
 # The types of a value in GGUF. For numbers, the letter of Python's struct.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
-REMOVED_TYPES = {31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+REMOVED_TYPES = 31, 32, 33  # Q4_0_4_4, Q4_0_4_8, Q4_0_8_8
 
 
 class GGUF:
@@ -2036,24 +2036,29 @@ class GGUF:
 
             # 2. The metadata: keys and values.
             for _ in range(key_count):
-                [key] = self.strings()
+                [key] = self.values(GGUF_STRING)
                 with naming(key):
                     if key in self.metadata:
                         raise ValueError("a duplicate key")
-                    self.metadata[key] = self.value()
+                    [value_type] = self.unpack("I")
+                    if value_type == GGUF_ARRAY:
+                        self.metadata[key] = self.values(*self.unpack("IQ"))
+                    else:
+                        [self.metadata[key]] = self.values(value_type)
 
             # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
             #    it takes 0.1 s.
             type_names = {block.number: name for name, block in GGML_TYPES.items()}
             infos: dict[str, tuple] = {}
             for _ in range(tensor_count):
-                [name] = self.strings()
+                [name] = self.values(GGUF_STRING)
                 with naming(name):
                     [n_dims] = self.unpack("I")
                     *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the columns come first
                     if number in REMOVED_TYPES:
                         raise ValueError(
-                            f"ggml has removed its type {REMOVED_TYPES[number]}: take the file of Q4_0"
+                            "ggml has removed its types Q4_0_4_4, Q4_0_4_8 and Q4_0_8_8: take the file"
+                            " of Q4_0"
                         )
                     if number not in type_names:
                         import gguf
@@ -2081,33 +2086,23 @@ class GGUF:
             raise ValueError(f"{layout.size} bytes, beyond the end of the header")
         return layout.unpack_from(self.data, self.at - layout.size)
 
-    def strings(self, count: int = 1) -> list[str]:
-        """The next strings, each a length in 8 bytes and that many bytes of UTF-8."""
-        values = []
-        data, at = self.data, self.at  # local: Llama 3's vocabulary has 400,000 strings
+    def values(self, value_type: int, count: int = 1) -> list:
+        """The next values of a type: numbers, or texts, each a length in 8 bytes and its UTF-8."""
+        if value_type in NUMBERS:
+            return list(self.unpack(f"{count}{NUMBERS[value_type]}"))
+        if value_type != GGUF_STRING:
+            raise ValueError(f"has the unknown type {value_type}")
+        texts = []
+        data, at = self.data, self.at  # local: Llama 3's vocabulary has 400,000 texts
         read_size = struct.Struct("<Q").unpack_from
         for _ in range(count):
             [size] = read_size(data, at)
             at += 8 + size
             if at > self.limit:
                 raise ValueError(f"a text of {size} bytes, beyond the end of the header")
-            values.append(data[at - size : at].decode())
+            texts.append(data[at - size : at].decode())
         self.at = at
-        return values
-
-    def value(self) -> Any:
-        """The next value of the metadata: a number, a string, or a list of them."""
-        [value_type] = self.unpack("I")
-        item_type, count = value_type, 1
-        if value_type == GGUF_ARRAY:
-            item_type, count = self.unpack("IQ")
-        if item_type == GGUF_STRING:
-            values = self.strings(count)
-        elif item_type in NUMBERS:
-            values = list(self.unpack(f"{count}{NUMBERS[item_type]}"))
-        else:
-            raise ValueError(f"has the unknown type {item_type}")
-        return values if value_type == GGUF_ARRAY else values[0]
+        return texts
 
 
 GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
@@ -2245,9 +2240,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
         with naming(name):
             require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
             weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
-            offsets, expected = entry["data_offsets"], [end, end + weight.nbytes]
-            if offsets != expected:
-                raise ValueError(f"data_offsets is {offsets!r:.60}; expected {expected}")
+            require(entry, "data_offsets", [[end, end + weight.nbytes]])
         weights[name] = weight
         end += weight.nbytes
     if start + end != len(file.data):
@@ -2374,11 +2367,12 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     # 2. The special tokens. llama.cpp, too, ignores ids that are out of range.
     ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
     ids |= {name: metadata[key] for name, key in SPECIAL_TOKENS.items() if key in metadata}
-    for name, i in ids.items():
-        if i not in range(len(pieces)):
+    every_id = range(len(pieces))
+    for name, i in [*ids.items()]:
+        if i not in every_id:
             warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
-    ids = {name: i for name, i in ids.items() if i in range(len(pieces))}
-    types = mark_control(types, ids, gguf_stop_ids(metadata), range(len(pieces)))
+            del ids[name]
+    types = mark_control(types, ids, gguf_stop_ids(metadata), every_id)
 
     # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
@@ -2394,7 +2388,11 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         model = sentencepiece_model(pieces, scores, types, prefix, strip)
     else:
         if pre is None:
-            raise ValueError(NO_PRE_TOKENIZER)
+            raise ValueError(
+                "tokenizer.ggml.pre is missing, as before May 2024: how is text cut into words? If it is"
+                " Llama 3, gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf; llama.cpp takes"
+                " 'default'"
+            )
         require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
         model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
 
@@ -2422,11 +2420,6 @@ def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in ends if i not in (None, eos)))
 
 
-NO_PRE_TOKENIZER = (
-    "tokenizer.ggml.pre is missing, as before May 2024: how is text cut into words? If it is Llama 3,"
-    " gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf; llama.cpp takes 'default'"
-)
-
 # Steps of the pre_tokenizer in a tokenizer.json, as JSON with sorted keys, and regular expressions
 # for SPLIT.
 SPLIT = '{"behavior": "Isolated", "invert": false, "pattern": {"Regex": %s}, "type": "Split"}'
@@ -2450,20 +2443,20 @@ TEKKEN = (  # Mistral's; a new word begins where a capital follows a small lette
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LETTERS = (  # DeepSeek's
-    "\\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-"
-    "\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"
-    "\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd"
-    "\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d"
-    "\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-"
-    "\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
-    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
-    "\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
-    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e"
-    "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f"
-    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
-    "\U000118a0-\U000118df\U0001e900-\U0001e943]+"
-)
+# The letters of DeepSeek, in one string: a backslash at the end of a line continues it.
+LETTERS = """\
+\\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\
+\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\
+\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\
+\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\
+\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\
+\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\
+\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\
+\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\
+\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\
+\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\
+\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\
+\U000118a0-\U000118df\U0001e900-\U0001e943]+"""
 SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
@@ -2874,23 +2867,21 @@ def use_threads(given: int | None = None) -> str:
     A program has so many as are `given`, or as torch chooses: OMP_NUM_THREADS, or one for each core
     that the process may use, but no more than a quota of CPU time allows, rounded up.
     """
-    choices = [(given or torch.get_num_threads(), "as given" if given else "torch's choice")]
-    is_free = not given and "OMP_NUM_THREADS" not in os.environ
-    files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us" if is_free else ""
-    for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
-        choices.append((math.ceil(int(quota) / int(period)), "a quota of CPU time"))
-    threads, why = min(choices)
+    threads, why = given or torch.get_num_threads(), "as given" if given else "torch's choice"
+    if not given and "OMP_NUM_THREADS" not in os.environ:
+        files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us"
+        for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
+            allowed = math.ceil(int(quota) / int(period)), "a quota of CPU time"
+            threads, why = min((threads, why), allowed)
     torch.set_num_threads(threads)
     return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
 
 
 def free_memory(device: torch.device) -> float:
-    """The bytes that are free on a device; infinity if that is unknown (Windows)."""
+    """The bytes that are free on a device; infinity if that is unknown (macOS, Windows)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
-    with suppress(AttributeError, ValueError, OSError):  # macOS tells only how much there is
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError):  # Linux
         [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(kilobytes)
@@ -3002,8 +2993,8 @@ def build_model(
         model = Llama(checkpoint.config)
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    is_off = None if progress else True  # None: it is shown if stderr is a terminal
     weights = checkpoint.weights.items()
+    is_off = None if progress else True  # None: it is shown if stderr is a terminal
     for name, weight in tqdm(weights, "loading", leave=False, disable=is_off, unit="tensor"):
         module = name.removesuffix(".weight")
         ggml_type = None if unpack else weight.kept_type(dtype)

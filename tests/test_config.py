@@ -281,7 +281,7 @@ def test_downloads_that_ended_early(write_model, write_tiny, name):
 
 
 NUMBERS = """
-31 | removed its type Q4_0_4_4
+31 | removed its types Q4_0_4_4, .*: take the file of Q4_0
 77 | 77 is not a valid
 """
 
