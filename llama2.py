@@ -1539,11 +1539,6 @@ GGML_TYPES = {
 }
 
 
-def float16_at(b: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block, as float32: (n, bytes) -> (n, 1)."""
-    return b[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
 def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
     """The `count` integers of each block at `where`: (n, bytes) -> uint8 (n, count)."""
     end = where.at + count * where.bits // 8
@@ -1554,19 +1549,24 @@ def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
 
 def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     """Blocks (n, bytes) -> scales (n, groups), and minima if the type has them."""
+    # Every block has a float16 by which its scales are multiplied. What comes next is one for its
+    # minima, if the type has these.
+    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(ggml_type, 0)
+    halves = b[:, at : at + 4].contiguous().view(torch.float16).float()
+    d, m = halves[:, :1], halves[:, 1:]  # (n, 1)
     match ggml_type:
         case "Q4_0" | "Q5_0" | "Q8_0":
-            return float16_at(b, 0), None
+            return d, None
         case "Q4_1" | "Q5_1":
-            return float16_at(b, 0), -float16_at(b, 2)  # ggml adds this minimum
+            return d, -m  # ggml adds this minimum
         case "Q2_K":  # 16 scales and 16 minima of 4 bits
-            return float16_at(b, 80) * (b[:, :16] & 15), float16_at(b, 82) * (b[:, :16] >> 4)
+            return d * (b[:, :16] & 15), m * (b[:, :16] >> 4)
         case "Q3_K":  # 16 scales of 6 bits, the high two of which are stored apart
             low = unpack_bits(b, 16, Bits(96, 8, 4))
             high = unpack_bits(b, 16, Bits(104, 4, 2))
-            return float16_at(b, 108) * ((low | high << 4).view(torch.int8) - 32), None
+            return d * ((low | high << 4).view(torch.int8) - 32), None
         case "Q6_K":  # 16 scales of 8 bits
-            return float16_at(b, 208) * b[:, 192:208].view(torch.int8), None
+            return d * b[:, 192:208].view(torch.int8), None
     # Q4_K and Q5_K: 8 scales and 8 minima of 6 bits
     # packed byte    low bits                          high bits
     # 0 to 3         6: scales 0 to 3                  2: the high bits of scales 4 to 7
@@ -1576,7 +1576,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     low, top, last = packed[:8] & 63, packed[:8] >> 6 << 4, packed[8:]
     scale = torch.cat((low[:4], last & 15 | top[:4]))
     minimum = torch.cat((low[4:], last >> 4 | top[4:]))
-    return float16_at(b, 0) * scale.T, float16_at(b, 2) * minimum.T
+    return d * scale.T, m * minimum.T
 
 
 def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
@@ -3543,24 +3543,32 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def read_prompt(args: argparse.Namespace) -> str | None:
-    """The prompt: an option, a file, or standard input; None if a chat has none.
+def read_prompt(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Any, list[int]]:
+    """The prompt (an option, a file, or standard input) and its ids; for a chat, None or a text.
 
-    One line end at the end of a file or of standard input is not part of it, as in llama.cpp.
+    One line end at the end of a file or of standard input is not part of it, as in llama.cpp. A line
+    says if the text of a control token stays text, or if the model could also answer.
     """
-    path = args.prompt_file
-    if not path:
-        if args.prompt is not None or args.chat:
-            return args.prompt
-        if sys.stdin.isatty():
+    prompt, path = args.prompt, args.prompt_file
+    if path or (prompt is None and not args.chat):
+        if not path and sys.stdin.isatty():
             raise ValueError(
                 "there is no prompt: --prompt TEXT, or --chat; --help lists all options"
             )
-    with naming(path or "standard input"):
-        data = path.read_bytes() if path else sys.stdin.buffer.read()
-        if b"\0" in data:
-            raise ValueError("NUL bytes, as UTF-16 has them; expected UTF-8")
-        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        with naming(path or "standard input"):
+            data = path.read_bytes() if path else sys.stdin.buffer.read()
+            if b"\0" in data:
+                raise ValueError("NUL bytes, as UTF-16 has them; expected UTF-8")
+            prompt = data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    if args.chat:
+        return prompt, []
+    tokenizer = checkpoint.tokenizer
+    if not args.parse_special:
+        if control := tokenizer.control_pattern.search(prompt):
+            note(f"{control[0]} stays text; with --parse-special it is a token", args.quiet)
+        elif tokenizer.chat_template.strip():
+            note("the prompt is continued as a text; --chat answers it", args.quiet)
+    return prompt, tokenizer.encode(prompt, parse_special=args.parse_special)
 
 
 def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
@@ -3571,18 +3579,6 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
     template = find_template(tokenizer, template)
     encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # raises if it is wrong
     return template
-
-
-def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt. A line says if the text of a control token stays text, or if the model
-    could also answer.
-    """
-    if not args.parse_special:
-        if control := tokenizer.control_pattern.search(prompt):
-            note(f"{control[0]} stays text; with --parse-special it is a token", args.quiet)
-        elif tokenizer.chat_template.strip():
-            note("the prompt is continued as a text; --chat answers it", args.quiet)
-    return tokenizer.encode(prompt, parse_special=args.parse_special)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3793,7 +3789,7 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         return 0
 
     # 1. Read the prompt. The cache needs room for its tokens and the new ones.
-    prompt: Any = read_prompt(args)  # None in a chat only
+    prompt, ids = read_prompt(args, checkpoint)
     context = args.context or checkpoint.config.max_position_embeddings
     max_new_tokens = args.max_new_tokens
     if max_new_tokens is None:
@@ -3801,7 +3797,6 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     if args.chat:
         size = args.context or min(context, CHAT_CONTEXT)
     else:
-        ids = encode_prompt(args, checkpoint.tokenizer, prompt)
         size = max(1, min(context, len(ids) + max_new_tokens))
 
     # 2. Load the model.
