@@ -597,6 +597,7 @@ class Sampling:
     seed                of the random numbers; None: a random one
     penalty_last_n      how many of the last tokens repetition_penalty looks at (64, as in
                         llama.cpp); -1: all, as transformers does
+    stop_strings        texts that end the text of stream_text(), besides its `stop`
 
     They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
     min_p. Raises ValueError for values out of range.
@@ -610,6 +611,7 @@ class Sampling:
     logits_processor: Callable[[list[int], Tensor], Tensor] | None = None
     seed: int | None = None
     penalty_last_n: int = 64
+    stop_strings: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, (low, high) in SAMPLING_LIMITS.items():
@@ -743,7 +745,7 @@ class Generation(Iterator[int]):
         self.ids = check_ids(ids, config, context)  # the prompt, and every id that was sampled
         self.new_ids: list[int] = []  # the ids that were returned
         self.seconds: list[float] = []  # the time of the prefill, then of each decode step
-        self.stop_reason = ""  # why the text ended; "" until then
+        self.stop_reason = ""  # why the text ended; "" until then. Setting it ends the text
         self.model = model
         self.sampling = sampling = sampling or model.sampling or Sampling()
         self.max_new_tokens = max_new_tokens
@@ -762,17 +764,13 @@ class Generation(Iterator[int]):
             secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         )
 
-    def stop(self, reason: str) -> None:
-        """End the text, for a reason that is kept for whoever asks."""
-        self.stop_reason = reason
-
     def __next__(self) -> int:
         # 1. Has the text ended?
         if not self.stop_reason:
             if len(self.new_ids) >= self.max_new_tokens:
-                self.stop(MAX_NEW_TOKENS)
+                self.stop_reason = MAX_NEW_TOKENS
             elif len(self.ids) >= self.cache.max_seq_len:
-                self.stop(CONTEXT_FULL)
+                self.stop_reason = CONTEXT_FULL
         if self.stop_reason:
             raise StopIteration
 
@@ -789,7 +787,7 @@ class Generation(Iterator[int]):
 
         # 4. Return the new token, unless it is a stop token: that ends the text.
         if token_id in self.stop_ids:
-            self.stop(f"stop token {token_id}")
+            self.stop_reason = f"stop token {token_id}"
             raise StopIteration
         self.new_ids.append(token_id)
         return token_id
@@ -851,10 +849,11 @@ class TextStream(Iterator[str]):
         strip: bool = False,
         **options: Any,
     ) -> None:
-        self.stops = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(text, str) and text for text in self.stops):
-            raise ValueError(f"stop is {stop!r:.60}; expected texts that are not empty")
         self.generation = Generation(model, ids, **options)
+        self.stops = [stop] if isinstance(stop, str) else list(stop)
+        self.stops += self.generation.sampling.stop_strings
+        if not all(isinstance(text, str) and text for text in self.stops):
+            raise ValueError(f"stop is {self.stops!r:.60}; expected texts that are not empty")
         has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS has no text
         self.decoder = StreamDecoder(tokenizer, first=not has_text)
         self.strip = strip
@@ -885,7 +884,7 @@ class TextStream(Iterator[str]):
             matches = [(text.index(stop), stop) for stop in self.stops if stop in text]
             if matches:
                 end, stop = min(matches)
-                self.generation.stop(f"stop text {stop!r}")
+                self.generation.stop_reason = f"stop text {stop!r}"
                 self.ended = True
             elif not self.ended:
                 beginnings = (stop[:n] for stop in self.stops for n in range(len(stop)))
@@ -1595,7 +1594,7 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     b = blocks.reshape(-1, nbytes)
     q = unpack_bits(b, count, low)  # type: ignore[arg-type]  # (n, weights)
     if high is not None:
-        q = q | unpack_bits(b, count, high) << low.bits  # type: ignore[union-attr]
+        q |= unpack_bits(b, count, high) << low.bits  # type: ignore[union-attr]
     scale, minimum = unpack_scales(b, ggml_type)
     w = (q.view(torch.int8) - zero_point).float()
     w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, weights per group)
@@ -1672,8 +1671,7 @@ class Weight:
     @property
     def block(self) -> tuple[int, int]:
         """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
-        known = GGML_TYPES.get(self.ggml_type)
-        if known:
+        if known := GGML_TYPES.get(self.ggml_type):
             return known.weights, known.nbytes
         import gguf
 
@@ -1841,10 +1839,14 @@ class Checkpoint:
         sampling, ignored, settings = {}, [], self.recommended
         for name in *GGUF_SAMPLING, *RECOMMENDED.split():
             value = settings.get(name, settings.get(GGUF_SAMPLING.get(name)))
+            if isinstance(value, str):  # one stop string
+                value = [value]
             try:
-                number = type(getattr(Sampling, name))(value)  # 50.0 is 50, as in llama.cpp
-                Sampling(**{name: number})
-                sampling[name] = number
+                typed = type(getattr(Sampling, name))(value)  # 50.0 is 50, as in llama.cpp
+                Sampling(**{name: typed})
+                if name == "stop_strings" and not all(map(str.encode, typed)):
+                    raise ValueError  # one of them is empty
+                sampling[name] = typed
             except Exception:  # noqa: BLE001
                 # It is missing, or wrong, or not a field of Sampling.
                 if value and value != 1:  # 0, 1 and false switch it off
@@ -1932,7 +1934,7 @@ def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> 
     return value
 
 
-def require(settings: Mapping, key: str, accepted: Sequence) -> Any:
+def require(settings: Mapping, key: str, accepted: Collection) -> Any:
     """The value of `key`. Raises ValueError unless it is one of the accepted values."""
     value = settings.get(key)
     if value not in accepted:
@@ -2393,7 +2395,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
                 " Llama 3, gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf; llama.cpp takes"
                 " 'default'"
             )
-        require(metadata, "tokenizer.ggml.pre", [*PRE_TOKENIZERS])
+        require(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
         model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
 
     # 4. The rest: what a text begins with, and the chat template.
@@ -2633,12 +2635,12 @@ def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(more, dict):
             more = {f"{key}_{i}": t for i, t in enumerate(get_typed(settings, key, list, []))}
         tokens |= more
-    texts = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in tokens.items()
-        if token is not None
-    }
-    return {name: get_typed(texts, name, str) for name in texts}
+    texts = {}
+    for name, token in tokens.items():
+        if token is not None:
+            texts[name] = token["content"] if isinstance(token, dict) else token
+            get_typed(texts, name, str)  # raises if it is no text
+    return texts
 
 
 def read_vocabulary(path: Path, config: Config) -> Vocabulary:
@@ -3612,7 +3614,7 @@ def show(stream: TextStream) -> str:
                 text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
-        stream.generation.stop("interrupted")
+        stream.generation.stop_reason = "interrupted"
     write("\n")
     return shown
 
@@ -3670,13 +3672,15 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
 def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> str:
     """The settings in force, and where they come from: an option, the model's files, or neither."""
     settings = []
-    for name in SAMPLING_LIMITS:
+    for name in "penalty_last_n", *SAMPLING_LIMITS:
         value = getattr(sampling, name)
         source = "option" if name in given else "model" if name in stated else "default"
         if source != "default" or name in ("temperature", "top_p"):
             settings.append(f"{name} {value:.6g} ({source})")
         if name == "temperature" and value <= 0:  # the others change nothing then
             break
+    if stops := sampling.stop_strings:
+        settings.append(f"stop_strings {', '.join(map(repr, stops))} (model)")
     return ", ".join(settings)
 
 

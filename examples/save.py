@@ -79,7 +79,8 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
         config = own_config
     usual = vars(llama2.Sampling())
     sampling = vars(model.sampling or llama2.Sampling())
-    sampling = {k: sampling[k] for k in llama2.GGUF_SAMPLING if sampling[k] != usual[k]}
+    names = *llama2.GGUF_SAMPLING, "stop_strings"
+    sampling = {name: sampling[name] for name in names if sampling[name] != usual[name]}
     if "repetition_penalty" in sampling:  # else it would look at all tokens, as in transformers
         sampling["penalty_last_n"] = model.sampling.penalty_last_n
     return llama2.Checkpoint("the model", config, weights, lambda: tokenizer, recommended=sampling)
@@ -529,7 +530,8 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
         keys |= model_keys(config, vocabulary)
         keys["tokenizer.ggml.padding_token_id"] = pad_token_id(checkpoint)
         for name, value in checkpoint.sampling.items():
-            keys[llama2.GGUF_SAMPLING[name]] = value
+            if name in llama2.GGUF_SAMPLING:  # all but stop_strings, for which GGUF has no key
+                keys[llama2.GGUF_SAMPLING[name]] = value
     else:
         stored = stored_values(path)
         if llama2.open_checkpoint(path).config != config:

@@ -251,12 +251,41 @@ def test_recommended_penalties_give_transformers_texts(forms, tmp_path, content,
         assert [*llama2.generate(model, prompt[0], sampling, 12, stop_ids=[2])] == expected
 
 
+def test_stop_strings_are_followed(forms, tmp_path, capsys):
+    """They end a text, whatever the options say; generate() has no texts. One, or a list of them."""
+    folder = shutil.copytree(forms[0] / "hf", tmp_path / "folder")
+    for stops in ("fox", ["fox", "the moon"]):
+        write_files(folder, {"generation_config.json": {"stop_strings": stops}})
+        model, tokenizer = llama2.load(folder)
+        assert model.sampling.stop_strings == ((stops,) if isinstance(stops, str) else tuple(stops))
+        told = scripted(tokenizer.encode("a b fox c", bos=False), start=1)
+        told.sampling = model.sampling
+        stream = llama2.stream_text(told, tokenizer, [1], max_new_tokens=9)
+        assert "".join(stream) == "a b " and stream.stop_reason == "stop text 'fox'"
+    assert llama2.main(["--model", str(folder), "--prompt=fox", "--max-new-tokens=1"]) == 0
+    assert "stop_strings 'fox', 'the moon' (model)" in capsys.readouterr().err
+    save_folder(llama2.open_checkpoint(folder), tmp_path / "again")
+    save_folder(model, tmp_path / "saved", tokenizer=tokenizer)
+    for copy in "again", "saved":
+        again = llama2.open_checkpoint(tmp_path / copy).sampling
+        assert again == {"stop_strings": ("fox", "the moon")}
+    save_gguf(llama2.open_checkpoint(folder), tmp_path / "x.gguf")  # which has no key for it
+
+
+def test_the_report_names_a_recommended_penalty_last_n(forms, tmp_path, capsys):
+    folder = shutil.copytree(forms[0] / "hf", tmp_path / "folder")
+    for settings, said in ({"repetition_penalty": 1.3}, True), ({"temperature": 0.5}, False):
+        write_files(folder, {"generation_config.json": settings})
+        assert llama2.main(["--model", str(folder), "--prompt=fox", "--max-new-tokens=1"]) == 0
+        assert ("penalty_last_n -1 (model)" in capsys.readouterr().err) == said
+
+
 NOT_FOLLOWED = {  # what a file recommends -> what the line says is not followed
     "generation_config.json": {
         "no_repeat_ngram_size": 3,
         "num_beams": 4,
         "suppress_tokens": [7],
-        "stop_strings": ["the"],
+        "stop_strings": ["the", ""],
         "typical_p": 0.5,
         "top_p": 1.5,
         "temperature": "hot",
