@@ -215,6 +215,9 @@ def test_kernels_compile_for_a_gpu(gpu, ggml_type, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    if [*map(int, triton.__version__.split(".")[:2])] < [3, 3]:
+        pytest.skip("Triton 3.3 has another interface to its compiler")
+
     def compiled(kernel, constants, types):
         names = kernel.arg_names
         signature = {name: types.get(name, "*u8") for name in names}
