@@ -185,7 +185,7 @@ PAGES = [(SCRIPT.parent / name).read_text("utf-8") for name in ("README.md", "do
 def test_types_suit_what_the_pages_show(tmp_path, tool):
     """Nothing that a page writes with names of this project is refused."""
     if not importlib.util.find_spec(tool.split()[0]):
-        pytest.skip(f"{tool.split()[0]} is not installed")
+        pytest.skip(f"no {tool.split()[0]} here")
     code = re.findall(r"```python\n(.*?)```", "".join(PAGES), re.DOTALL)
     code.append("import llama2\nsize: int = llama2.Config(head_dim=None).head_dim\n")
     code.append('import llama2\nids = llama2.Tokenizer.from_file("a").encode("b")\n')
