@@ -1964,7 +1964,7 @@ GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
     "repetition_penalty": "general.sampling.penalty_repeat",
     "penalty_last_n": "general.sampling.penalty_last_n",
 }
-# What else files recommend, which is not followed.
+# What else files recommend: stop_strings, which are followed, and all that is not.
 RECOMMENDED = """stop_strings general.sampling.mirostat general.sampling.xtc_probability typical_p top_h
 general.sampling.sequence mirostat xtc_probability sequence epsilon_cutoff eta_cutoff
 penalty_alpha dola_layers guidance_scale no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
