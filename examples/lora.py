@@ -5,7 +5,7 @@
     python examples/lora.py --adapter DIR --out tuned.gguf [--type Q4_0] [--model FILE.gguf]
 
 The model may be quantised. DIR has PEFT's format: each reads what the other writes; an adapter that
-exists is trained further. Of dialogues only what the assistant says is learned: dialogues.py says what
+exists is trained further. Of dialogues only what the assistant says is learned: training/dialogues.py says what
 a row of .jsonl, .ndjson or .json may be. A tenth of the data is held out, to show the loss on it.
 """
 
@@ -20,11 +20,17 @@ import waits  # noqa: F401
 try:
     import torch
     import torch.nn.functional as F
-    from adapters import PROJECTIONS, add_adapters, load_adapter, merge_adapters, save_adapter
-    from dialogues import Sample, read_samples
     from save import SAVE_TYPES, save_gguf
     from torch import Tensor
     from torch.utils.checkpoint import checkpoint
+    from training.adapters import (
+        PROJECTIONS,
+        add_adapters,
+        load_adapter,
+        merge_adapters,
+        save_adapter,
+    )
+    from training.dialogues import Sample, read_samples
 
     import llama2
 except ImportError as error:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = map(str, (HERE.parent, HERE.parent / "examples"))
-import adapters
 import torch
+from training import adapters
 
 import llama2
 

@@ -1,4 +1,4 @@
-"""Tests of examples/dialogues.py: what is learned of dialogues, and how their files are read.
+"""Tests of examples/training/dialogues.py: what is learned of dialogues, and how their files are read.
 
 TEMPLATES names a folder of chat templates (*.jinja), such as models/templates of llama.cpp, which
 are then tried, too. The oracles are marks, in a computation of our own, and the masks of transformers.
@@ -18,8 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 pytest.importorskip("tokenizers")
 
-import dialogues
 from test_chat import FAMILIES, folder, load, load_theirs
+from training import dialogues
 
 import llama2
 from test_llama2 import dialogue, raises

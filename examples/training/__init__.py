@@ -1,0 +1,1 @@
+"""Parts of examples/lora.py, for programs of your own, too: adapters and dialogues."""
