@@ -250,7 +250,7 @@ def test_command_line(tmp_path, schema, expected):
     assert re.match(f"(?s){expected}", f"{status} {''.join(written)}")
 
 
-def test_the_parts_of_a_schema_are_bounded_and_can_be_left(vocabulary, monkeypatch):
+def test_the_parts_of_a_schema_are_bounded_and_can_be_left(vocabulary):
     """A large one, whose every part takes longer, is tried in fewer of them; check() may end it."""
 
     class Gone(BaseException):
@@ -262,8 +262,7 @@ def test_the_parts_of_a_schema_are_bounded_and_can_be_left(vocabulary, monkeypat
         "properties": {n: {"type": "string", "pattern": "(?=a)"} for n in names},
     }
     tried = []
-    monkeypatch.setattr(grammar, "check", lambda: tried.append(1))
-    _, left_out = hold(vocabulary, json.dumps(odd))
+    _, left_out = hold(vocabulary, json.dumps(odd), lambda: tried.append(1))
     assert "too many such parts" in str(left_out)
     made = [part for part in left_out if "too many" not in part]
     assert len(made) < grammar.CHECKED_BYTES / len(json.dumps(odd))
@@ -274,7 +273,6 @@ def test_the_parts_of_a_schema_are_bounded_and_can_be_left(vocabulary, monkeypat
         tried.append(1)
 
     tried.clear()
-    monkeypatch.setattr(grammar, "check", leave)
     for _ in range(2):  # what was left is not kept as if it were an answer
         with pytest.raises(Gone):
-            hold(vocabulary, json.dumps(odd | {"title": "another"}))
+            hold(vocabulary, json.dumps(odd | {"title": "another"}), leave)

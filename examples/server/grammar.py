@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,14 +102,14 @@ def control_ids(vocabulary: LLTokenizer) -> tuple[list[int], list[int]]:
     return ids, [*vocabulary.eos_tokens]
 
 
-def check() -> None:
-    """Called between two parts; may raise to end the work. The server sets it."""
-
-
 @functools.lru_cache(64)
-def hold(vocabulary: LLTokenizer, text: str) -> tuple[Any, list[str]]:
+def hold(
+    vocabulary: LLTokenizer, text: str, check: Callable[[], None] = lambda: None
+) -> tuple[Any, list[str]]:
     """As much of a schema, given as JSON, as llguidance can hold an answer to; and for each keyword
     that is left out its path and llguidance's reason. None is if the answer fits the whole schema.
+
+    check() is called between two parts; it may raise to end the work.
     """
     schema = json.loads(text)
     if not isinstance(schema, dict):

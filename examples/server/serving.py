@@ -175,10 +175,9 @@ class Session:
             self.grammar(answer, chat)
             return ""
         note = ""
-        grammar.check = self.check
         places = [*(f"tools: {name}" for name in answer.names), "response_format"]
         for i, schema in enumerate(answer.schemas):
-            held, left_out = grammar.hold(self.vocabulary(chat), json.dumps(schema))
+            held, left_out = grammar.hold(self.vocabulary(chat), json.dumps(schema), self.check)
             if left_out and [*answer.strict, True][i]:
                 said = f"{places[i]}: {left_out[0]}; a strict schema is held whole"
                 raise Refusal(400, said, param=said.partition(":")[0])
