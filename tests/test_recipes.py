@@ -123,7 +123,7 @@ def test_a_template_with_a_name(copied):
 def test_a_field_of_config(copied):
     """Read from both formats, and written to them: as Granite's, it divides the logits."""
     code = """if True:
-        import sys, dataclasses
+        import sys, dataclasses, importlib.util
         sys.path.insert(0, "examples")
         import llama2, save, torch
         model, tokenizer = llama2.load(llama2.DEFAULT_MODEL, trainable=True)
@@ -135,6 +135,8 @@ def test_a_field_of_config(copied):
             save.save_folder(model, "scaled", "F32", tokenizer, overwrite=True)
             for path in "scaled.gguf", "scaled":
                 assert llama2.open_checkpoint(path).config.logits_scaling == 4
+                if path == "scaled" and not importlib.util.find_spec("tokenizers"):
+                    continue  # which its tokenizer.json needs
                 for compiled in False, True:
                     loaded, _ = llama2.load(path, compile=compiled)
                     torch.testing.assert_close(loaded(tokens), expected, atol=1e-4, rtol=1e-4)
