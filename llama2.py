@@ -634,7 +634,7 @@ def sample(
     call: pass a generator in a loop. Without a seed, it is torch's own. Raises ValueError if a
     logit / temperature is NaN or infinity, or all are -infinity, as if every id were excluded.
     """
-    logits = logits.float()
+    logits = logits.detach().float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
     last_n = sampling.penalty_last_n % 2**32  # -1 is more than all
     if penalty != 1 and last_n:
@@ -652,7 +652,10 @@ def sample(
         # The last is the k-th largest.
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     # Also where the temperature is 0, which needs no probabilities: they show whether all is finite.
-    probabilities = (logits / max(sampling.temperature, 1e-6)).softmax(-1)
+    # numpy divides in this thread. torch's threads would meet for it, and wait for one another
+    # where other programs use the cores.
+    scaled = logits.cpu().numpy() / max(sampling.temperature, 1e-6)
+    probabilities = torch.from_numpy(scaled).softmax(-1)
     if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
         raise ValueError(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
@@ -663,16 +666,15 @@ def sample(
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
     u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
-    return draw(probabilities, sampling, u.item())
+    return draw(probabilities.numpy(), sampling, u.item())
 
 
-def draw(probabilities: Tensor, sampling: Sampling, u: float) -> int:
-    """Apply top_p and min_p to the probabilities (V,) of all ids, and draw one of the ids left.
+def draw(p: Any, sampling: Sampling, u: float) -> int:
+    """Apply top_p and min_p to the probabilities p (V,) of all ids, and draw one of the ids left.
 
-    `u` is a random number from 0 to 1: the id is the first whose cumulative probability exceeds u
-    times the total.
+    p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
+    1: the id is the first whose cumulative probability exceeds u times the total.
     """
-    p = probabilities.cpu().numpy()  # numpy sorts many times as fast as torch
     # 1. min_p; and what top_p would leave out in any case, because sorting all of V is slow: V
     #    probabilities below this bound have less than (1 - top_p) / 2 together, so the others reach
     #    top_p without them, with the other half to spare for rounding.
@@ -870,9 +872,8 @@ class TextStream(Iterator[str]):
             # 1. Decode the next token. At the end, flush the bytes of an incomplete character.
             token_id = next(self.generation, None)
             self.ended = token_id is None
-            decoder = self.decoder
             text = self.waiting + (
-                decoder.flush() if token_id is None else decoder.decode(token_id)
+                self.decoder.flush() if token_id is None else self.decoder.decode(token_id)
             )
             if self.strip:
                 text = text.lstrip()
@@ -981,11 +982,7 @@ class Tokenizer(Vocabulary):
         self.strips_space = self.prepend_scheme != "never" and not self.byte_level
 
     def encode(
-        self,
-        text: str,
-        bos: bool | None = None,
-        first: bool = True,
-        parse_special: bool = False,
+        self, text: str, bos: bool | None = None, first: bool = True, parse_special: bool = False
     ) -> list[int]:
         """Text -> ids. `bos`: whether they begin with BOS (None: as the vocabulary says).
 
@@ -1290,10 +1287,7 @@ def compile_template(template: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals.update(
-        raise_exception=raise_exception,
-        strftime_now=time.strftime,
-    )
+    environment.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
     # transformers has a tag {% generation %} around what an assistant says. It prints its content.
     template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
     return environment.from_string(template)
@@ -1301,12 +1295,7 @@ def compile_template(template: str) -> Any:
 
 def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
     """The text that a template makes of variables, such as messages. Raises ValueError if the template fails."""
-    variables = {
-        "tools": None,
-        "documents": None,
-        **tokenizer.special_tokens,
-        **variables,
-    }
+    variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     variables |= {name: "" if i is None else tokenizer.pieces[i] for name, i in ids.items()}
     try:
