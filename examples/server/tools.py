@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -136,11 +136,10 @@ class Template:
                     return read_format_of(self, as_text, content)
                 except ValueError as error:
                     problems.append(str(error))
-        reason = min(
-            problems, key=lambda text: text.startswith("the chat template:")
-        )  # what it raised
+        # Rather than what the template raised.
+        reason = min(problems, key=lambda text: text.startswith("the chat template:"))
         problem = "the chat template has no place for tools that is understood"
-        problem += f" ({reason:.150}); --chat-template names another"
+        problem += f" ({name_tokens(self.tokenizer, reason):.150}); --chat-template names another"
         return Format("", "", None, "", "", problem=problem)
 
     @functools.cached_property
@@ -184,12 +183,10 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
     # 2. The name, the arguments, and what is around them.
     places = [(start, end) for start, end, value in find_json(behind) if value == {KEY: VALUE}]
     if not name or len(places) != 1:
-        shown = name_tokens(template.tokenizer, until(template.stops, rest, True)[0])
-        raise ValueError(f"a call becomes {shown!r}")
+        raise ValueError(f"a call becomes {until(template.stops, rest, True)[0]!r}")
     for stop in template.stops:
         if stop in before:  # the answer would end there
-            shown = name_tokens(template.tokenizer, stop)
-            raise ValueError(f"a call begins with {shown}, which ends an answer")
+            raise ValueError(f"a call begins with {stop}, which ends an answer")
     ((start, end),) = places
     between, after = behind[:start], until(template.stops, behind[end:], True)[0].rstrip()
     if between.endswith("{"):  # arguments as text in a form that is not JSON
@@ -231,35 +228,33 @@ def literal(text: str) -> str:
     return " ".join(items)
 
 
-def up_to(rule: str, text: str, start: str = "(?s:.*)", but: str = "", end: str = "") -> str:
-    """A rule for free text, which begins as `start` and not as `but`, up to the first such text
-    (`end`: as a regular expression)."""
-    excluded = f" & ~/{but}(?s:.*)/" if but else ""
-    if MARK.fullmatch(text):
-        return f"{rule}: {rule.upper()} {literal(text)}\n{rule.upper()}: /{start}/{excluded}"
-    return f"{rule}[lazy]: {rule.upper()}\n{rule.upper()}: /{start}{end or escape(text)}/{excluded}"
+def up_to(rule: str, end: str, start: str = "(?s:.*)", but: str = "") -> str:
+    """A rule for free text, which begins as `start`, up to the first `end`: both are patterns."""
+    if MARK.fullmatch(end):
+        return f"{rule}: {rule.upper()} {literal(end)}\n{rule.upper()}: /{start}/{but}"
+    return f"{rule}[lazy]: {rule.upper()}\n{rule.upper()}: /{start}{end}/{but}"
 
 
 def escape(text: str) -> str:
-    """A text as a regular expression."""
-    return "".join(c if c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text)
+    """A text as a regular expression, for Python and in a rule. A mark stays what it is."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
-def pattern(form: Format, text: str, quote: Callable[[str], str] = re.escape) -> str:
+def pattern(form: Format, text: str) -> str:
     """A part of a call as a regular expression, for any id of a call."""
     if not form.is_json:
-        return f"[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}".join(map(quote, ID.split(text)))
+        return f"[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}".join(map(escape, ID.split(text)))
     space = r"[ \t\n]{0,40}"
     parts = re.split(r"([{}:,])", text)
-    parts = [space + quote(p) + space if p in set("{}:,") else quote(p.strip()) for p in parts]
-    if text == form.before:
+    parts = [space + escape(p) + space if p in set("{}:,") else escape(p.strip()) for p in parts]
+    if text.startswith(form.before):
         parts[1] += f'(?:"type"{space}:{space}"function"{space},{space})?'
     return "".join(parts)
 
 
 def item(form: Format, text: str) -> str:
     """A part of a call, as an item of a rule."""
-    return f"/{pattern(form, text, escape)}/" if form.is_json else literal(text)
+    return f"/{pattern(form, text)}/" if form.is_json else literal(text)
 
 
 def triggers(answer: Answer) -> list[str]:
@@ -278,15 +273,16 @@ def rules(answer: Answer) -> str:
     has_schema = len(answer.schemas) > len(answer.names)
     think = but = ""
     if answer.reasoning:
-        start, end = answer.reasoning
+        start, end = map(escape, answer.reasoning)
         think = "think" if answer.is_reasoning else "think?"
         if answer.is_reasoning:
             lines.append(up_to("think", end))
         elif MARK.fullmatch(start):
             lines += [f"think: {literal(start)} thought", up_to("thought", end)]
         else:
-            but = f"\\s*{escape(start)}"
-            lines.append(up_to("think", end, f"{but}(?s:.*)"))
+            thought = f"\\s*{start}(?s:.*)"
+            but = f" & ~/{thought}/"
+            lines.append(up_to("think", end, thought))
         if answer.forced or has_schema:
             think += " SPACE"
 
@@ -295,7 +291,7 @@ def rules(answer: Answer) -> str:
         choices.append(f"value{len(answer.names)}")
     elif not answer.forced:
         choices.append("FREE")
-        lines.append(f"FREE: /(?s:.*)/{f' & ~/{but}(?s:.*)/' if but else ''}")
+        lines.append(f"FREE: /(?s:.*)/{but}")
     if form:
         choices.append("calls")
         calls = [f"{item(form, n + form.between)} value{i}" for i, n in enumerate(answer.names)]
@@ -307,10 +303,7 @@ def rules(answer: Answer) -> str:
                 lead = f"lead{begun.index(trigger)}"
                 rest = (form.before + name + form.between)[len(trigger) :]
                 leads.append(f"{lead} {item(form, rest)} value{i}")
-                end = ""
-                if form.is_json:
-                    end = pattern(form, form.before, escape) + escape(trigger[len(form.before) :])
-                lines.append(up_to(lead, trigger, but=but, end=end))
+                lines.append(up_to(lead, pattern(form, trigger), but=but))
             first = f"({' | '.join(leads)})"
         if answer.several and form.separator is not None:
             first += f" ({literal(form.separator)} call)*"
@@ -335,6 +328,11 @@ class Reader:
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
         self.is_reasoning = False  # whether the text ends within reasoning
         self.secret = secrets.token_hex(4)[:7]
+        self.ends, self.space = triggers(answer), ""
+        if answer.form and answer.form.is_json:
+            heads = ["".join(end.split()) for end in self.ends]
+            self.ends = heads + [end.replace("{", '{"type":"function",', 1) for end in heads]
+            self.space = r"\s*"
         if answer.form:
             name = f"({'|'.join(map(re.escape, answer.names))})"
             parts = (pattern(answer.form, text or "") for text in answer.form[:3])
@@ -363,31 +361,13 @@ class Reader:
                     message |= {"reasoning_content": thought, "reasoning": thought}
                 self.is_reasoning = not text
                 text = text.removeprefix(end).lstrip()
-        if answer.form and answer.form.is_json and not answer.forced:
-            message["content"], text = self.until_json(text, ended)
-        elif not answer.forced:
-            message["content"], text = until(triggers(answer), text, ended)
+        if not answer.forced:
+            message["content"], text = until(self.ends, text, ended, self.space)
         message["content"] = MARK.sub("", message["content"])  # of a token in a wrong place
         if answer.form and (calls := self.read_calls(text)):
             message["tool_calls"] = calls
             message["content"] = message["content"] or None
         return message
-
-    def until_json(self, text: str, ended: bool) -> tuple[str, str]:
-        """until() for a call that is a JSON object."""
-        place, rest = len(text), ""
-        if match := self.first.search(text):
-            place, rest = match.start(), text[match.start() :]
-        elif not ended:
-            form = self.answer.form
-            whole = [form.before + name + form.between for name in self.answer.names]
-            whole += [text.replace("{", '{"type":"function",', 1) for text in whole]
-            begun = ["".join(text.split()) for text in whole]
-            for i in range(max(0, len(text) - 600), len(text)):
-                if any(b.startswith("".join(text[i:].split())) for b in begun if text[i] == "{"):
-                    place = i
-                    break
-        return text[:place].rstrip(), rest
 
     def read_calls(self, text: str) -> list[dict[str, Any]]:
         """The calls of which names and all in front of the arguments are there."""
@@ -408,16 +388,19 @@ class Reader:
         return calls
 
 
-def until(ends: list[str], text: str, ended: bool) -> tuple[str, str]:
+def until(ends: list[str], text: str, ended: bool, space: str = "") -> tuple[str, str]:
     """The text in front of the first of `ends`, and the rest. Where none is there, the rest is empty,
-    and the text lacks what may become one, unless it has ended."""
-    places = [text.index(end) for end in ends if end in text]
-    if ended and not places or not ends:
+    and the text lacks what may become one, unless it has ended. `space`: a pattern for what may
+    follow each character.
+    """
+    wanted = []
+    for end in ends:  # as much of it as there is at the end of the text; all of it has a group
+        letters = [re.escape(letter) + space for letter in end]
+        wanted.append(r"(?:\Z|".join(letters) + "()" + ")" * (len(letters) - 1))
+    match = re.search(rf"\s*(?:{'|'.join([*wanted, ''])}\Z)", text)
+    if not match.lastindex and (ended or not ends):
         return text, ""
-    beginnings = {end[:n] for end in ends for n in range(len(end))}
-    held = max(len(beginning) for beginning in beginnings if text.endswith(beginning))
-    place = min(places, default=len(text) - held)
-    return text[:place].rstrip(), text[place:] if places else ""
+    return text[: match.start()], text[match.start() :].lstrip() if match.lastindex else ""
 
 
 def added(before: Any, after: Any) -> Any:
