@@ -580,7 +580,9 @@ def call_program(program, path, options, *others):
     """Run a peer's program. OSError if it is missing, CalledProcessError if it fails."""
     options += f" -t {torch.get_num_threads()}"
     command = [program, "-m", path, *options.split(), *others]
-    return subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
+    env = {**os.environ}
+    env.pop("OMP_WAIT_POLICY", None)  # is for torch: a peer's threads wait as it was built to
+    return subprocess.run(command, capture_output=True, check=True, encoding="utf-8", env=env)
 
 
 def llama_bench(args, program, path):

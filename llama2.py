@@ -12,7 +12,7 @@
     import llama2
     model, tokenizer = llama2.load("llama-2-7b.Q4_0.gguf")     # or a Hugging Face folder or name
     for token_id in llama2.generate(model, tokenizer.encode("Hello")): ...
-    logits = model(tokens, model.new_cache())                  # (B, T) int64 -> (B, V) float32
+    logits = model(tokens, model.new_cache())                  # (1, T) int64 -> (1, V) float32
 
 Five parts, in a reader's order:
 
@@ -20,8 +20,8 @@ Five parts, in a reader's order:
     II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
          generator for any Llama in memory.
     III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading.
-    IV   Faster: CPU kernels, decode steps as CUDA graphs. Delete it, and kernels/ beside it, and all
-         else still works, more slowly.
+    IV   Faster: CPU kernels, decode steps as CUDA graphs. Part III calls it in one place. Delete it,
+         and kernels/ beside it, and all else still works, more slowly.
     V    The command line.
 
 Letters in shape comments:
@@ -54,20 +54,22 @@ from __future__ import annotations
 
 __version__ = "0.7.0"
 
-if __name__ == "__main__":  # Two settings that must be made before torch is imported.
+if __name__ == "__main__":  # Two settings of the program, made before torch is imported.
     import os, signal
 
-    # Importing torch takes seconds. Until it is done, Ctrl-C ends the program without a traceback.
+    # Importing torch takes seconds. Until it is done, Ctrl-C ends the program without a traceback;
+    # the last lines of the file set back what Ctrl-C does.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as examples/waits.py does, and says why
+    # torch's idle threads sleep: by spinning they would lose their cores to other programs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # ==================================================================================================
 # Part I: The model
 # ==================================================================================================
 #
-# The model runs in any floating point dtype. Four places always compute in float32, because 16 bits
+# The model runs in any floating point dtype. Four steps always compute in float32, because 16 bits
 # are too few there: RoPE, RMSNorm, attention's softmax, and all that follows the logits. Each has a
-# comment, "float32 island 1 of 4" to "4 of 4".
+# comment, "float32 island 1 of 4" to "4 of 4". This part is a module of its own if it is cut out.
 
 import math
 from dataclasses import dataclass, replace
@@ -96,7 +98,7 @@ class Config:
     num_attention_heads      H
     num_key_value_heads      G; fewer than H is grouped-query attention
     head_dim                 D; None becomes hidden_size / num_attention_heads, so that a Config
-                             always has a number here
+                             always has a number here, which replace() keeps
     vocab_size               V
     max_position_embeddings  the context that the model was trained for
     rms_norm_eps             what RMSNorm adds to the mean of the squares
@@ -104,11 +106,11 @@ class Config:
     rope_scaling_factor      linear position interpolation: position / factor
     rope_freq_factors        D / 2 divisors of the rotary frequencies, or None
     tie_word_embeddings      whether the output matrix is the embedding matrix
-    bos_token_id             the id that begins a text
+    bos_token_id             the id that begins a text (for parts II and III, as the next two)
     eos_token_id             the id that ends a text
     stop_token_ids           further ids that end a text, as EOS does
     sliding_window           Mistral's: as many tokens as a token sees, itself included; longer texts
-                             are refused. None: a token sees all
+                             are refused by Llama.forward(). None: a token sees all
     """
 
     hidden_size: int = 4096
@@ -139,15 +141,15 @@ class Config:
             "vocab_size",
             "max_position_embeddings",
         ]
-        for name in (*sizes, "rms_norm_eps", "rope_theta", "rope_scaling_factor"):
+        for name in *sizes, "rms_norm_eps", "rope_theta", "rope_scaling_factor":
             value = getattr(self, name)
-            # Sizes are limited so that the product of two of them fits into 64 bits.
+            # Sizes are limited so that the product of two of them fits into 64 bits. They are ints;
+            # the other numbers may be an int or a float.
             limit = 2**28 if name in sizes else 1e38
             if type(value) not in (int, type(limit)) or not 0 < value <= limit:
                 raise ValueError(f"{name} is {value!r}; it must be above 0, up to {limit}")
         C = self.hidden_size
         H = self.num_attention_heads
-        G = self.num_key_value_heads
         if self.head_dim is None:
             if C % H:
                 raise ValueError(f"hidden_size {C} is not a multiple of num_attention_heads {H}")
@@ -155,9 +157,9 @@ class Config:
         D = self.head_dim
         if type(D) is not int or not 0 < D <= 2**28 // H or D % 2:
             raise ValueError(f"head_dim is {D!r}; expected an even number from 2 to {2**28 // H}")
-        if H % G:
+        if H % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads {H} is not a multiple of num_key_value_heads {G}"
+                f"num_attention_heads {H} is no multiple of num_key_value_heads {self.num_key_value_heads}"
             )
         factors = self.rope_freq_factors
         if factors and (
@@ -225,7 +227,7 @@ class Cache:
     It is allocated once, for `max_seq_len` tokens (default: the model's context). It counts the
     tokens that it stores, so no caller has to pass a position. It also records their ids, so that
     prefill() can ask it how much of a text is stored already (common_prefix), whoever stored that.
-    `dtype` may have fewer bits than the model's dtype.
+    `dtype` may be another than the model's, of fewer bits.
 
     k, v         keys and values of all layers: (L, B, G, max_seq_len, D)
     cos, sin     the RoPE tables: (max_seq_len, D/2)
@@ -278,7 +280,7 @@ class Cache:
             self.max_seq_len,
             model.config.head_dim,
         )
-        for t in (self.k, self.v):
+        for t in self.k, self.v:
             if t.shape != shape or t.device != tokens.device:
                 raise ValueError(
                     f"the cache is {tuple(t.shape)} on {t.device}; it must be {shape} on {tokens.device}"
@@ -329,7 +331,10 @@ class Cache:
         return keys.type_as(k), values.type_as(v)
 
     def advance(self, tokens: Tensor) -> None:
-        """Count tokens (B, T) as stored. Called once per forward pass, after the last layer."""
+        """Count tokens (B, T) as stored. Called once per forward pass, after the last layer.
+
+        `layer` becomes 0 for those who call Blocks by hand; Llama.forward() sets it for each.
+        """
         where = self.slots(tokens.shape[1])
         self.tokens[:, where] = tokens
         self.pos = where.stop
@@ -348,6 +353,7 @@ class Cache:
         if not 0 <= length <= self.pos:
             raise ValueError(f"cannot truncate to {length} tokens: {self.pos} are stored")
         self.pos = length
+        self.layer = 0
 
     def reset(self) -> None:
         """Forget everything; the memory is kept."""
@@ -381,6 +387,7 @@ class RMSNorm(nn.Module):
 class CausalSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(D)) v for each head; each key/value head serves H/G query heads.
 
+    It is causal by its mask alone: with None, each token sees all, as one token at a time does.
     Grouped-query attention: GQA paper, section 2.2.
     """
 
@@ -479,8 +486,9 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         # Four things that load() sets, for part II and for messages; the layers use none of them.
-        self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the weights
-        # Higher ids only pad the matrices and are never sampled: load() sets the tokenizer's size.
+        # cache_dtype is for new_cache(); None: that of the norms. Ids from vocab_size on only pad the
+        # matrices and are never sampled: load() sets the tokenizer's size.
+        self.cache_dtype: torch.dtype | None = None
         self.vocab_size = config.vocab_size
         self.name_or_path = "the model"  # where it came from, for messages
         self.sampling: Any = None  # the Sampling that its publisher recommends; None: nothing
@@ -495,7 +503,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def new_cache(self, max_seq_len: int | None = None, batch_size: int = 1) -> Cache:
-        """A Cache of the dtype and on the device that suit this model."""
+        """A Cache of the dtype and on the device that suit this model, for the Blocks that it has."""
         config = replace(self.config, num_hidden_layers=len(self.layers))
         weight = self.norm.weight
         dtype = self.cache_dtype or weight.dtype
@@ -508,7 +516,7 @@ class Llama(nn.Module):
 
         With a cache, the tokens come after those that the cache stores. Without one, the pass
         starts at position 0, returns the logits of all positions, and can be differentiated. Raises
-        ValueError if the cache is full or was made for another model.
+        ValueError if the cache is full or was made for other sizes.
         """
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             raise ValueError(
@@ -571,7 +579,7 @@ __all__ += [
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-SAMPLING_LIMITS = {  # the lowest and the highest value that each number in a Sampling may have
+SAMPLING_LIMITS = {  # the lowest and the highest value of those that are options, in a report's order
     "repetition_penalty": (0.01, 100.0),
     "temperature": (-1e6, 1e6),
     "top_k": (-1, 2**31),
@@ -599,8 +607,8 @@ class Sampling:
                         llama.cpp); -1: all, as transformers does
     stop_strings        texts that end the text of stream_text(), besides its `stop`
 
-    They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, top_p,
-    min_p. Raises ValueError for values out of range.
+    They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, then
+    top_p and min_p, both to the probabilities of all. Raises ValueError for values out of range.
     """
 
     temperature: float = 0.8
@@ -631,14 +639,14 @@ def sample(
     """Sample the id that follows `ids` from its logits (V,).
 
     Without a `generator`, sampling.seed makes a new one, and so draws the same number at every
-    call: pass a generator in a loop. Without a seed, it is torch's own. Raises ValueError if a
-    logit / temperature is NaN or infinity, or all are -infinity, as if every id were excluded.
+    call: pass a generator in a loop. With neither, torch's own generator draws. Raises ValueError if
+    a logit / temperature is NaN or infinity, or all are -infinity, as if every id were excluded.
     """
     logits = logits.detach().float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
-    last_n = sampling.penalty_last_n % 2**32  # -1 is more than all
+    last_n = sampling.penalty_last_n % 2**32  # -1 becomes more than any text has
     if penalty != 1 and last_n:
-        # Generation passes only the logits of ids that the tokenizer has.
+        # Generation passes only the logits of ids that the tokenizer has; a prompt may have others.
         recent = [i for i in {*ids[-last_n:]} if i < len(logits)]
         values = logits[recent]
         logits = logits.clone()
@@ -651,7 +659,7 @@ def sample(
     if 0 < sampling.top_k < len(logits):
         # The last is the k-th largest.
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
-    # Also where the temperature is 0, which needs no probabilities: they show whether all is finite.
+    # If the temperature is 0, too, which needs no probabilities: they show whether all is finite.
     # numpy divides in this thread. torch's threads would meet for it, and wait for one another
     # where other programs use the cores.
     scaled = logits.cpu().numpy() / max(sampling.temperature, 1e-6)
@@ -675,9 +683,10 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
     p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
     1: the id is the first whose cumulative probability exceeds u times the total.
     """
-    # 1. min_p; and what top_p would leave out in any case, because sorting all of V is slow: V
-    #    probabilities below this bound have less than (1 - top_p) / 2 together, so the others reach
-    #    top_p without them, with the other half to spare for rounding.
+    # 1. min_p, which may come first, because nothing is normalised between the two; and what top_p
+    #    would leave out in any case, because sorting all of V is slow: V probabilities below this
+    #    bound have less than (1 - top_p) / 2 together, so the others reach top_p without them, with
+    #    the other half to spare for rounding.
     bound = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
     ids = (p >= bound).nonzero()[0]
     p = p[ids]
@@ -710,7 +719,7 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     the last one. A decode step is the same: then the cache lacks one token.
     """
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
-    cache.pos = start  # what the cache has beyond it is forgotten
+    cache.pos = start  # what the cache has beyond it is forgotten, as by truncate()
     device = model.norm.weight.device
     for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
@@ -718,8 +727,8 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 class Generation(Iterator[int]):
-    """What generate() returns: an iterator over the ids that continue a prompt, without the final
-    stop token.
+    """generate() itself: an iterator over the ids that continue a prompt, without the final stop
+    token.
 
     `sampling` is by default what the model's files recommend. `stop_ids` end the text (default: EOS
     and the model's further stop ids). Tokens that `cache` stores already are not computed again;
@@ -759,8 +768,8 @@ class Generation(Iterator[int]):
         self.step = step or functools.partial(prefill, model)
         self.tokens = torch.tensor([self.ids], device="cpu")  # (1, n), self.ids as a tensor
         stored = cache.common_prefix(self.tokens)
-        # How many tokens the prefill computes: those that the cache lacks, and at least the last
-        # one, for its logits.
+        # Those that the prefill computes: the tokens that the cache lacks, and at least the last one,
+        # for its logits.
         self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)
         self.generator = torch.Generator().manual_seed(
             secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
@@ -817,7 +826,7 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
     """The log-probability of each of T ids given the ids before it: float32 (T - 1,).
 
-    Raises ValueError for ids that generate() refuses.
+    It is that among all rows of the output matrix, also those that only pad it. Raises ValueError for ids that generate() refuses.
     """
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
     cache = model.new_cache(len(ids))
@@ -852,8 +861,9 @@ class TextStream(Iterator[str]):
         **options: Any,
     ) -> None:
         self.generation = Generation(model, ids, **options)
-        self.stops = [stop] if isinstance(stop, str) else list(stop)
-        self.stops += self.generation.sampling.stop_strings
+        self.stops: list[str] = []
+        for texts in stop, self.generation.sampling.stop_strings:
+            self.stops += [texts] if isinstance(texts, str) else texts
         if not all(isinstance(text, str) and text for text in self.stops):
             raise ValueError(f"stop is {self.stops!r:.60}; expected texts that are not empty")
         has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS has no text
@@ -877,7 +887,7 @@ class TextStream(Iterator[str]):
             )
             if self.strip:
                 text = text.lstrip()
-                self.strip = not text
+                self.strip = not text  # until there is some
 
             # 2. Cut the text at the first stop text. If it ends with the beginning of one, hold
             #    that back: the next tokens will show whether it becomes a stop text.
@@ -888,8 +898,8 @@ class TextStream(Iterator[str]):
                 self.generation.stop_reason = f"stop text {stop!r}"
                 self.ended = True
             elif not self.ended:
-                beginnings = (stop[:n] for stop in self.stops for n in range(len(stop)))
-                end -= max((len(part) for part in beginnings if text.endswith(part)), default=0)
+                heads = (stop[:n] for stop in self.stops for n in range(len(stop)))
+                end -= max((len(head) for head in heads if text.endswith(head)), default=0)
             self.waiting = text[end:]
             if end:
                 return text[:end]
@@ -941,33 +951,33 @@ class Tokenizer(Vocabulary):
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
     Special tokens are of two types: control tokens, which no text gives, and user-defined ones,
-    which their own text gives. In a text to encode, a control token is written as its mark, a
-    string with a random number that no text can guess: "</s>" is just four characters. Marks are
-    only written here and at the end of encode_chat(); no template and no error shows them.
+    which their own text gives. In a text to encode, a control token is written as its mark: its text
+    between two secrets, a random number that no text can guess. "</s>" is just four characters.
+    Marks are only written here and at the end of encode_chat(); no template and no error shows them.
     """
 
-    from_file: Any  # (path) -> Tokenizer; from_gguf, too: part III has them, because it reads files
-    from_gguf: Any
+    from_file: Any  # (path) -> Tokenizer: read_tokenizer() of part III, which reads files
+    from_gguf: Any  # the same
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(**vars(vocabulary))
         self.vocabulary = vocabulary
         self.vocab_size = len(self.pieces)
-        secret = secrets.randbelow(10**18)
+        self.secret = f"\u00a7{secrets.randbelow(10**18)}\u00a7"
         self.special_ids = {}  # the text of a special token -> its id
         self.marks = {}  # the text of a control token -> its mark
         for i, piece in enumerate(self.pieces):
             if piece and self.types[i] in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
                 if self.types[i] == CONTROL:
-                    self.marks[piece] = f"\u00a7{secret}:{i}\u00a7"
+                    self.marks[piece] = self.secret + piece + self.secret
         self.control_pattern = any_of(self.marks)
         texts = self.control_texts = "\0".join(self.marks)
-        # What may end the text of a control token, and what may begin one, written backwards.
+        # For hide_control_texts(): what may end the text of a control token, and what may begin one,
+        # written backwards. For "<s>" these are <s>, s>, > and >s<, s<, <. Of longer texts than 99
+        # characters, that many are enough.
         self.endings = tuple({*re.findall(r"(?=([^\0]{1,99}))", texts)})
         self.beginnings = tuple({*re.findall(r"(?=([^\0]{1,99}))", texts[::-1])})
-        # The mark, or the text if it is user-defined, of a special token -> its id.
-        self.marked_ids = {self.marks.get(text, text): i for text, i in self.special_ids.items()}
         model = self.model
         self.is_sentencepiece = isinstance(model, bytes)
         if self.is_sentencepiece:
@@ -975,7 +985,7 @@ class Tokenizer(Vocabulary):
             # A second engine that adds no space at the start. What is appended to a message of
             # protobuf overrides its fields: normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
-            self.marked_pattern = any_of(self.marked_ids)
+            self.marked_pattern = any_of(self.marks.get(text, text) for text in self.special_ids)
         else:
             self.engine = open_tokenizers(model, self.special_ids, self.marks)
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
@@ -998,7 +1008,7 @@ class Tokenizer(Vocabulary):
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
-        return self.control_pattern.sub(lambda match: self.marks[match[0]], text)
+        return self.control_pattern.sub(rf"{self.secret}\g<0>{self.secret}", text)
 
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
         """The ids of a text in which marks stand for control tokens. Raises ValueError."""
@@ -1009,9 +1019,9 @@ class Tokenizer(Vocabulary):
         scheme = self.prepend_scheme
         first = first and scheme != "never"
         ids: list[int] = []
-        for segment in self.marked_pattern.split(text):  # a special token, or text between two
-            if segment in self.marked_ids:
-                ids.append(self.marked_ids[segment])
+        for n, segment in enumerate(self.marked_pattern.split(text)):
+            if n % 2:  # a special token, between two texts
+                ids.append(self.special_ids[segment.replace(self.secret, "")])
                 first = scheme in ("prepend", "always")
             elif segment:
                 if scheme in ("first", "always") and segment[0] in " \u2581":
@@ -1037,7 +1047,7 @@ class Tokenizer(Vocabulary):
         if not 0 <= i < self.vocab_size:
             raise ValueError(f"token id {i}; expected 0 to {self.vocab_size - 1}")
         text, piece_type = self.pieces[i], self.types[i]
-        # In byte-level BPE, UNUSED pieces fill gaps of the numbering. SentencePiece writes them out.
+        # In byte-level BPE, UNUSED pieces fill gaps of the numbering; SentencePiece has texts there.
         if piece_type == CONTROL or (piece_type == UNUSED and self.byte_level):
             return b""
         if piece_type == BYTE:
@@ -1061,8 +1071,8 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 def any_of(texts: Iterable[str]) -> re.Pattern:
     """A pattern that matches any of these texts, and the longest if several match.
 
-    In reverse order a text comes before its own beginnings, and the first that matches counts. Those
-    that begin alike are in one group, which is left at once where a text does not begin so.
+    In reverse order "abc" comes before "ab", and the first that matches counts. Texts that begin
+    alike are alternatives of one group, which is left at once where a text does not begin so.
     """
     branches = (
         f"(?:{'|'.join(map(re.escape, group))})"
@@ -1097,7 +1107,7 @@ def open_tokenizers(
         model["vocab"] = vocab | {t["content"]: t["id"] for t in added}
         if model.get("unk_token") in marks:
             model["unk_token"] = marks[model["unk_token"]]
-        # A merge is a text like "a b", or a pair. None may give the text of a control token.
+        # A merge is a text "a b" or a pair: both become "ab". None may give a control token's text.
         model["merges"] = [
             merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
         ]
@@ -1159,7 +1169,7 @@ class StreamDecoder:
         piece_type = self.tokenizer.types[token_id]
         text = ""
         # In SentencePiece's vocabularies only BYTE pieces can be a part of a character. Any other one
-        # ends the bytes before it, and the space at the start is that of the first whole piece.
+        # ends the bytes before it. Only the very first piece that is no control token loses a space.
         if piece_type != BYTE and not self.tokenizer.byte_level:
             text = self.utf8.decode(b"", final=True)
         if self.strip and piece_type not in (BYTE, UNKNOWN):
@@ -1308,17 +1318,22 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 
 def hide_control_texts(values: Any, tokenizer: Tokenizer, template: str, secret: str) -> Any:
-    """A copy of `values` (texts, numbers, None, lists, mappings), with the secret on both sides of
-    each character without which no control token can be made of its text, whatever a template
-    writes beside it or around it. Raises ValueError.
+    """A copy of `values` (texts, numbers, None, lists, mappings) from whose texts no template can
+    make a control token, whatever it writes beside them or around them. Raises ValueError.
 
-    That is the first character of a control token's text; the edges of a text that ends as one
-    begins, or begins as one ends; and those of a text that stands within one, as "s" does in "<s>",
-    if the template has brackets for it, such as '<' + key + '>'. Names that the template looks up
-    or compares with stay as they are.
+    If "<s>" is a control token, the secret stands on both sides of
+      - the first character of "<s>" in any text;
+      - the first and the last character of a text that begins as "<s>" ends or ends as it begins,
+        such as "s>" and "<": the template, or another text, may have the rest;
+      - those of a text that stands within it, "s", if the template has brackets for it, as in
+        '<' + key + '>'.
+    Keys are texts, too. Names that the template looks up or compares with stay as they are.
     """
     first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
+    # What may open a bracket: it stands before a quotation mark, "{" or "%", as in '<' + key,
+    # <{{ key }}> and '<%s>'.
     brackets = re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template)
+    # Words in quotation marks and behind a dot: key == 'city', message.role.
     names = {*ROLES, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
 
     def hide(literal):
@@ -1334,6 +1349,7 @@ def hide_control_texts(values: Any, tokenizer: Tokenizer, template: str, secret:
                 tokenizer.control_texts,
             )
         ):
+            # "~": the secret stands there already.
             text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
         return json.dumps(text)
 
@@ -1358,8 +1374,7 @@ def encode_chat(
     that is to be continued. Raises ValueError for messages that the template refuses.
     """
     # 1. Hide what control tokens could be made of. The secret is new each time, because a template
-    #    may quote a message, and so the secret, to someone. Three of them mark the end of a message
-    #    that is to be continued: between two hidden characters there are two.
+    #    may quote a message, and so the secret, to someone.
     template = find_template(tokenizer, template)
     secret = f"~{secrets.randbelow(10**18)}~"
     variables |= {"messages": messages, "add_generation_prompt": not continue_final_message}
@@ -1375,7 +1390,8 @@ def encode_chat(
                     if turn.get("reasoning_content") is not None:  # also as in transformers
                         turn.setdefault("thinking", turn["reasoning_content"])
                     continue
-            raise ValueError("expected messages with a role, and text as content")  # no quotation
+            # The message is not quoted, because the secret stands in it.
+            raise ValueError("expected messages with a role, and text as content")
         items = turns + (variables.get("tools") or [])
         items += [call for turn in turns for call in turn.get("tool_calls") or ()]
         items += [item.get("function") or {} for item in items]
@@ -1386,7 +1402,8 @@ def encode_chat(
                     " and nothing that is part of a control token's text"
                 )
         if continue_final_message:
-            # The space behind it shows in step 3 whether the template strips messages.
+            # Three secrets mark its end: between two hidden characters there are two. The space
+            # behind them shows in step 3 whether the template strips messages.
             turns[-1]["content"] = f"{turns[-1].get('content') or ''}{3 * secret} "
 
         # 3. The template writes the messages as one text.
@@ -1401,7 +1418,8 @@ def encode_chat(
             text = text.rstrip()
 
     # 4. The texts of control tokens that are still in it are the template's own: they become marks.
-    #    The hidden characters stay text; a template may have written one as JSON, such as "\u001f".
+    #    The hidden characters stay text; a template may have written one as JSON, such as
+    #    "\ud83d\ude00", which has 12 letters.
     parts = re.split(f"(?s){secret}(.{{1,12}}?){secret}", text)  # every other one is hidden
     parts[::2] = map(tokenizer.mark, parts[::2])
     return tokenizer.encode_marked("".join(parts))
@@ -1824,7 +1842,10 @@ class Checkpoint:
 
     @functools.cached_property
     def sampling(self) -> dict:
-        """The fields of Sampling that are recommended. A warning names what is not followed."""
+        """The fields of Sampling that are recommended. A warning names what is not followed.
+
+        What Sampling refuses is not followed either: each name is tried by itself.
+        """
         sampling, ignored, settings = {}, [], self.recommended
         for name in *GGUF_SAMPLING, *RECOMMENDED.split():
             value = settings.get(name, settings.get(GGUF_SAMPLING.get(name)))
@@ -1834,10 +1855,10 @@ class Checkpoint:
                 typed = type(getattr(Sampling, name))(value)  # 50.0 is 50, as in llama.cpp
                 Sampling(**{name: typed})
                 if name == "stop_strings" and not all(map(str.encode, typed)):
-                    raise ValueError  # one of them is empty
+                    raise ValueError  # one of them is empty, or no text
                 sampling[name] = typed
             except Exception:  # noqa: BLE001
-                # It is missing, or wrong, or not a field of Sampling.
+                # It is missing, or wrong, or not a field of Sampling, as most of RECOMMENDED.
                 if value and value != 1:  # 0, 1 and false switch it off
                     ignored.append(name)
         if "repetition_penalty" in settings:  # so in transformers, which looks at all tokens
@@ -2181,8 +2202,9 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         factor = get_typed(settings, "factor", float) if settings["rope_type"] == "linear" else 1.0
         context = get_typed(settings, "max_position_embeddings", int)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
-        if settings.get("model_type") != "mistral":  # is Llama as long as the window is not full
+        if settings.get("model_type") != "mistral":
             del settings["sliding_window"]
+        # Mistral is Llama as long as the window is not full.
         context = min(context, get_typed(settings, "sliding_window", int, context))
         return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
 
@@ -2229,6 +2251,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         with naming(name):
+            # The last of these is only there for the message.
             require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
             weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
             require(entry, "data_offsets", [[end, end + weight.nbytes]])
@@ -2330,17 +2353,17 @@ SPECIAL_TOKENS = {
 
 
 def mark_control(
-    types: Sequence[int], ids: Mapping[str, int], stop_ids: Iterable[int], typed: Collection[int]
+    types: Sequence[int], ids: Mapping[str, int], stop_ids: Iterable[int], stated: Collection[int]
 ) -> list[int]:
     """The types of all pieces, with CONTROL for each special token: then no text becomes one.
 
     BOS and EOS are control tokens whatever a file calls them. So are other tokens that have a name
     (`ids`) or end a text, if their own texts would give them: if they are user-defined, or not
-    among those of which a file says what they are (`typed`).
+    among those whose types a file states (`stated`).
     """
     types = [*types]
     for i in {*ids.values(), *stop_ids} & {*range(len(types))}:
-        in_text = types[i] == USER_DEFINED or (i not in typed and types[i] != UNKNOWN)
+        in_text = types[i] == USER_DEFINED or (i not in stated and types[i] != UNKNOWN)
         if in_text or i in (ids.get("bos_token"), ids.get("eos_token")):
             types[i] = CONTROL
     return types
@@ -2368,7 +2391,6 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     pre = metadata.get("tokenizer.ggml.pre")
-    model: Any
     if is_llama:
         if "unk_token" in ids and UNKNOWN not in types:
             types[ids["unk_token"]] = UNKNOWN
@@ -2376,7 +2398,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        model = sentencepiece_model(pieces, scores, types, prefix, strip)
+        model: Any = sentencepiece_model(pieces, scores, types, prefix, strip)
     else:
         if pre is None:
             raise ValueError(
@@ -2688,8 +2710,10 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
         )
 
 
-# 262144: more than any vocabulary has.
-def read_tokenizer(path: str | Path, config: Config = Config(vocab_size=262144)) -> Tokenizer:
+# By default there is no config.json: it allows any number of pieces, and names no ids.
+def read_tokenizer(
+    path: str | Path, config: Config = Config(vocab_size=2**20, bos_token_id=-1, eos_token_id=-1)
+) -> Tokenizer:
     """The tokenizer of a tokenizer.model, tokenizer.json or GGUF file. Raises ValueError."""
     path = Path(path)
     with naming(path):
@@ -2742,7 +2766,9 @@ def find_model(name: str) -> Path:
             names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
             fetch = folder.joinpath
         # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
-        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]" if ggml_type else file or ""
+        pattern = f"^{re.escape(file)}$" if file else ""
+        if ggml_type:
+            pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]"
         return locate(names, fetch, repository, pattern)
     except FileError:
         raise
@@ -2846,14 +2872,14 @@ def read_cgroups(files: str, pattern: str) -> Iterator:
         text = Path("/proc/self/cgroup").read_text()
         for controllers, group in re.findall(r"(?m)^\d+:(.*?):(.*)$", text):
             innermost = Path(f"/sys/fs/cgroup/{controllers}{group}")
-            for folder in (innermost, *innermost.parents):
+            for folder in innermost, *innermost.parents:
                 paths = map(folder.joinpath, files.split())
                 text = " ".join(path.read_text() for path in paths if path.is_file())
                 yield from re.findall(pattern, text)
 
 
 def use_threads(given: int | None = None) -> str:
-    """Set the number of torch's threads, which is that of the kernels, too; how many, and why.
+    """Set the number of torch's threads, and so that of the kernels'; say how many, and why.
 
     A program has so many as are `given`, or as torch chooses: OMP_NUM_THREADS, or one for each core
     that the process may use, but no more than a quota of CPU time allows, rounded up.
@@ -2862,8 +2888,8 @@ def use_threads(given: int | None = None) -> str:
     if not given and "OMP_NUM_THREADS" not in os.environ:
         files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us"
         for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
-            allowed = math.ceil(int(quota) / int(period)), "a quota of CPU time"
-            threads, why = min((threads, why), allowed)
+            limit = math.ceil(int(quota) / int(period)), "a quota of CPU time"
+            threads, why = min((threads, why), limit)  # if equal, as when called again: the quota
     torch.set_num_threads(threads)
     return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
 
@@ -3078,8 +3104,8 @@ def load_module(name: str) -> Any:
 def load_kernels() -> Any:
     """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
-    It runs on torch's threads. Up to `load_kernels().gemv_tokens` tokens may go through a layer
-    together, and each gets the same bits as if it went alone.
+    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
+    go through a layer together, and each gets the same bits as if it went alone.
     """
     try:
         return load_module("build").load(KERNELS_VERSION)
@@ -3243,7 +3269,9 @@ class NativeBlock(Block):
         # 2. Is the mask the causal one? The kernel knows no other. The cache makes it once for all
         #    layers of a pass; another tensor is compared by its elements.
         causal = cache.mask(x.shape[1])
-        if mask is not causal and (mask is None or causal is None or not mask.equal(causal)):
+        if mask is not causal and (
+            mask is None or causal is None or mask.dtype != causal.dtype or not mask.equal(causal)
+        ):
             return b""
 
         # 3. The fields of the struct, in its order. The kernel reads the tensors itself, and refuses
@@ -3478,14 +3506,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default = f"(default: the model's files, else {getattr(Sampling, name)})"
         option = f"--{name.replace('_', '-')}"
         add(option, metavar="X", type=type(getattr(Sampling, name)), help=f"{help_text} {default}")
-    add(
-        "--seed",
-        "-s",
-        metavar="N",
-        type=int,
-        default=0,
-        help="random seed (default: 0; -1: a new one)",
-    )
+    add("--seed", "-s", metavar="N", type=int, help="random seed (default: 0; -1: a new one)")
 
     add = add_group("speed and memory").add_argument
     add(
@@ -3665,7 +3686,7 @@ def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> st
         value = getattr(sampling, name)
         source = "option" if name in given else "model" if name in stated else "default"
         if source != "default" or name in ("temperature", "top_p"):
-            settings.append(f"{name} {value:.6g} ({source})")
+            settings.append(f"{name} {round(value, 6):.10g} ({source})")
         if name == "temperature" and value <= 0:  # the others change nothing then
             break
     if stops := sampling.stop_strings:
@@ -3807,7 +3828,7 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     given = {n: x for n, x in vars(args).items() if n in SAMPLING_LIMITS and x is not None}
     if args.seed == -1:
         given["seed"] = torch.seed() % 2**31
-    sampling = replace(model.sampling or Sampling(), **given)
+    sampling = replace(model.sampling or Sampling(), **{"seed": 0, **given})
     options = {
         "sampling": sampling,
         "max_new_tokens": max_new_tokens,
@@ -3822,7 +3843,7 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         stream = stream_text(model, tokenizer, ids, **options)
         generation = stream.generation
         # Where the answers of a chat end, if the prompt is one.
-        ends = chat_stops(tokenizer).ids if args.parse_special else []
+        ends = chat_stops(tokenizer).ids if args.parse_special and tokenizer.chat_template else []
         generation.stop_ids = [*generation.stop_ids, tokenizer.eos_id, *ends]  # type: ignore[list-item]
         if not args.no_echo:
             write(prompt)

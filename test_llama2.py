@@ -655,8 +655,9 @@ def test_cache_errors_name_both_numbers(model):
     raises("8 are stored", model, TOKENS[:1, :1], cache)
     raises(r"9.*8", cache.truncate, 9)
     raises("-1", cache.truncate, -1)
+    cache.layer = 1  # as between two Blocks that are called by hand
     cache.reset()
-    assert cache.pos == 0
+    assert cache.pos == cache.layer == 0
     cache.pos = -1
     raises("position is -1", model, TOKENS[:1, :1], cache)
 
@@ -1694,6 +1695,10 @@ def test_seed_stop_and_sampling_options(cli):
 
     text = say("--seed", 5)
     assert text == say("--seed", 5) != say("--seed", 6)
+    options = "--prompt", "fox", "--max-new-tokens", 1, "--temperature", 1
+    reports = [cli(*options, *seed)[2] for seed in ((), ("-s", 1234567891), ("--seed", -1))]
+    assert "seed" not in reports[0] and "seed 1234567891 (option)" in reports[1]
+    assert re.search(r"seed \d+ \(option\)", reports[2])
     stop = text.rstrip("\n")[30:33]
     expected = text[: text.index(stop, len("The fox"))] + "\n"
     assert say("--seed", 5, "--stop", "\x00\x01", "--stop", stop) == expected

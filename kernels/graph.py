@@ -9,6 +9,7 @@ before each replay; if it changed, the step is captured anew.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import warnings
@@ -43,7 +44,7 @@ def alias(t: Tensor) -> Tensor:
 class StepCache:
     """A Cache as a captured step sees it: its first S slots, and its position as a tensor."""
 
-    layer = 0
+    layer = pos = 0  # Llama.forward() sets and asks them; replay() has looked at the position
 
     def __init__(self, cache: Any, S: int) -> None:
         self.k, self.v = alias(cache.k), alias(cache.v)
@@ -167,6 +168,8 @@ def replay(model: nn.Module, cache: Any, tokens: Tensor) -> Tensor | None:
     """The logits (1, V) of a decode step, which the cache counts; None: Llama.forward() must run."""
     device = tokens.device
     if device.type != DEVICE or torch.is_autocast_enabled(DEVICE) or cache.max_seq_len == 1:
+        return None
+    if cache.pos >= (model.config.sliding_window or math.inf):  # which forward() refuses
         return None
     parts = CAPTURED.get(model)
     if parts is None or parts.read() != parts.state:

@@ -91,6 +91,7 @@ CALLS = {  # which argument of a Block is other than the model would have it, an
     "mask missing": None,
     "mask that shows one more": SEEN.tril(1),
     "mask of numbers": -SEEN.float().triu(1),
+    "mask of the causal one's numbers": SEEN.float().tril(),
     "cache of a subclass": Halved(CONFIG),
     "cache for two": llama2.Cache(CONFIG, 2),
     "cache of one layer": llama2.Cache(replace(CONFIG, num_hidden_layers=1)),

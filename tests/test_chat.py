@@ -199,6 +199,17 @@ def folder(path, template, tags=TAGS):
     return write_files(path, {"tokenizer.json": content, "tokenizer_config.json": settings})
 
 
+def test_a_tokenizer_json_alone_names_no_ids(tmp_path):
+    """Its added tokens may have any numbers."""
+    vocab = {text: i for i, text in enumerate(("<pad>", "<unk>", "<s>", "</s>", "a"))}
+    content = {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "decoder": PLAIN}
+    added = added_tokens_decoder({"<pad>": True, "<unk>": True, "<s>": True, "</s>": True}, 0)
+    content["added_tokens"] = [{"id": int(i), **token} for i, token in added.items()]
+    write_files(tmp_path, {"tokenizer.json": content})
+    tokenizer = load(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, None)
+
+
 def load(path):
     """The tokenizer of a folder."""
     return llama2.Tokenizer.from_file(path / "tokenizer.json")

@@ -92,6 +92,21 @@ def test_other_passes_are_plain(graph, pair):  # noqa: F811
     assert fast.norm.weight.grad is not None
 
 
+@pytest.mark.parametrize("window", [9, 300])
+def test_steps_within_a_sliding_window(graph, pair, window):  # noqa: F811
+    """They are captured; the token that would go beyond the window is refused, as without a graph."""
+    ours, theirs = llama2.Cache(CONFIG), llama2.Cache(CONFIG)
+    for model in pair:
+        model.config = llama2.replace(CONFIG, sliding_window=window)
+    for part in TOKENS[:1, :9].split(1, 1):
+        results = [model(part, cache) for model, cache in zip(pair, (theirs, ours), strict=True)]
+        assert_close(results[1], results[0], 1e-5)
+    assert [step.replay is not None for step in steps_of(graph, pair[1])] == [True]
+    if window == 9:
+        with pytest.raises(ValueError, match="sliding window has, 9"):
+            pair[1](TOKENS[:1, :1], ours)
+
+
 def test_modes_of_torch(graph, pair):  # noqa: F811
     """Caches made and steps run in and out of inference mode; autocast, which rounds."""
     plain, fast = pair

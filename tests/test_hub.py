@@ -151,6 +151,8 @@ SEVERAL = """
 Llama-3.2 | org/name
 Llama-3.2 | org/name:Q3_M
 Llama-3.2 | org/name/absent.gguf
+Llama-3.2 | org/name/B-Q4_0.gguf
+Llama-3.2 | org/name/1B.Q4_0.gguf
 Llama-3.3 | org/name
 """
 

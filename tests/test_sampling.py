@@ -272,6 +272,15 @@ def test_stop_strings_are_followed(forms, tmp_path, capsys):
     save_gguf(llama2.open_checkpoint(folder), tmp_path / "x.gguf")  # which has no key for it
 
 
+def test_one_stop_string_is_one_text(tokenizer):
+    """As a `stop` is: not its letters."""
+    told = scripted(tokenizer.encode("a b fox c", bos=False), start=1)
+    sampling = llama2.Sampling(temperature=0, stop_strings="fox")
+    for stop, expected in ((), "a b "), (["b", "c"], "a "):
+        stream = llama2.stream_text(told, tokenizer, [1], stop, sampling=sampling, max_new_tokens=9)
+        assert "".join(stream) == expected
+
+
 def test_the_report_names_a_recommended_penalty_last_n(forms, tmp_path, capsys):
     folder = shutil.copytree(forms[0] / "hf", tmp_path / "folder")
     for settings, said in ({"repetition_penalty": 1.3}, True), ({"temperature": 0.5}, False):

@@ -74,6 +74,7 @@ def test_raw_prompts_end_where_answers_end(cli, write_tiny, tensors, keys, tmp_p
     options = ("--prompt", "fox", "--max-new-tokens", 5)
     assert "stopped: stop token 300" in cli(*options, "--parse-special", model=model)[2]
     assert "stopped: max new tokens" in cli(*options, model=model)[2]
+    assert "chat template" not in cli(*options, "--parse-special")[2]
     folder = tmp_path / "folder"
     save_folder(llama2.open_checkpoint(model), folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
