@@ -223,6 +223,18 @@ def test_types_of_pydantic(vocabulary):
         assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+def test_many_properties_that_may_be_missing(vocabulary):
+    """A large schema holds to its end."""
+    names = [f"property_{i}" for i in range(1400)]
+    properties = {n: {"type": "string", "pattern": f"^[a-z]{{1,9}}-{n}$"} for n in names}
+    matcher = Grammar(vocabulary, [{"type": "object", "properties": properties}]).matcher
+    text = '{"property_7": "a-property_7", "property_1399": "b-property_1399"}'
+    for token_id in vocabulary.tokenize_str(text):
+        assert matcher.compute_logit_bias()[token_id]
+        matcher.consume_token(token_id)
+    assert matcher.is_accepting()
+
+
 def test_long_schemas_end_soon(vocabulary):
     """The rest of one with very many parts that cannot be held is let go."""
     part = {"type": "string", "format": "path", "uniqueItems": True}

@@ -203,7 +203,7 @@ def test_tokens_and_models(server, loaded):
     assert server.post("/detokenize", {"tokens": ids})[1]["content"] == STORY
     (model,) = server.client.models.list()
     assert server.client.models.retrieve("stories") == model and not model.chat
-    with pytest.raises(openai.NotFoundError, match="the model is 'stories'"):
+    with pytest.raises(openai.NotFoundError, match="/v1/models/stories"):
         server.client.models.retrieve("ORG/NAME")
 
 
@@ -425,13 +425,14 @@ def test_abandoned_schemas_hold_up_nobody():
     assert server.stop() == ""
 
 
-def test_too_many_requests_to_prepare_are_refused():
+def test_too_many_requests_to_prepare_are_refused(monkeypatch):
     """By their number, and by their bytes."""
     request = AsyncMock()
     request.body.return_value = b"{}" * 50
     for preparing in ([1] * program.MAX_PREPARING, [program.PREPARING_BYTES - 99]):
+        monkeypatch.setattr(program, "PREPARING", preparing)
         with pytest.raises(program.Refusal, match="too many requests") as caught:
-            asyncio.run(program.post(preparing, None, "prompt", "a text", request))
+            asyncio.run(program.post(None, "prompt", "a text", request))
         assert caught.value.status_code == 503
 
 
@@ -447,9 +448,7 @@ def test_a_schema_is_compiled_once(monkeypatch):
             or MagicMock(
                 **{
                     "get_error.return_value": "",
-                    "deep_copy.side_effect": lambda: MagicMock(
-                        **{"get_error.return_value": "", "compute_logit_bias.return_value": b"1"}
-                    ),
+                    "deep_copy.side_effect": MagicMock,
                 }
             )
         ),
@@ -553,9 +552,9 @@ BODIES = json.loads("""{
 PROMPT, QUESTION, *_ = BODIES.values()
 WRONG = """{
 "completions": {
-"max_tokens": [-1, 1.5, "5", true, [], 2147483648, 1e400],
+"max_tokens": [-1, 1.5, "5", true, [], 2147483648],
 "max_completion_tokens": [-1, "5", false],
-"temperature": [-0.1, 2.1, "0", true, 1e400],
+"temperature": [-0.1, 2.1, "0", true],
 "top_p": [-0.1, 1.1, "1", false],
 "seed": [1.5, "1", false, 9223372036854775808],
 "n": [0, 5, "1", true, 1.0],
@@ -614,6 +613,7 @@ BAD_BODIES = (
     (b"[]", None),
     (b"{} {}", None),
     (b'{"prompt": "A", "temperature": NaN}', None),
+    (b'{"prompt": "A", "temperature": 1e400}', None),
     (b"[" * 200_000, None),
     (b'{"prompt": "A", "seed\\ud800": 9}', "seed?"),
     ({"prompt": ["a"] * 129}, "prompt"),
@@ -627,8 +627,7 @@ def test_wrong_fields(server, path):
     fields = wrong[path] | (wrong["completions"] if path.startswith("/v1") else {})
     for name, values in fields.items():
         for value in values:
-            body = json.dumps({**BODIES[path], name: value}).replace("Infinity", "1e999")
-            status, reply = server.post(path, body.encode())
+            status, reply = server.post(path, BODIES[path] | {name: value})
             assert (status, reply["error"]["param"]) == (400, name), value
             assert name in reply["error"]["message"]
 
@@ -764,7 +763,7 @@ def test_cors_log_and_private_prompts(tmp_path, loaded):
         r"/v1/completions 200 read 13 \+ 0 cached, made 5, [\d.]+ tokens/s",
         r'/v1/completions 200 read 6 .*; </s> in the prompt stays text without "parse_special": true',
         "/v1/completions 200 aborted: the client hung up",
-        "/v1/completions 400 tools, which is not supported",
+        "/v1/completions 400 tools",
         "/v1/models 403 the origin 'https://evil.com' is refused.*",
         r"/v1/\\x1b\[31m 404 .*; there are /, .*/v1/responses, .*/detokenize",
     ):

@@ -560,15 +560,16 @@ def test_responses_that_are_not_kept(sessions, tell):
 
 def test_few_responses_are_kept(monkeypatch):
     """A number of them, and of their bytes."""
-    store = server_responses.Store(3)
+    store = server_responses.Store()
+    store.limit = 3
     for i in range(9):
         store.keep({"id": i, "output": []}, [])
-    assert [*store.kept] == [6, 7, 8]
+    assert [*store] == [6, 7, 8]
     monkeypatch.setattr(server_responses, "KEPT_BYTES", 300)
     store.keep({"id": 9, "output": []}, ["a" * 200])
-    assert 9 in store.kept and len(store.kept) < 4
+    assert 9 in store and len(store) < 4
     store.keep({"id": 10, "output": []}, ["a" * 300])
-    assert not store.kept
+    assert not store
 
 
 def test_items_of_other_types(sessions, tell, capsys):
@@ -753,16 +754,15 @@ def test_calls_that_were_cut(sessions, tell, tokenizer, name):
     assert cut in shown[0] or json.dumps(cut)[1:-1] in shown[0]
 
 
-def test_names_that_are_wrong_are_those_of_tools(sessions):
-    """The error says where they stand."""
+def test_names_that_are_wrong_are_told(sessions):
+    """Those of tools, too."""
     tool = {"type": "function", "function": {"name": "THINK"}}  # a part of [/THINK]
-    for body, field in (
-        ({"messages": QUESTION, "tools": [tool]}, "tools"),
-        ({"messages": [{"role": "THINK", "content": "A"}], "tools": TOOLS}, "messages"),
+    for body in (
+        {"messages": QUESTION, "tools": [tool]},
+        {"messages": [{"role": "THINK", "content": "A"}], "tools": TOOLS},
     ):
         error = sessions(BOTH).post(CHAT, json=body).json()["error"]
-        assert error["param"] == field
-        assert error["message"].startswith(f"{field}: the role or name 'THINK'")
+        assert error["message"].startswith("messages: the role or name 'THINK'")
 
 
 def test_a_stream_says_that_it_is_alive(sessions, tell, monkeypatch):

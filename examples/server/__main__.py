@@ -47,10 +47,10 @@ try:
     from starlette.routing import Route
 
     import llama2
-    from server.answer import read_request, until_gone
-    from server.fields import Refusal, refuse, refuse_rest, take, utf8
-    from server.guard import BURST, Connection, guard
-    from server.responses import MAX_KEPT, Store, read_response
+    from server.answer import Job, until_gone
+    from server.fields import refuse_rest, take
+    from server.guard import BURST, Connection, Refusal, guard, refuse
+    from server.responses import ResponseJob, Store
     from server.serving import Session
 except ImportError as error:
     needed = 'pip install "starlette>=1.6" "anyio>=4.2" uvicorn'
@@ -59,7 +59,9 @@ except ImportError as error:
 
 MAX_BODY, TOKEN_BYTES = 10**6, 100  # of a body: at least, and for each token of the context
 MAX_PREPARING, PREPARING_BYTES = 64, 2**26  # requests, before the model's turn
+MESSAGES = "a list of messages with role, text as content, and functions as tool_calls"
 PREPARERS = anyio.CapacityLimiter(2)  # threads
+PREPARING: list[int] = []  # the sizes of all bodies for which this is still to be done
 
 
 def open_page() -> Response:
@@ -80,17 +82,20 @@ def open_page() -> Response:
     )
 
 
+def utf8(text: str) -> str:
+    """The text with question marks for characters that UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
     """What `handle` makes of a body, or the Refusal; a field of it is what `expected` says."""
     try:
-        # What no answer could quote: half a character, which UTF-8 cannot hold, becomes "?"; 1e999,
-        # which Python reads as infinity, a number. NaN and Infinity themselves are no JSON.
-        text = json.dumps(json.loads(data, parse_constant=int), ensure_ascii=False)
-        text = text.encode("utf-8", "replace").decode()
-        items = json.loads(text, parse_constant=lambda name: float(f"{name[:-8]}1e308")).items()
-        body = {key: value for key, value in items if value is not None}
+        # What no answer could quote: half a character, which UTF-8 cannot hold, becomes "?". NaN is
+        # no JSON, nor is 1e999 a number, which Python reads as infinity.
+        text = utf8(json.dumps(json.loads(data), ensure_ascii=False, allow_nan=False))
+        body = {key: value for key, value in json.loads(text).items() if value is not None}
     except (ValueError, RecursionError, AttributeError):
-        return Refusal(400, "the body must be a JSON object")
+        return Refusal(400, "the body must be a JSON object, and its numbers finite")
     try:
         reply = handle(body, field)
         refuse_rest(body)
@@ -103,26 +108,21 @@ def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
         return Refusal(400, f"{field}: expected {expected}", param=field)
 
 
-async def post(preparing: list[int], handle: Any, field: str, expected: str, request: Any) -> Any:
-    """Answer a body, unless its client hangs up. Two at a time are prepared, apart from the model.
-
-    `preparing`: the sizes of all bodies of which this is still to be done.
-    """
+async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
+    """Answer a body, unless its client hangs up. Two at a time are prepared, apart from the model."""
     data = await request.body()
-    if len(preparing) >= MAX_PREPARING or sum(preparing) + len(data) > PREPARING_BYTES:
+    if len(PREPARING) >= MAX_PREPARING or sum(PREPARING) + len(data) > PREPARING_BYTES:
         raise Refusal(503, "too many requests come at once; try later")
-    preparing.append(len(data))
+    PREPARING.append(len(data))
     reply = Response(status_code=499)  # for nobody
-
-    request.scope["log"] = log = []
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(until_gone, request.receive, log, group)
-            work = partial(prepare, handle, field, expected, data)
-            reply = await anyio.to_thread.run_sync(work, limiter=PREPARERS)
+            group.start_soon(until_gone, request.receive, request.scope["log"], group)
+            work = prepare, handle, field, expected, data
+            reply = await anyio.to_thread.run_sync(*work, limiter=PREPARERS)
             group.cancel_scope.cancel()
     finally:
-        preparing.remove(len(data))
+        PREPARING.remove(len(data))
     if isinstance(reply, Refusal):
         raise reply
     return reply
@@ -138,15 +138,6 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         "chat": session.has_template,  # if false, the page continues texts
     }
 
-    def get_model(request: Any) -> Response:
-        if request.path_params["id"] != name:
-            raise Refusal(
-                404,
-                f"{request.path_params['id'][:60]!r} does not exist; the model is {name!r}",
-                code="model_not_found",
-            )
-        return JSONResponse(model)
-
     def tokenize(body: dict, field: str) -> Response:
         bos = take(body, "add_special", False) and session.tokenizer.add_bos
         parse_special = take(body, "parse_special", session.parse_special)
@@ -156,43 +147,42 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     def detokenize(body: dict, field: str) -> Response:
         return JSONResponse({"content": session.tokenizer.decode(body.pop(field, None))})
 
-    store = Store(MAX_KEPT if args.store else 0)
+    store = Store()
+    if not args.store:
+        store.limit = 0
 
     def kept(request: Any) -> Response:
         response_id = request.path_params["id"]
-        if response_id not in store.kept:
+        if response_id not in store:
             raise Refusal(404, f"Response with id {response_id!r:.60} not found.")
         if request.method == "DELETE":
-            del store.kept[response_id]
+            del store[response_id]
             return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-        return JSONResponse(store.kept[response_id][0])
+        return JSONResponse(store[response_id][0])
 
-    complete = partial(read_request, session, name, args.prompt_cache)
-    respond = partial(read_response, session, name, args.prompt_cache, store)
+    complete = partial(Job, session, name, args.prompt_cache)
+    respond = partial(ResponseJob, session, name, args.prompt_cache, store)
     routes = [
         Route("/", open_page()),
         Route("/health", JSONResponse({"status": "ok"})),
         Route("/v1/models", JSONResponse({"object": "list", "data": [model]})),
-        Route("/v1/models/{id:path}", get_model),
+        Route(f"/v1/models/{name}", JSONResponse(model)),
         Route("/v1/responses/{id}", kept, methods=["GET", "DELETE"]),
     ]
-    messages = "a list of messages with role, text as content, and functions as tool_calls"
-    texts = "text, token ids, or a list of either"
-    preparing: list[int] = []
     for path, handle, *about in (
-        ("/v1/chat/completions", complete, "messages", messages),
-        ("/v1/completions", complete, "prompt", texts),
+        ("/v1/chat/completions", complete, "messages", MESSAGES),
+        ("/v1/completions", complete, "prompt", "text, token ids, or a list of either"),
         ("/v1/responses", respond, "input", "a text, or messages and other items"),
         ("/tokenize", tokenize, "content", "a text"),
         ("/detokenize", detokenize, "tokens", "token ids"),
     ):
-        routes.append(Route(path, partial(post, preparing, handle, *about), methods=["POST"]))
+        routes.append(Route(path, partial(post, handle, *about), methods=["POST"]))
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: refuse, Exception: refuse},
         max_body_size=max(MAX_BODY, TOKEN_BYTES * session.context),
     )
-    return guard(app, refuse, Refusal, (lambda text: None) if args.quiet else say, args)
+    return guard(app, (lambda text: None) if args.quiet else say, args)
 
 
 def say(text: str) -> None:

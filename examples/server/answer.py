@@ -2,22 +2,20 @@
 
 import asyncio
 import itertools
-import json
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import anyio.from_thread
 import anyio.to_thread
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import llama2
 from server.fields import (
     LENGTHS,
-    Refusal,
     check_messages,
-    refuse,
     refuse_rest,
     take,
     take_sampling,
@@ -26,6 +24,7 @@ from server.fields import (
     take_tools,
     take_variables,
 )
+from server.guard import Refusal, refuse
 from server.serving import Score, Session
 from server.tools import Answer, Reader, name_tokens
 
@@ -43,39 +42,98 @@ async def until_gone(receive: Any, log: list[str], group: Any) -> None:
     group.cancel_scope.cancel()
 
 
-@dataclass
 class Job:
-    """The response to a request, as an ASGI application."""
+    """The response to a request for a chat or a completion, as an ASGI application."""
 
-    session: Session
-    model_name: str
-    chat: bool
-    prompts: list[list[int]]
-    stream: bool
-    include_usage: bool
-    echo: bool
-    n: int  # answers to each prompt
-    options: dict[str, Any]  # of Session.start()
-    note: str  # for the log
-    replies: asyncio.Queue = field(default_factory=asyncio.Queue)  # ends with None
-    log: list[str] = field(default_factory=list)
-    thoughts: int = 0  # tokens of reasoning
+    def __init__(self, session: Session, name: str, reuse: bool, body: dict, field: str) -> None:
+        """Take all supported fields out of a body; what remains in it is refused or forgotten.
 
-    def __post_init__(self) -> None:
+        `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
+        """
+        self.session = session
+        self.chat = chat = field == "messages"
+        prompt = body.pop(field, None)
+        take(body, "model", "")
+        self.stream = take(body, "stream", False)
+        wanted = take(take(body, "stream_options", {}), "include_usage", False)
+        self.include_usage = wanted or not self.stream
+        top = take(body, "logprobs", None, bool if chat else int)
+        if chat:
+            top = take(body, "top_logprobs", 0) if top else None
+        limit = session.context if chat else 16
+        for length in LENGTHS:
+            limit = take(body, length, limit)
+        self.echo = not chat and take(body, "echo", False)
+        continued = chat and take(body, "continue_final_message", False)
+        # In a raw prompt whose author does not say, the texts of control tokens stay text.
+        parse_special = not chat and take(body, "parse_special", session.parse_special)
+        tools, answer = take_tools(body) if chat else ([], Answer())
+        variables = take_variables(body) if chat else {}
+        answer.schemas += take_schema(body)
+        self.n = take(body, "n", 1)  # answers to each prompt
+        self.seed = take(body, "seed", None, int)
+        self.options: dict[str, Any] = {  # of Session.start()
+            "chat": chat or parse_special,  # such a prompt is one that the client rendered
+            "strip": chat and not continued,
+            "stop": take_stops(body),
+            "max_new_tokens": limit,
+            # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
+            "reuse": take(body, "cache_prompt", self.seed is None) and reuse,
+            "sampling": take_sampling(body, session.model),
+            "answer": answer,
+            "score_prompt": self.echo and top is not None,
+            "score_end": not chat or take(body, "include_stop_token", False),
+            "top": top,
+        }
+        self.note = ""  # for the log
+        if forgotten := refuse_rest(body):
+            self.note += f"; forgot {', '.join(forgotten):.200}"
+
+        if chat:
+            check_messages(prompt)
+            try:
+                prompts = [session.encode_chat(prompt, continued, tools, variables)]
+            except (ValueError, TypeError):
+                self.note += f"; the template takes no {', '.join(variables):.100}"
+                prompts = [session.encode_chat(prompt, continued, tools, {})]
+            session.settle(answer, prompts[0], continued)
+        else:
+            prompts = session.encode(prompt, parse_special)
+            control = session.tokenizer.control_pattern.search(str(prompt))
+            if control and not parse_special:
+                said = 'in the prompt stays text without "parse_special": true'
+                self.note += f"; {control[0]} {said}"
+        if answer.schemas:
+            self.note += session.hold(answer, chat)
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
+        if not all(prompts):
+            raise ValueError("the chat template makes no text of them")
+        longest = max(map(len, prompts))
+        if longest + min(limit, 1) > session.context:
+            # Clients look for OpenAI's words.
+            said = (
+                f"This model's maximum context length is {session.context} tokens, and {field} has"
+            )
+            about = {"param": field, "code": "context_length_exceeded"}
+            raise Refusal(400, f"{said} {longest}", **about)
+
+        self.prompts = prompts
+        self.thoughts = 0  # tokens of reasoning
+        self.replies: asyncio.Queue = asyncio.Queue()  # ends with None
         object_type = "text_completion"
-        if self.chat:
+        if chat:
             object_type = "chat.completion.chunk" if self.stream else "chat.completion"
-        self.nothing = {} if self.chat else {"text": ""}
         self.about = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": object_type,
             "created": int(time.time()),
-            "model": self.model_name,
+            "model": name,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
-        scope["log"] = self.log
+        self.log = scope["log"]
         if TURN.statistics().tasks_waiting >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
 
@@ -97,9 +155,7 @@ class Job:
                 try:
                     await anyio.to_thread.run_sync(self.complete)
                 except Exception as error:  # noqa: BLE001 (memory that ran out, weights with NaN)
-                    response = refuse(None, error)
-                    self.log.append(json.loads(response.body)["error"]["message"])
-                    self.replies.put_nowait(response)
+                    self.replies.put_nowait(refuse(Request(scope), error))
             self.replies.put_nowait(None)
 
     async def events(self) -> Any:
@@ -111,10 +167,6 @@ class Job:
     def put(self, body: dict) -> None:
         """Send an event, or the whole answer, from the model's thread."""
         anyio.from_thread.run_sync(self.replies.put_nowait, JSONResponse(body))
-
-    def reply(self, *choices: dict, **usage: dict) -> None:
-        """The same, with what all have in common."""
-        self.put({**self.about, "choices": choices, **usage})
 
     def complete(self) -> None:
         """Continue the prompts, in the model's thread."""
@@ -141,10 +193,11 @@ class Job:
     def complete_one(self, index: int, ids: list[int]) -> tuple[dict, llama2.Generation]:
         """Continue a prompt; returns its choice and the generation."""
         choice = {"index": index, "logprobs": None, "finish_reason": None}
-        self.begin(choice)
+        if self.chat:
+            self.tell(choice, {"role": "assistant", "content": ""}, [])
         sampling = self.options["sampling"]
-        if sampling.seed is not None:  # several answers to one prompt differ
-            sampling = replace(sampling, seed=(sampling.seed + index % self.n) % 2**63)
+        if self.seed is not None:  # several answers to one prompt differ
+            sampling = replace(sampling, seed=(self.seed + index % self.n) % 2**63)
         scorer = self.session.start(ids, **self.options | {"sampling": sampling})
         stream = scorer.stream
         reader = Reader(self.options["answer"])
@@ -154,34 +207,28 @@ class Job:
             new = scorer.take(text)
             scores += new
             delta = reader.feed(text, ended=not text)
-            if not self.chat:
-                delta = {"text": text} if text else {}
             if delta or new:
-                self.tell(choice, self.nothing | delta, new)
+                self.tell(choice, delta, new)
             if reader.is_reasoning:
                 thoughts = len(stream.generation.new_ids)
         self.thoughts += thoughts
         choice["finish_reason"] = "length"
         if stream.stop_reason.startswith("stop"):
             choice["finish_reason"] = "tool_calls" if "tool_calls" in reader.message else "stop"
-        self.tell(choice, self.nothing, [])
+        self.tell(choice, {}, [])
         said = {"message": reader.message} if self.chat else {"text": reader.text}
         return choice | said | self.table(scores), stream.generation
-
-    def begin(self, choice: dict) -> None:
-        """Send a choice's first event."""
-        if self.chat and self.stream:
-            self.reply(choice | {"delta": {"role": "assistant", "content": ""}})
 
     def tell(self, choice: dict, delta: dict, scores: list[Score]) -> None:
         """Send an event of what is new."""
         if self.stream:
-            self.reply(choice | ({"delta": delta} if self.chat else delta) | self.table(scores))
+            said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+            self.put(self.about | {"choices": [choice | said | self.table(scores)]})
 
     def end(self, choices: list[dict], usage: dict) -> None:
         """Send the whole answer, or its usage."""
         if self.include_usage:
-            self.reply(*([] if self.stream else choices), usage=usage)
+            self.put(self.about | {"choices": [] if self.stream else choices, "usage": usage})
 
     def entries(self, score: Score) -> list[dict]:
         """A token, and then the likeliest ones in its place. No two have the same name."""
@@ -214,87 +261,3 @@ class Job:
             "text_offset": [score.start for score in scores],
         }
         return {"logprobs": table}
-
-
-def read_request(
-    session: Session, name: str, reuse: bool, body: dict, field: str, make: Any = Job
-) -> Job:
-    """Take all supported fields out of a body; what remains in it is refused or forgotten.
-
-    `field` holds the prompt. `make` makes the Job. Raises Refusal, or ValueError for a wrong prompt.
-    """
-    chat = field == "messages"
-    prompt = body.pop(field, None)
-    take(body, "model", "")
-    stream = take(body, "stream", False)
-    stream_options = take(body, "stream_options", {})
-    include_usage = take(stream_options, "include_usage", False) or not stream
-    top = take(body, "logprobs", None, bool if chat else int)
-    if chat:
-        top = take(body, "top_logprobs", 0) if top else None
-    limit = session.context if chat else 16
-    for length in LENGTHS:
-        limit = take(body, length, limit)
-    echo = not chat and take(body, "echo", False)
-    continued = chat and take(body, "continue_final_message", False)
-    # In a raw prompt whose author does not say, the texts of control tokens stay text.
-    parse_special = not chat and take(body, "parse_special", session.parse_special)
-    tools, answer = take_tools(body) if chat else ([], Answer())
-    variables = take_variables(body) if chat else {}
-    answer.schemas += take_schema(body)
-    n = take(body, "n", 1)
-    options = {
-        "chat": chat or parse_special,  # such a prompt is one that the client rendered
-        "strip": chat and not continued,
-        "stop": take_stops(body),
-        "max_new_tokens": limit,
-        # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
-        "reuse": take(body, "cache_prompt", body.get("seed") is None) and reuse,
-        "sampling": take_sampling(body, session.model),
-        "answer": answer,
-        "score_prompt": echo and top is not None,
-        "score_end": not chat or take(body, "include_stop_token", False),
-        "top": top,
-    }
-    body |= stream_options
-    note = ""
-    if forgotten := refuse_rest(body):
-        note += f"; forgot {', '.join(forgotten):.200}"
-    if chat:
-        check_messages(prompt)
-        try:
-            prompts = [session.encode_chat(prompt, continued, tools, variables)]
-        except (ValueError, TypeError):
-            note += f"; the template takes no {', '.join(variables):.100}"
-            try:
-                prompts = [session.encode_chat(prompt, continued, tools, {})]
-            except ValueError as error:
-                session.encode_chat(prompt, continued, [], {})  # raises if not the tools are wrong
-                raise Refusal(400, f"tools: {error}", param="tools") from error
-    else:
-        prompts = session.encode(prompt, parse_special)
-        control = session.tokenizer.control_pattern.search(str(prompt))
-        if control and not parse_special:
-            note += f'; {control[0]} in the prompt stays text without "parse_special": true'
-    try:
-        if chat:
-            session.settle(answer, prompts[0], continued)
-        if answer.schemas:
-            note += session.hold(answer, chat)
-    except ValueError as error:
-        param = "tools" if answer.names else "response_format"
-        raise Refusal(400, f"{param}: {error}", param=param) from error
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
-    if not all(prompts):
-        raise ValueError("the chat template makes no text of them")
-    longest = max(map(len, prompts))
-    if longest + min(limit, 1) > session.context:
-        raise Refusal(
-            400,
-            f"This model's maximum context length is {session.context} tokens, and {field} has "
-            f"{longest}",  # clients look for OpenAI's words
-            param=field,
-            code="context_length_exceeded",
-        )
-    return make(session, name, chat, prompts, stream, include_usage, echo, n, options, note)

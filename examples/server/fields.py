@@ -2,16 +2,14 @@
 
 import json
 import re
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
 import torch
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
 
 import llama2
+from server.guard import Refusal
 from server.tools import Answer
 
 LENGTHS = ["max_tokens", "max_completion_tokens", "max_output_tokens"]
@@ -39,13 +37,14 @@ REFUSED = re.compile(
     | top_logprobs | top_n_sigma | truncate_prompt_tokens | typical_p | use_beam_search | videos
     | with_pieces | xtc_.*"""
 )
-NEUTRAL = ["best_of 1", "length_penalty 1", "length_penalty 1.0", "typical_p 1", "typical_p 1.0"]
-NEUTRAL += ['modalities ["text"]', 'tool_choice "auto"', 'tool_choice "none"']
-NEUTRAL += ['include ["reasoning.encrypted_content"]']  # there is none
+NEUTRAL = re.compile(  # of encrypted reasoning there is none
+    r"""(best_of|length_penalty|typical_p)\ 1(\.0)?|modalities\ \["text"]|tool_choice\ "(auto|none)"
+    |include\ \["reasoning\.encrypted_content"]""",
+    re.VERBOSE,
+)
 # What a message may have, and the types of its texts.
-MESSAGE = ["role", "content", "name", "tool_calls", "tool_call_id"]
-MESSAGE += ["reasoning_content", "reasoning"]
-TEXTS = ["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
+MESSAGE = re.compile("role|content|name|tool_calls|tool_call_id|reasoning_content|reasoning")
+TEXTS = re.compile("(input_|output_|summary_|reasoning_)?text|refusal")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool
 
 
@@ -67,47 +66,10 @@ class Adjustment:
         return self.grammar(ids, logits) if self.grammar else logits
 
 
-class Refusal(HTTPException):
-    """An error for the client; `about` may hold OpenAI's `param` (the wrong field) and `code`, and
-    for the log what was wrong, without its value (`logged`).
-    """
-
-    def __init__(self, status: int, message: str, **about: str) -> None:
-        super().__init__(status, message, {"Retry-After": "2"} if status == 503 else None)
-        self.about = about
-
-
-def refuse(request: Any, error: Any) -> Response:
-    """An error in OpenAI's form. The log has no message that may quote the request."""
-    if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
-        error = Refusal(500, f"the server failed: {type(error).__name__}")
-    if error.status_code == 404 and not isinstance(error, Refusal):
-        paths = ", ".join(route.path for route in request.app.routes)
-        error = Refusal(
-            404,
-            f"{request.url.path[:60]} does not exist; there are {paths}",
-        )
-    message = utf8(error.detail)
-    about = {**getattr(error, "about", {})}
-    logged = about.pop("logged", "")
-    if request is not None:
-        quotes = error.status_code == 400
-        request.scope["log"] = [logged or about.get("param", "") if quotes else message]
-    error_type = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = {"message": message, "type": error_type, "param": None, "code": None, **about}
-    return JSONResponse({"error": body}, error.status_code, error.headers)
-
-
 def wrong(name: str, value: Any, expected: str) -> Refusal:
     """The error for a field."""
-    name = utf8(name[:40])
-    said = f"{name} is {json.dumps(value)[:60]}{expected}"
-    return Refusal(400, said, param=name, logged=f"{name}{expected}")
-
-
-def utf8(text: str) -> str:
-    """The text with question marks for characters that UTF-8 cannot hold."""
-    return text.encode("utf-8", "replace").decode()
+    name = name[:40]
+    return Refusal(400, f"{name} is {json.dumps(value)[:60]}{expected}", param=name)
 
 
 def take(body: dict, name: str, default: Any, value_type: type | None = None) -> Any:
@@ -128,22 +90,13 @@ def take(body: dict, name: str, default: Any, value_type: type | None = None) ->
 
 
 def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
-    """The fields of Sampling, else what the model's files recommend, and those of Adjustment.
-
-    A seed may be negative.
-    """
+    """The fields of Sampling, else what the model's files recommend, and those of Adjustment."""
     recommended = model.sampling or llama2.Sampling()
     vocab_size = model.vocab_size
     values = {}
-    if body.get("top_k") == -1:  # all, in vLLM and llama.cpp
-        body["top_k"] = 0
-    for item in fields(llama2.Sampling):
-        if item.name in LIMITS:
-            item_type = int if item.name == "seed" else type(item.default)
-            default = getattr(recommended, item.name)
-            values[item.name] = take(body, item.name, default, item_type)
-    if values["seed"] is not None:
-        values["seed"] %= 2**63
+    for name in llama2.SAMPLING_LIMITS:
+        value_type = type(getattr(llama2.Sampling, name))
+        values[name] = take(body, name, getattr(recommended, name), value_type)
     bias = torch.zeros(vocab_size)
     for key, value in take(body, "logit_bias", {}).items():
         is_id = key.isdecimal() and len(key) < 10 and int(key) < vocab_size
@@ -171,7 +124,7 @@ def take_schema(body: dict) -> list[dict]:
     """The schema of `response_format`; none if the answer may be any text."""
     form = take(body, "response_format", {"type": "text"})
     match form:
-        case {"type": "text"} if len(form) == 1:
+        case {"type": "text"}:
             return []
         case {"type": "json_object"} if len(form) == 1:
             return [{"type": "object"}]
@@ -224,14 +177,12 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
 def take_variables(body: dict) -> dict[str, Any]:
     """Variables for the chat template: how the model is to think, as llama-server and vLLM say it."""
     variables = take(body, "chat_template_kwargs", {})
-    effort = body.pop("reasoning_effort", None) or body.pop("reasoning", None)
-    if isinstance(effort, dict):
-        effort = effort.get("effort")
-    if isinstance(effort, str):
-        thinks = effort != "none"
-        variables = {"enable_thinking": thinks, "thinking": thinks} | variables
-        if thinks:
-            variables.setdefault("reasoning_effort", effort)
+    match body.pop("reasoning_effort", None) or body.pop("reasoning", None):
+        case str(effort) | {"effort": str(effort)}:
+            thinks = effort != "none"
+            variables = {"enable_thinking": thinks, "thinking": thinks} | variables
+            if thinks:
+                variables.setdefault("reasoning_effort", effort)
     return variables
 
 
@@ -242,7 +193,7 @@ def text_of(content: Any) -> str:
     if type(content) is not list:
         raise TypeError
     for part in content:
-        if part.get("type", "text") not in TEXTS:
+        if not TEXTS.fullmatch(part.get("type", "text")):
             raise ValueError(f"{part['type']!r:.40} in a message is not supported; expected text")
     return "\n".join(part.get("refusal") or part["text"] for part in content)
 
@@ -255,20 +206,17 @@ def check_messages(messages: Any) -> None:
             if value and REFUSED.fullmatch(key):  # such as audio
                 raise ValueError(f"{key} in a message is not supported; expected text")
             # Templates ask whether there are tool_calls; what clients add is for themselves.
-            if key not in MESSAGE or not value and key != "content":
+            if not MESSAGE.fullmatch(key) or not value and key != "content":
                 del message[key]
         if message["role"] == "developer":
             message["role"] = "system"
-        calls = message.get("tool_calls") or []
         if message["role"] in ("assistant", "tool"):
             message["content"] = message.get("content") or ""
-        if not calls or message.get("content"):
-            message["content"] = text_of(message["content"])
-        for call in calls:
+        message["content"] = text_of(message["content"])
+        for call in message.get("tool_calls", ()):
             function = call["function"]
             names[call.get("id")] = function["name"]
-            with suppress(ValueError, TypeError):  # a limit may have cut them; then they stay text
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+            function["arguments"] = function["arguments"] or "{}"
         if message["role"] == "tool" and message.get("tool_call_id") in names:
             message.setdefault("name", names[message["tool_call_id"]])
         if thought := message.get("reasoning_content") or message.get("reasoning"):
@@ -284,7 +232,7 @@ def refuse_rest(body: dict) -> list[str]:
     for key, value in body.items():
         close = get_close_matches(key, LIMITS, 1, 0.85)
         if REFUSED.fullmatch(key):
-            if value and f"{key} {json.dumps(value)}" not in NEUTRAL:
+            if value and not NEUTRAL.fullmatch(f"{key} {json.dumps(value)}"):
                 raise wrong(key, value, ", which is not supported")
         elif close:
             raise wrong(key, value, f", which is not known; {close[0]} is")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 import llama2
 
@@ -22,29 +22,25 @@ JOINING = {"$ref", "anyOf", "oneOf"}  # properties beside a schema's own
 HELD = {"allOf", "anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
 # Keywords that llguidance does not know, with values that ask for nothing.
 NOTHING = {"uniqueItems": False, "propertyNames": {"type": "string"}}
-# How many parts of a schema that cannot be held as it is are tried: 1 ms each, more in a large one.
-MAX_CHECKS, CHECKED_BYTES = 500, 2**23
-
-
-class Vocabulary:
-    """A tokenizer in the form that llguidance needs: bytes per id. Stop tokens have no bytes."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: llama2.Tokenizer, stop_ids: Collection[int]) -> None:
-        self.tokenizer = tokenizer
-        self.eos_token_id = tokenizer.eos_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        self.special_token_ids = [i for i, data in enumerate(self.tokens) if not data]
-        self.special_token_ids += stop_ids
-
-    def __call__(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, bos=False, first=False)
+# The opposite bounds of exclusive ones.
+OPPOSITE = {
+    "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
+    "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
+}
+# Of a schema that cannot be held as it is, so many bytes are compiled to find out what can be.
+CHECKED_BYTES = 2**22
+# By default a schema of 500 properties that may be missing ends an answer: it has more items.
+LIMITS = LLParserLimits(max_items_in_row=50_000)
 
 
 def open_vocabulary(tokenizer: llama2.Tokenizer, stop_ids: Collection[int]) -> LLTokenizer:
     """The vocabulary for Grammar; making it takes 20 to 100 ms."""
-    vocabulary = Vocabulary(tokenizer, stop_ids)
+    # What llguidance needs is a function with these attributes. Control tokens have no bytes.
+    vocabulary = functools.partial(tokenizer.encode, bos=False, first=False)
+    vocabulary.tokens = tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    vocabulary.special_token_ids = [i for i, data in enumerate(tokens) if not data]
+    vocabulary.special_token_ids += stop_ids
+    vocabulary.bos_token_id, vocabulary.eos_token_id = None, tokenizer.eos_id
     return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[*stop_ids])
 
 
@@ -81,17 +77,15 @@ def close(schema: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_wrong(schema: dict[str, Any]) -> None:
     """Raises ValueError for what llguidance takes and would not hold an answer to."""
-    for low, high in itertools.product(("m", "exclusiveM"), repeat=2):
-        low, high = f"{low}inimum", f"{high}aximum"
-        match schema.get(low), schema.get(high):
-            case (int() | float() as a, int() | float() as b) if 0 < b - a < 1:
-                for key, bound in ((low, a), (high, b)):  # it takes this bound
-                    if key.startswith("exclusive") and bound % 1 == 0:
+    for key, others in OPPOSITE.items():
+        for other in others:
+            match schema.get(key), schema.get(other):
+                case (int() | float() as a, int() | float() as b) if 0 < abs(a - b) < 1:
+                    if a % 1 == 0:  # it takes this bound
                         raise ValueError(f'"{key}" within 1 of the other bound is not supported')
-    least, listed = schema.get("minProperties"), schema.get("required", ())
-    is_closed = schema.get("additionalProperties", True) is False
-    is_closed = is_closed and "patternProperties" not in schema
-    if isinstance(least, int) and least > max(1, len(listed)) and not is_closed:
+    least = schema.get("minProperties")
+    is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
+    if isinstance(least, int) and is_open and least > max(1, len(schema.get("required", ()))):
         raise ValueError('"minProperties" above 1 is not supported where a name may come twice')
 
 
@@ -120,7 +114,7 @@ def hold(
 
     def problem_of(part: Any) -> str:
         check()
-        if next(checks) >= min(MAX_CHECKS, CHECKED_BYTES // len(text)):
+        if next(checks) >= CHECKED_BYTES // len(text):
             return "the schema has too many such parts"
         try:
             Grammar(vocabulary, [names | part])
@@ -133,21 +127,20 @@ def hold(
         for path, part in [*subschemas(schema)][::-1]:  # inner ones first
             if not problem_of(part):
                 continue
+            if (
+                "oneOf" in part and "anyOf" not in part
+            ):  # the same, if its branches exclude each other
+                pairs = itertools.combinations(part["oneOf"], 2)
+                if all("Unsatisfiable" in problem_of({"allOf": [*pair]}) for pair in pairs):
+                    part["anyOf"] = part.pop("oneOf")
             # Definitions first, as others refer to them.
-            keywords = sorted(
-                part.items(), key=lambda item: (item[0] == "oneOf") - (item[0] in names)
-            )
+            keywords = sorted(part.items(), key=lambda item: item[0] not in names)
             part.clear()
             for key, value in keywords:
                 problem = problem_of(part | {key: value})
                 if not problem:
                     part[key] = value
-                elif key == "oneOf" and "anyOf" not in part:
-                    part["anyOf"] = value  # the same, if its branches exclude each other
-                    both = ({"allOf": [*pair]} for pair in itertools.combinations(value, 2))
-                    if all("Unsatisfiable" in problem_of(pair) for pair in both):
-                        problem = ""
-                if problem and value != NOTHING.get(key):
+                elif value != NOTHING.get(key):
                     left_out.append(f"{path}{key}: {problem}")
     return schema, left_out
 
@@ -166,7 +159,7 @@ class Grammar:
     ) -> None:
         for i, schema in enumerate(schemas):
             rules += f"\nvalue{i}: %json {json.dumps(close(schema) | {'x-guidance': JSON_OPTIONS})}"
-        self.matcher = LLMatcher(vocabulary, rules, log_level=0)
+        self.matcher = LLMatcher(vocabulary, rules, log_level=0, limits=LIMITS)
         if problem := self.matcher.get_error():
             said = problem.partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
             raise ValueError(" ".join(said.split()))

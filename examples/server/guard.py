@@ -12,13 +12,39 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # macOS allows a process 256 open files, Linux 1024. Of a burst, so many are accepted at once.
 MAX_CONNECTIONS, BURST = 200, 32
 REQUEST_SECONDS = 30  # in which a request must come, from its first byte to its last
+
+
+class Refusal(HTTPException):
+    """An error for the client; `about` may hold OpenAI's `param` (the wrong field) and `code`."""
+
+    def __init__(self, status: int, message: str, **about: str) -> None:
+        super().__init__(status, message, {"Retry-After": "2"} if status == 503 else None)
+        self.about = about
+
+
+def refuse(request: Request, error: Any) -> JSONResponse:
+    """An error in OpenAI's form. The log has no message that may quote the request."""
+    if not isinstance(error, HTTPException):  # its text may quote a prompt or a path
+        error = Refusal(500, f"the server failed: {type(error).__name__}")
+    if error.status_code == 404 and not isinstance(error, Refusal):
+        paths = ", ".join(route.path for route in request.app.routes)
+        error = Refusal(404, f"{request.url.path[:60]} does not exist; there are {paths}")
+    message = error.detail
+    about = getattr(error, "about", {})
+    quotes = error.status_code == 400
+    request.scope["log"].append(about.get("param", "") if quotes else message)
+    error_type = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = {"message": message, "type": error_type, "param": None, "code": None, **about}
+    return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
 class Connection(H11Protocol):
@@ -55,17 +81,8 @@ class Connection(H11Protocol):
             self.timer = None
 
 
-def guard(
-    app: Any,
-    refuse: Callable[[Any, Exception], Any],
-    refusal: type[Exception],
-    say: Callable[[str], None],
-    args: Any,
-) -> Any:
-    """Wrap an ASGI application. `refuse` turns a `refusal` of a request into a response.
-
-    `args`: the command line's host, api_key and cors.
-    """
+def guard(app: Any, say: Callable[[str], None], args: Any) -> Any:
+    """Wrap an ASGI application. `args`: the command line's host, api_key and cors."""
     names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
     names += r"|[\w.-]+\.(internal|local|localhost)"  # names that no public site can have
     own_name = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
@@ -74,25 +91,26 @@ def guard(
         """Why a request is refused."""
         head = request.headers
         if int(head.get("content-length", 0)) > app.max_body_size:  # before it is read
-            return refusal(413, f"the body has more than {app.max_body_size:,} bytes")
+            return Refusal(413, f"the body has more than {app.max_body_size:,} bytes")
         if args.api_key is not None:
             given = head.get("authorization", "").encode("latin-1")
             is_right = secrets.compare_digest(given, b"Bearer " + args.api_key)
             if is_right or request.url.path in ("/", "/health"):  # the page asks for the key
                 return None
-            return refusal(401, "the API key is wrong", code="invalid_api_key")
+            return Refusal(401, "the API key is wrong", code="invalid_api_key")
         host = head.get("host", "")
         origin = head.get("origin", "")
         if not own_name.fullmatch(host):  # a site may rebind its name to this machine
-            return refusal(403, f"the host {host[:60]!r} is refused without --api-key")
+            return Refusal(403, f"the host {host[:60]!r} is refused without --api-key")
         if origin not in ("", f"http://{host}", args.cors) and args.cors != "*":
-            return refusal(403, f"the origin {origin[:60]!r} is refused without --cors")
+            return Refusal(403, f"the origin {origin[:60]!r} is refused without --cors")
         if head.get("content-type", "").startswith(("text/plain", "multipart/")):  # as forms send
-            return refusal(415, "the content type must be application/json")
+            return Refusal(415, "the content type must be application/json")
         return None
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         status = 0
+        scope["log"] = log = []
 
         async def watched(message: Any) -> None:
             nonlocal status
@@ -105,7 +123,7 @@ def guard(
         try:
             await response(scope, receive, watched)
         finally:
-            words = [scope["path"][:60], str(status), *scope.get("log", ())]
+            words = [scope["path"][:60], str(status), *log]
             say(f"{time.strftime('%H:%M:%S')} {ascii(' '.join(words))[1:-1]}")
 
     options = {"allow_origins": [args.cors], "allow_methods": ["*"], "allow_headers": ["*"]}

@@ -4,17 +4,16 @@ the deltas of its answer become items and their events. The last responses are k
 
 import json
 import secrets
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from server.answer import COMMENT, Job, read_request
-from server.fields import Refusal, take, text_of, wrong
+from server.answer import COMMENT, Job
+from server.fields import take, text_of, wrong
+from server.guard import Refusal
 from server.serving import Score, Session
 
 # Fields of a chat that this interface has not, or by other names.
 CHAT_ONLY = {"messages", "response_format", "max_tokens", "max_completion_tokens", "n", "logprobs"}
-MAX_KEPT, KEPT_BYTES = 500, 2**26  # responses, each with the conversation that led to it
+KEPT_BYTES = 2**26  # of responses, each with the conversation that led to it
 # The deltas that are texts: their items, and the parts in these.
 TEXTS: dict[str, tuple[dict, dict]] = {
     "reasoning": ({"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
@@ -25,27 +24,25 @@ TEXTS: dict[str, tuple[dict, dict]] = {
 }
 
 
-@dataclass
-class Store:
-    """The last responses, by their ids: an answer can go on from one, or from an item of one."""
+class Store(dict[str, tuple[dict, list, int]]):
+    """The last responses by their ids, each with its conversation and the bytes of both: an answer
+    can go on from one, or from an item of one.
+    """
 
-    limit: int  # of their number
-    kept: dict[str, tuple[dict, list, int]] = field(default_factory=dict)
+    limit = 500  # of their number
 
     def keep(self, response: dict, items: list) -> None:
         """Keep a response to items. Older ones go if there are too many, or too many bytes."""
         size = len(json.dumps([response, items]))
-        self.kept[response["id"]] = response, [*items, *response["output"]], size
-        while (
-            len(self.kept) > self.limit or sum(size for *_, size in self.kept.values()) > KEPT_BYTES
-        ):
-            del self.kept[next(iter(self.kept))]
+        self[response["id"]] = response, [*items, *response["output"]], size
+        while len(self) > self.limit or sum(size for *_, size in self.values()) > KEPT_BYTES:
+            del self[next(iter(self))]
 
     def find_item(self, item: dict) -> dict:
         """The item that another one refers to; any other as it is."""
         if item.get("type") != "item_reference":
             return item
-        for kept in [one for response, *_ in [*self.kept.values()] for one in response["output"]]:
+        for kept in [one for response, *_ in [*self.values()] for one in response["output"]]:
             if kept["id"] == item["id"]:
                 return kept
         raise Refusal(404, f"Item with id {item['id']!r:.60} not found.", param="input")
@@ -61,15 +58,15 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
         kind = item.get("type", "message")
         new = {"role": "assistant", "content": ""}
         if kind == "message":
-            new = {"role": item["role"], "content": text_of(item.get("content") or "")}
+            new = {"role": item["role"], "content": item.get("content") or ""}
         elif kind == "reasoning":
             new["reasoning"] = text_of(item.get("content") or item.get("summary") or [])
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             new["tool_calls"] = [{"id": item["call_id"], "type": "function", "function": function}]
         elif kind == "function_call_output":
-            content = text_of(item.get("output") or "")
-            new = {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+            new = {"role": "tool", "tool_call_id": item["call_id"]}
+            new["content"] = item.get("output") or ""
         else:
             body[f"{kind} in the input"] = True
             continue
@@ -77,50 +74,43 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
         # Reasoning begins a message; text goes on from it, and calls from either.
         goes_on = "tool_calls" in new or ("reasoning" not in new and not last.get("content"))
         if last["role"] == new["role"] == "assistant" and goes_on:
-            last["content"] += new["content"]
+            last["content"] = new["content"] or last["content"]
             last["tool_calls"] = last.get("tool_calls", []) + new.get("tool_calls", [])
         else:
             messages.append(new)
     return messages
 
 
-def read_response(
-    session: Session, name: str, reuse: bool, store: Store, body: dict, field: str
-) -> Job:
-    """The job for a body. Raises Refusal, or ValueError for a wrong input."""
-    asked = {key: value for key, value in body.items() if key != field}
-    for key in CHAT_ONLY & body.keys():
-        raise wrong(key, body[key], ", which only chats have")
-    items = body.pop(field, None)
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    items = [store.find_item(item) for item in items]
-    if previous := take(body, "previous_response_id", ""):
-        if previous not in store.kept:
-            said = f"Previous response with id {previous!r:.60} not found."
-            about = {"param": "previous_response_id", "code": "previous_response_not_found"}
-            raise Refusal(400, said, **about)
-        items = store.kept[previous][1] + items
-    messages = messages_of(items, body)
-    if instructions := take(body, "instructions", ""):
-        messages.insert(0, {"role": "system", "content": instructions})
-    form = take(body, "text", {}).get("format")
-    body |= {"messages": messages, "response_format": form}
-    kept = take(body, "store", True) and store.limit > 0
-    make = partial(ResponseJob, asked=asked, items=items, store=store if kept else None)
-    return read_request(session, name, reuse, body, "messages", make)
-
-
-@dataclass
 class ResponseJob(Job):
     """The response to a request, as an ASGI application."""
 
-    asked: dict[str, Any] = field(default_factory=dict)  # the request
-    items: list[dict] = field(default_factory=list)  # the conversation
-    store: Store | None = None  # that keeps the response
-    output: list[dict] = field(default_factory=list)  # its items
-    item: dict[str, Any] | None = None  # the last of them, if it is incomplete
-    number: int = 0  # of the next event
+    def __init__(
+        self, session: Session, name: str, reuse: bool, store: Store, body: dict, field: str
+    ) -> None:
+        """Make a chat's fields of those of a body. Raises Refusal, or ValueError for a wrong input."""
+        self.asked = {key: value for key, value in body.items() if key != field}
+        for key in CHAT_ONLY & body.keys():
+            raise wrong(key, body[key], ", which only chats have")
+        items = body.pop(field, None)
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        self.items = [store.find_item(item) for item in items]  # the conversation
+        if previous := take(body, "previous_response_id", ""):
+            if previous not in store:
+                said = f"Previous response with id {previous!r:.60} not found."
+                about = {"param": "previous_response_id", "code": "previous_response_not_found"}
+                raise Refusal(400, said, **about)
+            self.items = store[previous][1] + self.items
+        messages = messages_of(self.items, body)
+        if instructions := take(body, "instructions", ""):
+            messages.insert(0, {"role": "system", "content": instructions})
+        form = take(body, "text", {}).get("format")
+        self.store, self.is_kept = store, take(body, "store", True) and store.limit > 0
+        self.output: list[dict] = []  # items of the response
+        self.item: dict[str, Any] | None = None  # the last of them, if it is incomplete
+        self.number = 0  # of the next event
+        body |= {"messages": messages, "response_format": form}
+        super().__init__(session, name, reuse, body, "messages")
 
     def response(self, status: str, **fields: Any) -> dict:
         """OpenAI's object."""
@@ -134,10 +124,10 @@ class ResponseJob(Job):
             "id": self.about["id"].replace("chatcmpl-", "resp_"),
             "object": "response",
             "created_at": self.about["created"],
-            "model": self.model_name,
+            "model": self.about["model"],
             "status": status,
             "output": self.output,
-            "store": self.store is not None,
+            "store": self.is_kept,
             **fields,
         }
 
@@ -147,6 +137,7 @@ class ResponseJob(Job):
             about = {"type": f"response.{kind}", "sequence_number": self.number}
             if self.item:
                 about |= {"output_index": len(self.output) - 1, "item_id": self.item["id"]}
+                about["content_index"] = 0
             self.put(about | fields)
             self.number += 1
 
@@ -159,22 +150,20 @@ class ResponseJob(Job):
             head = f"event: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
             yield head.encode() if event else COMMENT
 
-    def begin(self, choice: dict) -> None:
-        """The first events."""
-        for kind in ("created", "in_progress"):
-            self.event(kind, response=self.response("in_progress"))
-
     def tell(self, choice: dict, delta: dict, scores: list[Score]) -> None:
         """Add what is new to the last item, or to a new one."""
+        if not self.number:
+            for kind in ("created", "in_progress"):
+                self.event(kind, response=self.response("in_progress"))
         for key, (item, part) in TEXTS.items():
-            if key not in delta:
+            if not delta.get(key):
                 continue
             if not self.item or self.item["type"] != item["type"]:
                 self.open(item | {"content": []})
                 self.item["content"].append(part | {"text": ""})
-                self.event("content_part.added", content_index=0, part=self.item["content"][0])
+                self.event("content_part.added", part=self.item["content"][0])
             self.item["content"][0]["text"] += delta[key]
-            self.event(f"{part['type']}.delta", content_index=0, delta=delta[key], logprobs=[])
+            self.event(f"{part['type']}.delta", delta=delta[key], logprobs=[])
         for call in delta.get("tool_calls", ()):
             new = call["function"]
             if "id" in call:
@@ -198,13 +187,12 @@ class ResponseJob(Job):
             return
         item["status"] = status
         if "arguments" in item:
-            whole = {"arguments": item["arguments"], "name": item["name"]}
-            self.event("function_call_arguments.done", **whole)
+            about = {"name": item["name"], "arguments": item["arguments"]}
+            self.event("function_call_arguments.done", **about)
         else:
             (part,) = item["content"]
-            whole = {"text": part["text"], "logprobs": []}
-            self.event(f"{part['type']}.done", content_index=0, **whole)
-            self.event("content_part.done", content_index=0, part=part)
+            self.event(f"{part['type']}.done", text=part["text"], logprobs=[])
+            self.event("content_part.done", part=part)
         self.event("output_item.done", item=item)
         self.item = None
 
@@ -219,7 +207,7 @@ class ResponseJob(Job):
             for name, count in usage.items()
         }
         response = self.response(status, usage=counts, incomplete_details=details)
-        if self.store:
+        if self.is_kept:
             self.store.keep(response, self.items)
         if self.stream:
             self.event(status, response=response)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import llama2
-from server.fields import Refusal
+from server.guard import Refusal
 from server.tools import (
     Answer,
     Template,
@@ -60,7 +60,6 @@ class Session:
             with llama2.naming(source):
                 self.template = Path(source).read_text("utf-8")
         self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
-        self.vocabularies: dict[bool, Any] = {}  # for grammars, made when they are first needed
         self.compile = functools.lru_cache(MAX_GRAMMARS)(self.compile_grammar)
         self.check = lambda: None  # called before each pass; it may raise to end the generation
         self.caches = [self.model.new_cache(context)]  # in the order of their last use
@@ -117,12 +116,12 @@ class Session:
         return Template(shown, self.template, [*stops, *self.stops.texts])
 
     def settle(self, answer: Answer, ids: list[int], continued: bool) -> None:
-        """How an answer to a conversation calls and reasons. Raises ValueError if that is unknown."""
+        """How an answer to a conversation calls and reasons. Raises Refusal if that is unknown."""
         template = self.chat_template
         if answer.names:
             answer.form = template.format
             if answer.form.problem:
-                raise ValueError(answer.form.problem)
+                raise Refusal(400, f"tools: {answer.form.problem}", param="tools")
         if template.reasoning and not continued:
             answer.reasoning = template.reasoning
             end = template.tokenizer.decode(ids[-32:]).rstrip()
@@ -133,15 +132,15 @@ class Session:
     ) -> list[int]:
         """Token ids of a conversation. Raises ValueError."""
         for message in messages:
-            calls = message.get("tool_calls") or ()
+            calls = message.get("tool_calls", ())
             if calls:
-                message["content"] = message.get("content") or self.chat_template.format.no_content
+                message["content"] = message["content"] or self.chat_template.format.no_content
                 if "tool_calls" not in self.template:
                     raise ValueError("the chat template has no place for tool_calls")
             for function in (call["function"] for call in calls):
-                arguments = function["arguments"]
-                if self.chat_template.format.arguments_as_text and not isinstance(arguments, str):
-                    function["arguments"] = json.dumps(arguments)
+                if not self.chat_template.format.arguments_as_text:
+                    with suppress(ValueError, TypeError):  # a limit may have cut them
+                        function["arguments"] = json.loads(function["arguments"])
         return llama2.encode_chat(
             self.tokenizer, messages, self.template, continued, tools=tools or None, **variables
         )
@@ -157,14 +156,12 @@ class Session:
         ids = {config.eos_token_id, *config.stop_token_ids, self.tokenizer.eos_id}
         return ids | {*self.stops.ids} if chat else ids
 
+    @functools.cache  # noqa: B019 (there is one session)
     def vocabulary(self, chat: bool) -> Any:
-        """The tokenizer for grammars. Raises ValueError."""
+        """The tokenizer for grammars. Raises Refusal."""
         if grammar is None:
-            raise ValueError("not supported here: it needs the package llguidance")
-        if chat not in self.vocabularies:
-            ends = self.stop_ids(chat)
-            self.vocabularies[chat] = grammar.open_vocabulary(self.tokenizer, ends)
-        return self.vocabularies[chat]
+            raise Refusal(400, "a schema and calls need the package llguidance")
+        return grammar.open_vocabulary(self.tokenizer, self.stop_ids(chat))
 
     def hold(self, answer: Answer, chat: bool) -> str:
         """Leave out what an answer cannot be held to; returns words for the log.
@@ -178,10 +175,10 @@ class Session:
         places = [*(f"tools: {name}" for name in answer.names), "response_format"]
         for i, schema in enumerate(answer.schemas):
             held, left_out = grammar.hold(self.vocabulary(chat), json.dumps(schema), self.check)
-            if left_out and [*answer.strict, True][i]:
-                said = f"{places[i]}: {left_out[0]}; a strict schema is held whole"
-                raise Refusal(400, said, param=said.partition(":")[0])
             if left_out:
+                if [*answer.strict, True][i]:
+                    said = f"{places[i]}: {left_out[0]}; a strict schema is held whole"
+                    raise Refusal(400, said, param=said.partition(":")[0])
                 note += f"; {places[i]} is not held to "
                 note += ", ".join(problem.partition(": ")[0] for problem in left_out)
                 held = {"type": "object"} | held
@@ -196,14 +193,7 @@ class Session:
     def compile_grammar(self, chat: bool, schemas: str, rules: str) -> Any:
         """A Grammar that answers copy. Raises ValueError."""
         self.check()
-        made = grammar.Grammar(self.vocabulary(chat), json.loads(schemas), rules)
-        trial = made.copy().matcher
-        for _ in range(2):  # llguidance finds some limits only here: 2,000 items in a row
-            allowed = trial.compute_logit_bias()
-            if problem := trial.get_error():
-                raise ValueError(problem.partition("\n")[0])
-            trial.consume_token(next(i for i, bias in enumerate(allowed) if bias))
-        return made
+        return grammar.Grammar(self.vocabulary(chat), json.loads(schemas), rules)
 
     def start(
         self,
@@ -276,13 +266,13 @@ class Scorer:
     def prefill(self, ids: list[int]) -> None:
         """Score the prompt; then the cache holds all of it but its last id."""
         cache = self.stream.generation.cache
-        tokens = torch.tensor([ids], device=cache.k.device)
         self.append(ids[0], {})
         for start in range(0, len(ids) - 1, SCORE_CHUNK):
             self.session.check()
-            chunk = tokens[:, start : start + SCORE_CHUNK + 1]
-            logits = self.session.model(chunk[:, :-1], cache, all_positions=True)[0]  # (T, V)
-            self.add(logits, chunk[0, 1:].tolist())
+            *chunk, last = ids[start : start + SCORE_CHUNK + 1]
+            tokens = torch.tensor([chunk], device=cache.k.device)
+            logits = self.session.model(tokens, cache, all_positions=True)[0]  # (T, V)
+            self.add(logits, [*chunk[1:], last])
 
     def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
         """tokens (1, n) -> logits (1, V)."""

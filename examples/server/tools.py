@@ -116,12 +116,11 @@ class Template:
 
     def render_calls(self, count: int, as_text: bool, content: str | None) -> str:
         """A question and an answer with so many calls."""
-        arguments: Any = {KEY: VALUE}
-        arguments = json.dumps(arguments) if as_text else arguments
+        arguments = json.dumps({KEY: VALUE}) if as_text else {KEY: VALUE}
+        functions = [{"name": name, "arguments": arguments} for name in NAMES[:count]]
         calls = [
-            {"id": f"{CALL_ID}{i}", "type": "function"}
-            | {"function": {"name": NAMES[i], "arguments": arguments}}
-            for i in range(count)
+            {"id": f"{CALL_ID}{i}", "type": "function", "function": function}
+            for i, function in enumerate(functions)
         ]
         answer = {"role": "assistant", "content": content, "tool_calls": calls}
         return ID.sub(f"{CALL_ID}0", self.render(answer))
@@ -150,8 +149,7 @@ class Template:
             return None
         pieces = self.tokenizer.vocabulary.pieces
         texts = tag[0].replace("/", ""), tag[0]
-        start, end = (self.tokenizer.decode([pieces.index(t)]) if t in pieces else t for t in texts)
-        return start, end
+        return tuple(self.tokenizer.decode([pieces.index(t)]) if t in pieces else t for t in texts)
 
 
 def find_json(text: str) -> Iterator[tuple[int, int, Any]]:
@@ -217,21 +215,10 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
 # Holding an answer to the format: rules for llguidance, in which valueN is the schema of tool N
 
 
-def literal(text: str) -> str:
-    """A text with marks, as items of a rule."""
-    items = []
-    for part in MARK.split(text):
-        if MARK.fullmatch(part):
-            items.append(f"<[{token_of(part)}]>")
-        elif part:
-            items.append(" ID ".join(map(json.dumps, ID.split(part))))
-    return " ".join(items)
-
-
 def up_to(rule: str, end: str, start: str = "(?s:.*)", but: str = "") -> str:
     """A rule for free text, which begins as `start`, up to the first `end`: both are patterns."""
     if MARK.fullmatch(end):
-        return f"{rule}: {rule.upper()} {literal(end)}\n{rule.upper()}: /{start}/{but}"
+        return f"{rule}: {rule.upper()} <[{token_of(end)}]>\n{rule.upper()}: /{start}/{but}"
     return f"{rule}[lazy]: {rule.upper()}\n{rule.upper()}: /{start}{end}/{but}"
 
 
@@ -252,9 +239,13 @@ def pattern(form: Format, text: str) -> str:
     return "".join(parts)
 
 
-def item(form: Format, text: str) -> str:
-    """A part of a call, as an item of a rule."""
-    return f"/{pattern(form, text)}/" if form.is_json else literal(text)
+def items(form: Format, text: str) -> str:
+    """A part of a call, as items of a rule."""
+    return " ".join(
+        f"<[{token_of(part)}]>" if MARK.fullmatch(part) else f"/{pattern(form, part)}/"
+        for part in MARK.split(text)
+        if part
+    )
 
 
 def triggers(answer: Answer) -> list[str]:
@@ -269,7 +260,7 @@ def triggers(answer: Answer) -> list[str]:
 def rules(answer: Answer) -> str:
     """The rules of an answer: reasoning, then text or calls."""
     form = answer.form
-    lines = [f"ID: /[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}/", "SPACE: /\\s{0,4}/"]
+    lines = ["SPACE: /\\s{0,4}/"]
     has_schema = len(answer.schemas) > len(answer.names)
     think = but = ""
     if answer.reasoning:
@@ -278,7 +269,7 @@ def rules(answer: Answer) -> str:
         if answer.is_reasoning:
             lines.append(up_to("think", end))
         elif MARK.fullmatch(start):
-            lines += [f"think: {literal(start)} thought", up_to("thought", end)]
+            lines += [f"think: <[{token_of(start)}]> thought", up_to("thought", end)]
         else:
             thought = f"\\s*{start}(?s:.*)"
             but = f" & ~/{thought}/"
@@ -294,20 +285,20 @@ def rules(answer: Answer) -> str:
         lines.append(f"FREE: /(?s:.*)/{but}")
     if form:
         choices.append("calls")
-        calls = [f"{item(form, n + form.between)} value{i}" for i, n in enumerate(answer.names)]
+        calls = [f"{items(form, n + form.between)} value{i}" for i, n in enumerate(answer.names)]
         lines.append(f"call: {' | '.join(calls)}")
-        first = f"{item(form, form.before)} call"
+        first = f"{items(form, form.before)} call"
         if choices[0] == "FREE":
             leads, begun = [], triggers(answer)
             for i, (name, trigger) in enumerate(zip(answer.names, begun, strict=True)):
                 lead = f"lead{begun.index(trigger)}"
                 rest = (form.before + name + form.between)[len(trigger) :]
-                leads.append(f"{lead} {item(form, rest)} value{i}")
+                leads.append(f"{lead} {items(form, rest)} value{i}")
                 lines.append(up_to(lead, pattern(form, trigger), but=but))
             first = f"({' | '.join(leads)})"
         if answer.several and form.separator is not None:
-            first += f" ({literal(form.separator)} call)*"
-        lines.append(f"calls: {first} {item(form, form.after)}")
+            first += f" ({items(form, form.separator)} call)*"
+        lines.append(f"calls: {first} {items(form, form.after)}")
     return "\n".join([f"start: {think} ({' | '.join(choices)})", *dict.fromkeys(lines)])
 
 
@@ -382,8 +373,6 @@ class Reader:
             function = {"name": match[1], "arguments": text[start:end]}
             call_id = f"{self.secret}{len(calls):02}"
             calls.append({"id": call_id, "type": "function", "function": function})
-            if self.answer.form.separator is None:
-                break
             head, text = self.further, text[end:]
         return calls
 
