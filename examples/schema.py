@@ -38,7 +38,8 @@ def main() -> int:
     try:
         with llama2.naming(args.schema):
             text = args.schema.read_text("utf-8")
-            json.loads(text)
+            if not isinstance(json.loads(text), dict):
+                raise ValueError("the schema is no object")
         model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
         config = model.config
         stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id}

@@ -250,7 +250,7 @@ WRITTEN = r"""
 {"enum": ["a king"]} | 0 "a king"\n
 {"type": "string", "minLength": 99} | 1 "
 {"not": {"type": "null"}} | 2 .*schema.json: no answer can be held to not: Unimplemented keys
-[] | 2 .*schema.json: no answer can be held to a schema that is no object
+[] | 2 .*schema.json: the schema is no object
 """  # a schema, then the status and what is written
 
 

@@ -26,7 +26,7 @@ from server import answer as server_answer
 from server import fields as server_fields
 from server import grammar, tools
 from server import responses as server_responses
-from server.serving import Session
+from server.serving import Scorer, Session
 
 import llama2
 
@@ -768,8 +768,8 @@ def test_names_that_are_wrong_are_told(sessions):
 def test_a_stream_says_that_it_is_alive(sessions, tell, monkeypatch):
     """While a prompt is prefilled; clients drop the comments."""
     monkeypatch.setattr(server_answer, "PATIENCE", 0.05)
-    step = Session.step
-    monkeypatch.setattr(Session, "step", lambda *args: (time.sleep(0.1), step(*args))[1])
+    step = Scorer.__call__
+    monkeypatch.setattr(Scorer, "__call__", lambda *args: (time.sleep(0.1), step(*args))[1])
     for path in (CHAT, RESPONSES, "/v1/completions"):
         tell("Hello")
         text = sessions(BOTH).post(path, json=PROMPTS[path] | {"stream": True}).text

@@ -10,7 +10,7 @@ new tokens of a conversation are prefilled. A field that an answer cannot follow
 or forgotten if it is a hint.
 
     __main__.py  the command line, the paths, the page (chat.html)
-    guard.py     refuses other sites
+    guard.py     refuses other sites, errors, the log
     fields.py    the fields of a request
     answer.py    the answer, whole or as events
     responses.py OpenAI's second interface
@@ -49,7 +49,7 @@ try:
     import llama2
     from server.answer import Job, until_gone
     from server.fields import refuse_rest, take
-    from server.guard import BURST, Connection, Refusal, guard, refuse
+    from server.guard import BURST, Connection, Refusal, guard, refuse, say
     from server.responses import ResponseJob, Store
     from server.serving import Session
 except ImportError as error:
@@ -82,18 +82,14 @@ def open_page() -> Response:
     )
 
 
-def utf8(text: str) -> str:
-    """The text with question marks for characters that UTF-8 cannot hold."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
     """What `handle` makes of a body, or the Refusal; a field of it is what `expected` says."""
     try:
         # What no answer could quote: half a character, which UTF-8 cannot hold, becomes "?". NaN is
         # no JSON, nor is 1e999 a number, which Python reads as infinity.
-        text = utf8(json.dumps(json.loads(data), ensure_ascii=False, allow_nan=False))
-        body = {key: value for key, value in json.loads(text).items() if value is not None}
+        text = json.dumps(json.loads(data), ensure_ascii=False, allow_nan=False)
+        items = json.loads(text.encode("utf-8", "replace")).items()
+        body = {key: value for key, value in items if value is not None}
     except (ValueError, RecursionError, AttributeError):
         return Refusal(400, "the body must be a JSON object, and its numbers finite")
     try:
@@ -182,13 +178,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         exception_handlers={HTTPException: refuse, Exception: refuse},
         max_body_size=max(MAX_BODY, TOKEN_BYTES * session.context),
     )
-    return guard(app, (lambda text: None) if args.quiet else say, args)
-
-
-def say(text: str) -> None:
-    """A line on stderr, if it can be written to."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    return guard(app, args)
 
 
 def parse_args() -> argparse.Namespace:
@@ -249,14 +239,13 @@ def main() -> int:
         llama2.use_threads(args.threads)
         session = Session(args)
         path = Path(args.model).absolute()
-        name = utf8(path.name.removesuffix(".gguf") if path.exists() else args.model)
+        name = path.name.removesuffix(".gguf") if path.exists() else args.model
         app = make_app(session, name, args)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        dual = args.host == "::" and socket.has_dualstack_ipv6()  # then all of IPv4, too
-        address = args.host, args.port
+        address, dual = (args.host, args.port), args.host == "::"  # then all of IPv4, too
         listener = socket.create_server(address, family=family, dualstack_ipv6=dual)
     except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
-        say(f"server: error: {utf8(str(error))}")
+        say(f"server: error: {error}")
         return 2
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
     server = uvicorn.Server(

@@ -68,11 +68,11 @@ class Job:
         # In a raw prompt whose author does not say, the texts of control tokens stay text.
         parse_special = not chat and take(body, "parse_special", session.parse_special)
         tools, answer = take_tools(body) if chat else ([], Answer())
-        variables = take_variables(body) if chat else {}
+        variables = take_variables(body)
         answer.schemas += take_schema(body)
         self.n = take(body, "n", 1)  # answers to each prompt
         self.seed = take(body, "seed", None, int)
-        self.options: dict[str, Any] = {  # of Session.start()
+        self.options = {  # of Session.start()
             "chat": chat or parse_special,  # such a prompt is one that the client rendered
             "strip": chat and not continued,
             "stop": take_stops(body),
@@ -85,48 +85,44 @@ class Job:
             "score_end": not chat or take(body, "include_stop_token", False),
             "top": top,
         }
-        self.note = ""  # for the log
+        note = ""  # for the log
         if forgotten := refuse_rest(body):
-            self.note += f"; forgot {', '.join(forgotten):.200}"
+            note += f"; forgot {', '.join(forgotten):.200}"
 
         if chat:
             check_messages(prompt)
             try:
                 prompts = [session.encode_chat(prompt, continued, tools, variables)]
             except (ValueError, TypeError):
-                self.note += f"; the template takes no {', '.join(variables):.100}"
+                note += f"; the template takes no {', '.join(variables):.100}"
                 prompts = [session.encode_chat(prompt, continued, tools, {})]
             session.settle(answer, prompts[0], continued)
         else:
             prompts = session.encode(prompt, parse_special)
             control = session.tokenizer.control_pattern.search(str(prompt))
             if control and not parse_special:
-                said = 'in the prompt stays text without "parse_special": true'
-                self.note += f"; {control[0]} {said}"
+                note += f'; {control[0]} in the prompt stays text without "parse_special": true'
         if answer.schemas:
-            self.note += session.hold(answer, chat)
-        if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}")
-        if not all(prompts):
-            raise ValueError("the chat template makes no text of them")
+            note += session.hold(answer, chat)
+        if not 1 <= len(prompts) <= MAX_PROMPTS or not all(prompts):
+            raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}, none empty")
         longest = max(map(len, prompts))
         if longest + min(limit, 1) > session.context:
-            # Clients look for OpenAI's words.
-            said = (
-                f"This model's maximum context length is {session.context} tokens, and {field} has"
+            raise Refusal(
+                400,  # in OpenAI's words, for which clients look
+                f"This model's maximum context length is {session.context} tokens, and {field} has "
+                f"{longest}",
+                param=field,
+                code="context_length_exceeded",
             )
-            about = {"param": field, "code": "context_length_exceeded"}
-            raise Refusal(400, f"{said} {longest}", **about)
 
-        self.prompts = prompts
+        self.prompts, self.note = prompts, note
         self.thoughts = 0  # tokens of reasoning
-        self.replies: asyncio.Queue = asyncio.Queue()  # ends with None
-        object_type = "text_completion"
-        if chat:
-            object_type = "chat.completion.chunk" if self.stream else "chat.completion"
+        self.replies = asyncio.Queue()  # ends with None
+        chunk = ".chunk" if self.stream else ""
         self.about = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": object_type,
+            "object": f"chat.completion{chunk}" if chat else "text_completion",
             "created": int(time.time()),
             "model": name,
         }
@@ -142,13 +138,7 @@ class Job:
             response = stream if self.stream else await self.replies.get()
             await response(scope, receive, send)
 
-        async def remind() -> None:  # that a prompt is prefilled: clients give up a silent stream
-            while self.stream:
-                await anyio.sleep(PATIENCE)
-                self.replies.put_nowait(Response())
-
         async with anyio.create_task_group() as group:
-            group.start_soon(remind)
             group.start_soon(until_gone, receive, self.log, group)
             group.start_soon(respond)
             async with TURN:
@@ -158,9 +148,15 @@ class Job:
                     self.replies.put_nowait(refuse(Request(scope), error))
             self.replies.put_nowait(None)
 
+    async def next_reply(self) -> Response | None:
+        """The next reply; an empty one if a stream is silent: clients give that up."""
+        with anyio.move_on_after(PATIENCE):
+            return await self.replies.get()
+        return Response()
+
     async def events(self) -> Any:
         """The replies as server-sent events."""
-        while reply := await self.replies.get():
+        while reply := await self.next_reply():
             yield b"data: " + reply.body + b"\n\n" if reply.body else COMMENT
         yield b"data: [DONE]\n\n"
 
@@ -176,10 +172,10 @@ class Job:
         prompt_tokens = sum(map(len, self.prompts))
         new = sum(len(generation.new_ids) for _, generation in pairs)
         prefilled = sum(generation.prompt_tokens for _, generation in pairs[:: self.n])
-        rate = new / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         cached = prompt_tokens - prefilled
         self.log.append(
-            f"read {prefilled} + {cached} cached, made {new}, {rate:.1f} tokens/s{self.note}"
+            f"read {prefilled} + {cached} cached, made {new}, {new / seconds:.1f} tokens/s{self.note}"
         )
         usage = {
             "prompt_tokens": prompt_tokens,
@@ -249,15 +245,15 @@ class Job:
             return {}
         tokens = [self.entries(score) for score in scores]
         content = [{**token[0], "top_logprobs": token} for token in tokens if token]
-        if self.chat:
-            return {"logprobs": {"content": content, "refusal": None}}
-        table = {
-            "content": content,  # has bytes: the names below do not tell </s> from text
-            "tokens": [score.text for score in scores],
-            "token_logprobs": [score.top.get(score.token_id) for score in scores],
-            "top_logprobs": [  # nothing comes before a first token
-                {e["token"]: e["logprob"] for e in token} or None for token in tokens
-            ],
-            "text_offset": [score.start for score in scores],
-        }
+        # It has bytes: the names of other lists do not tell </s> from text.
+        table = {"content": content, "refusal": None}
+        if not self.chat:
+            table |= {
+                "tokens": [score.text for score in scores],
+                "token_logprobs": [score.top.get(score.token_id) for score in scores],
+                "top_logprobs": [  # nothing comes before a first token
+                    {e["token"]: e["logprob"] for e in token} or None for token in tokens
+                ],
+                "text_offset": [score.start for score in scores],
+            }
         return {"logprobs": table}

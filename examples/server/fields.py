@@ -68,8 +68,7 @@ class Adjustment:
 
 def wrong(name: str, value: Any, expected: str) -> Refusal:
     """The error for a field."""
-    name = name[:40]
-    return Refusal(400, f"{name} is {json.dumps(value)[:60]}{expected}", param=name)
+    return Refusal(400, f"{name:.40} is {json.dumps(value)[:60]}{expected}", param=name[:40])
 
 
 def take(body: dict, name: str, default: Any, value_type: type | None = None) -> Any:
@@ -92,14 +91,13 @@ def take(body: dict, name: str, default: Any, value_type: type | None = None) ->
 def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
     """The fields of Sampling, else what the model's files recommend, and those of Adjustment."""
     recommended = model.sampling or llama2.Sampling()
-    vocab_size = model.vocab_size
     values = {}
     for name in llama2.SAMPLING_LIMITS:
         value_type = type(getattr(llama2.Sampling, name))
         values[name] = take(body, name, getattr(recommended, name), value_type)
-    bias = torch.zeros(vocab_size)
+    bias = torch.zeros(model.vocab_size)
     for key, value in take(body, "logit_bias", {}).items():
-        is_id = key.isdecimal() and len(key) < 10 and int(key) < vocab_size
+        is_id = key.isdecimal() and int(key) < model.vocab_size
         if not is_id or type(value) not in (int, float) or not -100 <= value <= 100:
             raise wrong("logit_bias", {key: value}, "; expected ids: numbers from -100 to 100")
         bias[int(key)] = value
@@ -129,8 +127,8 @@ def take_schema(body: dict) -> list[dict]:
         case {"type": "json_object"} if len(form) == 1:
             return [{"type": "object"}]
         case (  # /v1/responses has it flat
-            {"type": "json_schema", "json_schema": {"schema": schema}}
-            | {"type": "json_schema", "schema": schema}
+            {"type": "json_schema", "json_schema": {"schema": dict(schema)}}
+            | {"type": "json_schema", "schema": dict(schema)}
         ):
             return [schema]
     expected = "; expected type text, json_object, or json_schema with a schema"
@@ -140,11 +138,11 @@ def take_schema(body: dict) -> list[dict]:
 def take_tools(body: dict) -> tuple[list[dict], Answer]:
     """The tools, and how an answer may call them."""
     choice = body.pop("tool_choice", "auto")
-    answer = Answer(several=take(body, "parallel_tool_calls", True))
-    answer.forced = choice not in ("auto", "none")
+    several = take(body, "parallel_tool_calls", True)
+    answer = Answer(several=several, forced=choice not in ("auto", "none"))
     tools = []
     for tool in take(body, "tools", []):
-        name, schema = "", None
+        schema = None
         match tool:  # /v1/responses has it flat
             case {"type": str(other)} if other != "function":
                 body[f"{other} among the tools"] = True  # which is forgotten
@@ -155,7 +153,7 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
                 **function,
             }:
                 schema = function.get("parameters") or {"properties": {}}
-        fits = NAME.fullmatch(name) and isinstance(schema, dict)
+        fits = isinstance(schema, dict) and NAME.fullmatch(name)
         if not fits or schema.setdefault("type", "object") != "object":
             expected = "; expected functions with names of 1 to 64 of A-Z a-z 0-9 _ . - and objects"
             raise wrong("tools", tool, f"{expected} as parameters")
@@ -190,8 +188,6 @@ def text_of(content: Any) -> str:
     """The text of a message's content. Raises ValueError, or TypeError."""
     if isinstance(content, str):
         return content
-    if type(content) is not list:
-        raise TypeError
     for part in content:
         if not TEXTS.fullmatch(part.get("type", "text")):
             raise ValueError(f"{part['type']!r:.40} in a message is not supported; expected text")
@@ -214,9 +210,7 @@ def check_messages(messages: Any) -> None:
             message["content"] = message.get("content") or ""
         message["content"] = text_of(message["content"])
         for call in message.get("tool_calls", ()):
-            function = call["function"]
-            names[call.get("id")] = function["name"]
-            function["arguments"] = function["arguments"] or "{}"
+            names[call.get("id")] = call["function"]["name"]
         if message["role"] == "tool" and message.get("tool_call_id") in names:
             message.setdefault("name", names[message["tool_call_id"]])
         if thought := message.get("reasoning_content") or message.get("reasoning"):

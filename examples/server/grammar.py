@@ -22,7 +22,7 @@ JOINING = {"$ref", "anyOf", "oneOf"}  # properties beside a schema's own
 HELD = {"allOf", "anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
 # Keywords that llguidance does not know, with values that ask for nothing.
 NOTHING = {"uniqueItems": False, "propertyNames": {"type": "string"}}
-# The opposite bounds of exclusive ones.
+# Exclusive bounds, and what bounds the other side.
 OPPOSITE = {
     "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
     "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
@@ -47,17 +47,17 @@ def open_vocabulary(tokenizer: llama2.Tokenizer, stop_ids: Collection[int]) -> L
 def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The path and value of a schema and of all schemas in it, but not of the data of const, enum,
     default and examples."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from subschemas(item, f"{path}{i}/")
     if isinstance(schema, dict):
         yield path, schema
         for key, value in schema.items():
-            places = {"": value}
-            if isinstance(value, list):
-                places = {f"{i}/": item for i, item in enumerate(value)}
-            elif key in OF_NAMES and isinstance(value, dict):
-                places = {f"{name}/": item for name, item in value.items()}
-            if key in OF_NAMES | HELD:
-                for place, item in places.items():
-                    yield from subschemas(item, f"{path}{key}/{place}")
+            if key in HELD:
+                yield from subschemas(value, f"{path}{key}/")
+            if key in OF_NAMES and isinstance(value, dict):
+                for name, item in value.items():
+                    yield from subschemas(item, f"{path}{key}/{name}/")
 
 
 def close(schema: dict[str, Any]) -> dict[str, Any]:
@@ -90,10 +90,9 @@ def refuse_wrong(schema: dict[str, Any]) -> None:
 
 
 @functools.lru_cache(4)
-def control_ids(vocabulary: LLTokenizer) -> tuple[list[int], list[int]]:
-    """The control tokens, and those of them that end an answer."""
-    ids = [i for i in range(vocabulary.vocab_size) if vocabulary.is_special_token(i)]
-    return ids, [*vocabulary.eos_tokens]
+def control_ids(vocabulary: LLTokenizer) -> list[int]:
+    """The control tokens, and those that end an answer."""
+    return [i for i in range(vocabulary.vocab_size) if vocabulary.is_special_token(i)]
 
 
 @functools.lru_cache(64)
@@ -106,8 +105,6 @@ def hold(
     check() is called between two parts; it may raise to end the work.
     """
     schema = json.loads(text)
-    if not isinstance(schema, dict):
-        return {}, ["a schema that is no object"]
     checks = itertools.count()
     # What cannot be held in a definition is found there, not where it is used.
     names = {key: {name: {} for name in schema.get(key, ())} for key in ("$defs", "definitions")}
@@ -127,12 +124,12 @@ def hold(
         for path, part in [*subschemas(schema)][::-1]:  # inner ones first
             if not problem_of(part):
                 continue
-            if (
-                "oneOf" in part and "anyOf" not in part
-            ):  # the same, if its branches exclude each other
-                pairs = itertools.combinations(part["oneOf"], 2)
-                if all("Unsatisfiable" in problem_of({"allOf": [*pair]}) for pair in pairs):
-                    part["anyOf"] = part.pop("oneOf")
+            # It is anyOf, if its branches exclude each other; else anyOf is a part of it.
+            if "oneOf" in part and "anyOf" not in part:
+                part["anyOf"] = part.pop("oneOf")
+                pairs = itertools.combinations(part["anyOf"], 2)
+                if not all("Unsatisfiable" in problem_of({"allOf": [*pair]}) for pair in pairs):
+                    left_out.append(f"{path}oneOf: two of its branches may hold at once")
             # Definitions first, as others refer to them.
             keywords = sorted(part.items(), key=lambda item: item[0] not in names)
             part.clear()
@@ -163,7 +160,7 @@ class Grammar:
         if problem := self.matcher.get_error():
             said = problem.partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
             raise ValueError(" ".join(said.split()))
-        self.control_ids, self.stop_ids = control_ids(vocabulary)
+        self.control_ids, self.stop_ids = control_ids(vocabulary), vocabulary.eos_tokens
         self.named = [int(i) for i in re.findall(r"<\[(\d+)\]>", rules)]  # control tokens in rules
         self.seen = 0  # how many ids the matcher has seen, with the prompt
 

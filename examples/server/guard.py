@@ -1,15 +1,16 @@
 """What stands between the network and the server. It knows nothing of models.
 
 It refuses a wrong key and, if there is no key, pages of other sites, whose requests a browser would
-send. If there are too many connections, idle ones are closed. Each request is a line of the log,
-which holds neither what was asked nor what was answered, and no key.
+send. Errors have OpenAI's form. If there are too many connections, idle ones are closed. Each request
+is a line of the log, which holds neither what was asked nor what was answered, and no key.
 """
 
 import re
 import secrets
 import socket
+import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -38,12 +39,11 @@ def refuse(request: Request, error: Any) -> JSONResponse:
     if error.status_code == 404 and not isinstance(error, Refusal):
         paths = ", ".join(route.path for route in request.app.routes)
         error = Refusal(404, f"{request.url.path[:60]} does not exist; there are {paths}")
-    message = error.detail
     about = getattr(error, "about", {})
-    quotes = error.status_code == 400
-    request.scope["log"].append(about.get("param", "") if quotes else message)
+    said = about.get("param", "") if error.status_code == 400 else error.detail
+    request.scope["log"].append(said)
     error_type = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = {"message": message, "type": error_type, "param": None, "code": None, **about}
+    body = {"message": error.detail, "type": error_type, "param": None, "code": None, **about}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
@@ -81,8 +81,14 @@ class Connection(H11Protocol):
             self.timer = None
 
 
-def guard(app: Any, say: Callable[[str], None], args: Any) -> Any:
-    """Wrap an ASGI application. `args`: the command line's host, api_key and cors."""
+def say(text: str) -> None:
+    """A line on stderr, if it can be written to."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def guard(app: Any, args: Any) -> Any:
+    """Wrap an ASGI application. `args`: the command line's host, api_key, cors and quiet."""
     names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
     names += r"|[\w.-]+\.(internal|local|localhost)"  # names that no public site can have
     own_name = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
@@ -123,8 +129,10 @@ def guard(app: Any, say: Callable[[str], None], args: Any) -> Any:
         try:
             await response(scope, receive, watched)
         finally:
-            words = [scope["path"][:60], str(status), *log]
-            say(f"{time.strftime('%H:%M:%S')} {ascii(' '.join(words))[1:-1]}")
+            if not args.quiet:
+                words = [scope["path"][:60], str(status), *log]
+                say(f"{time.strftime('%H:%M:%S')} {ascii(' '.join(words))[1:-1]}")
 
-    options = {"allow_origins": [args.cors], "allow_methods": ["*"], "allow_headers": ["*"]}
-    return CORSMiddleware(guarded, **options) if args.cors else guarded
+    if args.cors:
+        return CORSMiddleware(guarded, [args.cors], allow_methods=["*"], allow_headers=["*"])
+    return guarded

@@ -15,7 +15,7 @@ from server.serving import Score, Session
 CHAT_ONLY = {"messages", "response_format", "max_tokens", "max_completion_tokens", "n", "logprobs"}
 KEPT_BYTES = 2**26  # of responses, each with the conversation that led to it
 # The deltas that are texts: their items, and the parts in these.
-TEXTS: dict[str, tuple[dict, dict]] = {
+TEXTS = {
     "reasoning": ({"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
     "content": (
         {"type": "message", "role": "assistant"},
@@ -53,7 +53,7 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
 
     Items of other types are forgotten, as fields of the body are.
     """
-    messages: list[dict] = []
+    messages = []
     for item in items:
         kind = item.get("type", "message")
         new = {"role": "assistant", "content": ""}
@@ -65,8 +65,11 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
             function = {"name": item["name"], "arguments": item["arguments"]}
             new["tool_calls"] = [{"id": item["call_id"], "type": "function", "function": function}]
         elif kind == "function_call_output":
-            new = {"role": "tool", "tool_call_id": item["call_id"]}
-            new["content"] = item.get("output") or ""
+            new = {
+                "role": "tool",
+                "tool_call_id": item["call_id"],
+                "content": item.get("output") or "",
+            }
         else:
             body[f"{kind} in the input"] = True
             continue
@@ -97,17 +100,20 @@ class ResponseJob(Job):
         self.items = [store.find_item(item) for item in items]  # the conversation
         if previous := take(body, "previous_response_id", ""):
             if previous not in store:
-                said = f"Previous response with id {previous!r:.60} not found."
-                about = {"param": "previous_response_id", "code": "previous_response_not_found"}
-                raise Refusal(400, said, **about)
+                raise Refusal(
+                    400,
+                    f"Previous response with id {previous!r:.60} not found.",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
             self.items = store[previous][1] + self.items
         messages = messages_of(self.items, body)
         if instructions := take(body, "instructions", ""):
             messages.insert(0, {"role": "system", "content": instructions})
         form = take(body, "text", {}).get("format")
         self.store, self.is_kept = store, take(body, "store", True) and store.limit > 0
-        self.output: list[dict] = []  # items of the response
-        self.item: dict[str, Any] | None = None  # the last of them, if it is incomplete
+        self.output = []  # items of the response
+        self.item = None  # the last of them, if it is incomplete
         self.number = 0  # of the next event
         body |= {"messages": messages, "response_format": form}
         super().__init__(session, name, reuse, body, "messages")
@@ -136,14 +142,17 @@ class ResponseJob(Job):
         if self.stream:
             about = {"type": f"response.{kind}", "sequence_number": self.number}
             if self.item:
-                about |= {"output_index": len(self.output) - 1, "item_id": self.item["id"]}
-                about["content_index"] = 0
+                about |= {
+                    "output_index": len(self.output) - 1,
+                    "item_id": self.item["id"],
+                    "content_index": 0,
+                }
             self.put(about | fields)
             self.number += 1
 
     async def events(self) -> Any:
         """The events, each with its type in front. An error comes in OpenAI's form for these, too."""
-        while reply := await self.replies.get():
+        while reply := await self.next_reply():
             event = json.loads(reply.body or "{}")
             if "error" in event:
                 event = {"sequence_number": self.number, **event["error"], "type": "error"}
@@ -160,23 +169,27 @@ class ResponseJob(Job):
                 continue
             if not self.item or self.item["type"] != item["type"]:
                 self.open(item | {"content": []})
-                self.item["content"].append(part | {"text": ""})
-                self.event("content_part.added", part=self.item["content"][0])
-            self.item["content"][0]["text"] += delta[key]
+                self.part = part | {"text": ""}
+                self.item["content"].append(self.part)
+                self.event("content_part.added", part=self.part)
+            self.part["text"] += delta[key]
             self.event(f"{part['type']}.delta", delta=delta[key], logprobs=[])
         for call in delta.get("tool_calls", ()):
             new = call["function"]
             if "id" in call:
-                about = {"call_id": call["id"], "name": new["name"], "arguments": ""}
-                self.open({"type": "function_call", **about})
+                about = {"type": "function_call", "call_id": call["id"], "arguments": ""}
+                self.open({**about, "name": new["name"]})
             self.item["arguments"] += new["arguments"]
             self.event("function_call_arguments.delta", delta=new["arguments"])
 
     def open(self, item: dict) -> None:
         """Begin an item."""
         self.close("completed")
-        about = {"id": f"{item['type'][:2]}_{secrets.token_hex(12)}", "status": "in_progress"}
-        self.item = item | about
+        self.item = {
+            **item,
+            "id": f"{item['type'][:2]}_{secrets.token_hex(12)}",
+            "status": "in_progress",
+        }
         self.output.append(self.item)
         self.event("output_item.added", item=self.item)
 
@@ -187,12 +200,12 @@ class ResponseJob(Job):
             return
         item["status"] = status
         if "arguments" in item:
-            about = {"name": item["name"], "arguments": item["arguments"]}
-            self.event("function_call_arguments.done", **about)
+            self.event(
+                "function_call_arguments.done", name=item["name"], arguments=item["arguments"]
+            )
         else:
-            (part,) = item["content"]
-            self.event(f"{part['type']}.done", text=part["text"], logprobs=[])
-            self.event("content_part.done", part=part)
+            self.event(f"{self.part['type']}.done", text=self.part["text"], logprobs=[])
+            self.event("content_part.done", part=self.part)
         self.event("output_item.done", item=item)
         self.item = None
 

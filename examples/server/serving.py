@@ -47,8 +47,7 @@ class Session:
     def __init__(self, args: Any) -> None:
         """Load a model as the command line says. Raises ValueError or OSError."""
         checkpoint = llama2.open_checkpoint(args.model)
-        limit = checkpoint.config.max_position_embeddings
-        context = args.context or min(limit, MAX_CONTEXT)
+        context = args.context or min(checkpoint.config.max_position_embeddings, MAX_CONTEXT)
         self.model, self.tokenizer = llama2.load(
             checkpoint, args.device, args.dtype, context=context, progress=not args.quiet
         )
@@ -60,7 +59,6 @@ class Session:
             with llama2.naming(source):
                 self.template = Path(source).read_text("utf-8")
         self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
-        self.compile = functools.lru_cache(MAX_GRAMMARS)(self.compile_grammar)
         self.check = lambda: None  # called before each pass; it may raise to end the generation
         self.caches = [self.model.new_cache(context)]  # in the order of their last use
         count = min(MAX_CACHES, CACHE_BYTES // (2 * self.caches[0].k.nbytes))
@@ -85,19 +83,12 @@ class Session:
         self.caches.append(cache)
         return cache
 
-    def step(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
-        """A `step` for generate(): tokens (1, n) -> logits (1, V); check() before each pass."""
-        for end in range(cache.common_prefix(tokens) + CHUNK, tokens.shape[1], CHUNK):
-            self.check()
-            llama2.prefill(self.model, tokens[:, :end], cache)
-        self.check()
-        return llama2.prefill(self.model, tokens, cache)
-
     def encode(self, prompt: Any, parse_special: bool) -> list[list[int]]:
         """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
-        several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
+        if not isinstance(prompt, list) or {*map(type, prompt)} == {int}:
+            prompt = [prompt]
         encoded = []
-        for ids in prompt if several else [prompt]:
+        for ids in prompt:
             if isinstance(ids, str):
                 ids = self.tokenizer.encode(ids, parse_special=parse_special)
             if not isinstance(ids, list) or {*map(type, ids)} != {int}:
@@ -112,7 +103,7 @@ class Session:
     def chat_template(self) -> Template:
         """The template, from which formats are read."""
         shown = visible(self.tokenizer, range(self.tokenizer.vocab_size))
-        stops = [shown.token_bytes(i).decode(errors="replace") for i in self.stop_ids(True)]
+        stops = [shown.decode([i]) for i in self.stop_ids(True)]
         return Template(shown, self.template, [*stops, *self.stops.texts])
 
     def settle(self, answer: Answer, ids: list[int], continued: bool) -> None:
@@ -132,15 +123,14 @@ class Session:
     ) -> list[int]:
         """Token ids of a conversation. Raises ValueError."""
         for message in messages:
-            calls = message.get("tool_calls", ())
-            if calls:
-                message["content"] = message["content"] or self.chat_template.format.no_content
+            for call in message.get("tool_calls", ()):
                 if "tool_calls" not in self.template:
                     raise ValueError("the chat template has no place for tool_calls")
-            for function in (call["function"] for call in calls):
-                if not self.chat_template.format.arguments_as_text:
+                form, function = self.chat_template.format, call["function"]
+                message["content"] = message["content"] or form.no_content
+                if not form.arguments_as_text:
                     with suppress(ValueError, TypeError):  # a limit may have cut them
-                        function["arguments"] = json.loads(function["arguments"])
+                        function["arguments"] = json.loads(function["arguments"] or "{}")
         return llama2.encode_chat(
             self.tokenizer, messages, self.template, continued, tools=tools or None, **variables
         )
@@ -188,8 +178,9 @@ class Session:
 
     def grammar(self, answer: Answer, chat: bool) -> Any:
         """A Grammar for one answer. Raises ValueError."""
-        return self.compile(chat, json.dumps(answer.schemas), rules(answer)).copy()
+        return self.compile_grammar(chat, json.dumps(answer.schemas), rules(answer)).copy()
 
+    @functools.lru_cache(MAX_GRAMMARS)  # noqa: B019
     def compile_grammar(self, chat: bool, schemas: str, rules: str) -> Any:
         """A Grammar that answers copy. Raises ValueError."""
         self.check()
@@ -219,11 +210,11 @@ class Session:
         if chat and not answer.schemas:  # in a JSON string these may occur
             options["stop"] = [*options["stop"], *self.stops.texts]
         tokenizer = visible(self.tokenizer, tokens_in(answer))
-        is_first = score_prompt or not any(map(tokenizer.token_bytes, ids))
-        decoder = llama2.StreamDecoder(tokenizer, first=is_first)
-        scorer = Scorer(self, decoder, top, score_end)
-        scorer.stream = llama2.stream_text(self.model, tokenizer, ids, step=scorer, **options)
-        scorer.strip = scorer.stream.strip  # leading white space is dropped until a text is shown
+        scorer = Scorer(self, top, score_end)
+        stream = llama2.stream_text(self.model, tokenizer, ids, step=scorer, **options)
+        scorer.stream = stream
+        scorer.decoder = llama2.StreamDecoder(tokenizer, score_prompt or stream.decoder.strip)
+        scorer.strip = stream.strip  # leading white space is dropped until a text is shown
         if score_prompt:
             scorer.prefill(ids)
         return scorer
@@ -237,7 +228,6 @@ class Scorer:
     """
 
     session: Session
-    decoder: llama2.StreamDecoder
     top: int | None
     score_end: bool  # of the stop token, which has no text
     logits: list[torch.Tensor] = field(default_factory=list)  # (1, V) of ids that have no score yet
@@ -275,8 +265,11 @@ class Scorer:
             self.add(logits, [*chunk[1:], last])
 
     def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
-        """tokens (1, n) -> logits (1, V)."""
-        logits = self.session.step(tokens, cache)
+        """tokens (1, n) -> logits (1, V); check() before each pass."""
+        n = tokens.shape[1]
+        for end in [*range(cache.common_prefix(tokens) + CHUNK, n, CHUNK), n]:
+            self.session.check()
+            logits = llama2.prefill(self.session.model, tokens[:, :end], cache)
         if self.top is not None:
             self.logits.append(logits)
         return logits

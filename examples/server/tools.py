@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -26,6 +26,7 @@ SECRET = secrets.token_hex(8)
 MARK = re.compile(f"(§{SECRET}:\\d+§)")
 NAMES = ["zqfirst", "zqsecond", "zqthird"]
 KEY, VALUE, CONTENT, CALL_ID = "zqkey", "zqvalue", "zqcontent", "callid00"
+ARGUMENTS = re.compile(rf'{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*}}')
 ID = re.compile(f"{CALL_ID}\\d")  # Mistral's templates want nine letters or digits
 JSON = json.JSONDecoder()
 TAG = re.compile(r"</([\w:]*think)>|\[/THINK]")  # the end of reasoning
@@ -82,8 +83,7 @@ def token_of(mark: str) -> int:
 
 def tokens_in(answer: Answer) -> list[int]:
     """The control tokens by which an answer is taken apart."""
-    texts = [*(answer.form or ())[:5], *(answer.reasoning or ())]
-    return [token_of(mark) for text in texts for mark in MARK.findall(text or "")]
+    return [token_of(mark) for mark in MARK.findall(f"{answer.form}{answer.reasoning}")]
 
 
 def name_tokens(tokenizer: llama2.Tokenizer, text: str) -> str:
@@ -106,8 +106,10 @@ class Template:
     def render(self, *answers: dict[str, Any], prompt: bool = False) -> str:
         """A question and answers to it; `prompt`: and what begins another. Raises ValueError."""
         schema = {"type": "object", "properties": {KEY: {"type": "string", "description": "d"}}}
-        functions = [{"name": n, "description": "d", "parameters": schema} for n in NAMES]
-        tools = [{"type": "function", "function": function} for function in functions]
+        tools = [
+            {"type": "function", "function": {"name": n, "description": "d", "parameters": schema}}
+            for n in NAMES
+        ]
         source = f"{{% set add_generation_prompt = {str(prompt).lower()} %}}{self.source}"
         messages = [{"role": "user", "content": "hi"}, *answers]
         return self.tokenizer.decode(
@@ -152,18 +154,10 @@ class Template:
         return tuple(self.tokenizer.decode([pieces.index(t)]) if t in pieces else t for t in texts)
 
 
-def find_json(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Start, end and value of each JSON in a text."""
-    for match in re.finditer(r"[\[{]", text):
-        try:
-            value, end = JSON.raw_decode(text, match.start())
-        except ValueError:
-            continue
-        yield match.start(), end, value
-
-
 def read_format_of(template: Template, as_text: bool, no_content: str | None) -> Format:
-    """How a template writes calls, for arguments as a dict or as text, and one form of content that is missing."""
+    """How a template writes calls, for arguments as a dict or as text, and for a content that is not
+    there in one form.
+    """
     # 1. Where the call begins: behind what begins an answer; else where one without calls differs.
     answer = template.render_calls(1, as_text, no_content)
     plain = template.render({"role": "assistant", "content": CONTENT})
@@ -179,14 +173,14 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
         raise ValueError("a name begins every answer")
 
     # 2. The name, the arguments, and what is around them.
-    places = [(start, end) for start, end, value in find_json(behind) if value == {KEY: VALUE}]
-    if not name or len(places) != 1:
+    parts = ARGUMENTS.split(behind)
+    if not name or len(parts) != 2:
         raise ValueError(f"a call becomes {until(template.stops, rest, True)[0]!r}")
     for stop in template.stops:
         if stop in before:  # the answer would end there
             raise ValueError(f"a call begins with {stop}, which ends an answer")
-    ((start, end),) = places
-    between, after = behind[:start], until(template.stops, behind[end:], True)[0].rstrip()
+    between, after = parts
+    after = until(template.stops, after, True)[0].rstrip()
     if between.endswith("{"):  # arguments as text in a form that is not JSON
         raise ValueError("its arguments are not JSON")
 
@@ -194,17 +188,14 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
     separator = None
     with suppress(ValueError):  # the template takes one call
         calls = template.render_calls(3, as_text, no_content)
-        _, *middle, _ = calls.split(between + behind[start:end])
+        _, *middle, _ = ARGUMENTS.split(calls)
         pairs = zip(middle, NAMES[1:], strict=True)
-        first, second = (text.removesuffix(name) for text, name in pairs)
+        first, second = (text.removesuffix(name + between) for text, name in pairs)
         if first == second == until(template.stops, first, True)[0]:
             separator = first
 
     # 4. What begins a call: a control token, or what stands before its JSON.
-    call = before + NAMES[0] + behind
-    place = len(before + NAMES[0]) + end
-    at = next((start for start, end, _ in find_json(call) if end > place), None)
-    marker = ID.split(before[:at].rstrip())[0]
+    marker = ID.split(re.split(r'\[?\s*\{\s*"', before)[0].rstrip())[0]
     _, *marks = MARK.split(marker)
     if marks and marker.startswith(marks[0]):
         marker = marks[0]
@@ -265,8 +256,9 @@ def rules(answer: Answer) -> str:
     think = but = ""
     if answer.reasoning:
         start, end = map(escape, answer.reasoning)
-        think = "think" if answer.is_reasoning else "think?"
+        think = "think?"
         if answer.is_reasoning:
+            think = "think"
             lines.append(up_to("think", end))
         elif MARK.fullmatch(start):
             lines += [f"think: <[{token_of(start)}]> thought", up_to("thought", end)]
@@ -316,20 +308,18 @@ class Reader:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.text = ""
-        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.message = {"role": "assistant", "content": ""}
         self.is_reasoning = False  # whether the text ends within reasoning
         self.secret = secrets.token_hex(4)[:7]
         self.ends, self.space = triggers(answer), ""
-        if answer.form and answer.form.is_json:
-            heads = ["".join(end.split()) for end in self.ends]
-            self.ends = heads + [end.replace("{", '{"type":"function",', 1) for end in heads]
-            self.space = r"\s*"
-        if answer.form:
+        if form := answer.form:
             name = f"({'|'.join(map(re.escape, answer.names))})"
-            parts = (pattern(answer.form, text or "") for text in answer.form[:3])
-            before, between, separator = parts
-            self.first = re.compile(rf"\s*{before}{name}{between}")
-            self.further = re.compile(rf"\s*{separator}{name}{between}")
+            before, between, separator = (pattern(form, text or "") for text in form[:3])
+            self.head = re.compile(rf"\s*(?:{before}|{separator}){name}{between}")
+            if form.is_json:
+                heads = ["".join(end.split()) for end in self.ends]
+                self.ends = heads + [end.replace("{", '{"type":"function",', 1) for end in heads]
+                self.space = r"\s*"
 
     def feed(self, text: str, ended: bool = False) -> dict[str, Any]:
         """The delta that more text makes; `ended`: it is the last."""
@@ -340,7 +330,7 @@ class Reader:
     def read(self, ended: bool) -> dict[str, Any]:
         """The message until now."""
         answer, text = self.answer, self.text
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        message = {"role": "assistant", "content": ""}
         if answer.reasoning:
             start, end = answer.reasoning
             text = text.lstrip()
@@ -362,9 +352,8 @@ class Reader:
 
     def read_calls(self, text: str) -> list[dict[str, Any]]:
         """The calls of which names and all in front of the arguments are there."""
-        calls: list[dict[str, Any]] = []
-        head = self.first
-        while match := head.match(text):
+        calls = []
+        while match := self.head.match(text):
             start = match.end()
             try:
                 end = JSON.raw_decode(text, start)[1]
@@ -373,7 +362,7 @@ class Reader:
             function = {"name": match[1], "arguments": text[start:end]}
             call_id = f"{self.secret}{len(calls):02}"
             calls.append({"id": call_id, "type": "function", "function": function})
-            head, text = self.further, text[end:]
+            text = text[end:]
         return calls
 
 
@@ -386,10 +375,11 @@ def until(ends: list[str], text: str, ended: bool, space: str = "") -> tuple[str
     for end in ends:  # as much of it as there is at the end of the text; all of it has a group
         letters = [re.escape(letter) + space for letter in end]
         wanted.append(r"(?:\Z|".join(letters) + "()" + ")" * (len(letters) - 1))
-    match = re.search(rf"\s*(?:{'|'.join([*wanted, ''])}\Z)", text)
+    match = re.search("|".join([*wanted, r"\Z"]), text)
     if not match.lastindex and (ended or not ends):
         return text, ""
-    return text[: match.start()], text[match.start() :].lstrip() if match.lastindex else ""
+    place = match.start()
+    return text[:place].rstrip(), text[place:] if match.lastindex else ""
 
 
 def added(before: Any, after: Any) -> Any:
