@@ -21,15 +21,9 @@ try:
     import torch
     import torch.nn.functional as F
     from save import SAVE_TYPES, save_gguf
-    from torch import Tensor
+    from torch.nn.utils.rnn import pad_sequence
     from torch.utils.checkpoint import checkpoint
-    from training.adapters import (
-        PROJECTIONS,
-        add_adapters,
-        load_adapter,
-        merge_adapters,
-        save_adapter,
-    )
+    from training import adapters
     from training.dialogues import Sample, read_samples
 
     import llama2
@@ -41,19 +35,21 @@ LENGTH, BATCH = 256, 4  # tokens of a sequence of a text, sequences of a trainin
 DIALOGUES = (".jsonl", ".ndjson", ".json")
 
 
-def loss_of(model: llama2.Llama, tokens: Tensor, learned: Tensor) -> Tensor:
-    """Cross-entropy of those of the tokens (n,) that `learned` (n,) marks; none is the first.
+def loss_of(model: llama2.Llama, samples: list) -> torch.Tensor:
+    """Cross-entropy of those tokens of the samples that their `learned` marks; none is the first.
 
-    To save memory, backward() computes blocks again.
+    Samples go through the model together, filled up behind their ends. To save memory, backward()
+    computes blocks again.
     """
-    T = len(tokens) - 1
+    tokens, learned = (pad_sequence(part, batch_first=True) for part in zip(*samples))
+    T = tokens.shape[1]
     cos, sin = llama2.rope_tables(model.config, T)
     mask = torch.ones(T, T, dtype=torch.bool).tril()
-    x = model.embed_tokens(tokens[None, :-1])  # (1, T, C)
+    x = model.embed_tokens(tokens)  # (B, T, C)
     for block in model.layers:
         x = checkpoint(block, x, cos, sin, mask, None, use_reentrant=False)
-    x = x[0, learned[1:]]
-    return F.cross_entropy(model.lm_head(model.norm(x)), tokens[1:][learned[1:]])
+    x = x[:, :-1][learned[:, 1:]]  # what predicts a token stands one place before it
+    return F.cross_entropy(model.lm_head(model.norm(x)), tokens[learned])
 
 
 def read_text(path: Path, tokenizer: llama2.Tokenizer, limit: int) -> tuple:
@@ -67,9 +63,9 @@ def read_text(path: Path, tokenizer: llama2.Tokenizer, limit: int) -> tuple:
         if len(ids) < 10 * length:
             raise ValueError(f"the text has {len(ids)} tokens; expected {10 * length} or more")
     last = len(ids) * 9 // 10
-    everything = torch.ones(length, dtype=torch.bool)
+    learned = torch.arange(length) > 0  # all but the first
     windows = enumerate(torch.tensor(ids).unfold(0, length, 1))
-    samples = [Sample(tokens, everything, f"sequence {i}") for i, tokens in windows]
+    samples = [Sample(tokens, learned, f"sequence {i}") for i, tokens in windows]
     return samples[: last - length + 1], samples[last :: length - 1][:8]
 
 
@@ -91,7 +87,7 @@ def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: 
         for step in range(steps + 1):
             if step % max(1, steps // 10) == 0:
                 with torch.no_grad():
-                    loss = torch.stack([loss_of(model, *sample) for sample in held_out]).mean()
+                    loss = loss_of(model, held_out)
                 if not loss.isfinite():
                     raise ValueError(f"the loss is {loss} after {step} steps; try a lower --rate")
             left = (time.perf_counter() - start) / max(1, step) * (steps - step)
@@ -102,7 +98,7 @@ def train(model: llama2.Llama, samples: list, held_out: list, steps: int, rate: 
                 for _ in range(BATCH):
                     order = order or torch.randperm(len(samples)).tolist()  # each once, then again
                     used.append(samples[order.pop()])
-                    (loss_of(model, *used[-1]) / BATCH).backward()
+                loss_of(model, used[-BATCH:]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     except KeyboardInterrupt:
@@ -122,7 +118,11 @@ if __name__ == "__main__":
     parser.add_argument("--out", metavar="FILE.gguf", type=Path, help="write the merged model")
     parser.add_argument("--type", choices=SAVE_TYPES, default="Q8_0")
     parser.add_argument(
-        "--targets", nargs="+", choices=PROJECTIONS, default=[], help="default: q_proj v_proj"
+        "--targets",
+        nargs="+",
+        choices=adapters.PROJECTIONS,
+        default=[],
+        help="default: q_proj v_proj",
     )
     numbers = {
         "--rank": (8, llama2.in_range(int, 1)),
@@ -148,10 +148,10 @@ if __name__ == "__main__":
         given = {"target_modules": targets, "r": args.rank, "lora_alpha": args.alpha}
         given = {name: value for name, value in given.items() if value}
         if args.adapter and (args.adapter.exists() or not args.data):
-            load_adapter(model, args.adapter)
+            adapters.load_adapter(model, args.adapter)
         else:
             new = {"target_modules": ["q_proj", "v_proj"], "r": 8, "lora_alpha": 16.0} | given
-            add_adapters(model, *new.values())
+            adapters.add_adapters(model, *new.values())
         for name, value in given.items():
             if value != model.lora_settings[name]:
                 problem = f"its {name} is {model.lora_settings[name]}, not {value}"
@@ -168,9 +168,9 @@ if __name__ == "__main__":
             left_out = ""
             long = dict.fromkeys(s.row for side in sides for s in side if len(s.tokens) > limit)
             if long:
-                named = ", ".join([*long][:5])
                 text = (
-                    f"{len(long)} rows of more than {limit} tokens, the model's limit, as {named}"
+                    f"{len(long)} rows of more than {limit} tokens, the model's limit, as"
+                    f" {', '.join([*long][:5])}"
                 )
                 left_out = f"; left out: {text}"
                 sides = [[s for s in side if s.row not in long] for side in sides]
@@ -180,13 +180,13 @@ if __name__ == "__main__":
             used = train(model, *sides, args.steps, args.rate)
             status = 130 * (len(used) < args.steps * BATCH)
             if args.adapter:
-                save_adapter(model, args.adapter)
+                adapters.save_adapter(model, args.adapter)
             rows, answers = {sample.row for sample in used}, sum(s.answers for s in {*used})
-            tokens = sum(int(sample.learned[1:].sum()) for sample in {*used})
+            tokens = sum(int(sample.learned.sum()) for sample in {*used})
             text = f"learned from {len(rows)} rows, {answers} answers, {tokens} tokens{left_out}"
             print(text, file=sys.stderr)
         if args.out:
-            merge_adapters(model)
+            adapters.merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))

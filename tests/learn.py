@@ -93,7 +93,7 @@ def make_call(rng):
 TASKS = {  # how rows and questions are made, options for lora.py
     "name": (make_name, "--steps 40 --rate 2e-3"),
     "format": (make_format, "--steps 60 --rate 2e-3"),
-    "call": (make_call, f"--steps 80 --rate 2e-3 --chat-template {HERE / 'agents/template.jinja'}"),
+    "call": (make_call, f"--steps 60 --rate 2e-3 --chat-template {HERE / 'agents/template.jinja'}"),
 }
 
 

@@ -307,6 +307,7 @@ ROWS = (
 {"messages": [ASKED, {"role": "assistant", "thinking": "t", "content": "b"}]} | <think>t</think>bEND
 {"prompt": [ASKED, {"role": "assistant", "content": "b"}, ASKED], "completion": [{"role": "assistant", "content": "c"}]} | cEND
 {"prompt": "a b", "completion": " c d"} |  c d</s>
+{"prompt": "", "completion": "c d"} |  d</s>
 {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]} | bEND
 {"conversations": [ASKED, {"role": "assistant", "content": "b"}]} | bEND
 {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "wind", "arguments": "{\"x\": 1}"}}]}], "tools": [WIND]} | <tool_call>windfunction{"x": 1}END

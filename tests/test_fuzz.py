@@ -27,7 +27,6 @@ template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 testclient = pytest.importorskip("starlette.testclient")
 pytest.importorskip("uvicorn")
 
-import lora
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -37,6 +36,7 @@ from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
 from test_hostile import directory, limited, outcome, read  # noqa: F401 (a fixture)
 from test_llama3 import UNIGRAM, bpe_keys, published_json
 from test_vocabularies import llama2_json
+from training import adapters
 
 import llama2
 from test_llama2 import CONFIG, TOKENS, quantised, write_files, write_gguf
@@ -425,15 +425,15 @@ def test_chat_templates(tokenizer):
 def test_adapters(model, tmp_path):
     folder = tmp_path / "adapter"
     adapted = copy.deepcopy(model)
-    lora.add_adapters(adapted, ["q_proj", "layers.1.mlp.up_proj"], 2, 4)
-    lora.save_adapter(adapted, folder)
+    adapters.add_adapters(adapted, ["q_proj", "layers.1.mlp.up_proj"], 2, 4)
+    adapters.save_adapter(adapted, folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     @fuzz(250, changed_files(files.items()))
     def check(change):
         write_files(folder, files | dict([change]))
         adapted = copy.deepcopy(model)
-        _, said = read(lambda path: lora.load_adapter(adapted, path), folder)
+        _, said = read(lambda path: adapters.load_adapter(adapted, path), folder)
         assert said or adapted(TOKENS).isfinite().all()
 
 

@@ -14,6 +14,8 @@ peft = pytest.importorskip("peft")
 
 import lora
 from test_hostile import contents, lowered
+from training import adapters
+from training.dialogues import Sample
 
 import llama2
 from test_llama2 import TALE, make_hf, raises
@@ -30,7 +32,7 @@ def reference():
 
 def write_adapter(folder, **options):
     """An adapter that PEFT writes, with a random B; returns its model."""
-    config = peft.LoraConfig(lora_alpha=11, target_modules=[*lora.PROJECTIONS], **options)
+    config = peft.LoraConfig(lora_alpha=11, target_modules=[*adapters.PROJECTIONS], **options)
     model = peft.get_peft_model(reference(), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -39,13 +41,30 @@ def write_adapter(folder, **options):
     return model
 
 
+def test_samples_together_equal_samples_alone():
+    """Padded to one length: the mean over all that is learned, as transformers has it."""
+    model, _ = llama2.load(llama2.DEFAULT_MODEL)
+    masks = [0, 0, 1, 1], [0, 1, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1]
+    samples = [
+        Sample(IDS[0, i : i + len(mask)], torch.tensor(mask) > 0, "")
+        for i, mask in enumerate(masks)
+    ]
+    together = lora.loss_of(model, samples)
+    sums = [lora.loss_of(model, [sample]) * sample.learned.sum() for sample in samples]
+    torch.testing.assert_close(together, sum(sums) / sum(map(sum, masks)))
+    logits = model(IDS[:, 1:7])[0]
+    labels = torch.where(samples[1].learned, samples[1].tokens, -100)[1:]
+    expected = torch.nn.functional.cross_entropy(logits, labels)
+    torch.testing.assert_close(lora.loss_of(model, [samples[1]]), expected)
+
+
 @pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
 def test_adapters_of_peft(tmp_path, init):
     where = {"layers_to_transform": [0, 2], "layers_pattern": "layers"}
     expected = write_adapter(tmp_path, r=6, init_lora_weights=init, **where)(IDS).logits
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
     assert (model(IDS) - expected).abs().max() > 0.1
-    lora.load_adapter(model, tmp_path)
+    adapters.load_adapter(model, tmp_path)
     assert (model(IDS) - expected).abs().max() < 1e-4
 
 
@@ -60,7 +79,7 @@ def test_command_line(tmp_path):
         losses += [float(line.split()[-1]) for line in run.stderr.split("\n") if "loss" in line]
     assert losses[-1] < losses[0] and losses[3] == pytest.approx(losses[2], abs=2e-3)
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
-    lora.load_adapter(model, tmp_path / "ours")
+    adapters.load_adapter(model, tmp_path / "ours")
     trained = [w.any() for name, w in model.state_dict().items() if "lora_B" in name]
     assert all(trained) and len(trained) == 3 * model.config.num_hidden_layers
     ours = model(IDS)
@@ -174,20 +193,20 @@ def test_an_interrupt_keeps_what_was_learned(tmp_path, run, monkeypatch):
     assert status == 130
     assert said.endswith("is kept\nlearned from 4 rows, 0 answers, 1024 tokens\n")
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
-    lora.load_adapter(model, tmp_path / "ours")
+    adapters.load_adapter(model, tmp_path / "ours")
 
 
 @torch.no_grad()
 def test_a_full_disk_is_an_error_of_the_system(model_path, tmp_path):
     """Not of safetensors; the adapter of before stays."""
     model, _ = llama2.load(model_path)
-    lora.add_adapters(model, ["q_proj"], 8, 1.0)
-    lora.save_adapter(model, tmp_path)
+    adapters.add_adapters(model, ["q_proj"], 8, 1.0)
+    adapters.save_adapter(model, tmp_path)
     old = contents(tmp_path)
     model.lora_settings["lora_alpha"] = 2.0
     for limit, name in ((1000, "adapter_model"), (10, "adapter_config")):
         with lowered("RLIMIT_FSIZE", limit), pytest.raises(OSError, match=f"too large.*{name}"):
-            lora.save_adapter(model, tmp_path)
+            adapters.save_adapter(model, tmp_path)
         assert contents(tmp_path) == old
 
 
@@ -197,7 +216,7 @@ def test_what_does_not_fit(tmp_path):
 
     def refused(said, layers=9):
         model = llama2.Llama(llama2.Config(64, 128, layers, 4, 4, 512))
-        raises(said, lora.load_adapter, model, tmp_path)
+        raises(said, adapters.load_adapter, model, tmp_path)
 
     refused("which does not fit")
     refused(r"layers\.1\..* has no place", layers=1)

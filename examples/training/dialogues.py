@@ -21,7 +21,6 @@ where an answer begins.
 import json
 import re
 import secrets
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -132,7 +131,7 @@ class Reader:
     def count(self, ids: list, n: int) -> int:
         """How many tokens at the end lie within the last n characters."""
         lengths = (len(self.tokenizer.pieces[i]) for i in ids[::-1])
-        return bisect_right([*accumulate(lengths)], n)
+        return sum(end <= n for end in accumulate(lengths))
 
     def require(self, said: list, ids: list) -> None:
         """Raise ValueError unless all that is said is in the ids, whatever the white space."""
@@ -206,7 +205,7 @@ def read_samples(path: Path, tokenizer: llama2.Tokenizer, template: str | None) 
                         longer = ids
                         learned = torch.zeros(len(ids), dtype=torch.bool)
                         samples.append(Sample(torch.tensor(ids), learned, place))
-                    learned[start : len(ids)] = True
+                    learned[max(1, start) : len(ids)] = True  # nothing predicts the first token
                     samples[-1].answers += 1
                 if not longer:
                     raise ValueError("there is no answer to learn")
