@@ -175,7 +175,7 @@ class Config:
     @classmethod
     def llama2_13b(cls) -> "Config":
         """Llama 2 13B. The sources are those of 7B."""
-        return cls(5120, 13824, 40, 40, 40)
+        return cls(5120, 13824, 40, 40, 40)  # in the order of the fields
 
     @classmethod
     def llama2_70b(cls) -> "Config":
@@ -346,6 +346,7 @@ class Cache:
         stored, given = self.tokens[:, :n], tokens[:, :n].to(self.tokens.device)
         if torch.equal(stored, given):  # a shortcut: this is so in every decode step
             return n
+        # The places up to the first that differs in any sequence.
         return int((stored == given).all(dim=0).cumprod(0).sum())
 
     def truncate(self, length: int) -> None:
@@ -1550,7 +1551,7 @@ def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
     end = where.at + count * where.bits // 8
     b = b[:, where.at : end].contiguous().view(len(b), -1, where.width)  # (n, runs, width)
     shifted = [(b >> shift) & (2**where.bits - 1) for shift in range(0, 8, where.bits)]
-    return torch.stack(shifted, 2).flatten(1)
+    return torch.stack(shifted, 2).flatten(1)  # (n, runs * 8 / bits * width)
 
 
 def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
@@ -2080,7 +2081,7 @@ class GGUF:
 
             # 4. The tensors follow, in this order and without gaps, each at a multiple of `align`.
             align = get_typed(self.metadata, "general.alignment", int, 32)
-            start = -(-self.at // align) * align
+            start = -(-self.at // align) * align  # rounded up
             end = 0
             for name, (offset, ggml_type, shape) in infos.items():
                 with naming(name):
@@ -2437,6 +2438,7 @@ def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 # for SPLIT.
 SPLIT = '{"behavior": "Isolated", "invert": false, "pattern": {"Regex": %s}, "type": "Split"}'
 DIGITS = '{"individual_digits": true, "type": "Digits"}'
+# Both write bytes as characters, the first also cuts a text into words, as GPT-2 does.
 GPT_2 = '{"add_prefix_space": false, "trim_offsets": true, "type": "ByteLevel"}'
 PLAIN = '{"add_prefix_space": false, "trim_offsets": true, "type": "ByteLevel", "use_regex": false}'
 LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
@@ -2475,7 +2477,7 @@ CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
 # those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
 # expressions differ from them in details. Each match of an expression becomes a word, and so does
-# the text between two matches.
+# the text between two matches. (What does not begin with "{" is an expression.)
 PRE_TOKENIZERS = {
     name: [step if step[0] == "{" else SPLIT % json.dumps(step) for step in steps]
     for names, steps in {
@@ -2529,7 +2531,7 @@ def protobuf(number: int, value: bytes) -> bytes:
 
     A tokenizer.model is a message of protobuf; the numbers are those of sentencepiece_model.proto.
     """
-    size = len(value)  # always as three bytes of seven bits each: up to 2 MiB
+    size = len(value)  # always as three bytes of seven bits each: up to 2 MiB; pieces are short
     return bytes([number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + value
 
 
@@ -2610,7 +2612,8 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme. Steps may lie
     # within a Sequence at any depth, so their text is searched.
     match = re.search('"(prepend|first|always)"', steps)
-    # A text begins with a token, which then is BOS, if the post_processor says so.
+    # A text begins with a token, which then is BOS, if the post_processor says so. (tokenizers
+    # writes its keys in this order.)
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
     bos = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
     return Vocabulary(
@@ -2672,6 +2675,7 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
 
         # 2. Added tokens. Those that the model lacks are left out: Llama 2's directory has one.
         added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
+        # The content of the tokenizer.json, or what stands for it in the next lines.
         content = vocabulary.model if is_json else {"added_tokens": []}
         added += content["added_tokens"]  # these count most
         tokens = {token["id"]: token for token in added if token["id"] < config.vocab_size}
@@ -2904,7 +2908,8 @@ def free_memory(device: torch.device) -> float:
         free = 1024 * int(kilobytes)
     files = "memory.max memory.limit_in_bytes memory.stat"
     for limit, statistics in read_cgroups(files, r"(?s)^(\d+)(.*)"):  # it may be "max"
-        # What cannot be freed: of version 2, or of version 1, which has its own shmem, too.
+        # What cannot be freed: of version 2, or of version 1, where lines of "total_" follow and
+        # count, and "shmem" is the group's own.
         names = r"(?s)\b(?:anon|total_rss|total_shmem|shmem(?!.*total_)) (\d+)"
         free = min(free, int(limit) - sum(map(int, re.findall(names, statistics))))
     return free
@@ -2923,7 +2928,7 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
 
 
 def can_accelerate(device: torch.device) -> bool:
-    """Whether accelerate() has kernels for a device. Part IV replaces both functions."""
+    """Whether accelerate() has kernels for a device. Part IV defines both functions again."""
     return False
 
 
@@ -3170,7 +3175,7 @@ def unhooked(modules: Iterable[Any]) -> bool:
 
 
 def by_torch() -> bool:
-    """Whether torch computes: for torch.compile, for forward-mode derivatives, without kernels."""
+    """Whether torch must compute: it is compiling, takes forward-mode derivatives, or is alone."""
     if torch.compiler.is_compiling() or not load_kernels():
         return True
     return torch.autograd.forward_ad._current_level >= 0  # this, too, has no public name
@@ -3225,6 +3230,7 @@ class NativeEmbedding(QuantizedEmbedding):
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+# Of the modules of a NativeBlock, in the order in which pack() lists them.
 BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
 LAYER = struct.Struct("15n 7n 7n 4n 2d")  # struct Layer of kernels/cpu.cpp
 
@@ -3236,6 +3242,7 @@ class NativeBlock(Block):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
+        # A subclass of Cache may store or mask in another way.
         if type(cache) is Cache and not torch.is_grad_enabled() and not by_torch():
             y = torch.empty_like(x)
             try:
@@ -3243,7 +3250,7 @@ class NativeBlock(Block):
             except KeyError:  # a weight or a module is not where Block put it
                 layer = b""
             if layer and not load_kernels().run_block(layer):
-                cache.layer += 1
+                cache.layer += 1  # as Cache.update() does
                 return y
         return super().forward(x, cos, sin, mask, cache)
 
@@ -3322,7 +3329,8 @@ class Planes(Quantized):
 
     @property
     def blocks(self) -> Tensor:
-        """uint8 (rows, bytes per row): a copy. Writing into it raises RuntimeError."""
+        """uint8 (rows, bytes per row): a copy, made in inference mode, so that writing into it
+        raises RuntimeError."""
         with torch.inference_mode():
             return self.rearrange(self.planes, pack=False)
 
@@ -3399,6 +3407,7 @@ class GraphLlama(Llama):
         return super().forward(tokens, cache, all_positions)
 
 
+# kernels/graph.py captures steps of models that consist of these, whose inputs it can compare.
 GRAPH_CLASSES = {CausalSelfAttention, MLP, RMSNorm, nn.Linear, nn.Embedding, nn.ModuleList}
 GRAPH_CLASSES |= {Block, QuantizedLinear, QuantizedEmbedding}
 GRAPH_CLASSES |= {GraphBlock, PlanesLinear, PlanesEmbedding}
@@ -3770,12 +3779,13 @@ def converse(
         limit = size - min(options["max_new_tokens"], size // 4)
         try:
             while kept[2:] and len(encode_chat(tokenizer, [*system, *kept], template)) > limit:
-                kept, limit = kept[2:], size // 2
+                kept, limit = kept[2:], size // 2  # from the first that is dropped on: half of it
             options["continue_final_message"] = goes_on
             stream = chat(model, tokenizer, [*system, *kept], template, **options)
         except (ValueError, KeyboardInterrupt) as error:  # Ctrl-C may stop an endless template
             fail(str(error) or "interrupted")
             continue
+        # With /more, kept is turns, else it is one message longer: rounding down serves both.
         if dropped := (len(turns) + 1 - len(kept)) // 2:
             note(f"context full: {dropped} of the oldest turns dropped", args.quiet)
 
