@@ -27,7 +27,7 @@
 constexpr int64_t GEMV_TOKENS = VL == 16 ? 12 : 6;
 
 // SPAN numbers of x -> integers q, a scale, and sums of each GROUP (for gemv: of q). The constants:
-//   32639             127 * 256 + 127, the largest q that split_bytes() can cut into signed bytes
+//   32639             127 * 256 + 127, the largest q that split() can cut into signed bytes
 //   0x7fff0000        A sum of products with weights up to `weight` must stay within int32. A q is
 //                     at most |x| / scale + 1/2, so |q| sum up to all / scale + SPAN / 2: times
 //                     `weight`, that is 2^31 less 2^16, which is room for rounding in `all`.
@@ -55,25 +55,17 @@ static float quantize(const float *x, int weight, int16_t *q, float *sums) {
   for (int i = 0; i < SPAN / GROUP; i++) sums[i] = sum(groups[i]) * (SPAN < 256 ? scale : 1);
   return scale;
 }
-// Each UNIT of n numbers q, in place: the even ones, then the odd ones
-template <int UNIT> static void split(int16_t *q, int64_t n) {
+// Each UNIT of n numbers q, in place: the even ones, then the odd ones; or by bytes: high ones,
+// then low ones, q = 256 high + low, both signed
+template <int UNIT, bool BY_BYTES> static void split(int16_t *q, int64_t n) {
+  using Whole = std::conditional_t<BY_BYTES, i16, u32>;
+  using Half = std::conditional_t<BY_BYTES, i8_half, u16_half>;
   for (int16_t *end = q + n; q < end; q += UNIT) {
-    u32 words[UNIT / 2 / VL];
-    memcpy(words, q, sizeof words);
-    for (int i = 0; i < UNIT / 2 / VL; i++) {
-      store(q + VL * i, __builtin_convertvector(words[i], u16_half));
-      store(q + VL * i + UNIT / 2, __builtin_convertvector(words[i] >> 16, u16_half));
-    }
-  }
-}
-// Each W of n numbers q, in place: high bytes, then low bytes, q = 256 high + low, both signed
-INLINE void split_bytes(int16_t *q, int64_t n) {
-  for (int16_t *end = q + n; q < end; q += W) {
-    i16 v[2];
+    Whole v[2 * UNIT / W];
     memcpy(v, q, sizeof v);
-    for (int i = 0; i < 2; i++) {
-      store((int8_t *)q + W / 2 * i, __builtin_convertvector((v[i] + 128) >> 8, i8_half));
-      store((int8_t *)q + W / 2 * i + W, __builtin_convertvector(v[i], i8_half));
+    for (int i = 0; i < 2 * UNIT / W; i++) {
+      store(q + VL * i, __builtin_convertvector(BY_BYTES ? (v[i] + 128) >> 8 : v[i], Half));
+      store(q + VL * i + UNIT / 2, __builtin_convertvector(BY_BYTES ? v[i] : v[i] >> 16, Half));
     }
   }
 }
@@ -88,7 +80,7 @@ template <int ORDER> static void slice(const float *x, Slice &to) {
   to.scale = quantize<256, ORDER == NATURAL ? 16 : 32>(x, 1, q, to.sums);
   static const Fours<ORDER> fours;
   for (int i = 0; i < 64; i++) memcpy(to.q + 4 * i, q + 4 * fours.at[i], 8);
-  (HAS_BYTES ? split_bytes : split<W>)(to.q, 256);
+  split<W, HAS_BYTES>(to.q, 256);
 }
 // x for gemv, as slices or float32: (K / 256, stride, 256); tokens from `count` on are zeros
 struct Input {
@@ -173,12 +165,7 @@ INLINE void dot_slice(const Bytes *w, const Slice *x, int there, f32 (*total)[R]
 // `high` rows of W (K), NW at a time, times R tokens from `first_token` on -> y (count, high),
 // whose rows are `stride` numbers apart; `count` may be less than R. W ends at `end`. With AVX2 and
 // more than two tokens, COLUMNS of all rows come first: so the tokens' slices stay in L1.
-#if defined(AVX512) || defined(NEON)
-constexpr int NW = 2;
-#else
-constexpr int NW = 1;  // 16 registers hold one row
-#endif
-constexpr int HIGH = 8, COLUMNS = 2048;
+constexpr int NW = REGISTERS / 16, HIGH = 8, COLUMNS = 2048;
 template <class T, int R>
 static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t first_token,
                 int64_t count, float *y, int64_t stride) {
@@ -221,8 +208,6 @@ static void dot(Bytes w, Bytes end, int64_t high, const Input &input, int64_t fi
   }
 }
 
-// ---- The table of formats -----------------------------------------------------------------------
-
 // W (N, K) of a product y (tokens, N) = x (tokens, K) W^T
 struct Matrix {
   const struct Format *format;
@@ -231,41 +216,16 @@ struct Matrix {
   float *y;
   bool fast;
 };
-template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t high, const Input &x);
 struct Format {
   int64_t type, block, size, span, max, minimum;
   decltype(&::unpack<F32>) unpack = nullptr;
-  decltype(&dot_exact<F32>) exact = nullptr;
+  void (*exact)(const Matrix &, int64_t n, int64_t high, const Input &) = nullptr;
   decltype(&dot<Q8_0, 1>) fast[4] = {};                    // for 1 to 4 tokens; null: as if exact
   decltype(&::slice<NATURAL>) slice = nullptr;             // for these
   decltype(&::unpack_int16<Q8_0>) unpack_int16 = nullptr;  // null: as if exact
   // A division by a power of two, as a shift, because gemv calls it often
   int64_t bytes(int64_t weights) const { return (weights >> __builtin_ctzll(block)) * size; }
 };
-template <class T> static constexpr Format format(int64_t type) {
-  Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
-  f.unpack = unpack<T>, f.exact = dot_exact<std::conditional_t<T::DENSE, T, F32>>;
-  if constexpr (!T::DENSE) {
-    f.slice = slice<T::ORDER>;
-    f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>;
-    f.fast[2] = f.fast[3] = dot<T, 4>;  // for 3 takes as long
-    // Without VNNI, too: additions go to a port that float32 cannot use (1.3 times as fast)
-    if constexpr ((VL > 4 || SIGNED) && (!T::MINIMUM || T::GROUP == 32))
-      f.unpack_int16 = unpack_int16<T>;
-  }
-  return f;
-}
-static const Format FORMATS[] = {
-    format<F32>(0),   format<F16>(1),   format<Q4_0>(2),  format<Q4_1>(3),  format<Q5_0>(6),
-    format<Q5_1>(7),  format<Q8_0>(8),  format<Q2_K>(10), format<Q3_K>(11), format<Q4_K>(12),
-    format<Q5_K>(13), format<Q6_K>(14), format<BF16>(30),
-};
-static const Format *find_format(int64_t type, int64_t K) {  // null if there is none
-  for (const Format &f : FORMATS)
-    if (f.type == type && K % f.block == 0) return &f;
-  return nullptr;
-}
-
 // Up to `high` rows of W, from the n-th on, times all tokens in float32. For 256 columns after the
 // other, all rows are multiplied, so that x stays in L1. If D is not their type, they are unpacked.
 constexpr int STRIP = 16, TILE = VL == 16 ? 4 : 2;  // tokens, whose sums fit into the registers
@@ -315,6 +275,32 @@ template <class D> static void dot_exact(const Matrix &m, int64_t n, int64_t hig
     }
   for (int64_t r = 0; r < x.count; r++)
     for (int64_t i = 0; i < high; i++) m.y[r * m.N + n + i] = sum(total[r][i]);
+}
+
+// ---- The table of formats -----------------------------------------------------------------------
+
+template <class T> static constexpr Format format(int64_t type) {
+  Format f = {type, T::BLOCK, T::SIZE, T::SPAN, T::MAX, T::MINIMUM};
+  f.unpack = unpack<T>, f.exact = dot_exact<std::conditional_t<T::DENSE, T, F32>>;
+  if constexpr (!T::DENSE) {
+    f.slice = slice<T::ORDER>;
+    f.fast[0] = dot<T, 1>, f.fast[1] = dot<T, 2>;
+    f.fast[2] = f.fast[3] = dot<T, 4>;  // for 3 takes as long
+    // Without VNNI, too: additions go to a port that float32 cannot use (1.3 times as fast)
+    if constexpr ((VL > 4 || SIGNED) && (!T::MINIMUM || T::GROUP == 32))
+      f.unpack_int16 = unpack_int16<T>;
+  }
+  return f;
+}
+static const Format FORMATS[] = {
+    format<F32>(0),   format<F16>(1),   format<Q4_0>(2),  format<Q4_1>(3),  format<Q5_0>(6),
+    format<Q5_1>(7),  format<Q8_0>(8),  format<Q2_K>(10), format<Q3_K>(11), format<Q4_K>(12),
+    format<Q5_K>(13), format<Q6_K>(14), format<BF16>(30),
+};
+static const Format *find_format(int64_t type, int64_t K) {  // null if there is none
+  for (const Format &f : FORMATS)
+    if (f.type == type && K % f.block == 0) return &f;
+  return nullptr;
 }
 
 // Several matrices that need x in the same form, times the same tokens, in one parallel loop
@@ -414,24 +400,22 @@ template <class X, int V, int S> struct Panels {
     const int64_t rounded = is_int16<X> ? tokens : 0, groups = rounded ? count * LANES * K / 32 : 0;
     scales = array<float>(groups), sums = array<float>(groups);
     const auto q = array<int16_t>(rounded * K);
-    const auto s = array<float>(rounded * K / 16);  // scales, then sums of tokens
-    float *scale = s.get(), *sum = scale + rounded * K / 32;
+    const auto scale = array<float>(rounded * K / 32), sum = array<float>(rounded * K / 32);
     const int64_t span = K % 128 ? 32 : 128;
     const auto f = span == 32 ? quantize<32, 32> : quantize<128, 32>;
     for_all(rounded, threads, [&](int64_t r) {
       for (int64_t k = r * K; k < (r + 1) * K; k += span)
-        std::fill_n(scale + k / 32, span / 32, f(x + k, max, &q[k], sum + k / 32));
-      (SIGNED ? split_bytes : split<32>)(&q[r * K], K);
+        std::fill_n(&scale[k / 32], span / 32, f(x + k, max, &q[k], &sum[k / 32]));
+      split<SIGNED ? W : 32, SIGNED>(&q[r * K], K);
     });
+    const Bytes rows = rounded ? (Bytes)q.get() : (Bytes)x;
+    const int64_t line = K / PER_WORD<X>, part = K / 32;
     for_all(count, threads, [&](int64_t p) {
-      const int64_t r = p * MR, n = std::min<int64_t>(tokens - r, MR);
-      if constexpr (!is_int16<X>) turn<S>(x + r * K, n, K, K, &words[r * K], LANES);
-      else {
-        const int64_t from = r * K / 32, to = p * LANES * K / 32;
-        turn<S>(&q[r * K], n, K / 2, K / 2, &words[r * K / 2], LANES);
-        turn<1, S>(scale + from, n, K / 32, K / 32, &scales[to], LANES);
-        turn<1, S / ROWS<S>>(sum + from, n, K / 32, K / 32, &sums[to / ROWS<S>], LANES / ROWS<S>);
-      }
+      const int64_t r = p * MR, n = std::min<int64_t>(tokens - r, MR), to = p * LANES * part;
+      turn<S>(rows + 4 * r * line, n, line, line, &words[r * line], LANES);
+      if (!rounded) return;
+      turn<1, S>(&scale[r * part], n, part, part, &scales[to], LANES);
+      turn<1, S / ROWS<S>>(&sum[r * part], n, part, part, &sums[to / ROWS<S>], LANES / ROWS<S>);
     });
   }
 };
@@ -652,17 +636,6 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t D) {
   }
 }
 
-// n numbers, float32 or float16, become the other
-template <class From, class To> static void convert(const From *from, To *to, int64_t n) {
-  const int64_t whole = n - n % VL;
-  for (int64_t i = 0; i < whole; i += VL) store_f32(to + i, load_f32(from + i));
-  if (whole == n) return;
-  From rest[VL] = {};
-  To converted[VL];
-  std::copy_n(from + whole, n - whole, rest);
-  store_f32(converted, load_f32(rest));
-  std::copy_n(converted, n - whole, to + whole);
-}
 // The last VL of n numbers; if there are fewer, these and zeros
 template <class E> INLINE f32 load_last(const E *row, int64_t n) {
   if (n >= VL) return load_f32(row + n - VL);
@@ -675,6 +648,14 @@ template <class E> INLINE f32 load_last(const E *row, int64_t n) {
   for (int64_t i = 0; i < VL; i++) all[i] = i < n ? row[i] : E{};
   return load_f32(all);
 #endif
+}
+// n numbers, float32 or float16, become the other
+template <class From, class To> static void convert(const From *from, To *to, int64_t n) {
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) store_f32(to + i, load_f32(from + i));
+  To rest[VL];
+  store_f32(rest, load_last(from + i, n - i));
+  std::copy_n(rest, n - i, to + i);
 }
 
 // Attention of one token: J heads q (J, D) of one key/value head -> y (J, D); p has J length + 16
@@ -717,29 +698,26 @@ static void attend(const float *q, const E *keys, const E *values, float *y, flo
     store(p + s, e), total += e;
   }
   for (int i = J; i < VL; i++) total[i % J] += total[i];
-  if (D < VL) {
-    f32 mix[J] = {};
-    for (int64_t s = 0; s < length; s++) {
-      f32 value = load_last(values + s * D, D);
-      EACH (j, J) mix[j] += value * p[s * J + j];
-    }
-    for (int j = 0; j < J; j++)
-      for (int64_t d = 0; d < D; d++) y[j * D + d] = mix[j][d] / total[j];
-    return;
-  }
-  for (int64_t d = 0; d < D; d += N * VL) {
-    f32 mix[J][N] = {};
+  auto mix_values = [&](auto vectors, int64_t d) INLINE_LAMBDA {
+    constexpr int COUNT = vectors;
+    f32 mix[J][COUNT] = {};
     auto at = [=](int i) INLINE_LAMBDA { return std::min(d + i * VL, D - VL); };
     for (int64_t s = 0; s < length; s++) {
       if (d == 0) prefetch((Bytes)(values + s * D) + AHEAD, D * sizeof(E));
-      EACH (i, N) {
-        f32 value = load_f32(values + s * D + at(i));
+      EACH (i, COUNT) {
+        f32 value = D < VL ? load_last(values + s * D, D) : load_f32(values + s * D + at(i));
         EACH (j, J) mix[j][i] += value * p[s * J + j];
       }
     }
     EACH (j, J)
-      EACH (i, N) store(y + j * D + at(i), mix[j][i] / total[j]);
-  }
+      EACH (i, COUNT) {
+        const f32 mean = mix[j][i] / total[j];
+        if (D < VL) memcpy(y + j * D, &mean, 4 * D);
+        else store(y + j * D + at(i), mean);
+      }
+  };
+  if (D < VL) return mix_values(std::integral_constant<int, 1>(), 0);
+  for (int64_t d = 0; d < D; d += N * VL) mix_values(std::integral_constant<int, N>(), d);
 }
 
 // The same for up to MR tokens of one head, `row` numbers apart: the i-th sees length + i keys
@@ -793,22 +771,22 @@ struct Layer {  // as NativeBlock packs it: everything has 8 bytes
 };
 static_assert(sizeof(Layer) == 35 * 8, "as many as LAYER of llama2.py has");
 
-// y = x + attention, += MLP; keys and values (B, G, S, D) are this layer's
-template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *keys, E *values) {
+// y = x + attention, += MLP; E: of the cache
+template <class E> static void run(const Layer &l, int64_t H, int64_t inner) {
   const int64_t *shape = l.x.sizes(3), B = shape[0], T = shape[1], C = shape[2], tokens = B * T;
   const int64_t *stored = l.keys.sizes(5), G = stored[2], S = stored[3], D = l.D, pos = l.pos;
   const int threads = (int)l.threads, many = tokens > 16 ? threads : 1;
   const float *x = l.x.data<float>(), *cos = l.cos.data<float>(), *sin = l.sin.data<float>();
-  const float *scales[] = {l.norms[0].data<float>(), l.norms[1].data<float>()};
   float *out = l.y.data<float>();
-  auto matrix = [&](int i, int64_t K, int64_t N, const Array<float> &y) {
-    return Matrix{find_format(l.types[i], K), l.weights[i].data<uint8_t>(), N, y.get(),
-                  l.fast[i] != 0};
+  E *keys = l.keys.data<E>() + l.index * B * G * S * D;  // of this layer
+  E *values = l.values.data<E>() + l.index * B * G * S * D;
+  auto matrix = [&](int i, int64_t K, int64_t N, const Array<float> &y) -> Matrix {
+    return {find_format(l.types[i], K), l.weights[i].data<uint8_t>(), N, y.get(), l.fast[i] != 0};
   };
   auto h = array<float>(tokens * C);
   auto q = array<float>(tokens * H * D), y = array<float>(tokens * H * D);
   auto k = array<float>(tokens * G * D), v = array<float>(tokens * G * D);
-  norm(x, scales[0], l.eps[0], h.get(), tokens, C, many);
+  norm(x, l.norms[0].data<float>(), l.eps[0], h.get(), tokens, C, many);
   multiply({matrix(0, C, H * D, q), matrix(1, C, G * D, k), matrix(2, C, G * D, v)}, h.get(),
            tokens, C, threads);
   for_all(tokens, many, [&](int64_t i) {
@@ -835,11 +813,10 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
       const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * S * D;
       const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
       if (step > 1) {
-        if (unpacked != at) {
+        if (std::exchange(unpacked, at) != at) {
           convert(keys + at, ours, (pos + T) * D);
           convert(values + at, ours + floats, (pos + T) * D);
         }
-        unpacked = at;
         attend_many(&q[from], ours, ours + floats, &y[from], ours + 2 * floats, length, D,
                     std::min(T - t, step), H * D);
       } else
@@ -849,7 +826,7 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner, E *
   });
   multiply({matrix(3, H * D, C, h)}, y.get(), tokens, H * D, threads);
   add(x, h.get(), out, tokens * C, threads);
-  norm(out, scales[1], l.eps[1], h.get(), tokens, C, many);
+  norm(out, l.norms[1].data<float>(), l.eps[1], h.get(), tokens, C, many);
   auto gate = array<float>(tokens * inner), up = array<float>(tokens * inner);
   multiply({matrix(4, C, inner, gate), matrix(5, C, inner, up)}, h.get(), tokens, C, threads);
   for_all(tokens * inner / VL, many, [&](int64_t i) {
@@ -867,9 +844,7 @@ enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown t
 extern "C" {
 int32_t kernels_version() { return 10; }
 void use(const Torch &functions, int32_t cores) { torch = functions, team.limit = cores - 1; }
-const char *kernels_built_for() {
-  return ISA BYTES ", " COMPILER THREADS;
-}  // as the source has found
+const char *kernels_built_for() { return ISA BYTES ", " COMPILER THREADS; }
 int32_t kernels_gemv_tokens() { return GEMV_TOKENS; }
 int32_t linear(const uint8_t *weights, const float *x, float *y, int32_t threads, int32_t type,
                int64_t bytes, int64_t tokens, int64_t N, int64_t K, int32_t fast) try {
@@ -898,8 +873,7 @@ int32_t run_block(const Layer &l) try {
   const int64_t B = x[0], T = x[1], C = x[2], L = keys[0], G = keys[2], S = keys[3];
   const int64_t Q = q[0], KV = G * D, inner = gate[0], rows[] = {Q, KV, KV, C, inner, inner, C};
   const int64_t columns[] = {C, C, C, Q, C, C, inner};
-  const bool half = l.keys.is(FLOAT16, {L, B, G, S, D});
-  const int32_t stored = half ? FLOAT16 : FLOAT32;
+  const int32_t stored = l.keys.is(FLOAT16, {L, B, G, S, D}) ? FLOAT16 : FLOAT32;
   bool fits = l.x.is(FLOAT32, {B, T, C}) && l.y.is(FLOAT32, {B, T, C});
   fits = fits && l.cos.is(FLOAT32, {T, D / 2}) && l.sin.is(FLOAT32, {T, D / 2});
   fits = fits && l.keys.is(stored, {L, B, G, S, D}) && l.values.is(stored, {L, B, G, S, D});
@@ -910,9 +884,7 @@ int32_t run_block(const Layer &l) try {
   }
   if (!fits || D % 2 || C % 32 || inner % 32 || Q % KV) return NOT_SUPPORTED;
   if (l.index < 0 || l.index >= L || l.pos < 0 || l.pos + T > S) return NOT_SUPPORTED;
-  const int64_t from = l.index * B * KV * S;
-  if (half) run(l, Q / D, inner, l.keys.data<float16>() + from, l.values.data<float16>() + from);
-  else run(l, Q / D, inner, l.keys.data<float>() + from, l.values.data<float>() + from);
+  (stored == FLOAT16 ? run<float16> : run<float>)(l, Q / D, inner);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 }

@@ -86,6 +86,10 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
 #else
   const Mi all = load_pieces(b, first, second);
 #endif
+  auto bit = [&](int l) INLINE_LAMBDA { return piece(w[l / 4]).bit; };
+  const u32 right = by_lanes([&](int l) INLINE_LAMBDA { return std::max(bit(l) - to, 0); });
+  const u32 left = by_lanes([&](int l) INLINE_LAMBDA { return std::max(to - bit(l), 0); });
+  return (u8)((u32)all >> right << left) & kept;
 #else  // of 16 weights
   const int bit = piece(w[0]).bit;
   u8 all = load<u8>(b + first);
@@ -93,16 +97,6 @@ template <class F> INLINE u8 bits(Bytes b, Sixteens w, F piece, int mask, int to
   const bool alone = to == 0 && mask == 255 >> bit;  // the shift has left no others
   return alone ? all : all & kept;
 #endif
-#ifdef MM
-  auto bit = [&](int l) INLINE_LAMBDA { return piece(w[l / 4]).bit; };
-  const u32 right = by_lanes([&](int l) INLINE_LAMBDA { return std::max(bit(l) - to, 0); });
-  const u32 left = by_lanes([&](int l) INLINE_LAMBDA { return std::max(to - bit(l), 0); });
-  return (u8)((u32)all >> right << left) & kept;
-#endif
-}
-// Of blocks that hold 16 weights in low nibbles and 16 in the high ones of the same bytes
-template <int SIZE> INLINE u8 nibbles(Bytes b, Sixteens w) {
-  return bits(b, w, [](int j) { return Piece{j / 2 * SIZE, j % 2 * 4}; }, 15);
 }
 // Of K types: 32 weights have the lowest bits of 32 bytes, the next 32 the bits above them
 template <int BITS> INLINE u8 stacked(Bytes b, Sixteens w, int to = 0) {
@@ -125,15 +119,13 @@ template <int SIZE> INLINE u8 fifth(Bytes b, Sixteens w) {
 #ifdef AVX512
   return (u8)_mm512_maskz_set1_epi8(high, 16);
 #else
-  uint64_t v[W / 8];
 #ifdef AVX2
-  for (int j = 0; j < W / 8; j++) v[j] = each(j);
-  store(v, _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)high), load<Mi>(v)));
+  const Mi at = (Mi)u64{each(0), each(1), each(2), each(3)};
+  const Mi v = _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)high), at);
 #else
-  for (int j = 0; j < W / 8; j++) v[j] = each(high >> 8 * j & 255);
+  const u64 v = {each(high & 255), each(high >> 8)};
 #endif
-  for (uint64_t &bytes : v) bytes &= 0x8040201008040201;
-  return (u8)(load<u8>(v) != 0) & 16;
+  return (u8)((u8)((u64)v & 0x8040201008040201) != 0) & 16;
 #endif
 #endif
 }
@@ -147,12 +139,11 @@ struct Integers6 {
   }
 };
 
-struct F32 : Block<32, 128, NO_ZERO> {
-  INLINE f32 load(Bytes b, int i) { return ::load<f32>(b + 4 * i); }
+template <class E> struct Dense : Block<32, 32 * sizeof(E), NO_ZERO> {
+  INLINE f32 load(Bytes b, int i) { return load_f32((const E *)b + i); }
 };
-struct F16 : Block<32, 64, NO_ZERO> {
-  INLINE f32 load(Bytes b, int i) { return load_f32((const float16 *)b + i); }
-};
+struct F32 : Dense<float> {};
+struct F16 : Dense<float16> {};
 struct BF16 : Block<32, 64, NO_ZERO> {
   INLINE f32 load(Bytes b, int i) {
 #ifdef NEON
@@ -162,18 +153,19 @@ struct BF16 : Block<32, 64, NO_ZERO> {
 #endif
   }
 };
-struct Q4_0 : Block<32, 18, 8> {
-  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<18>(b + 2, w); }
+// The scale, a minimum, fifth bits, and 16 weights in low nibbles, the others in high ones
+template <int BITS, bool MINIMUM_, int SIZE_ = 2 + 2 * MINIMUM_ + 4 * BITS>
+struct Nibbles : Block<32, SIZE_, MINIMUM_ ? 0 : 1 << (BITS - 1), MINIMUM_> {
+  INLINE u8 values(Bytes b, Sixteens w) {
+    auto piece = [](int j) { return Piece{j / 2 * SIZE_ + SIZE_ - 16, j % 2 * 4}; };
+    const u8 low = bits(b, w, piece, 15);
+    return BITS == 4 ? low : low | fifth<SIZE_>(b + SIZE_ - 20, w);
+  }
 };
-struct Q4_1 : Block<32, 20, 0, true> {
-  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<20>(b + 4, w); }
-};
-struct Q5_0 : Block<32, 22, 16> {
-  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<22>(b + 6, w) | fifth<22>(b + 2, w); }
-};
-struct Q5_1 : Block<32, 24, 0, true> {
-  INLINE u8 values(Bytes b, Sixteens w) { return nibbles<24>(b + 8, w) | fifth<24>(b + 4, w); }
-};
+struct Q4_0 : Nibbles<4, false> {};
+struct Q4_1 : Nibbles<4, true> {};
+struct Q5_0 : Nibbles<5, false> {};
+struct Q5_1 : Nibbles<5, true> {};
 struct Q8_0 : Block<32, 34, 128> {
   INLINE u8 values(Bytes b, Sixteens w) {
     return bits(b, w, [](int j) { return Piece{j / 2 * 34 + 2 + j % 2 * 16, 0}; }, 255) ^ 128;
@@ -260,14 +252,12 @@ template <int GROUPS, class F> INLINE f32 spread(const Narrow *v, F group) {
 #ifdef AVX512
   const Mf all = GROUPS == 16 ? load<Mf>(v) : _mm512_castps256_ps512((__m256)*v);
   return (f32)_mm512_permutexvar_ps((Mi)by_lanes(group), all);
-#else
-#ifdef AVX2
+#elif defined(AVX2)
   const u32 lane = by_lanes([&](int l) INLINE_LAMBDA { return group(l) % 8; });
   if (group(0) != group(VL - 1))
     return (f32)_mm256_permutevar8x32_ps((__m256)v[group(0) / 8], (Mi)lane);
 #endif
   return splat(v[group(0) / NL][group(0) % NL]);  // there is one
-#endif
 }
 // gemv takes SHARE vectors of weights at a time, in whose lanes (four bytes) are the same groups:
 // their products are added before a scale multiplies them. Two vectors are like that as they are,

@@ -137,8 +137,7 @@ static const int forks = pthread_atfork(nullptr, nullptr, [] { new (&team) Team(
 #endif
 #endif
 
-// f(i) for all i below n, by up to so many threads. Each takes its share of all that are left, so
-// that the first runs are long ones
+// f(i) for all i below n, by up to so many threads, each of which takes its share of what is left
 template <class F> static void for_all(int64_t n, int threads, const F &f) {
   alignas(64) std::atomic<int64_t> next(0);
   team.run(threads, [&] {

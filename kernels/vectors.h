@@ -2,7 +2,6 @@
 // to AVX-512, AVX2, NEON, ...; intrinsics stand where compilers do not find the one instruction.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -10,18 +9,35 @@
 #include <new>
 #include <type_traits>
 #include <vector>
-#ifdef __AVX2__
+
+// VL: 32-bit lanes of a vector; MM(add_ps): the intrinsic
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
-#endif
-#ifdef __aarch64__
+#define AVX512
+#define ISA "AVX-512"
+#define MM(name) _mm512_##name
+constexpr int VL = 16, REGISTERS = 32;
+typedef __m512 Mf;
+typedef __m512i Mi;
+typedef __m256i Mhalf;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define AVX2
+#define ISA "AVX2"
+#define MM(name) _mm256_##name
+constexpr int VL = 8, REGISTERS = 16;
+typedef __m256 Mf;
+typedef __m256i Mi;
+typedef __m128i Mhalf;
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #define NEON
 #define ISA "NEON"
-#endif
-#if defined(__AVX2__) || defined(NEON)
-#define EACH_VECTOR EACH
-#else  // of narrow vectors there are too many to unroll, without 32 registers
-#define EACH_VECTOR(i, count) for (int i = 0; i < (count); i++)
+constexpr int VL = 4, REGISTERS = 32;
+#else
+#define ISA "128 bits"
+#define EACH_VECTOR(i, count) for (int i = 0; i < (count); i++)  // too many for 16 registers
+constexpr int VL = 4, REGISTERS = 16;
 #endif
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors are only passed to what is inlined
 #ifdef __clang__
@@ -30,16 +46,15 @@
 #define UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
 #define COMPILER "GCC " __VERSION__
-#ifdef NEON
 #define UNROLL _Pragma("GCC unroll 16")
-#else
-#define UNROLL _Pragma("GCC unroll 12")
-#endif
 #define UNROLL_4 _Pragma("GCC unroll 4")
 #pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #define EACH(i, count) UNROLL for (int i = 0; i < (count); i++)
+#ifndef EACH_VECTOR
+#define EACH_VECTOR EACH
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 #if defined(NEON) && !defined(__clang__)  // GCC would load earlier, and more than registers hold
@@ -48,29 +63,6 @@
 #define LOAD_LATER
 #endif
 
-// VL: 32-bit lanes of a vector; MM(add_ps): the intrinsic
-#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define AVX512
-#define ISA "AVX-512"
-#define MM(name) _mm512_##name
-constexpr int VL = 16;
-typedef __m512 Mf;
-typedef __m512i Mi;
-typedef __m256i Mhalf;
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define AVX2
-#define ISA "AVX2"
-#define MM(name) _mm256_##name
-constexpr int VL = 8;
-typedef __m256 Mf;
-typedef __m256i Mi;
-typedef __m128i Mhalf;
-#else
-constexpr int VL = 4;
-#endif
-#ifndef ISA
-#define ISA "128 bits"
-#endif
 #if defined(AVX512) && defined(__AVX512VNNI__)
 #define VNNI(name) _mm512_##name##_epi32
 #elif defined(AVX2) && defined(__AVXVNNI__)
@@ -100,8 +92,8 @@ typedef int32_t i32 VECTOR(4 * VL), i32x8 VECTOR(32);
 typedef uint32_t u32 VECTOR(4 * VL);
 typedef int16_t i16 VECTOR(4 * VL), i16_half VECTOR(2 * VL);
 typedef uint16_t u16 VECTOR(4 * VL), u16_half VECTOR(2 * VL);
-typedef int8_t i8_half VECTOR(2 * VL);
-typedef uint8_t u8 VECTOR(4 * VL);
+typedef int8_t i8_half VECTOR(2 * VL), i8x8 VECTOR(8);
+typedef uint8_t u8 VECTOR(4 * VL), u8_quarter VECTOR(VL);
 typedef uint64_t u64 VECTOR(4 * VL);
 constexpr int W = 4 * VL;  // weights that are unpacked at a time, to bytes
 template <class V> constexpr bool is_int16 = std::is_same<V, i16>::value;
@@ -132,6 +124,7 @@ constexpr int NL = sizeof(Narrow) / 4;
 typedef int32_t Mask VECTOR(4 * NL);  // of Narrow
 INLINE float sum(const f32x4 &v) { return v[0] + v[1] + (v[2] + v[3]); }
 #ifdef AVX512
+INLINE i32 widen(const void *p) { return (i32)_mm512_cvtepu8_epi32(load<__m128i>(p)); }
 INLINE f32 with_zeros(f32x8 v) { return (f32)_mm512_zextps256_ps512((__m256)v); }
 INLINE f32x8 halves(f32 v) {  // added
   return (f32x8)_mm512_castps512_ps256((Mf)v) + (f32x8)_mm512_extractf32x8_ps((Mf)v, 1);
@@ -140,15 +133,66 @@ INLINE f32x8 halves(f32 v) {  // added
 INLINE f32 with_zeros(f32 v) { return v; }
 INLINE f32 halves(f32 v) { return v; }
 #endif
-INLINE Narrow add_pairs(Narrow a, Narrow b) {  // the sums of neighbours, in each half
+
+// As each processor does it best: float16 (its bits) -> f32, and back, rounded to nearest even; VL
+// bytes -> i32; 8 signed bytes -> i32x8; add_pairs(): the sums of neighbours, in each half
+enum float16 : uint16_t {};
+INLINE f32 load_f32(const float *p) { return load<f32>(p); }
+INLINE void store_f32(float *p, f32 v) { store(p, v); }
 #ifdef MM
-  return (Narrow)_mm256_hadd_ps((__m256)a, (__m256)b);
-#elif defined(NEON)
-  return (Narrow)vpaddq_f32((float32x4_t)a, (float32x4_t)b);
-#else
-  return Narrow{a[0], a[2], b[0], b[2]} + Narrow{a[1], a[3], b[1], b[3]};
+#ifdef AVX2
+INLINE i32 widen(const void *p) { return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((Mhalf *)p)); }
 #endif
+INLINE i32x8 widen8(const uint64_t &v) {  // GCC would do it one by one
+  return (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)v));
 }
+INLINE Narrow add_pairs(Narrow a, Narrow b) { return (Narrow)_mm256_hadd_ps((__m256)a, (__m256)b); }
+INLINE float sum(f32 v) {  // by parts of what lies in memory, GCC would leave it there
+  const __m256 h = (__m256)halves(v);
+  return sum((f32x4)_mm256_castps256_ps128(h) + (f32x4)_mm256_extractf128_ps(h, 1));
+}
+INLINE float half(const void *p) { return _cvtsh_ss(load<uint16_t>(p)); }
+INLINE f32 load_f32(const float16 *p) { return (f32)MM(cvtph_ps)(load<Mhalf>(p)); }
+INLINE void store_f32(float16 *p, f32 v) { store(p, MM(cvtps_ph)((Mf)v, _MM_FROUND_NINT)); }
+#elif defined(NEON)
+INLINE i32 widen(const void *p) {
+  const uint8x8_t v = vreinterpret_u8_u32(vdup_n_u32(load<uint32_t>(p)));
+  return (i32)vmovl_u16(vget_low_u16(vmovl_u8(v)));
+}
+INLINE i32x8 widen8(const uint64_t &v) { return __builtin_convertvector(load<i8x8>(&v), i32x8); }
+INLINE f32 add_pairs(f32 a, f32 b) { return (f32)vpaddq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE float half(const void *p) { return load<__fp16>(p); }
+INLINE f32 load_f32(const float16 *p) { return (f32)vcvt_f32_f16(load<float16x4_t>(p)); }
+INLINE void store_f32(float16 *p, f32 v) { store(p, vcvt_f16_f32((float32x4_t)v)); }
+#else
+INLINE i32 widen(const void *p) { return __builtin_convertvector(load<u8_quarter>(p), i32); }
+INLINE i32x8 widen8(const uint64_t &v) { return __builtin_convertvector(load<i8x8>(&v), i32x8); }
+INLINE f32 add_pairs(f32 a, f32 b) {
+  return f32{a[0], a[2], b[0], b[2]} + f32{a[1], a[3], b[1], b[3]};
+}
+INLINE float half(const void *p) {
+  const uint32_t v = load<uint16_t>(p), bits = (v & 0x7fff) << 13;  // exponent: 112 too low
+  const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f : bits << 9 ? NAN : INFINITY;
+  return v & 0x8000 ? -size : size;
+}
+INLINE f32 load_f32(const float16 *p) {
+  f32 v;
+  for (int i = 0; i < VL; i++) v[i] = half(p + i);
+  return v;
+}
+INLINE void store_f32(float16 *p, f32 v) {
+  for (int i = 0; i < VL; i++) {
+    float f = v[i], shifted = std::fabs(f) + .5f;  // to where a unit is the smallest float16
+    uint32_t bits = load<uint32_t>(&f), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    bits = size > 0x7f800000    ? 0x7e00
+           : size >= 0x47800000 ? 0x7c00
+           : size < 0x38800000  ? load<uint32_t>(&shifted) - 0x3f000000
+                                : (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+    p[i] = (float16)(sign | bits);
+  }
+}
+#endif
+
 INLINE f32x8 sums(const f32 *v) {  // of each of eight
   auto two = [&](int i) INLINE_LAMBDA { return add_pairs(halves(v[i]), halves(v[i + 1])); };
   const Narrow all[2] = {add_pairs(two(0), two(2)), add_pairs(two(4), two(6))};
@@ -159,12 +203,6 @@ INLINE f32x8 sums(const f32 *v) {  // of each of eight
   return load<f32x8>(all);
 #endif
 }
-#ifdef MM  // by parts of what lies in memory, GCC would leave it there
-INLINE float sum(f32 v) {
-  const __m256 h = (__m256)halves(v);
-  return sum((f32x4)_mm256_castps256_ps128(h) + (f32x4)_mm256_extractf128_ps(h, 1));
-}
-#endif
 
 INLINE f32 madd(f32 total, f32 a, f32 b) { return total + a * b; }  // fused: -ffp-contract=fast
 // The 2i-th and the 2i+1-th product are added to the i-th total
@@ -204,27 +242,6 @@ INLINE void dot_pairs(i32 &total, u8 x, u8 w) {
 }
 #endif
 
-INLINE i32 widen(const void *p) {  // VL bytes -> int32
-#if defined(AVX512)
-  return (i32)_mm512_cvtepu8_epi32(load<__m128i>(p));
-#elif defined(AVX2)
-  return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-#elif defined(NEON)
-  const uint8x8_t v = vreinterpret_u8_u32(vdup_n_u32(load<uint32_t>(p)));
-  return (i32)vmovl_u16(vget_low_u16(vmovl_u8(v)));
-#else
-  typedef uint8_t Part VECTOR(VL);
-  return __builtin_convertvector(load<Part>(p), i32);
-#endif
-}
-INLINE i32x8 widen8(const uint64_t &bytes) {  // 8 signed bytes; GCC would do it one by one
-#ifdef MM
-  return (i32x8)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
-#else
-  typedef int8_t i8x8 VECTOR(8);
-  return __builtin_convertvector(load<i8x8>(&bytes), i32x8);
-#endif
-}
 INLINE void scale8(const uint64_t &bytes, float scale, float *to) {  // 8 signed bytes
 #ifdef NEON
   const int16x8_t v = vmovl_s8(vcreate_s8(bytes));
@@ -235,49 +252,6 @@ INLINE void scale8(const uint64_t &bytes, float scale, float *to) {  // 8 signed
 #endif
 }
 
-enum float16 : uint16_t {};  // its bits
-INLINE float half(const void *p) {
-#ifdef MM
-  return _cvtsh_ss(load<uint16_t>(p));
-#elif defined(NEON)
-  return load<__fp16>(p);
-#else
-  const uint32_t v = load<uint16_t>(p), bits = (v & 0x7fff) << 13;  // exponent: 112 too low
-  const float size = bits >> 23 < 31 ? load<float>(&bits) * 0x1p112f : bits << 9 ? NAN : INFINITY;
-  return v & 0x8000 ? -size : size;
-#endif
-}
-// VL numbers of memory, float32 or float16 -> f32, and back, rounded to nearest even
-INLINE f32 load_f32(const float *p) { return load<f32>(p); }
-INLINE f32 load_f32(const float16 *p) {
-#ifdef MM
-  return (f32)MM(cvtph_ps)(load<Mhalf>(p));
-#elif defined(NEON)
-  return (f32)vcvt_f32_f16(load<float16x4_t>(p));
-#else
-  f32 v;
-  for (int i = 0; i < VL; i++) v[i] = half(p + i);
-  return v;
-#endif
-}
-INLINE void store_f32(float *p, f32 v) { store(p, v); }
-INLINE void store_f32(float16 *p, f32 v) {
-#ifdef MM
-  store(p, MM(cvtps_ph)((Mf)v, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(NEON)
-  store(p, vcvt_f16_f32((float32x4_t)v));
-#else
-  for (int i = 0; i < VL; i++) {
-    float f = v[i], shifted = std::fabs(f) + .5f;  // to where a unit is the smallest float16
-    uint32_t bits = load<uint32_t>(&f), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    bits = size > 0x7f800000    ? 0x7e00
-           : size >= 0x47800000 ? 0x7c00
-           : size < 0x38800000  ? load<uint32_t>(&shifted) - 0x3f000000
-                                : (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-    p[i] = (float16)(sign | bits);
-  }
-#endif
-}
 // 2e-7 relative: 2^n e^r. 0 below -64, where it would only make denormals of what it multiplies:
 // they made a prompt's attention 7 times slower where scores are far apart
 INLINE f32 exp(f32 x) {
