@@ -39,6 +39,9 @@ from subprocess import CalledProcessError
 from typing import NamedTuple
 from unittest.mock import patch
 
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, as llama2.py
+
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
@@ -969,7 +972,9 @@ def run(args):
 def main(argv=None):
     """Run the command line; returns the exit status."""
     try:
-        run(parse_args(argv))
+        args = parse_args(argv)
+        llama2.use_threads()
+        run(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough

@@ -310,6 +310,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--type", choices=save.SAVE_TYPES, help="of the matrices")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     args = parser.parse_args(argv)
+    llama2.use_threads()
     try:
         convert(args)
     except ImportError as error:

@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import waits  # noqa: F401
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
-import waits  # noqa: F401
 from torch import Tensor, distributed, nn
 
 import llama2

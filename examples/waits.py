@@ -1,4 +1,4 @@
-"""How torch's own threads wait, for programs, which import this before torch: asleep.
+"""How torch's own threads wait: asleep. A module, no program: others import it before torch.
 
 A thread of OpenMP that has no work would spin for milliseconds. Where other programs use the cores,
 too, that costs it its core, for which all others then wait: models that torch computes write a tenth

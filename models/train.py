@@ -25,12 +25,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = str(ROOT), str(ROOT / "examples")
+sys.path.insert(0, str(ROOT / "examples"))
+import waits  # noqa: F401
+
+sys.path.insert(0, str(ROOT))
 import numpy as np
 import sentencepiece
 import torch
 import torch.nn.functional as F
-import waits  # noqa: F401
 from save import SAVE_TYPES, save_gguf
 from torch import Tensor, nn
 from tqdm import tqdm

@@ -1,6 +1,7 @@
 """The kernels' own threads: kernels/team.h by its driver, and what a process with them may do."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -34,6 +35,17 @@ def test_driver(tmp_path):
     subprocess.run([*command, str(source), "-o", str(tmp_path / "team")], check=True)
     done = subprocess.run([str(tmp_path / "team")], check=False, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
+
+
+def test_programs_say_how_threads_wait_before_they_import_torch():
+    """Later, OpenMP would not see it."""
+    folders = ("examples", "examples/server", "models", "docs/make")
+    paths = [path for folder in folders for path in (SCRIPT.parent / folder).glob("*.py")]
+    texts = {path: path.read_text("utf-8").split("\nimport waits") for path in paths}
+    before = {path: text[0] for path, text in texts.items() if len(text) == 2}
+    assert len(before) > 9
+    for path, text in before.items():
+        assert not re.search(r"(?m)^ *(import|from) (torch|llama2|save|bench)", text), path
 
 
 # A process of its own, with a matrix that two threads multiply in some milliseconds

@@ -11,7 +11,6 @@ measures a token's parts and long contexts, too. Without files: draw the page's 
 import argparse
 import io
 import json
-import os
 import re
 import sys
 import tempfile
@@ -20,8 +19,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+import waits  # noqa: F401
+
 sys.path.insert(0, str(ROOT))
 import bench_llama2 as bench
 
