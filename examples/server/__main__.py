@@ -157,7 +157,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         return JSONResponse(store[response_id][0])
 
     complete = partial(Job, session, name, args.prompt_cache)
-    respond = partial(ResponseJob, session, name, args.prompt_cache, store)
+    respond = partial(ResponseJob, store, session, name, args.prompt_cache)
     routes = [
         Route("/", open_page()),
         Route("/health", JSONResponse({"status": "ok"})),
@@ -242,8 +242,7 @@ def main() -> int:
         name = path.name.removesuffix(".gguf") if path.exists() else args.model
         app = make_app(session, name, args)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        address, dual = (args.host, args.port), args.host == "::"  # then all of IPv4, too
-        listener = socket.create_server(address, family=family, dualstack_ipv6=dual)
+        listener = socket.create_server((args.host, args.port), family=family)
     except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
         say(f"server: error: {error}")
         return 2

@@ -38,8 +38,8 @@ REFUSED = re.compile(
     | with_pieces | xtc_.*"""
 )
 NEUTRAL = re.compile(  # of encrypted reasoning there is none
-    r"""(best_of|length_penalty|typical_p)\ 1(\.0)?|modalities\ \["text"]|tool_choice\ "(auto|none)"
-    |include\ \["reasoning\.encrypted_content"]""",
+    r"""best_of\ 1|(length_penalty|typical_p)\ 1(\.0)?|modalities\ \["text"]
+    |tool_choice\ "(auto|none)"|include\ \["reasoning\.encrypted_content"]""",
     re.VERBOSE,
 )
 # What a message may have, and the types of its texts.
@@ -131,8 +131,9 @@ def take_schema(body: dict) -> list[dict]:
             | {"type": "json_schema", "schema": dict(schema)}
         ):
             return [schema]
-    expected = "; expected type text, json_object, or json_schema with a schema"
-    raise wrong("response_format", form, expected)
+    raise wrong(
+        "response_format", form, "; expected text, json_object, or json_schema and a schema"
+    )
 
 
 def take_tools(body: dict) -> tuple[list[dict], Answer]:
@@ -155,8 +156,8 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
                 schema = function.get("parameters") or {"properties": {}}
         fits = isinstance(schema, dict) and NAME.fullmatch(name)
         if not fits or schema.setdefault("type", "object") != "object":
-            expected = "; expected functions with names of 1 to 64 of A-Z a-z 0-9 _ . - and objects"
-            raise wrong("tools", tool, f"{expected} as parameters")
+            expected = "names of 1 to 64 of A-Z a-z 0-9 _ . - and objects as parameters"
+            raise wrong("tools", tool, f"; expected functions with {expected}")
         function = {"name": name, **function}
         tools.append({"type": "function", "function": function})
         chosen = (

@@ -88,7 +88,7 @@ class ResponseJob(Job):
     """The response to a request, as an ASGI application."""
 
     def __init__(
-        self, session: Session, name: str, reuse: bool, store: Store, body: dict, field: str
+        self, store: Store, session: Session, name: str, reuse: bool, body: dict, field: str
     ) -> None:
         """Make a chat's fields of those of a body. Raises Refusal, or ValueError for a wrong input."""
         self.asked = {key: value for key, value in body.items() if key != field}

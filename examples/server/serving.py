@@ -28,8 +28,7 @@ except ImportError:  # without llguidance
 MAX_CACHES, CACHE_BYTES = 4, 2**31  # conversations kept, if they fit; at least one
 MAX_GRAMMARS = 4  # that are kept, each up to 50 MB
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
-# Prompt tokens per pass, as many as the library takes; between two passes the client may have hung up
-CHUNK, SCORE_CHUNK = llama2.PREFILL_CHUNK, llama2.SCORE_CHUNK
+CHUNK = llama2.PREFILL_CHUNK  # prompt tokens per pass; between two the client may have hung up
 
 
 class Score(NamedTuple):
@@ -257,9 +256,9 @@ class Scorer:
         """Score the prompt; then the cache holds all of it but its last id."""
         cache = self.stream.generation.cache
         self.append(ids[0], {})
-        for start in range(0, len(ids) - 1, SCORE_CHUNK):
+        for start in range(0, len(ids) - 1, llama2.SCORE_CHUNK):
             self.session.check()
-            *chunk, last = ids[start : start + SCORE_CHUNK + 1]
+            *chunk, last = ids[start : start + llama2.SCORE_CHUNK + 1]
             tokens = torch.tensor([chunk], device=cache.k.device)
             logits = self.session.model(tokens, cache, all_positions=True)[0]  # (T, V)
             self.add(logits, [*chunk[1:], last])

@@ -173,14 +173,14 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
         raise ValueError("a name begins every answer")
 
     # 2. The name, the arguments, and what is around them.
-    parts = ARGUMENTS.split(behind)
+    parts, stops = ARGUMENTS.split(behind), finder(template.stops)
     if not name or len(parts) != 2:
-        raise ValueError(f"a call becomes {until(template.stops, rest, True)[0]!r}")
+        raise ValueError(f"a call becomes {until(stops, rest, True)[0]!r}")
     for stop in template.stops:
         if stop in before:  # the answer would end there
             raise ValueError(f"a call begins with {stop}, which ends an answer")
     between, after = parts
-    after = until(template.stops, after, True)[0].rstrip()
+    after = until(stops, after, True)[0].rstrip()
     if between.endswith("{"):  # arguments as text in a form that is not JSON
         raise ValueError("its arguments are not JSON")
 
@@ -191,14 +191,13 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
         _, *middle, _ = ARGUMENTS.split(calls)
         pairs = zip(middle, NAMES[1:], strict=True)
         first, second = (text.removesuffix(name + between) for text, name in pairs)
-        if first == second == until(template.stops, first, True)[0]:
+        if first == second == until(stops, first, True)[0]:
             separator = first
 
     # 4. What begins a call: a control token, or what stands before its JSON.
     marker = ID.split(re.split(r'\[?\s*\{\s*"', before)[0].rstrip())[0]
-    _, *marks = MARK.split(marker)
-    if marks and marker.startswith(marks[0]):
-        marker = marks[0]
+    if mark := MARK.match(marker):
+        marker = mark[0]
     return Format(before, between, separator, after, marker, as_text, no_content)
 
 
@@ -311,15 +310,15 @@ class Reader:
         self.message = {"role": "assistant", "content": ""}
         self.is_reasoning = False  # whether the text ends within reasoning
         self.secret = secrets.token_hex(4)[:7]
-        self.ends, self.space = triggers(answer), ""
+        self.begun = finder(triggers(answer))
         if form := answer.form:
             name = f"({'|'.join(map(re.escape, answer.names))})"
             before, between, separator = (pattern(form, text or "") for text in form[:3])
-            self.head = re.compile(rf"\s*(?:{before}|{separator}){name}{between}")
+            self.call = re.compile(rf"\s*(?:{before}|{separator}){name}{between}")
             if form.is_json:
-                heads = ["".join(end.split()) for end in self.ends]
-                self.ends = heads + [end.replace("{", '{"type":"function",', 1) for end in heads]
-                self.space = r"\s*"
+                heads = ["".join(text.split()) for text in triggers(answer)]
+                heads += [text.replace("{", '{"type":"function",', 1) for text in heads]
+                self.begun = finder(heads, r"\s*")
 
     def feed(self, text: str, ended: bool = False) -> dict[str, Any]:
         """The delta that more text makes; `ended`: it is the last."""
@@ -337,13 +336,13 @@ class Reader:
             if not (ended or answer.is_reasoning) and start.startswith(text):
                 return message
             if answer.is_reasoning or text.startswith(start):
-                thought, text = until([end], text.removeprefix(start).lstrip(), ended)
+                thought, text = until(finder([end]), text.removeprefix(start).lstrip(), ended)
                 if thought:  # under the names that llama-server and vLLM give to it
                     message |= {"reasoning_content": thought, "reasoning": thought}
                 self.is_reasoning = not text
                 text = text.removeprefix(end).lstrip()
         if not answer.forced:
-            message["content"], text = until(self.ends, text, ended, self.space)
+            message["content"], text = until(self.begun, text, ended)
         message["content"] = MARK.sub("", message["content"])  # of a token in a wrong place
         if answer.form and (calls := self.read_calls(text)):
             message["tool_calls"] = calls
@@ -353,30 +352,35 @@ class Reader:
     def read_calls(self, text: str) -> list[dict[str, Any]]:
         """The calls of which names and all in front of the arguments are there."""
         calls = []
-        while match := self.head.match(text):
+        while match := self.call.match(text):
             start = match.end()
             try:
                 end = JSON.raw_decode(text, start)[1]
             except ValueError:  # there is more to come
                 end = len(text)
             function = {"name": match[1], "arguments": text[start:end]}
-            call_id = f"{self.secret}{len(calls):02}"
-            calls.append({"id": call_id, "type": "function", "function": function})
+            call = {"id": f"{self.secret}{len(calls):02}", "type": "function"}
+            calls.append({**call, "function": function})
             text = text[end:]
         return calls
 
 
-def until(ends: list[str], text: str, ended: bool, space: str = "") -> tuple[str, str]:
-    """The text in front of the first of `ends`, and the rest. Where none is there, the rest is empty,
-    and the text lacks what may become one, unless it has ended. `space`: a pattern for what may
-    follow each character.
+def finder(ends: list[str], space: str = "") -> re.Pattern[str]:
+    """A pattern that finds the first of some texts, and has a group then; else as much of one as stands
+    at the end of a text, or that end. `space` is a pattern for what may follow each letter.
     """
-    wanted = []
-    for end in ends:  # as much of it as there is at the end of the text; all of it has a group
+    wanted = [r"\Z"]
+    for end in {*ends}:
         letters = [re.escape(letter) + space for letter in end]
         wanted.append(r"(?:\Z|".join(letters) + "()" + ")" * (len(letters) - 1))
-    match = re.search("|".join([*wanted, r"\Z"]), text)
-    if not match.lastindex and (ended or not ends):
+    return re.compile("|".join(wanted))
+
+
+def until(ends: re.Pattern[str], text: str, ended: bool) -> tuple[str, str]:
+    """The text in front of the first of `ends`, and the rest. Where none is there, the rest is empty,
+    and the text lacks what may become one, unless it has ended."""
+    match = ends.search(text)
+    if not match.lastindex and (ended or not ends.groups):
         return text, ""
     place = match.start()
     return text[:place].rstrip(), text[place:] if match.lastindex else ""
