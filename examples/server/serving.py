@@ -12,13 +12,7 @@ import torch
 
 import llama2
 from server.guard import Refusal
-from server.tools import (
-    Answer,
-    Template,
-    rules,
-    tokens_in,
-    visible,
-)
+from server.tools import Answer, Template, rules, tokens_in, visible
 
 try:
     from server import grammar
