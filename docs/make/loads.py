@@ -1,5 +1,6 @@
-"""Measures what docs/speed.md shows of a machine that does other things: tokens/s beside busy
-programs, and with a quota of one core, as containers have them (Linux, as root).
+"""Measures what docs/speed.md shows of a busy machine, and of a container's quota.
+
+It starts programs that use a core each, or gives one core of CPU time (Linux, as root).
 
     python docs/make/loads.py FILE.gguf --processor "Zen 4" --other 0.6.0=OLDER/llama2.py \\
         --llama-bench llama.cpp=PATH/llama-bench ik_llama.cpp=OTHER/llama-bench
@@ -94,7 +95,7 @@ def main() -> None:
         name, _, path = peer.partition("=")
         commands[name] = f"{path} -m {args.file} -p 0 -n {args.tokens} -t 2 -r 1"
 
-    loads = {f"{n} busy programs": busy(n) for n in args.busy}
+    loads = {f"{n} busy program{'s' * (n > 1)}" if n else "idle": busy(n) for n in args.busy}
     if not args.no_quota:
         loads["a quota of one core"] = quota()
     rows = []
