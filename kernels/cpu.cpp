@@ -865,7 +865,6 @@ int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t thre
   });
   return DONE;
 }
-
 int32_t run_block(const Layer &l) try {
   const int64_t *x = l.x.sizes(3), *keys = l.keys.sizes(5), D = l.D;
   const int64_t *q = l.weights[0].sizes(2), *gate = l.weights[4].sizes(2);

@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <utility>
 #ifdef ONE_THREAD  // build.py: the compiler knows no others
 #define THREADS ", one thread"
 static struct {
@@ -20,7 +21,6 @@ static struct {
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <utility>
 
 struct Team {
   using Clock = std::chrono::steady_clock;  // to look at it is a pause, too

@@ -1,5 +1,4 @@
-// Tensors of torch, as its own C functions read them. They are called while the kernel runs, so
-// that what it uses is what stands in the tensors then.
+// Tensors of torch, as its own C functions read them while the kernel runs: as they are then
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -46,7 +46,9 @@ constexpr int VL = 4, REGISTERS = 16;
 #define UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
 #define COMPILER "GCC " __VERSION__
+#ifndef UNROLL  // under sanitizers it stands for nothing: else they take minutes to compile this
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define UNROLL_4 _Pragma("GCC unroll 4")
 #pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own headers (its bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
