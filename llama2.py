@@ -1009,7 +1009,7 @@ class Tokenizer(Vocabulary):
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
-        return self.control_pattern.sub(rf"{self.secret}\g<0>{self.secret}", text)
+        return self.control_pattern.sub(lambda match: f"{self.secret}{match[0]}{self.secret}", text)
 
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
         """The ids of a text in which marks stand for control tokens. Raises ValueError."""
@@ -1340,7 +1340,7 @@ def hide_control_texts(values: Any, tokenizer: Tokenizer, template: str, secret:
     def hide(literal):
         text = json.loads(literal[0])
         bare = text.strip()  # as a template may do
-        text = first.sub(rf"{secret}\g<0>{secret}", text)
+        text = first.sub(lambda match: f"{secret}{match[0]}{secret}", text)
         if bare not in names and (
             bare.startswith(tokenizer.endings)
             or bare[::-1].startswith(tokenizer.beginnings)
