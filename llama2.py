@@ -827,7 +827,8 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
     """The log-probability of each of T ids given the ids before it: float32 (T - 1,).
 
-    It is that among all rows of the output matrix, also those that only pad it. Raises ValueError for ids that generate() refuses.
+    It is that among all rows of the output matrix, also those that only pad it. Raises ValueError
+    for ids that generate() refuses.
     """
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
     cache = model.new_cache(len(ids))
@@ -971,7 +972,7 @@ class Tokenizer(Vocabulary):
             if piece and self.types[i] in (CONTROL, USER_DEFINED):
                 self.special_ids[piece] = i
                 if self.types[i] == CONTROL:
-                    self.marks[piece] = self.secret + piece + self.secret
+                    self.marks[piece] = f"{self.secret}{piece}{self.secret}"
         self.control_pattern = any_of(self.marks)
         texts = self.control_texts = "\0".join(self.marks)
         # For hide_control_texts(): what may end the text of a control token, and what may begin one,
@@ -1009,7 +1010,7 @@ class Tokenizer(Vocabulary):
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
-        return self.control_pattern.sub(lambda match: f"{self.secret}{match[0]}{self.secret}", text)
+        return self.control_pattern.sub(lambda match: self.marks[match[0]], text)
 
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
         """The ids of a text in which marks stand for control tokens. Raises ValueError."""

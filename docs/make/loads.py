@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from speed import PAGE, ROOT, bench, markdown, show
+from speed import ROOT, bench, markdown, put, show
 
 SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**5): pass"
 QUOTAS = {  # the folder of a new group -> what to write into which of its files: one core
@@ -45,10 +45,10 @@ def busy(count: int) -> Iterator[str]:
 @contextmanager
 def quota() -> Iterator[str]:
     """A group of processes that have one core; gives what a command begins with to be in it."""
-    folders = [Path(folder) for folder in QUOTAS if Path(folder).parent.exists()]
-    if not folders:
+    groups = [(Path(f), settings) for f, settings in QUOTAS.items() if Path(f).parent.exists()]
+    if not groups:
         sys.exit("loads.py: no cgroups here; --no-quota leaves them out")
-    folder, settings = folders[0], QUOTAS[str(folders[0])]
+    folder, settings = groups[0]
     folder.mkdir(exist_ok=True)
     try:
         for name, value in settings.items():
@@ -60,10 +60,7 @@ def quota() -> Iterator[str]:
 
 def tokens_per_second(command: str) -> float:
     """What llama2.py or llama-bench reports."""
-    own = {
-        name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"
-    }  # speed.py's
-    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True, env=own)
+    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True)
     rates = re.findall(r"generated \d+ tokens, ([\d.]+) tokens/s", done.stderr)
     rates += re.findall(r"tg\d+ *\| *([\d.]+)", done.stdout)
     if not rates:
@@ -84,6 +81,7 @@ def main() -> None:
     add("--llama-bench", metavar="NAME=PATH", nargs="+", default=[])
     add("--no-quota", action="store_true")
     args = parser.parse_args()
+    os.environ.pop("OMP_WAIT_POLICY", None)  # for this program: each sets its own, or none
 
     options = f"--model {args.file} --prompt x --temperature 0 --max-new-tokens {args.tokens}"
     here = f"{sys.executable} {ROOT / 'llama2.py'} {options}"
@@ -108,9 +106,7 @@ def main() -> None:
                 print(time.strftime("%H:%M:%S"), load, turn, file=sys.stderr, flush=True)
         rows.append([load, *(show(statistics.median(rate)) for rate in rates.values())])
     title = f"{args.processor}, llama2.py {bench.llama2.__version__}, {time.strftime('%Y-%m-%d')}"
-    text, mark = PAGE.read_text("utf-8"), "<!-- loads -->\n"
-    table = markdown([f"{title}: tokens/s", *commands], rows)
-    PAGE.write_text(re.sub(rf"({mark})(\|.*\n)*", rf"\g<1>{table}", text), "utf-8")
+    put("<!-- loads -->\n", markdown([f"{title}: tokens/s", *commands], rows))
 
 
 if __name__ == "__main__":

@@ -100,17 +100,20 @@ def split(title: str, result: dict) -> str:
     return markdown([f"{title}: ms behind", "all", *times], rows)
 
 
+def put(mark: str, table: str) -> None:
+    """Put a table behind a mark of the page, in place of the one that is there."""
+    text = PAGE.read_text("utf-8")
+    if mark not in text:
+        sys.exit(f"{PAGE} has no line {mark}")
+    PAGE.write_text(re.sub(rf"({mark})(\|.*\n)*", rf"\g<1>{table}", text), "utf-8")
+
+
 def write(results: dict, processor: str) -> None:
     """Put tables behind the page's marks; their first cell is the processor, version and date."""
-    text = PAGE.read_text("utf-8")
     for part, result in results.items():
         mark = f"<!-- passes {processor} -->\n" if part == "passes" else f"<!-- {part} -->\n"
-        if mark not in text:
-            sys.exit(f"speed.py: {PAGE} has no line {mark}")
         title = ", ".join([processor, *result["machine"].split(", ")[-2:]])
-        content = (split if part == "token" else compare)(title, result)
-        text = re.sub(rf"({mark})(\|.*\n)*", rf"\g<1>{content}", text)
-    PAGE.write_text(text, "utf-8")
+        put(mark, (split if part == "token" else compare)(title, result))
 
 
 def draw(path: Path) -> None:
