@@ -26,6 +26,68 @@ except ImportError as error:
     sys.exit(2)
 
 
+class Sequences:
+    """Several caches as one, for passes of one token each (T = 1): what Llama.forward() asks of a cache.
+
+    sequences  plain Caches of batch size 1, as many as the tokens (B, 1); each has a position, and
+               perhaps a size, of its own
+    layer      the layer whose turn it is, as in a Cache
+    pos        the highest of the positions
+
+    The mask of a pass is one tensor, cache.mask(1): bool (B, 1, 1, S), where S is pos + 1.
+    """
+
+    def __init__(self, sequences: Sequence[llama2.Cache]) -> None:
+        self.sequences = sequences
+        self.layer = 0
+        self.own = torch.tensor([cache.pos for cache in sequences])  # the positions of `visible`
+        self.visible = torch.empty(0)
+
+    @property
+    def pos(self) -> int:
+        return max(cache.pos for cache in self.sequences)
+
+    def check(self, model: llama2.Llama, tokens: Tensor) -> None:
+        """Raises ValueError unless each sequence is for this model and has room for its token."""
+        if tokens.shape != (len(self.sequences), 1):
+            raise ValueError(
+                f"tokens are {tuple(tokens.shape)}; expected one for each of {len(self.sequences)} sequences"
+            )
+        for cache, token in zip(self.sequences, tokens, strict=True):
+            cache.check(model, token[None])
+            cache.slots(1)
+
+    def rope(self, T: int) -> tuple[Tensor, ...]:
+        """cos and sin for the next token of each: (B, 1, D/2)."""
+        pairs = [cache.rope(T) for cache in self.sequences]
+        return tuple(map(torch.stack, zip(*pairs, strict=True)))
+
+    def mask(self, T: int) -> Tensor:
+        """Which of the longest sequence's tokens each new token sees: bool (B, 1, 1, S)."""
+        own = torch.tensor([cache.pos for cache in self.sequences])
+        if not self.visible.numel() or not own.equal(self.own):  # once in a pass
+            visible = torch.arange(self.pos + T) <= own[:, None, None, None]
+            self.own, self.visible = own, visible.to(self.sequences[0].k.device)
+        return self.visible
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (B, G, 1, D) of one layer; return all (B, G, S, D), zeros behind the shorter."""
+        B, G, T, D = k.shape
+        keys, values = k.new_zeros(2, B, G, self.pos + T, D)
+        for i, cache in enumerate(self.sequences):
+            own = cache.update(layer, k[i, None], v[i, None])
+            for all_of_them, one in zip((keys, values), own, strict=True):
+                all_of_them[i, :, : cache.pos + T] = one[0]
+        self.layer = layer + 1
+        return keys, values
+
+    def advance(self, tokens: Tensor) -> None:
+        """Count tokens (B, 1) as stored."""
+        for cache, token in zip(self.sequences, tokens, strict=True):
+            cache.advance(token[None])
+        self.layer = 0
+
+
 class PaddedCache(llama2.Cache):
     """A Cache for sequences of different lengths, aligned at their ends.
 

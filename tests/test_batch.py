@@ -68,3 +68,23 @@ def test_arguments_that_are_refused(model):
     for prompts, limit in (([], 3), ([[1], [5] * 65], 3), (PROMPTS, -1)):
         with pytest.raises(ValueError, match="expected one or more .* and 0 new tokens or more"):
             next(generate_batch(model, prompts, GREEDY, limit))
+
+
+@torch.no_grad()
+def test_sequences_at_positions_of_their_own(model):
+    """They join and leave between steps; caches may have different sizes."""
+    caches = [model.new_cache(size) for size in (20, 64, 13)]
+    alone = [model.new_cache(64) for _ in caches]
+    for ids, *pair in zip(PROMPTS, caches, alone):
+        for cache in pair:
+            model(torch.tensor([ids]), cache)
+    for step, chosen in enumerate(([0, 1, 2], [2, 1], [1], [0, 2, 1], [0, 1, 2])):
+        tokens = torch.tensor([[7 + step + i] for i in chosen])
+        logits = model(tokens, batch.Sequences([caches[i] for i in chosen]))
+        expected = [model(token[None], alone[i]) for i, token in zip(chosen, tokens)]
+        assert_close(logits, torch.cat(expected))
+    assert [c.pos for c in caches] == [c.pos for c in alone]
+    with pytest.raises(ValueError, match="13 tokens: 13 are stored, 1 do not fit"):
+        for _ in range(9):
+            model(torch.tensor([[5], [6]]), batch.Sequences([caches[1], caches[2]]))
+    assert caches[1].pos == alone[1].pos + 13 - alone[2].pos  # nothing of the refused pass
