@@ -3431,12 +3431,40 @@ __all__ += ["DEFAULT_MODEL", "Parser", "in_range", "main"]
 # 20. Options
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
+TEXT_TOKENS = 256  # of a text without --max-new-tokens
 CHAT_TOKENS = 1024  # of an answer without --max-new-tokens; /more goes on
 CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
+PEERS = {  # our options, and what llama.cpp, mlx-lm, transformers, vLLM and Ollama call them
+    "--model": "-hf -hfr --hf-repo -hff --hf-file -mu --model-url --model-path --model_name_or_path",
+    "--prompt-file": "--file",
+    "--chat": "-cnv --conversation -i --interactive -if --interactive-first",
+    "--system": "--system-prompt",
+    "--chat-template": "--chat-template-file",
+    "--max-new-tokens": "--predict --n-predict --num-predict --max-tokens --max_new_tokens",
+    "--stop": "-r --reverse-prompt --stop-token --stop-strings --stop_strings",
+    "--repetition-penalty": "--repeat-penalty --repetition_penalty",
+    "--context": "--ctx-size --num-ctx --n-ctx --max-kv-size --max-model-len",
+    "--device": "-ngl --gpu-layers --n-gpu-layers -dev",
+    "--no-echo": "--no-display-prompt",
+    "--parallel": "-np --max-num-seqs",
+}
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage; it then exits with status 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Name our option in place of another program's: argparse would read -ngl as -n gl."""
+        known = self._option_string_actions
+        for arg in sys.argv[1:] if args is None else args:
+            option = arg.partition("=")[0]
+            ours = [name for name in known if option in PEERS.get(name, "").split()]
+            if ours or re.fullmatch("-[a-z][a-z-]+", option) and option not in known:
+                self.error(f"no option {option}: see {[*ours, '--help'][0]}")
+            # Bytes that are not UTF-8 arrive as lone surrogates; a file's name may have such bytes.
+            if re.search(r"[\ud800-\udfff]", arg) and not os.path.exists(arg):
+                self.error(f"{arg!r:.60} is not UTF-8")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {printable(message)}\n")
@@ -3446,19 +3474,20 @@ def in_range(cast: type, low: float, high: float = 2**31) -> Callable[[str], Any
     """The type of an option: an int or float from low to high."""
 
     def convert(text: str) -> Any:
-        value = cast(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text}; expected {low:.10g} to {high:.10g}")
-        return value
+        with suppress(ValueError):
+            if low <= cast(text) <= high:
+                return cast(text)
+        limits = f"{low:.10g} to {high:.10g}"
+        raise argparse.ArgumentTypeError(f"{text}; expected {cast.__name__} from {limits}")
 
-    convert.__name__ = cast.__name__  # argparse shows it: "invalid int value"
     return convert
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line. Raises ValueError for one that needs another."""
-    about = "Run a Llama 2 or 3 model: continue a text, or chat."
-    parser = Parser(prog="llama2.py", description=about)
+    parser = Parser(
+        prog="llama2.py", description="Run a Llama 2 or 3 model: continue a text, or chat."
+    )
     add_group = parser.add_argument_group
 
     add = add_group("model").add_argument
@@ -3474,8 +3503,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
     group = add_group("prompt and chat")
     prompt = group.add_mutually_exclusive_group().add_argument
-    prompt("--prompt", "-p", metavar="TEXT", help="the text to continue (default: standard input)")
-    prompt("--prompt-file", metavar="FILE", type=Path, help="a file with the text to continue")
+    prompt(
+        "--prompt",
+        "-p",
+        metavar="TEXT",
+        help="the text to continue (default: standard input)",
+    )
+    prompt(
+        "--prompt-file", "-f", metavar="FILE", type=Path, help="a file with the text to continue"
+    )
     add = group.add_argument
     add(
         "--parse-special",
@@ -3483,7 +3519,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="texts of control tokens in the prompt, such as </s>, become these tokens",
     )
     add("--chat", action="store_true", help="chat; a prompt is the first question")
-    add("--system", metavar="TEXT", help="with --chat: the system prompt")
+    add("--system", "-sys", metavar="TEXT", help="with --chat: the system prompt")
     add(
         "--chat-template",
         metavar="NAME|FILE",
@@ -3495,8 +3531,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-new-tokens",
         "-n",
         metavar="N",
-        type=in_range(int, 0),
-        help=f"stop after N tokens (default: 256; in a chat {CHAT_TOKENS} for each answer)",
+        type=in_range(int, -1),
+        help=f"stop after N tokens; -1: when the context is full (default: {TEXT_TOKENS}; in a chat"
+        f" {CHAT_TOKENS} for each answer)",
     )
     add(
         "--stop",
@@ -3513,10 +3550,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "repetition_penalty": "divides logits of recent tokens; 1: off",
     }
     for name, help_text in sampling_help.items():
-        default = f"(default: the model's files, else {getattr(Sampling, name)})"
-        option = f"--{name.replace('_', '-')}"
-        add(option, metavar="X", type=type(getattr(Sampling, name)), help=f"{help_text} {default}")
-    add("--seed", "-s", metavar="N", type=int, help="random seed (default: 0; -1: a new one)")
+        default = getattr(Sampling, name)
+        add(
+            f"--{name.replace('_', '-')}",
+            metavar="X",
+            type=in_range(type(default), *SAMPLING_LIMITS[name]),
+            help=f"{help_text} (default: the model's files, else {default})",
+        )
+    add(
+        "--seed",
+        "-s",
+        metavar="N",
+        type=in_range(int, -1, SAMPLING_LIMITS["seed"][1]),
+        help="random seed (default: 0; -1: a new one)",
+    )
 
     add = add_group("speed and memory").add_argument
     add(
@@ -3524,7 +3571,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "-c",
         metavar="N",
         type=in_range(int, 1),
-        help="tokens of the context, prompt and answer (default: the model's)",
+        help="tokens of the context, prompt and answer (default: the model's; in a chat at most"
+        f" {CHAT_CONTEXT})",
     )
     add(
         "--device",
@@ -3559,17 +3607,28 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     args = parser.parse_args(argv)
-    for option in "system", "chat_template":
-        if getattr(args, option) is not None and not args.chat:
-            raise ValueError(f"--{option.replace('_', '-')} needs --chat")
+    if (args.system or args.chat_template) and not args.chat:
+        raise ValueError("--system and --chat-template need --chat")
+    if args.max_new_tokens is None:
+        args.max_new_tokens = CHAT_TOKENS if args.chat else TEXT_TOKENS
+    if args.max_new_tokens == -1:
+        args.max_new_tokens = sys.maxsize
+    if args.seed == -1:
+        args.seed = torch.seed() % 2**31
     return args
+
+
+def decode_prompt(data: bytes) -> str:
+    """The text of a file or of standard input, without a byte order mark and one line end."""
+    if b"\0" in data:
+        raise ValueError("NUL bytes, as UTF-16 has them; expected UTF-8")
+    return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
 
 
 def read_prompt(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Any, list[int]]:
     """The prompt (an option, a file, or standard input) and its ids; for a chat, None or a text.
 
-    One line end at the end of a file or of standard input is not part of it, as in llama.cpp. A line
-    says if the text of a control token stays text, or if the model could also answer.
+    Prints a line if the text of a control token stays text, or if --chat would answer.
     """
     prompt, path = args.prompt, args.prompt_file
     if path or (prompt is None and not args.chat):
@@ -3578,10 +3637,7 @@ def read_prompt(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Any, 
                 "there is no prompt: --prompt TEXT, or --chat; --help lists all options"
             )
         with naming(path or "standard input"):
-            data = path.read_bytes() if path else sys.stdin.buffer.read()
-            if b"\0" in data:
-                raise ValueError("NUL bytes, as UTF-16 has them; expected UTF-8")
-            prompt = data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+            prompt = decode_prompt(path.read_bytes() if path else sys.stdin.buffer.read())
     if args.chat:
         return prompt, []
     tokenizer = checkpoint.tokenizer
@@ -3651,7 +3707,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
+def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, threads: str) -> str:
     """What --info prints."""
     config, tokenizer, file = checkpoint.config, checkpoint.tokenizer, checkpoint.file
     recommended = checkpoint.sampling
@@ -3659,7 +3715,7 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
     weights = checkpoint.weights.values()
     types = Counter(weight.ggml_type for weight in weights)
     context = args.context or config.max_position_embeddings
-    memory = [memory_needed(checkpoint, plan, n) / 1e9 for n in (min(256, context), context)]
+    memory = memory_needed(checkpoint, plan, context) / 1e9
     is_scaled = config.rope_freq_factors or config.rope_scaling_factor != 1
     items = {
         "model": f"{checkpoint.path}, {f'GGUF version {file.version}' if file else 'Hugging Face'}",
@@ -3678,10 +3734,8 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> str
         "sampling": describe_sampling(Sampling(**recommended), recommended, {}),
         "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"
         f" {sum(weight.nbytes for weight in weights) / 1e9:.3f} GB",
-        "memory": f"{memory[0]:.3f} GB for {min(256, context)} tokens; {memory[1]:.3f} GB for"
-        f" {context:,} tokens",
-        "this machine": f"{plan.device}, {free_memory(plan.device) / 1e9:.1f} GB free,"
-        f" {use_threads(args.threads)}",
+        "memory": f"{memory:.3f} GB for {context:,} tokens; with --context N for fewer",
+        "this machine": f"{plan.device}, {free_memory(plan.device) / 1e9:.1f} GB free, {threads}",
         "it would run": f"{'with' if plan.kernels else 'without'} kernels, matrices"
         f" {'unpacked' if plan.unpack else 'as in the file'}, {DENSE_NAMES[plan.dtype]} activations"
         f"{', rounded to 16-bit integers' if plan.fast else ''}",
@@ -3724,22 +3778,23 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
 # --------------------------------------------------------------------------------------------------
 # 22. The chat, and main
 
-CHAT_KEYS = "Ctrl-C stops an answer, /exit or Ctrl-D ends, /reset forgets all, /more goes on"
+CHAT_KEYS = "Ctrl-C stops an answer, /more goes on, /reset forgets all, /exit ends, /help says this"
 
 
 def read_question() -> str | None:
     """The next question from standard input, with line editing; None at the end of input."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.buffer.readline().decode("utf-8-sig")
-        return line.rstrip("\r\n") if line else None
-    try:
-        if sys.stdout.isatty():
-            return input("> ")  # with readline
-        print("> ", end="", file=sys.stderr, flush=True)  # stdout gets the answers only
-        return input()
-    except (EOFError, KeyboardInterrupt) as end:
-        note("")  # ends the line of the prompt
-        return "" if isinstance(end, KeyboardInterrupt) else None
+    with naming("standard input"):
+        if not sys.stdin.isatty():
+            line = sys.stdin.buffer.readline()
+            return decode_prompt(line) if line else None
+        try:
+            if sys.stdout.isatty():
+                return input("> ")  # with readline
+            print("> ", end="", file=sys.stderr, flush=True)  # stdout gets the answers only
+            return input()
+        except (EOFError, KeyboardInterrupt) as end:
+            note("")  # ends the line of the prompt
+            return "" if isinstance(end, KeyboardInterrupt) else None
 
 
 def converse(
@@ -3747,7 +3802,7 @@ def converse(
     tokenizer: Tokenizer,
     args: argparse.Namespace,
     questions: Iterable[str],
-    options: dict[str, Any],
+    options: dict,
 ) -> list[Generation]:
     """Answer the questions, until the last or /exit; `options` are those of chat().
 
@@ -3757,49 +3812,64 @@ def converse(
     system = [{"role": "system", "content": args.system}] if args.system else []
     size = options["cache"].max_seq_len
     note(f"{Path(args.model).name}, {size} tokens; {CHAT_KEYS}", args.quiet)
-    turns: list = []  # messages
+    messages: list = []  # the conversation so far, without the system prompt
     generations = []
     for question in questions:
-        # 1. What is to be answered: the turns with a new question, or the last answer again.
-        command = question.strip().lower()
-        if command == "/exit":
-            break
-        if command == "/reset":
-            turns = []
-            note("the conversation is forgotten", args.quiet)
+        # 1. A command, or a question? "/usr/bin", "// comment" and pasted lines are questions.
+        line = question.rstrip()
+        if not line:
             continue
-        goes_on = command == "/more" and bool(turns)
-        if question.startswith("/") and not goes_on:
-            fail(f"no command {command[:40]}, or no answer for /more yet; {CHAT_KEYS}")
-            continue
-        if not command:
-            continue
-        kept = turns if goes_on else [*turns, {"role": "user", "content": question}]
+        match command := line.lower() if re.fullmatch(r"/[^\W\d_]+( .*)?", line) else "":
+            case "":
+                asked = [*messages, {"role": "user", "content": question}]
+            case "/more" if messages:
+                asked = messages
+            case "/more":
+                fail("there is no answer yet with which /more could go on")
+                continue
+            case "/reset":
+                messages = []
+                note("the conversation is forgotten", args.quiet)
+                continue
+            case "/help":
+                note(CHAT_KEYS)
+                continue
+            case "/exit":
+                break
+            case _:
+                fail(f"no command {line:.40}; with a space in front it is sent; {CHAT_KEYS}")
+                continue
 
-        # 2. Leave room for the answer: max_new_tokens, but at most a quarter of the context.
-        limit = size - min(options["max_new_tokens"], size // 4)
+        # 2. Leave room for the answer: max_new_tokens, but at most a quarter of the context. If
+        #    there is none, drop the oldest turns (questions and their answers) until half is free.
+        dropped = 0
+        room = min(options["max_new_tokens"], size // 4)
         try:
-            while kept[2:] and len(encode_chat(tokenizer, [*system, *kept], template)) > limit:
-                kept, limit = kept[2:], size // 2  # from the first that is dropped on: half of it
-            options["continue_final_message"] = goes_on
-            stream = chat(model, tokenizer, [*system, *kept], template, **options)
+            while (
+                asked[2:] and room + len(encode_chat(tokenizer, [*system, *asked], template)) > size
+            ):
+                asked = asked[2:]
+                dropped += 1
+                room = size // 2
+            options["continue_final_message"] = command == "/more"
+            stream = chat(model, tokenizer, [*system, *asked], template, **options)
         except (ValueError, KeyboardInterrupt) as error:  # Ctrl-C may stop an endless template
             fail(str(error) or "interrupted")
             continue
-        # With /more, kept is turns, else it is one message longer: rounding down serves both.
-        if dropped := (len(turns) + 1 - len(kept)) // 2:
+        if dropped:
             note(f"context full: {dropped} of the oldest turns dropped", args.quiet)
 
         # 3. Show the answer, and say why it was cut.
-        start = kept.pop()["content"] if goes_on else ""
-        answer = start + show(stream)
-        turns = [*kept, {"role": "assistant", "content": answer}]
+        answer = show(stream)
+        if command == "/more":
+            *asked, beginning = asked
+            answer = beginning["content"] + answer
+        messages = [*asked, {"role": "assistant", "content": answer}]
         generations.append(stream.generation)
         if stream.stop_reason in (CONTEXT_FULL, MAX_NEW_TOKENS):
-            advice = ""
+            note(f"{stream.stop_reason}: the answer was cut, /more goes on", args.quiet)
             if re.search(r"(?s)(.{8,200}?)\1\1$", answer.rstrip()[-1000:]):
-                advice = "; it repeats itself: try --repetition-penalty 1.1"
-            note(f"{stream.stop_reason}: the answer was cut, /more goes on{advice}", args.quiet)
+                note("it repeats itself: try --repetition-penalty 1.1", args.quiet)
         sampling = options["sampling"]  # the next answer gets other random numbers
         options["sampling"] = replace(sampling, seed=(sampling.seed + 1) % 2**63)
     return generations
@@ -3808,21 +3878,20 @@ def converse(
 def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) -> int:
     """Do what the options ask for; returns the exit status."""
     start = time.perf_counter()
+    threads = use_threads(args.threads)
     checkpoint = open_checkpoint(args.model)
     if args.info:
-        write(describe_checkpoint(checkpoint, args))
+        write(describe_checkpoint(checkpoint, args, threads))
         return 0
 
     # 1. Read the prompt. The cache needs room for its tokens and the new ones.
     prompt, ids = read_prompt(args, checkpoint)
-    context = args.context or checkpoint.config.max_position_embeddings
-    max_new_tokens = args.max_new_tokens
-    if max_new_tokens is None:
-        max_new_tokens = CHAT_TOKENS if args.chat else 256
+    config = checkpoint.config
+    context = args.context or config.max_position_embeddings
     if args.chat:
         size = args.context or min(context, CHAT_CONTEXT)
     else:
-        size = max(1, min(context, len(ids) + max_new_tokens))
+        size = min(context, len(check_ids(ids, config, context)) + args.max_new_tokens)
 
     # 2. Load the model.
     model, tokenizer = load(
@@ -3837,12 +3906,11 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
 
     # 3. Generate and print the text, or hold the chat.
     given = {n: x for n, x in vars(args).items() if n in SAMPLING_LIMITS and x is not None}
-    if args.seed == -1:
-        given["seed"] = torch.seed() % 2**31
-    sampling = replace(model.sampling or Sampling(), **{"seed": 0, **given})
+    sampling = replace(model.sampling or Sampling(), seed=0)
+    sampling = replace(sampling, **given)
     options = {
         "sampling": sampling,
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": args.max_new_tokens,
         "stop": args.stop,
         "cache": model.new_cache(size),
     }
@@ -3863,7 +3931,7 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     if generations:
         report = describe_run(generations, model.norm.weight.device)
         report += f"; {describe_sampling(sampling, checkpoint.sampling, given)}"
-        note(f"load {load_seconds:.2f} s, {use_threads(args.threads)}; {report}", args.quiet)
+        note(f"load {load_seconds:.2f} s, {threads}; {report}", args.quiet)
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 
@@ -3877,10 +3945,9 @@ def main(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
             stream.reconfigure(errors="backslashreplace")
-    gc.freeze()  # a collection would look through all objects of torch, which stay
+    gc.freeze()  # a collection would look through all of torch's objects, which never die
     try:
         args = parse_args(argv)
-        use_threads(args.threads)
         if args.chat and sys.stdin.isatty():
             with suppress(ImportError):  # Windows edits lines itself
                 import readline
@@ -3910,8 +3977,6 @@ def main(
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:  # by torchrun: each process would print the text
-        if os.environ["RANK"] != "0":
-            sys.exit()
         sys.exit(fail("one process; several: torchrun --nproc-per-node N examples/ranks.py"))
     signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(main())

@@ -1727,11 +1727,11 @@ def test_version_and_info(cli, forms, write_tiny):
         for word in said:
             assert word in out
         assert re.search(r"size +[\d,]+ parameters in \d layers; width \d+, in the MLP \d+", out)
-        assert re.search(r"memory +[\d.]+ GB for 256 tokens; [\d.]+ GB for", out)
+        assert re.search(r"memory +[\d.]+ GB for [\d,]+ tokens; with --context N for fewer", out)
 
 
 def test_short_options_are_those_of_llama_cpp(cli_path, capsys):
-    """-m -p -n -c -t -s."""
+    """-m -p -n -c -t -s; -f and -sys are tested with the other programs' options."""
     argv = ["--model", cli_path, "--prompt", PROMPT, "--max-new-tokens", 5, "--context", 50]
     argv += ["--threads", 1, "--seed", 7, "--no-echo"]
     short = argv.copy()
@@ -1771,7 +1771,7 @@ REFUSED_OPTIONS = f"""
 --prompt-file x.txt | --prompt-file
 --chat-template x | --chat
 --chat --chat-template absent | absent
---seed -2 | seed is -2
+--seed -2 | --seed/-s: -2; expected int from -1 to
 --max-new-tokens many | --max-new-tokens
 --context 0 | --context/-c: 0
 --context 401 | 401; expected 1 to 400

@@ -73,9 +73,9 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "II": (5060, 9.0),
     "III": (10200, 9.5),
     "IV": (2150, 11.5),
-    "V": (2930, 9.0),
+    "V": (3170, 9.0),
 }
-ALL = 23160  # tokens of the file
+ALL = 23400  # tokens of the file
 KERNELS = 1740  # lines of kernels/*.cpp and *.h, as clang-format writes them
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser

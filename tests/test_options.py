@@ -48,6 +48,7 @@ RIGHT = {  # values: the options that take them; all others take none
 }
 RIGHT_HERE = {
     ("llama2.py", "--seed"): "0 -1",  # a random one
+    ("llama2.py", "--max-new-tokens"): "0 -1",  # no limit
     ("models/train.py", "--out"): "",  # .gguf
     ("examples/lora.py", "--adapter"): "0 -1 nan inf word no/such/file",  # a folder, which is made
     ("examples/server/__main__.py", "--host"): VALUES,
@@ -122,6 +123,38 @@ def test_wrong_values(run, script):
                 assert (status, err.count("\n")) == (2, 1), case
                 words = option.strip("-").replace("-", "[-_ ]")  # max_new_tokens, chat template
                 assert re.search(f": .*({words}|{value})", err), case
+
+
+PEERS = """
+-hf x/y:Q4_K_M | --model
+-ngl 99 | --device
+-cnv | --chat
+--file=x | --prompt-file
+--ctx-size 512 | --context
+--max_new_tokens 5 | --max-new-tokens
+--repeat-penalty 1.1 | --repetition-penalty
+-fa on | --help
+-b 512 | unrecognized arguments: -b 512
+--template x | unrecognized arguments: --template x
+"""
+
+
+def test_options_of_other_programs(run):
+    """One line names ours, of the same script. -ngl is none of our -n, nor is -fa one of -f."""
+    for option, ours in table(PEERS):
+        said = (
+            ours
+            if "unrecognized" in ours
+            else f"no option {re.split('[ =]', option)[0]}: see {ours}"
+        )
+        assert said in one_line(run("llama2.py", *option.split()))
+    assert "no option --parallel" not in one_line(run("llama2.py", "--parallel", "2"))
+    assert "no option -hf: see --model" in one_line(run("examples/lens.py", "-hf", "x"))
+    assert "no option -np: see --help" in one_line(run("llama2.py", "-np", "2"))
+    argv = ["-f", "x", "-sys", "s", "--chat", "--temp", "0.5", "-n5"]  # what is ours, too
+    args = llama2.parse_args(argv)
+    assert (str(args.prompt_file), args.system, args.temperature) == ("x", "s", 0.5)
+    assert args.max_new_tokens == 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from save import save_folder, save_gguf
 
 import llama2
-from test_llama2 import SCRIPT, cases, ran, write_files
+from test_llama2 import SCRIPT, cases, one_line, ran, write_files
 
 PYTHON = [sys.executable, str(SCRIPT), "--threads", "1", "--temperature", "0"]
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such streams")
@@ -84,10 +84,16 @@ def test_raw_prompts_end_where_answers_end(cli, write_tiny, tensors, keys, tmp_p
         assert "stopped: stop token 300" in cli(*options, model=form)[2]
 
 
-def test_arguments_that_are_not_utf_8(cli):
-    """Such bytes arrive as lone surrogates."""
-    status, _, err = cli("--prompt", "a\udcff\ud800", "--max-new-tokens", 1, "--quiet")
-    assert (status, err) == (0, "")
+def test_arguments_that_are_not_utf_8(cli, cli_path, tmp_path):
+    """Such bytes arrive as lone surrogates. No text is made of them; a file may be named so."""
+    for argv in (["--prompt", "a\udcff"], ["--chat", "--system=\udce9"], ["--stop", "\ud800"]):
+        assert re.search(r"'.*\\ud.*' is not UTF-8", one_line(cli(*argv)))
+    odd = os.fsencode(tmp_path) + b"/caf\xe9.gguf"
+    try:
+        os.link(cli_path, odd)
+    except OSError:
+        pytest.skip("a file's name is UTF-8 here")
+    assert cli("--prompt", "ab", "-n", 1, model=os.fsdecode(odd))[0] == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nout of memory"), MemoryError()])
@@ -174,13 +180,25 @@ def test_chat_answer_that_is_cut(cli):
     assert status == 0 and len(out) > 2 and "context full: the answer" in err
 
 
+def test_without_a_limit_a_text_ends_with_its_context(cli, write_tiny):
+    """As -n -1 means it in llama.cpp; an answer goes on, too, and may fill what is left."""
+    options = ("-n", -1, "-c", 40, "--quiet")
+    _, text, err = cli("--prompt", "ab", *options[:4])
+    assert (
+        "stopped: context full" in err and text == cli("--prompt", "ab", "-n", 99, *options[2:])[1]
+    )
+    assert "context full: the answer was cut" in cli("--chat", *options[:4], stdin=b"ab\n")[2]
+    model = write_tiny({"tokenizer.ggml.add_bos_token": False, "llama.context_length": 400})
+    assert "expected 1 to 400, the context" in one_line(cli("--prompt", "", "-n", 5, model=model))
+
+
 def test_more_goes_on_with_an_answer(cli, heard):
     """With its text as it was shown; what repeats itself is given a penalty."""
     argv = ["--chat", "--max-new-tokens", 3, "--temperature", 0]
     _, first, _ = cli(*argv, stdin=b"ab\n")
     status, out, err = cli(*argv, stdin=b"/more\nab\n/more\nAND\n")
     assert status == 0 and out.startswith(first) and out.count("\n") == 3
-    assert "no answer for /more yet" in err and err.count("was cut, /more goes on") == 3
+    assert "no answer yet with which /more" in err and err.count("was cut, /more goes on") == 3
     assert heard[-2] == f"[INST] ab [/INST] {first.strip()}"
     assert heard[-1].startswith(heard[-2]) and heard[-1].endswith("[INST] AND [/INST]")
 
@@ -193,25 +211,47 @@ def test_an_answer_that_repeats_itself(cli, monkeypatch):
     )
 
 
+QUESTIONS = """
+// add two numbers
+/* as in C */ ab
+/usr/bin/env is
+/etc/passwd
+/
+ /usr is
+"""
+
+
 def test_chat_commands_and_what_is_refused(cli, heard):
-    """Commands are not sent to the model, nor is a word that is none; a space before a slash sends it.
+    """A slash and letters is a command, of ours or none; it is not sent to the model. A comment, a
+    path, or such a word behind a space is a question.
 
     A question beyond the context is refused, and the conversation goes on. Tags are text.
     """
-    lines = "ab\r|/reset|/halp me| /usr is|/|" + "c" * 1000 + "||x [/INST] y|/exit|never"
+    lines = "ab\r|/reset|/halp me|/HELP|/exit codes?|" + "c" * 1000 + "|| |x [/INST] y|/exit|never"
     stdin = lines.replace("|", "\n").encode()
     status, out, err = cli("--chat", "--max-new-tokens", 3, stdin=stdin)
     assert status == 0
-    assert out.count("\n") == err.count("max new tokens: the answer was cut") == 3
-    assert heard[:2] == ["[INST] ab [/INST]", "[INST] /usr is [/INST]"]
-    (last,) = heard[2:]
-    assert last.startswith(heard[1]) and last.endswith("[INST] x [/INST] y [/INST]")
+    assert out.count("\n") == err.count("max new tokens: the answer was cut") == 2
+    assert heard == ["[INST] ab [/INST]", "[INST] x [/INST] y [/INST]"]
     template, keys, *_ = err.splitlines()
     assert "no chat template: llama-2 is assumed" in template
-    assert re.match("cli.gguf, 400 tokens; .*Ctrl-C.*/exit.*/reset", keys)
-    assert re.search("no command /halp me, .*/exit", err)
+    assert re.match("cli.gguf, 400 tokens; .*Ctrl-C.*/more.*/reset.*/exit.*/help", keys)
+    assert err.splitlines().count(keys.removeprefix("cli.gguf, 400 tokens; ")) == 1
+    for line in ("/halp me", "/exit codes?"):
+        assert re.search(f"no command {re.escape(line)}; with a space .*/exit", err)
     assert len(re.findall(r"the prompt has \d+ tokens; .*400", err)) == 1
     assert cli("--chat", "--quiet", stdin=b"/reset\n/EXIT\nab\n") == (0, "", "")
+    for line in filter(None, QUESTIONS.splitlines()):
+        assert "error" not in cli("--chat", "--max-new-tokens", 1, stdin=line.encode())[2]
+        assert heard.pop() == f"[INST] {line.strip()} [/INST]"
+    options = ("--chat", "--max-new-tokens", 1, "--prompt", "/exit\nthe loop")
+    assert cli(*options, stdin=b"")[0] == 0 and heard.pop() == "[INST] /exit\nthe loop [/INST]"
+
+
+def test_questions_of_a_pipe_that_are_not_utf_8(cli):
+    for line in (b"caf\xe9", "ab".encode("utf-16-le")):
+        error = cli("--chat", "--quiet", "-n", 1, stdin=b"ab\n" + line + b"\n")[2].splitlines()[-1]
+        assert re.match("llama2.py: error: standard input: .*(utf-8|UTF-8)", error)
 
 
 def test_a_prompt_to_a_model_that_can_chat(cli, write_tiny):
@@ -295,10 +335,10 @@ def test_chat_at_a_terminal(write_tiny, tensors):
     asked = expect(b"> ")
     assert (b"\x1b[?2004h" in asked) == is_gnu  # the terminal shall mark what is pasted
     # an arrow to the left, the missing letter
-    expect(b"no command /halp, or no answer for /more yet; Ctrl-C stops", typed=b"/hap\x1b[Dl\r")
+    expect(b"no command /halp; with a space in front it is sent; Ctrl-C", typed=b"/hap\x1b[Dl\r")
     expect(b"> ")
     if is_gnu:
-        expect(b"and more", typed=b"\x1b[200~two\nlines\n\x1b[201~and more\r")
+        expect(b"and more", typed=b"\x1b[200~/exit\n// lines\n\x1b[201~and more\r")
         assert expect(b"> ").count(b"\\x1b\\x1b") == 1
     expect(b"not this", typed=b"not this")
     process.send_signal(signal.SIGINT)

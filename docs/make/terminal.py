@@ -7,12 +7,12 @@ Questions are typed into a pseudo-terminal when llama2.py asks for them. The pic
 out, wrapped between words. Linux or macOS.
 """
 
+import argparse
 import fcntl
 import os
 import pty
 import re
 import struct
-import sys
 import termios
 import textwrap
 from pathlib import Path
@@ -99,5 +99,8 @@ def draw(lines: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", metavar="OUT.svg", type=Path)
+    args = parser.parse_args()
     lines = plain(record())
-    Path(sys.argv[1]).write_text(draw([f"$ {COMMAND}", *lines[: lines.index("> /exit")]]), "utf-8")
+    args.out.write_text(draw([f"$ {COMMAND}", *lines[: lines.index("> /exit")]]), "utf-8")
