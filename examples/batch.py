@@ -1,29 +1,41 @@
-"""Continue several prompts as one batch: more tokens a second than one by one.
+"""Continue many prompts side by side: more tokens a second than one by one, and the same texts.
 
     python examples/batch.py "Once upon a time" "The king" [--model FILE]
+    python examples/batch.py --file prompts.txt --chat --json > answers.jsonl
 
-The prompts may differ in length. One forward pass for the whole batch reads the weights from memory
-once. Sequence i is what generate() makes of its prompt alone with the seed `--seed` + i, but for
-rounding.
+`--parallel` of them are written at a time; the next begins when one ends. One pass of the model makes
+a token for each, at a position of its own, and reads the weights from memory once. Text i is the one
+that generate() makes of prompt i alone with the seed `--seed` + i: bit for bit by the kernels, else
+but for rounding.
 """
 
+import json
+import math
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import waits  # noqa: F401
 
 try:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
+    from tqdm import tqdm
 
     import llama2
 except ImportError as error:
+    if __name__ != "__main__":
+        raise
     print(f"batch.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
     sys.exit(2)
+
+PIECE = 128  # tokens of a prompt that are read between two steps of others
 
 
 class Sequences:
@@ -88,122 +100,235 @@ class Sequences:
         self.layer = 0
 
 
-class PaddedCache(llama2.Cache):
-    """A Cache for sequences of different lengths, aligned at their ends.
-
-    `padding` (B,) int64: how many tokens at the left of each sequence are padding. They shift its
-    positions, which changes nothing: attention with RoPE depends on distances alone.
+@torch.no_grad()
+def has_bits_of_one(model: llama2.Llama) -> bool:
+    """Whether a sequence has the same bits beside another as alone. Only the CPU kernels promise it;
+    a trial shows whether they run all of the model.
     """
-
-    def __init__(self, model: llama2.Llama, padding: Tensor, max_seq_len: int) -> None:
-        weight = model.norm.weight
-        dtype = model.cache_dtype or weight.dtype
-        config = replace(model.config, num_hidden_layers=len(model.layers))
-        super().__init__(config, len(padding), max_seq_len, dtype, weight.device)
-        self.padding = padding.to(weight.device)
-
-    def mask(self, T: int) -> Tensor:
-        """As Cache.mask(), but padding attends to itself, and nothing else to it: bool (B, 1, T, S)."""
-        visible = super().mask(T)
-        S = self.slots(T).stop
-        slot = torch.arange(S, device=self.k.device)
-        real = slot >= self.padding[:, None, None, None]  # (B, 1, 1, S)
-        itself = slot == slot[S - T :, None]  # for padding: softmax over nothing is NaN
-        return (real | itself) if visible is None else visible & (real | itself)
+    if type(model.layers[0]).__name__ != "NativeBlock" or not llama2.load_kernels():
+        return False
+    caches = [model.new_cache(8), model.new_cache(8)]
+    tokens = torch.zeros(2, 1, dtype=torch.int64)
+    for cache, cache.pos in zip(caches, (6, 3), strict=True):
+        for numbers in cache.k, cache.v:
+            numbers.normal_(generator=torch.Generator().manual_seed(cache.pos))
+    alone = [model(tokens[:1], cache) for cache in caches]
+    for cache in caches:
+        cache.truncate(cache.pos - 1)
+    return model(tokens, Sequences(caches)).equal(torch.cat(alone))
 
 
-def generate_batch(
-    model: llama2.Llama,
-    prompts: Sequence[Sequence[int]],
-    sampling: llama2.Sampling,
-    max_new_tokens: int,
-    stop_ids: Collection[int] | None = None,
-) -> Iterator[list[int | None]]:
-    """Continue prompts of any lengths: each decode step yields an id per sequence, None if it ended.
+class NotYet(Exception):
+    """What a step raises whose logits come with the next pass. Nothing has changed: ask it again."""
 
-    Sequence i is sampled with the seed sampling.seed + i. `stop_ids` end a sequence (default: EOS).
-    Raises ValueError, at the first step, for what generate() refuses.
+
+class Row:
+    """A `step` for generate() whose passes Rows makes."""
+
+    read = staticmethod(llama2.prefill)  # makes the passes of a prompt
+    chunk = llama2.PREFILL_CHUNK  # its tokens in a pass, if nobody else waits
+
+    def __init__(self, owner: Any = None) -> None:
+        self.owner = owner  # among the rows of one, equal prompts are read once
+        self.cache: Any = None
+        self.tokens: Any = None  # (1, n), while logits are asked for
+        self.result: Any = None  # these logits (1, V), or an error
+        self.prompt: Any = None  # what is equal for equal prompts
+        self.first: Any = None  # the logits after the prompt
+
+    def __call__(self, tokens: Tensor, cache: llama2.Cache) -> Tensor:
+        """tokens (1, n) -> logits (1, V), once a pass has made them. Raises NotYet until then."""
+        if self.tokens is None:
+            self.tokens, self.cache = tokens, cache
+            cache.truncate(min(cache.common_prefix(tokens), tokens.shape[1] - 1))
+            if self.prompt is None:
+                self.start = cache.pos
+                self.prompt = self.owner, self.start, tokens.tolist()
+        if self.result is None:
+            raise NotYet
+        result, self.tokens, self.result = self.result, None, None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def end(self, result: Any) -> None:
+        """Give the logits, or the error, for which the step waits."""
+        self.result = result
+        if self.first is None and isinstance(result, Tensor):
+            self.first = result
+
+    @property
+    def lacking(self) -> int:
+        """How many tokens are to be read before there are logits."""
+        return (
+            0
+            if self.tokens is None or self.result is not None
+            else self.tokens.shape[1] - self.cache.pos
+        )
+
+
+class Rows(list[Row]):
+    """The rows of a model: run() makes their passes."""
+
+    def __init__(self, model: llama2.Llama, otherwise: int = 1) -> None:
+        """`otherwise`: the sequences of a pass where that changes their bits."""
+        self.model = model
+        self.is_exact = has_bits_of_one(model)
+        self.size = llama2.load_kernels().gemv_tokens if self.is_exact else otherwise
+
+    def run(self) -> None:
+        """A decode step for each row that waits for one, and one pass for one of the prompts."""
+        steps = [row for row in self if row.lacking == 1]
+        prompts = [row for row in self if row.lacking > 1]
+        window = self.model.config.sliding_window or sys.maxsize
+        full = [row for row in steps if row.tokens.shape[1] > window]  # each gets its error alone
+        groups = [[row] for row in full]
+        steps = [row for row in steps if row not in full]
+        groups += [steps[i : i + self.size] for i in range(0, len(steps), self.size)]
+        for rows in groups:
+            self.step(rows)
+        for row in prompts:
+            same = [other for other in self if other is not row and other.prompt == row.prompt]
+            if source := next((other for other in same if other.first is not None), None):
+                n = row.tokens.shape[1]
+                row.cache.k[:, :, :, :n] = source.cache.k[:, :, :, :n]
+                row.cache.v[:, :, :, :n] = source.cache.v[:, :, :, :n]
+                row.cache.truncate(0)
+                row.cache.advance(row.tokens)
+                row.end(source.first)
+        for row in prompts:
+            same = [other for other in prompts if other.prompt == row.prompt]
+            if row.lacking and row is max(same, key=lambda other: other.cache.pos):
+                self.read(row, alone=len(prompts) + len(groups) == 1)
+                self.remove(row)  # next time, others come first
+                self.append(row)
+                break
+
+    def step(self, rows: list[Row]) -> None:
+        """One pass for the next token of each."""
+        try:
+            if len(rows) == 1:
+                logits = llama2.prefill(self.model, rows[0].tokens, rows[0].cache)
+            else:
+                tokens = torch.cat([row.tokens[:, -1:] for row in rows])
+                cache: Any = Sequences([row.cache for row in rows])
+                logits = self.model(tokens.to(self.model.norm.weight.device), cache)
+            for row, one in zip(rows, logits.split(1), strict=True):
+                row.end(one)
+        except Exception as error:  # noqa: BLE001 (it ends these texts, and no others)
+            for row in rows:
+                row.end(error)
+
+    def read(self, row: Row, alone: bool) -> None:
+        """One pass for a prompt. Bits stay, because no piece is so small that it is a step's."""
+        n, pos = row.tokens.shape[1], row.cache.pos
+        size = min(n - pos, row.chunk - (pos - row.start) % row.chunk)
+        if self.is_exact and not alone:
+            size = math.ceil(size / math.ceil(size / PIECE))
+        try:
+            logits = row.read(self.model, row.tokens[:, : pos + size], row.cache)
+            if pos + size == n:
+                row.end(logits)
+        except Exception as error:  # noqa: BLE001
+            row.end(error)
+
+
+def run_batch(
+    model: llama2.Llama, starts: Iterable[Callable[..., Iterator]], parallel: int = 4
+) -> Iterator[tuple[int, Any, list]]:
+    """Run generate() or stream_text() for several prompts side by side; `starts` are functions of
+    their `step`. Yields, as they end, (i, iterator i or its ValueError, what it returned).
     """
-    context = model.config.max_position_embeddings
-    lengths = [len(ids) for ids in prompts]
-    if not prompts or max(lengths) > context or max_new_tokens < 0:
-        expected = f"expected one or more of at most {context} tokens, and 0 new tokens or more"
-        raise ValueError(f"prompts of {lengths} tokens, {max_new_tokens} new ones; {expected}")
-
-    # 1. One cache for the batch. Shorter prompts are padded at the left, so that all end together.
-    limits = [min(max_new_tokens, context - length) for length in lengths]
-    size = max(lengths) + max(limits)
-    padding = max(lengths) - torch.tensor(lengths)
-    if padding.any():
-        cache = PaddedCache(model, padding, size)
-    else:
-        cache = model.new_cache(size, len(prompts))
-
-    # 2. A Generation for each sequence samples its tokens, and knows when it ends. Its step does not
-    # call the model: it returns its own logits of `logits` (B, V), which one pass computes for all.
-    generations = []
-    for i, ids in enumerate(prompts):
-        seed = None if sampling.seed is None else (sampling.seed + i) % 2**63
-        own = replace(sampling, seed=seed)
-        options = {"cache": cache, "step": lambda tokens, cache, i=i: logits[i, None]}
-        generations.append(llama2.generate(model, ids, own, limits[i], stop_ids, **options))
-    prompts = [torch.tensor(generation.ids) for generation in generations]
-    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, n)
-
-    # 3. Each decode step is one pass of the model. Finished sequences stay in the batch, ignored.
-    for _ in range(max(limits)):
-        logits = llama2.prefill(model, tokens, cache)
-        new_ids = [next(generation, None) for generation in generations]
-        if not any(token_id is not None for token_id in new_ids):
-            break
-        yield new_ids
-        last = [[generation.ids[-1]] for generation in generations]
-        tokens = torch.cat((tokens, torch.tensor(last)), 1)
+    rows = Rows(model, parallel)
+    waiting = deque(enumerate(starts))
+    running: dict[Row, tuple[int, Iterator, list]] = {}
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            i, start = waiting.popleft()
+            row = Row()
+            try:
+                running[row] = i, start(step=row), []
+                rows.append(row)
+            except ValueError as error:
+                yield i, error, []
+        for row, (i, iterator, items) in [*running.items()]:
+            result: Any = iterator
+            try:
+                for item in iterator:
+                    items.append(item)
+            except NotYet:
+                continue
+            except ValueError as error:
+                result = error
+            del running[row]
+            rows.remove(row)
+            yield i, result, items
+        rows.run()
 
 
-def generate_one_by_one(
-    model: llama2.Llama, prompts: Sequence[list[int]], sampling: llama2.Sampling, limit: int
-) -> list[list[int]]:
-    """The new ids of each prompt alone, with the seeds of generate_batch()."""
-    texts = []
-    for i, ids in enumerate(prompts):
-        own = replace(sampling, seed=(sampling.seed + i) % 2**63)
-        texts.append(list(llama2.generate(model, ids, own, limit)))
-    return texts
+def show(answer: dict, as_json: bool) -> None:
+    """Print a prompt and what was written."""
+    text = answer["prompt"] + answer["text"] + "\n"
+    if "error" in answer:
+        text += f"error: {answer['error']}\n"
+    print(json.dumps(answer, ensure_ascii=False) if as_json else text, flush=True)
 
 
 def main() -> int:
-    """Continue prompts together, then one by one; returns the exit status."""
+    """Continue prompts, or answer them; returns the exit status."""
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("prompts", metavar="PROMPT", nargs="+")
+    number = llama2.in_range
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*")
+    parser.add_argument("--file", metavar="FILE", type=Path, help="of further prompts, one a line")
     parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=64)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--chat", action="store_true", help="prompts are questions")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each, in order")
+    parser.add_argument("--parallel", metavar="N", type=number(int, 1), default=4)
+    parser.add_argument("--max-new-tokens", metavar="N", type=number(int, 0), default=64)
     parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
     llama2.use_threads()
+    prompts = args.prompts
+    status = tokens = printed = 0
     try:
-        model, tokenizer = llama2.load(args.model, progress=True)
-        prompts = [tokenizer.encode(prompt) for prompt in args.prompts]
+        if args.file:
+            with llama2.naming(args.file):
+                prompts += args.file.read_text("utf-8").splitlines()
+        model, tokenizer = llama2.load(args.model, args.device, "auto", progress=True)
         sampling = llama2.Sampling(args.temperature, seed=args.seed)
-        list(generate_batch(model, prompts, sampling, 1))  # the first pass is slower than others
-        start = time.perf_counter()
-        steps = list(generate_batch(model, prompts, sampling, args.max_new_tokens))
-        middle = time.perf_counter()
-        alone = generate_one_by_one(model, prompts, sampling, args.max_new_tokens)
-        end = time.perf_counter()
+
+        def start(i: int, prompt: str, step: Row) -> Iterator[str]:
+            own = replace(sampling, seed=(args.seed + i) % 2**63)
+            options = {"sampling": own, "max_new_tokens": args.max_new_tokens, "step": step}
+            if args.chat:
+                messages = [{"role": "user", "content": prompt}]
+                return llama2.chat(model, tokenizer, messages, **options)
+            return llama2.stream_text(model, tokenizer, tokenizer.encode(prompt), **options)
+
+        starts = [partial(start, *pair) for pair in enumerate(prompts)]
+        begun = time.perf_counter()
+        ended: dict[int, dict] = {}  # and not printed yet
+        bar = tqdm(total=len(prompts), leave=False, disable=None, unit="text")
+        for i, stream, texts in run_batch(model, starts, args.parallel):
+            ended[i] = {"prompt": prompts[i], "text": "".join(texts)}
+            if isinstance(stream, ValueError):
+                ended[i]["error"] = str(stream)
+                status = 1
+            else:
+                ended[i]["stop_reason"] = stream.stop_reason
+                tokens += len(stream.generation.new_ids)
+            bar.update()
+            while printed in ended:
+                show(ended.pop(printed), args.json)
+                printed += 1
+        bar.close()
+        speed = tokens / (time.perf_counter() - begun)
+        print(f"{tokens} tokens, {speed:.1f} tokens/s", file=sys.stderr)
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
-
-    together = []
-    for i, ids in enumerate(prompts):
-        together.append([step[i] for step in steps if step[i] is not None])
-        print(tokenizer.decode(ids + together[i]), end="\n\n")
-    speed = sum(map(len, together)) / (middle - start)
-    print(f"together:   {speed:.1f} tokens/s")
-    speed = sum(map(len, alone)) / (end - middle)
-    print(f"one by one: {speed:.1f} tokens/s, the same texts: {alone == together}")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -1,73 +1,97 @@
-"""Tests of examples/batch.py: a batch writes what each of its sequences writes alone."""
+"""Tests of examples/batch.py: side by side, each text is what its prompt gives alone."""
 
+import json
 from dataclasses import replace
-from itertools import zip_longest
+from functools import partial
+from unittest.mock import patch
 
 import batch
 import pytest
 import torch
-from batch import generate_batch
 
 import llama2
-from test_llama2 import GREEDY, TOKENS, arrange, assert_close
+from test_llama2 import TOKENS, arrange, assert_close, make_model
 
 PROMPTS = [[1, 5, 9, 200, 31, 77, 8], [1, 70], [1, 5, 9, 31]]
+MANY = [*PROMPTS, TOKENS[0].tolist(), [], [1, 70], [1], [5] * 65, [1, 5, 9, 31]]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("chunk", [512, 3])
-def test_logits_are_those_of_each_sequence_alone(model, monkeypatch, chunk):
-    """Shorter sequences never see the filler, in whatever chunks the prompts are read."""
-    monkeypatch.setattr(llama2, "PREFILL_CHUNK", chunk)
-
-    def check(ids, logits):
-        assert_close(logits, model(torch.tensor([ids]))[0, -1])
-        return logits
-
-    sampling = llama2.Sampling(temperature=1, seed=0, logits_processor=check)
-    assert len([*generate_batch(model, PROMPTS, sampling, 6, stop_ids=())]) == 6
+def texts(model, stop_ids, temperature=0.9):
+    """Functions that begin each of MANY, as generate() does."""
+    options = {"max_new_tokens": 50, "stop_ids": stop_ids}
+    for i, ids in enumerate(MANY):
+        sampling = llama2.Sampling(temperature, top_p=0.9, seed=7 + i // 2)
+        yield partial(llama2.generate, model, ids, sampling, **options)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("places", [[0, 1, 1, 0], [1]])
-@pytest.mark.parametrize("prompts", [PROMPTS, [[1, 5, 9]] * 3])
-def test_layers_repeated_and_removed(model, prompts, places):
-    arranged = arrange(model, places)
-    steps = [*generate_batch(arranged, prompts, GREEDY, 6, stop_ids=())]
-    alone = [[*llama2.generate(arranged, ids, GREEDY, 6, stop_ids=())] for ids in prompts]
-    assert steps == [[*ids] for ids in zip(*alone)]
-    for ids, new_ids in zip(prompts, alone):
-        logits = arranged(torch.tensor([ids + new_ids]))[0, len(ids) - 1 : -1]
-        assert logits.argmax(-1).tolist() == new_ids
+def alone(start):
+    try:
+        return [*start()]
+    except ValueError as error:
+        return str(error)
 
 
-def test_filler_sees_itself(model):
-    """A softmax over nothing would be NaN."""
-    cache = batch.PaddedCache(model, torch.tensor([0, 3]), 8)
-    assert cache.mask(1).any(-1).all() and cache.mask(5).any(-1).all()
+@pytest.mark.parametrize("places", [None, [0, 1, 1, 0]])
+@pytest.mark.parametrize("parallel, chunk", [(1, 512), (3, 3), (8, 512)])
+def test_ids_are_those_of_each_prompt_alone(model, monkeypatch, places, parallel, chunk):
+    """One ends at a stop token, one with the context of 64; two have no tokens, or too many."""
+    monkeypatch.setattr(batch.Row, "chunk", chunk)
+    model = arrange(model, places) if places else model
+    stop_ids = alone([*texts(model, ())][1])[3:4]
+    for temperature in (0, 0.9):
+        expected = [alone(start) for start in texts(model, stop_ids, temperature)]
+        ended = [*batch.run_batch(model, texts(model, stop_ids, temperature), parallel)]
+        actual = {i: str(it) if isinstance(it, ValueError) else ids for i, it, ids in ended}
+        assert [actual[i] for i in range(len(MANY))] == expected
 
 
-@pytest.mark.parametrize("temperature", [0, 0.9])
-@pytest.mark.parametrize("prompts", [PROMPTS, [[1, 5, 9]] * 3, [TOKENS[0].tolist(), [1]]])
-def test_ids_are_those_of_each_sequence_alone(model, temperature, prompts):
-    """Sequence i has the seed `seed` + i. One ends at a stop token, or with the context of 64."""
-    sampling = llama2.Sampling(temperature, top_p=0.9, seed=7)
+def test_equal_prompts_are_read_once(model):
+    """By whatever row came first; so are those of a row that goes."""
+    starts = [partial(llama2.generate, model, [1, 5, 9] * 9, max_new_tokens=3)] * 5
+    with patch.object(batch.Rows, "read", autospec=True, side_effect=batch.Rows.read) as read:
+        assert len([*batch.run_batch(model, starts, 3)]) == 5
+    assert read.call_count == 2
 
-    def alone(stop_ids):
-        return [
-            [*llama2.generate(model, ids, replace(sampling, seed=7 + i), 50, stop_ids)]
-            for i, ids in enumerate(prompts)
+
+def test_a_full_window_ends_its_own_text(model):
+    windowed = make_model(replace(model.config, sliding_window=9), model.state_dict())
+    starts = [partial(llama2.generate, windowed, ids, max_new_tokens=6) for ids in PROMPTS]
+    ended = {i: (str(it), len(ids)) for i, it, ids in batch.run_batch(windowed, starts, 3)}
+    assert ended[0] == ("more tokens than the sliding window has, 9", 3)
+    assert [ended[i][1] for i in (1, 2)] == [6, 6]
+
+
+def test_program(bundled, capsys, monkeypatch, tmp_path):
+    """JSON lines come in the order of the prompts; one that is too long ends with its error."""
+    model, tokenizer = bundled
+    path = tmp_path / "prompts"
+    path.write_text("The wolf\n" + "The king " * 600 + "\nWho?\n")
+    command = f"batch.py fox --file {path} --json --max-new-tokens 9 --seed {2**63 - 1}"
+    for chat in ("", "--chat"):
+        monkeypatch.setattr("sys.argv", f"{command} {chat}".split())
+        assert batch.main() == 1
+        output = capsys.readouterr()
+        answers = [*map(json.loads, output.out.splitlines())]
+        for i, answer in enumerate(answers):
+            sampling = llama2.Sampling(seed=(2**63 - 1 + i) % 2**63)
+            options = {"sampling": sampling, "max_new_tokens": 9}
+            if i == 2:
+                assert "512, the context" in answer["error"] and not answer["text"]
+            elif chat:
+                messages = [{"role": "user", "content": answer["prompt"]}]
+                stream = llama2.chat(model, tokenizer, messages, **options)
+                assert answer["text"] == "".join(stream)
+            else:
+                ids = tokenizer.encode(answer["prompt"])
+                stream = llama2.stream_text(model, tokenizer, ids, **options)
+                assert answer["text"] == "".join(stream)
+        assert [answer["prompt"][:8] for answer in answers] == [
+            "fox",
+            "The wolf",
+            "The king",
+            "Who?",
         ]
-
-    for stop_ids in ((), alone(())[1][3:4]):
-        steps = [*generate_batch(model, prompts, sampling, 50, stop_ids)]
-        assert steps == [[*ids] for ids in zip_longest(*alone(stop_ids))]
-
-
-def test_arguments_that_are_refused(model):
-    for prompts, limit in (([], 3), ([[1], [5] * 65], 3), (PROMPTS, -1)):
-        with pytest.raises(ValueError, match="expected one or more .* and 0 new tokens or more"):
-            next(generate_batch(model, prompts, GREEDY, limit))
+        assert output.err.endswith(" tokens/s\n")
 
 
 @torch.no_grad()
