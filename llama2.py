@@ -1029,14 +1029,20 @@ class Tokenizer(Vocabulary):
                 if scheme in ("first", "always") and segment[0] in " \u2581":
                     first = False
                 for i in (self.engine if first else self.engine_no_prefix).encode(segment):
-                    if self.types[i] == CONTROL and self.pieces[i] in segment:
-                        # tokenizer_config.json made it a control token, but the engine does not
-                        # know that and found it in the text: it is spelt out.
-                        for character in self.pieces[i]:
-                            ids += self.engine_no_prefix.encode(character)
-                    else:
-                        ids.append(i)
+                    # The engine finds a control token in a text if it does not know that it is one,
+                    # as where tokenizer_config.json says so. (An unknown character is one token.)
+                    is_control = self.types[i] == CONTROL and i != self.engine.unk_id()
+                    ids += self.spell_out(i) if is_control else [i]
         return ids
+
+    def spell_out(self, control_id: int) -> Iterator[int]:
+        """The text of a control token as ids of its characters, or of their bytes."""
+        for character in self.pieces[control_id]:
+            i = self.engine.piece_to_id(character)
+            if self.types[i] == NORMAL:
+                yield i
+            else:  # there is no such piece, or it is a control token, too
+                yield from (self.engine.piece_to_id(f"<0x{b:02X}>") for b in character.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids (a list, tensor or array) -> text; control tokens have none. Raises ValueError."""
@@ -1435,15 +1441,24 @@ class ChatStops(NamedTuple):
 
 
 def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
-    """What a template (None: the tokenizer's own) writes at the end of an assistant's message."""
-    answer = "\u00a7answer\u00a7"
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
-    try:
-        text = render(tokenizer, find_template(tokenizer, template), messages=messages)
+    """The first special token, or else the text, that a template (None: the tokenizer's own) writes
+    behind an assistant's message. There may be neither.
+    """
+    template = find_template(tokenizer, template)
+    question = {"role": "user", "content": "hi"}
+    # These answers have no letter in common: read backwards, the two texts first differ where the
+    # answer ends, even if the template changes it, as by `| upper`.
+    answers = ({"role": "assistant", "content": text} for text in ("apple", "quits"))
+    try:  # without `tools`, a template for tools would fail
+        one, other = (
+            render(tokenizer, template, messages=[question, answer], tools=[])[::-1]
+            for answer in answers
+        )
     except ValueError:  # the template refuses these roles
-        text = ""
-    ending = text.rpartition(answer)[2].strip()
-    special = any_of(tokenizer.special_ids).match(ending)
+        one = other = ""
+    length = next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), 0)
+    ending = one[:length][::-1].strip()
+    special = any_of(tokenizer.special_ids).search(ending)
     if special:
         return ChatStops([tokenizer.special_ids[special[0]]], [])
     return ChatStops([], [ending] if ending else [])
@@ -2371,6 +2386,19 @@ def mark_control(
     return types
 
 
+def keep_one_unknown(types: Sequence[int], unk_id: int | None) -> list[int]:
+    """The types with one UNKNOWN, as SentencePiece has it. Older converters of llama.cpp write that
+    type for padding, too, which llama.cpp treats as control tokens.
+    """
+    unknown = [i for i, t in enumerate(types) if t == UNKNOWN]
+    if unknown and unk_id not in unknown:
+        unk_id = unknown[0]
+    types = [CONTROL if t == UNKNOWN else t for t in types]
+    if unk_id is not None:
+        types[unk_id] = UNKNOWN
+    return types
+
+
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError."""
     # 1. The lists of pieces and types.
@@ -2394,11 +2422,10 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     pre = metadata.get("tokenizer.ggml.pre")
     if is_llama:
-        if "unk_token" in ids and UNKNOWN not in types:
-            types[ids["unk_token"]] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
+        types = keep_one_unknown(types, ids.get("unk_token"))
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
         model: Any = sentencepiece_model(pieces, scores, types, prefix, strip)
     else:

@@ -289,6 +289,27 @@ def test_families(tmp_path, family):
             assert_as_transformers(ours, theirs, messages, final, tools=[TOOL], date_string="3 Mar")
 
 
+ENDINGS = r"""
+{{ m.role ~ m.content.upper() }}<|im_end|> | <|im_end|>
+{{ m.content.replace('\u00a7', '').replace('p', '') }}<|im_end|>\n | <|im_end|>
+{{ m.content[:4000] }}[/A]<|im_end|> | <|im_end|>
+{% for t in tools %}{% endfor %}{{ m.content }}<|im_end|> | <|im_end|>
+{{ m.content|tojson }}<|im_end|>\n{{ bos_token }} | <|im_end|>
+{{ m.content[:2] }}</s><|im_end|> | </s>
+{{ m.content.title() }}\n### End\n | ### End
+{{ m.role ~ m.content }} | none
+<|im_start|>{{ m.role }}<|im_end|> | none
+"""
+
+
+@cases("body, end", ENDINGS)
+def test_ends_behind_answers_that_a_template_changes(bare, body, end):
+    """A token or else a text, and nothing where there is neither, or no answer."""
+    template = f"{{% for m in messages %}}{body}{{% endfor %}}".replace(r"\n", "\n")
+    stops = llama2.chat_stops(bare, template)
+    assert [bare.pieces[i] for i in stops.ids] + stops.texts == [end] * (end != "none")
+
+
 EVERYWHERE = """[{"role": "system", "content": "X"}, {"role": "user", "content": "X"},
 {"role": "assistant", "content": "X", "tool_calls": [{"function": {"name": "clock", "arguments":
 {"X": ["X"]}}}]}, {"role": "user", "content": "X"}]"""

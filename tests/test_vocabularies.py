@@ -179,6 +179,43 @@ def test_no_text_becomes_what_ends_a_text(tmp_path, end):
     assert tokenizer.types[SIZE] == 3 and tokenizer.decode([A, SIZE, B]) == "ab"
 
 
+@cases(
+    "control, text",
+    """
+<|im_end|> | a\uff1c|im_end\uff5c\uff1e
+<|im_end|> | <|im_end|>b
+\u2581<EOT> | a <EOT>
+\u2460 | \u2460a1""",
+)
+def test_no_text_becomes_a_control_token_by_a_normalizer_or_a_space(tmp_path, control, text):
+    """SentencePiece's NFKC, and pieces that it finds as user-defined."""
+    options = {"user_defined_symbols": [control], "normalization_rule_name": "nmt_nfkc"}
+    sp = trained(tmp_path, vocab_size=330, remove_extra_whitespaces=False, **options)
+    end = sp.piece_to_id(control)
+    decoder = {"added_tokens_decoder": added_tokens_decoder({control: True}, end)}
+    write_files(tmp_path, {"tokenizer_config.json": decoder})
+    ours = llama2.Tokenizer.from_file(tmp_path / "tokenizer.model")
+    assert end in sp.encode(text) and end not in ours.encode(text)
+    replaced = text.replace("\uff1c", "<").replace("\uff5c", "|").replace("\uff1e", ">")
+    assert ours.decode(ours.encode(text)) == replaced
+    template = control + "{% for m in messages %}{{ m.content }}" + control + "{% endfor %}"
+    ids = llama2.encode_chat(ours, [{"role": "user", "content": text}], template)
+    assert ids.count(end) == 2
+
+
+def test_padding_of_the_unknown_type():
+    """Older converters of llama.cpp write it; llama-tokenize treats it as control tokens."""
+    pads = [("[PAD1]", 2), ("[PAD2]", 2)]
+    ours, expected = (
+        llama2.Tokenizer(llama2.vocabulary_from_gguf(some_pieces(KEYS, SIZE, added)))
+        for added in (pads, [(text, 3) for text, _ in pads])
+    )
+    assert ours.types == expected.types and ours.types[0] == 2
+    for options in ({}, {"parse_special": True}):
+        text = "a[PAD1]\u00e9 ab"
+        assert ours.encode(text, **options) == expected.encode(text, **options)
+
+
 @pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json", "keys"])
 def test_what_has_a_name_is_a_control_token(tmp_path, tokenizer, form):
     """In every form of a model, also where it was added as user-defined; transformers skips it, too."""
