@@ -52,7 +52,7 @@ arXiv:2002.05202), grouped-query attention (Ainslie et al. 2023, arXiv:2305.1324
 
 from __future__ import annotations
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
 
 if __name__ == "__main__":  # Two settings of the program, made before torch is imported.
     import os, signal
