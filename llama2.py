@@ -1799,24 +1799,41 @@ norm                      output_norm
 lm_head                   output""".splitlines()
 )
 
-# The name of a setting in Config and config.json -> its key in GGUF.
-SETTINGS = {
+# A GGUF file is a Hugging Face folder in one file: the names of settings in config.json,
+# generation_config.json and tokenizer_config.json -> their keys in GGUF.
+GGUF_CONFIG = {
     "hidden_size": "llama.embedding_length",
     "intermediate_size": "llama.feed_forward_length",
     "num_hidden_layers": "llama.block_count",
     "num_attention_heads": "llama.attention.head_count",
-    "vocab_size": "llama.vocab_size",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "vocab_size": "tokenizer.ggml.tokens",  # their number
     "max_position_embeddings": "llama.context_length",
     "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-}
-# A file without one of these means Config's default, or as many key/value heads as heads.
-OPTIONAL = {
-    "num_key_value_heads": "llama.attention.head_count_kv",
     "rope_theta": "llama.rope.freq_base",
-    "rope_scaling_factor": "llama.rope.scaling.factor",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
+GGUF_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+    "penalty_last_n": "general.sampling.penalty_last_n",
+}
+SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json and in templates
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",  # so spelt in GGUF
+    "cls_token": "tokenizer.ggml.cls_token_id",
+    "mask_token": "tokenizer.ggml.mask_token_id",
+}
+# What Config has no default for.
+REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
+max_position_embeddings rms_norm_eps"""
 
 
 def gguf_name(name: str) -> str:
@@ -1854,42 +1871,30 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the GGUF file, with its metadata, if it is one
-    # What recommends how to sample: generation_config.json, or GGUF's metadata.
-    recommended: Mapping = field(default_factory=dict)
+    recommended: Mapping = field(default_factory=dict)  # what generation_config.json says
 
     @functools.cached_property
-    def sampling(self) -> dict:
-        """The fields of Sampling that are recommended. A warning names what is not followed.
-
-        What Sampling refuses is not followed either: each name is tried by itself.
-        """
-        sampling, ignored, settings = {}, [], self.recommended
-        for name in *GGUF_SAMPLING, *RECOMMENDED.split():
-            value = settings.get(name, settings.get(GGUF_SAMPLING.get(name)))
-            if isinstance(value, str):  # one stop string
-                value = [value]
-            try:
-                typed = type(getattr(Sampling, name))(value)  # 50.0 is 50, as in llama.cpp
-                Sampling(**{name: typed})
-                if name == "stop_strings" and not all(map(str.encode, typed)):
-                    raise ValueError  # one of them is empty, or no text
-                sampling[name] = typed
-            except Exception:  # noqa: BLE001
-                # It is missing, or wrong, or not a field of Sampling, as most of RECOMMENDED.
-                if value and value != 1:  # 0, 1 and false switch it off
-                    ignored.append(name)
-        if "repetition_penalty" in settings:  # so in transformers, which looks at all tokens
+    def sampling(self) -> dict[str, Any]:
+        """The fields of Sampling that are recommended. A warning names what is not followed."""
+        sampling: dict[str, Any] = {}
+        ignored = []
+        # 0, 1 and a limit that is the context's own change nothing.
+        unchanged = 0, 1, self.config.max_position_embeddings
+        for name, value in self.recommended.items():
+            if name in GGUF_SAMPLING or name == "stop_strings":
+                with suppress(ArithmeticError, TypeError, ValueError):
+                    sampling[name] = sampling_value(name, value)
+            is_known = name in sampling or re.fullmatch(HARMLESS, name)
+            if value and value not in unchanged and not is_known:
+                ignored.append(key_in_file(self.recommended, name))
+        if "repetition_penalty" in self.recommended:  # so in transformers, which looks at all
             sampling.setdefault("penalty_last_n", -1)
-        if settings.get("do_sample") is False:
+        if self.recommended.get("do_sample") is False:
             sampling["temperature"] = 0.0
         if ignored:
-            warnings.warn(
-                printable(
-                    f"{self.path}{'' if self.file else '/generation_config.json'}: recommended, but"
-                    f" not followed: {', '.join(ignored)}"
-                ),
-                stacklevel=2,
-            )
+            file = self.path if self.file else f"{self.path}/generation_config.json"
+            text = f"{file}: recommended, but not followed: {', '.join(ignored)}"
+            warnings.warn(printable(text), stacklevel=2)
         return sampling
 
     @functools.cached_property
@@ -1949,6 +1954,19 @@ def read_json(path: Path) -> dict[str, Any]:
         return content
 
 
+class Settings(dict):
+    """The settings of a GGUF file by Hugging Face's names, with the keys that stand in the file."""
+
+    def __init__(self, metadata: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+        super().__init__((name, metadata[key]) for name, key in keys.items() if key in metadata)
+        self.keys_in_file = keys
+
+
+def key_in_file(settings: Mapping, name: str) -> str:
+    """What a file calls a setting."""
+    return settings.keys_in_file.get(name, name) if isinstance(settings, Settings) else name
+
+
 def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
     """The value of `key`; `default` if it is absent or null. Raises ValueError for a wrong type."""
     value = settings.get(key)
@@ -1957,7 +1975,7 @@ def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> 
     accepted = (int, float) if type_ is float else (type_,)
     if type(value) not in accepted:
         actual = "missing" if value is None else f"{value!r:.60}"
-        raise ValueError(f"{key} is {actual}; expected {type_.__name__}")
+        raise ValueError(f"{key_in_file(settings, key)} is {actual}; expected {type_.__name__}")
     return value
 
 
@@ -1970,34 +1988,52 @@ def require(settings: Mapping, key: str, accepted: Collection) -> Any:
     return value
 
 
-def read_config(settings: Mapping, known: Mapping[str, Any], gguf: bool) -> Config:
-    """A Config of the values in `known`, and of `settings` by config.json's names or GGUF's keys."""
-    values = dict(known)
-    for name, key in (SETTINGS | OPTIONAL).items():
-        default = getattr(Config, name)  # tells the type, too
+def read_config(settings: Mapping[str, Any], ends: Iterable, has_output: bool) -> Config:
+    """The Config that config.json describes. Raises ValueError.
+
+    `ends`: the ids that end a text, EOS first, with None for each that is not stated. `has_output`:
+    whether there is an output matrix.
+    """
+    ids = [i for i in dict.fromkeys(ends) if i is not None]
+    values = {
+        "head_dim": settings.get("head_dim"),
+        "stop_token_ids": tuple(ids[1:]),
+        "sliding_window": settings.get("sliding_window"),
+        "tie_word_embeddings": get_typed(settings, "tie_word_embeddings", bool, False),
+    }
+    values["tie_word_embeddings"] &= not has_output
+    if settings["rope_type"] == "linear":
+        values["rope_scaling_factor"] = get_typed(settings, "factor", float)
+    settings |= {"eos_token_id": ids[0] if ids else None}  # type: ignore[operator]
+    for name in GGUF_CONFIG:
+        default = None if name in REQUIRED else getattr(Config, name)
         if name == "num_key_value_heads":
             default = values["num_attention_heads"]
-        if name not in values:
-            optional = default if name in OPTIONAL else None
-            values[name] = get_typed(settings, key if gguf else name, type(default), optional)
-    return Config(**values)
+        values[name] = get_typed(settings, name, type(getattr(Config, name)), default)
+    config = Config(**values)
+    if settings["rope_type"] == "llama3":
+        config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
+    return config
 
 
-GGUF_SAMPLING = {  # the name of a field of Sampling -> its key in GGUF
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-    "penalty_last_n": "general.sampling.penalty_last_n",
-}
-# What else files recommend: stop_strings, which are followed, and all that is not.
-RECOMMENDED = """stop_strings general.sampling.mirostat general.sampling.xtc_probability typical_p top_h
-general.sampling.sequence mirostat xtc_probability sequence epsilon_cutoff eta_cutoff
-penalty_alpha dola_layers guidance_scale no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-encoder_repetition_penalty presence_penalty frequency_penalty suppress_tokens begin_suppress_tokens
-forced_bos_token_id forced_eos_token_id sequence_bias constraints force_words_ids min_length num_beams
-min_new_tokens exponential_decay_length_penalty watermarking_config token_healing"""
+def sampling_value(name: str, value: Any) -> Any:
+    """The value of a field of Sampling as its type: 50.0 is 50, as in llama.cpp."""
+    if name == "stop_strings":
+        value = (value,) if isinstance(value, str) else tuple(value)
+        if not all(isinstance(text, str) and text for text in value):
+            raise ValueError("a stop text that is none")
+        return value
+    value = type(getattr(Sampling, name))(value)
+    return getattr(Sampling(**{name: value}), name)  # which may refuse it
+
+
+# What else a generation_config.json has: ids, how to compute, what is returned, how to search by
+# several beams or with a second model. Anything that is neither here nor followed is named.
+HARMLESS = r"""do_sample|transformers_version|_.*|(bos|eos|pad|decoder_start)_token_id|is_assistant
+|(use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable|prefill)_.*|max_time|max_cache_len
+|speculation_type|early_stopping|num_beam_groups|num_return_sequences|max_matching_ngram_size
+|renormalize_logits|remove_invalid_values|low_memory|continuous_batching_config
+|(.*\.)?(xtc_threshold|mirostat_tau|mirostat_eta)""".replace("\n", "")
 
 
 def match_tensors(
@@ -2144,6 +2180,52 @@ GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
 }
 
 
+def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Settings]:
+    """What config.json, generation_config.json and tokenizer_config.json would say. Raises ValueError."""
+    tables = GGUF_CONFIG, GGUF_SAMPLING, {}
+    config, generation, tokenizer = (Settings(metadata, keys) for keys in tables)
+    get = functools.partial(get_typed, metadata)
+    # 1. config.json
+    pieces = get("tokenizer.ggml.tokens", list)
+    old_factor = get("llama.rope.scale_linear", float, 1.0)  # of old files
+    factor = get("llama.rope.scaling.factor", float, old_factor)
+    is_scaled = metadata.get("llama.rope.scaling.type") != "none"
+    config |= {
+        "vocab_size": len(pieces),
+        "head_dim": metadata.get("llama.attention.key_length"),
+        "rope_type": "linear" if is_scaled else "default",
+        "factor": factor or 1.0,  # converters write 0 for none
+        "tie_word_embeddings": True,
+    }
+
+    # 2. generation_config.json: what is not followed keeps its key.
+    for key in metadata.keys() - GGUF_SAMPLING.values():
+        if key.startswith("general.sampling."):
+            generation[key] = metadata[key]
+
+    # 3. tokenizer_config.json. llama.cpp, too, ignores ids that are out of range.
+    is_llama = metadata.get("tokenizer.ggml.model") == "llama"
+    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
+    ids |= Settings(metadata, SPECIAL_TOKENS)
+    for name, i in ids.items():
+        if i in range(len(pieces)):
+            tokenizer[name] = pieces[i]
+        else:
+            warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
+    default_bos = is_llama or metadata.get("tokenizer.ggml.pre") in LIKE_LLAMA_3
+    tokenizer["add_bos_token"] = get("tokenizer.ggml.add_bos_token", bool, default_bos)
+    templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
+    tokenizer["chat_template"] = join_templates(*(get(key, str, "") for key in templates))
+    return config, generation, tokenizer
+
+
+def gguf_ends(metadata: Mapping[str, Any]) -> list:
+    """The ids that end a text, EOS first: also "end of turn" and "end of message"."""
+    eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
+    ends += get_typed(metadata, "tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
+    return [Config.eos_token_id if eos is None else eos, *ends]
+
+
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file of a Llama, or the first of its splits. Raises ValueError."""
     # 1. The tensors of all splits; the metadata of the first.
@@ -2160,18 +2242,8 @@ def open_gguf(path: Path) -> Checkpoint:
     # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    old_factor = get_typed(metadata, "llama.rope.scale_linear", float, 1.0)  # of old files
-    factor = get_typed(metadata, "llama.rope.scaling.factor", float, old_factor)
-    if metadata.get("llama.rope.scaling.type") == "none":
-        factor = 1.0
-    known = {
-        "vocab_size": len(get_typed(metadata, "tokenizer.ggml.tokens", list)),
-        "head_dim": metadata.get("llama.attention.key_length"),
-        "rope_scaling_factor": factor or 1.0,  # converters write 0 for none
-        "tie_word_embeddings": "output.weight" not in weights,
-        "stop_token_ids": gguf_stop_ids(metadata),
-    }
-    config = read_config(metadata, known, gguf=True)
+    settings, generation, tokenizer = gguf_settings(metadata)
+    config = read_config(settings, gguf_ends(metadata), "output.weight" in weights)
     for key in "llama.rope.dimension_count", "llama.attention.value_length":
         require(metadata, key, (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
@@ -2181,8 +2253,8 @@ def open_gguf(path: Path) -> Checkpoint:
         str(path),
         config,
         weights=match_tensors(weights, config, gguf_name),
-        read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata)),
-        recommended=metadata,
+        read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata, tokenizer)),
+        recommended=generation,
         file=file,
     )
 
@@ -2216,14 +2288,13 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         settings |= {"rope_type": rope.get("type", "default")} | rope
         for key, accepted in HF_ACCEPTED.items():
             require(settings, key, accepted)
-        factor = get_typed(settings, "factor", float) if settings["rope_type"] == "linear" else 1.0
         context = get_typed(settings, "max_position_embeddings", int)
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
         if settings.get("model_type") != "mistral":
             del settings["sliding_window"]
         # Mistral is Llama as long as the window is not full.
         context = min(context, get_typed(settings, "sliding_window", int, context))
-        return settings | {"rope_scaling_factor": factor, "max_position_embeddings": context}
+        return settings | {"max_position_embeddings": context}
 
 
 def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
@@ -2284,25 +2355,13 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
     `weights`: the tensors by Hugging Face's names, if they are not in .safetensors files.
     """
-    # 1. The Config. Two files may have an id, or a list of ids, that end a text; the first is EOS.
-    with naming(folder / "config.json"):
-        settings = hf_settings(folder)
-        generation = read_json(folder / "generation_config.json")
-        ends = settings.get("eos_token_id"), generation.get("eos_token_id")
-        first, second = (end if isinstance(end, list) else [end] for end in ends)
-        ids = [i for i in dict.fromkeys([*first, *second]) if i is not None]
-        settings["eos_token_id"] = ids[0] if ids else None
-        known = {name: settings.get(name) for name in ("head_dim", "sliding_window")}
-        known["stop_token_ids"] = tuple(ids[1:])
-        config = read_config(settings, known, gguf=False)
-        if settings["rope_type"] == "llama3":
-            config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
-        tied = get_typed(settings, "tie_word_embeddings", bool, False)
+    # 1. The weights, with the rows of q_proj and k_proj in Meta's order.
+    settings = hf_settings(folder)
 
-    # 2. The weights, with the rows of q_proj and k_proj in Meta's order.
     def reorder(weight: Weight) -> Weight:
-        head_dim = config.head_dim
-        return replace(weight, read=lambda: rows_from_hf(weight.read(), head_dim).contiguous())
+        return replace(
+            weight, read=lambda: rows_from_hf(weight.read(), config.head_dim).contiguous()
+        )
 
     if weights is None:
         weights = {}
@@ -2310,8 +2369,14 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
             with naming(path):
                 weights |= safetensors_weights(path)
     weights = rename_from_hf(weights, reorder)
-    tied &= "lm_head.weight" not in weights
-    config = replace(config, tie_word_embeddings=tied)
+
+    # 2. The Config. Two files may have an id, or a list of ids, that end a text; the first is EOS.
+    generation = read_json(folder / "generation_config.json")
+    ends = []
+    for end in settings.get("eos_token_id"), generation.get("eos_token_id"):
+        ends += end if isinstance(end, list) else [end]
+    with naming(folder / "config.json"):
+        config = read_config(settings, ends, "lm_head.weight" in weights)
     return Checkpoint(
         str(folder),
         config,
@@ -2357,77 +2422,70 @@ def join_templates(default: str, tool_use: str) -> str:
 # tokenizers runs a tokenizer.json, as it is; sentencepiece runs a tokenizer.model. A GGUF file holds
 # lists of pieces, types, scores or merges instead, from which one of the two is built.
 
-# The name of a special token in tokenizer_config.json and in chat templates -> its key in GGUF.
-SPECIAL_TOKENS = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-    "sep_token": "tokenizer.ggml.seperator_token_id",  # so spelt in GGUF
-    "cls_token": "tokenizer.ggml.cls_token_id",
-    "mask_token": "tokenizer.ggml.mask_token_id",
-}
 
+def make_vocabulary(
+    read: Vocabulary,
+    settings: Mapping[str, Any],
+    ids: Mapping[str, int],
+    ends: Iterable[int],
+    stated: Collection[int],
+) -> Vocabulary:
+    """A vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
 
-def mark_control(
-    types: Sequence[int], ids: Mapping[str, int], stop_ids: Iterable[int], stated: Collection[int]
-) -> list[int]:
-    """The types of all pieces, with CONTROL for each special token: then no text becomes one.
-
-    BOS and EOS are control tokens whatever a file calls them. So are other tokens that have a name
-    (`ids`) or end a text, if their own texts would give them: if they are user-defined, or not
-    among those whose types a file states (`stated`).
+    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text; `stated`:
+    those whose types a file states. All these become control tokens, so that no text becomes one.
     """
-    types = [*types]
-    for i in {*ids.values(), *stop_ids} & {*range(len(types))}:
+    named = read.special_tokens | read_special_tokens(settings)
+    texts = {piece: i for i, piece in enumerate(read.pieces)}
+    ids = {**ids} | {name: texts[text] for name, text in named.items() if text in texts}
+    types = [*read.types]
+    for i in {*ids.values(), *ends} & {*range(len(types))}:
+        # BOS and EOS are control tokens whatever a file calls them, others if their own texts would
+        # give them.
         in_text = types[i] == USER_DEFINED or (i not in stated and types[i] != UNKNOWN)
         if in_text or i in (ids.get("bos_token"), ids.get("eos_token")):
             types[i] = CONTROL
-    return types
+    return Vocabulary(
+        read.pieces,
+        types,
+        read.model,
+        ids.get("bos_token"),
+        ids.get("eos_token"),
+        get_typed(settings, "add_bos_token", bool, read.add_bos),
+        read.prepend_scheme,
+        get_typed(settings, "chat_template", str, ""),
+        named,
+    )
 
 
-def keep_one_unknown(types: Sequence[int], unk_id: int | None) -> list[int]:
-    """The types with one UNKNOWN, as SentencePiece has it. Older converters of llama.cpp write that
-    type for padding, too, which llama.cpp treats as control tokens.
-    """
-    unknown = [i for i, t in enumerate(types) if t == UNKNOWN]
-    if unknown and unk_id not in unknown:
-        unk_id = unknown[0]
-    types = [CONTROL if t == UNKNOWN else t for t in types]
-    if unk_id is not None:
-        types[unk_id] = UNKNOWN
-    return types
-
-
-def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
+def vocabulary_from_gguf(
+    metadata: Mapping[str, Any], settings: Settings | None = None
+) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError."""
-    # 1. The lists of pieces and types.
+    # 1. The lists of pieces and types. "llama" is SentencePiece, "gpt2" byte-level BPE.
     get = functools.partial(get_typed, metadata)
-    # "llama" is SentencePiece, "gpt2" byte-level BPE.
     is_llama = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "llama"
     pieces = get("tokenizer.ggml.tokens", list)
     types = get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))
-
-    # 2. The special tokens. llama.cpp, too, ignores ids that are out of range.
-    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
-    ids |= {name: metadata[key] for name, key in SPECIAL_TOKENS.items() if key in metadata}
-    every_id = range(len(pieces))
-    for name, i in [*ids.items()]:
-        if i not in every_id:
-            warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
-            del ids[name]
-    types = mark_control(types, ids, gguf_stop_ids(metadata), every_id)
-
-    # 3. The tokenizer.model or tokenizer.json.
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
+    # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
+    scheme = get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never")
+    read = Vocabulary(pieces, types, None, prepend_scheme=scheme)
+    settings = settings or gguf_settings(metadata)[2]
+    every_id = range(len(pieces))
+    vocabulary = make_vocabulary(read, settings, {}, gguf_ends(metadata)[1:], every_id)
+
+    # 2. The tokenizer.model or tokenizer.json.
+    types = vocabulary.types
     pre = metadata.get("tokenizer.ggml.pre")
     if is_llama:
+        if "unk_token" in settings and UNKNOWN not in types:
+            types[pieces.index(settings["unk_token"])] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
-        types = keep_one_unknown(types, ids.get("unk_token"))
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        model: Any = sentencepiece_model(pieces, scores, types, prefix, strip)
+        vocabulary.model = sentencepiece_model(pieces, scores, types, prefix, strip)
     else:
         if pre is None:
             raise ValueError(
@@ -2436,30 +2494,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
                 " 'default'"
             )
         require(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
-        model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
-
-    # 4. The rest: what a text begins with, and the chat template.
-    template = get("tokenizer.chat_template", str, "")
-    tool_use = get("tokenizer.chat_template.tool_use", str, "")
-    return Vocabulary(
-        pieces,
-        types,
-        model,
-        ids.get("bos_token"),
-        ids.get("eos_token"),
-        get("tokenizer.ggml.add_bos_token", bool, is_llama or pre in LIKE_LLAMA_3),
-        # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
-        prepend_scheme=get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never"),
-        chat_template=join_templates(template, tool_use) if tool_use else template,
-        special_tokens={name: pieces[i] for name, i in ids.items()},
-    )
-
-
-def gguf_stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids besides EOS that end a text, such as "end of turn" and "end of message"."""
-    eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
-    ends += get_typed(metadata, "tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
-    return tuple(dict.fromkeys(i for i in ends if i not in (None, eos)))
+        vocabulary.model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
+    return vocabulary
 
 
 # Steps of the pre_tokenizer in a tokenizer.json, as JSON with sorted keys, and regular expressions
@@ -2685,10 +2721,11 @@ def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
-def read_vocabulary(path: Path, config: Config) -> Vocabulary:
+def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
     """The vocabulary in a tokenizer.json or tokenizer.model and the files beside it.
 
-    `path` may be a directory; if that has both, its tokenizer.json counts. Raises ValueError.
+    `path` may be a directory; if that has both, its tokenizer.json counts. `config`: that of the
+    model, if there is one. Raises ValueError.
     """
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -2696,56 +2733,40 @@ def read_vocabulary(path: Path, config: Config) -> Vocabulary:
     is_json = path.suffix == ".json"
     settings = read_tokenizer_config(path.parent)
     with naming(path):
-        # 1. The file itself, and the names of special tokens in it and in others.
-        vocabulary = read_tokenizer_json(path) if is_json else read_tokenizer_model(path, settings)
-        pieces, types = vocabulary.pieces, vocabulary.types
-        named = vocabulary.special_tokens | read_special_tokens(settings)
-
-        # 2. Added tokens. Those that the model lacks are left out: Llama 2's directory has one.
+        # 1. The file itself. Its added tokens count more than those of tokenizer_config.json. Those
+        #    that the model lacks are left out: Llama 2's directory has one.
+        read = read_tokenizer_json(path) if is_json else read_tokenizer_model(path, settings)
+        pieces, types = read.pieces, read.types
+        limit = config.vocab_size if config else 2**20
         added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
-        # The content of the tokenizer.json, or what stands for it in the next lines.
-        content = vocabulary.model if is_json else {"added_tokens": []}
-        added += content["added_tokens"]  # these count most
-        tokens = {token["id"]: token for token in added if token["id"] < config.vocab_size}
+        if is_json:
+            added += read.model["added_tokens"]
+        tokens = {token["id"]: token for token in added if token["id"] < limit}
         for i in range(len(pieces), max(tokens, default=0) + 1):
             pieces.append(f"[PAD{i}]")
             types.append(UNUSED)
         for i, token in tokens.items():
             pieces[i] = token["content"]
             types[i] = CONTROL if token.get("special") else USER_DEFINED
-        content["added_tokens"] = [*tokens.values()]
-        if len(pieces) > config.vocab_size:
-            raise ValueError(f"{len(pieces)} pieces; the model has {config.vocab_size}")
+        if is_json:
+            read.model["added_tokens"] = [*tokens.values()]
+        if len(pieces) > limit:
+            raise ValueError(f"{len(pieces)} pieces; the model has {limit}")
 
-        # 3. The ids of special tokens: by their names, else BOS and EOS by config.json, if these are
-        #    added tokens.
-        texts = {piece: i for i, piece in enumerate(pieces)}
-        ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id}
-        ids = {name: i for name, i in ids.items() if i in tokens}
-        ids |= {name: texts[text] for name, text in named.items() if text in texts}
-        stop_ids = {config.eos_token_id, *config.stop_token_ids}
-        if is_json:  # any other id may be that of a letter
-            stop_ids &= tokens.keys()
-        types = mark_control(types, ids, stop_ids, tokens)
-
+    # 2. Special tokens: by their names, else BOS and EOS by config.json, if these are added tokens.
     with naming(path.with_name("tokenizer_config.json")):
-        return Vocabulary(
-            pieces,
-            types,
-            vocabulary.model,
-            ids.get("bos_token"),
-            ids.get("eos_token"),
-            get_typed(settings, "add_bos_token", bool, vocabulary.add_bos),
-            vocabulary.prepend_scheme,
-            read_chat_template(path.parent, settings),
-            named,
-        )
+        settings["chat_template"] = read_chat_template(path.parent, settings)
+        ids, ends = {}, set()
+        if config:
+            ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id}
+            ends = {config.eos_token_id, *config.stop_token_ids}
+        if is_json:  # any other id may be that of a letter
+            ends &= tokens.keys()
+        ids = {name: i for name, i in ids.items() if i in tokens}
+        return make_vocabulary(read, settings, ids, ends, tokens)
 
 
-# By default there is no config.json: it allows any number of pieces, and names no ids.
-def read_tokenizer(
-    path: str | Path, config: Config = Config(vocab_size=2**20, bos_token_id=-1, eos_token_id=-1)
-) -> Tokenizer:
+def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
     """The tokenizer of a tokenizer.model, tokenizer.json or GGUF file. Raises ValueError."""
     path = Path(path)
     with naming(path):

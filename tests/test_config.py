@@ -214,6 +214,26 @@ def test_keys(write_tiny, model, key):
     assert_close(ours(tokens)[0], torch.tensor(theirs.scores[:20]), 0.02)
 
 
+OWN_WORDS = """
+{"hidden_size": 64, "llama.embedding_length": null} | llama.embedding_length is missing
+{"num_hidden_layers": 9, "llama.block_count": "2"} | llama.block_count is '2'; expected int
+{"temperature": 0.5, "eos_token": "a", "chat_template": "b", "rope_type": "yarn", "sliding_window": 4} | runs
+{"general.sampling.temperature": 0.5} | runs
+"""
+
+
+@cases("keys, said", OWN_WORDS)
+def test_a_folders_words_are_no_keys_of_gguf(write_tiny, keys, said):
+    """They change nothing there, and an error names the key that stands in the file."""
+    path = write_tiny(json.loads(keys))
+    if said != "runs":
+        raises(rf"x\.gguf: {re.escape(said)}", llama2.open_checkpoint, path)
+        return
+    found, plain = llama2.open_checkpoint(path), llama2.open_checkpoint(write_tiny())
+    assert found.config == plain.config and found.sampling == plain.sampling == {}
+    assert vars(found.tokenizer.vocabulary) == vars(plain.tokenizer.vocabulary)
+
+
 # --------------------------------------------------------------------------------------------------
 # Files that are not what their names say
 

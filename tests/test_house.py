@@ -71,11 +71,11 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
     "I": (2760, 11.0),
     "II": (5250, 9.0),
-    "III": (10280, 9.5),
+    "III": (10690, 9.5),
     "IV": (2150, 11.5),
-    "V": (3170, 9.0),
+    "V": (3220, 9.0),
 }
-ALL = 23700  # tokens of the file
+ALL = 24040  # tokens of the file
 KERNELS = 1740  # lines of kernels/*.cpp and *.h, as clang-format writes them
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser

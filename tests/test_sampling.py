@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 
 import gguf
 import pytest
@@ -346,17 +347,32 @@ def test_what_is_recommended_and_not_followed_is_named(forms, write_tiny, tmp_pa
             assert name not in line
 
 
-def test_the_list_has_all_that_files_may_recommend():
-    """A new version's new option is a question that somebody must answer."""
-    known = {*llama2.GGUF_SAMPLING, *llama2.GGUF_SAMPLING.values(), *llama2.RECOMMENDED.split()}
+NAMED = """mirostat xtc_probability sequence typical_p top_h epsilon_cutoff eta_cutoff penalty_alpha
+dola_layers guidance_scale no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_beams
+encoder_repetition_penalty presence_penalty frequency_penalty suppress_tokens begin_suppress_tokens
+forced_bos_token_id forced_eos_token_id sequence_bias constraints force_words_ids min_length max_length
+min_new_tokens max_new_tokens exponential_decay_length_penalty watermarking_config token_healing
+top_n_sigma length_penalty diversity_penalty"""
+
+
+def test_the_list_of_what_is_harmless(write_tiny):
+    """A new version's new option is named until somebody says here that it changes no text."""
+    path = write_tiny()
+    checkpoint = llama2.open_checkpoint(path)
+    checkpoint.recommended = dict.fromkeys([*NAMED.split(), "max_length"], 9)
+    with pytest.warns(UserWarning, match=", ".join(checkpoint.recommended)):
+        assert checkpoint.sampling == {}
+    known = [*llama2.GGUF_SAMPLING, "stop_strings", *NAMED.split()]
     keys = {k for k in vars(gguf.Keys.General).values() if str(k).startswith("general.sampling.")}
-    # These two say how, not whether.
-    off = ("general.sampling.xtc_threshold", "mirostat_tau", "mirostat_eta")
-    assert not [key for key in keys - known if not key.endswith(off)]
-    fields = vars(pytest.importorskip("transformers").GenerationConfig()).keys()
-    # What changes no text, or only beams; limits of lengths; token ids; lists of what is returned.
-    other = r"""(max|use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable)_.*
-    |_.*|(bos|eos|pad|decoder_start)_token_id|do_sample|transformers_version|is_assistant|prefill.*
-    |speculation_type|early_stopping|length_penalty|diversity_penalty|num_(beam_groups|return_.*)
-    |renormalize_logits|remove_invalid_values|low_memory|continuous_batching_config"""
-    assert not [n for n in fields - known if not re.fullmatch(re.sub(r"\s", "", other), n)]
+    names = {key.rpartition(".")[2] for key in keys - {*llama2.GGUF_SAMPLING.values()}}
+    names |= vars(pytest.importorskip("transformers").GenerationConfig()).keys()
+    assert not [n for n in names if n not in known and not re.fullmatch(llama2.HARMLESS, n)]
+
+
+def test_a_limit_that_is_the_context(write_tiny):
+    """Llama 2's own files have one: nothing is missing."""
+    checkpoint = llama2.open_checkpoint(write_tiny())
+    checkpoint.recommended = {"max_length": checkpoint.config.max_position_embeddings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint.sampling == {}
