@@ -2182,8 +2182,8 @@ GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
 
 def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Settings]:
     """What config.json, generation_config.json and tokenizer_config.json would say. Raises ValueError."""
-    tables = GGUF_CONFIG, GGUF_SAMPLING, {}
-    config, generation, tokenizer = (Settings(metadata, keys) for keys in tables)
+    config, generation = Settings(metadata, GGUF_CONFIG), Settings(metadata, GGUF_SAMPLING)
+    tokenizer = Settings({}, {})
     get = functools.partial(get_typed, metadata)
     # 1. config.json
     pieces = get("tokenizer.ggml.tokens", list)
@@ -2372,7 +2372,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
     # 2. The Config. Two files may have an id, or a list of ids, that end a text; the first is EOS.
     generation = read_json(folder / "generation_config.json")
-    ends = []
+    ends: list = []
     for end in settings.get("eos_token_id"), generation.get("eos_token_id"):
         ends += end if isinstance(end, list) else [end]
     with naming(folder / "config.json"):
