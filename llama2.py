@@ -1848,12 +1848,15 @@ def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
+INV_FREQ = ".rotary_emb.inv_freq"  # in old files; it is computed here
+
+
 def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
     """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes rows."""
     return {
         name.removeprefix("model."): reorder(t) if re.search(r"[qk]_(proj|norm)\.", name) else t
         for name, t in tensors.items()
-        if not name.endswith(".rotary_emb.inv_freq")  # in old files; it is computed here
+        if not name.endswith(INV_FREQ)
     }
 
 
@@ -1883,7 +1886,11 @@ class Checkpoint:
         for name, value in self.recommended.items():
             if name in GGUF_SAMPLING or name == "stop_strings":
                 with suppress(ArithmeticError, TypeError, ValueError):
-                    sampling[name] = sampling_value(name, value)
+                    texts = [value] if isinstance(value, str) else value
+                    typed = type(getattr(Sampling, name))(texts)  # 50.0 is 50, as in llama.cpp
+                    Sampling(**{name: typed})
+                    if name != "stop_strings" or all(map(str.strip, typed)):
+                        sampling[name] = typed
             is_known = name in sampling or re.fullmatch(HARMLESS, name)
             if value and value not in unchanged and not is_known:
                 ignored.append(key_in_file(self.recommended, name))
@@ -2014,17 +2021,6 @@ def read_config(settings: Mapping[str, Any], ends: Iterable, has_output: bool) -
     if settings["rope_type"] == "llama3":
         config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
     return config
-
-
-def sampling_value(name: str, value: Any) -> Any:
-    """The value of a field of Sampling as its type: 50.0 is 50, as in llama.cpp."""
-    if name == "stop_strings":
-        value = (value,) if isinstance(value, str) else tuple(value)
-        if not all(isinstance(text, str) and text for text in value):
-            raise ValueError("a stop text that is none")
-        return value
-    value = type(getattr(Sampling, name))(value)
-    return getattr(Sampling(**{name: value}), name)  # which may refuse it
 
 
 # What else a generation_config.json has: ids, how to compute, what is returned, how to search by
@@ -2212,7 +2208,8 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Sett
             tokenizer[name] = pieces[i]
         else:
             warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
-    default_bos = is_llama or metadata.get("tokenizer.ggml.pre") in LIKE_LLAMA_3
+    pre = metadata.get("tokenizer.ggml.pre")
+    default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
     tokenizer["add_bos_token"] = get("tokenizer.ggml.add_bos_token", bool, default_bos)
     templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
     tokenizer["chat_template"] = join_templates(*(get(key, str, "") for key in templates))
@@ -2338,6 +2335,9 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     weights = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if name.endswith(INV_FREQ):  # of any type
+            end = entry["data_offsets"][1]
+            continue
         with naming(name):
             # The last of these is only there for the message.
             require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
@@ -2439,6 +2439,8 @@ def make_vocabulary(
     texts = {piece: i for i, piece in enumerate(read.pieces)}
     ids = {**ids} | {name: texts[text] for name, text in named.items() if text in texts}
     types = [*read.types]
+    defined = {text: i for text, i in texts.items() if types[i] == USER_DEFINED}
+    ends = {*ends, *(i for text, i in defined.items() if re.fullmatch(END_TEXT, text))}
     for i in {*ids.values(), *ends} & {*range(len(types))}:
         # BOS and EOS are control tokens whatever a file calls them, others if their own texts would
         # give them.
@@ -2479,7 +2481,10 @@ def vocabulary_from_gguf(
     types = vocabulary.types
     pre = metadata.get("tokenizer.ggml.pre")
     if is_llama:
-        if "unk_token" in settings and UNKNOWN not in types:
+        if "unk_token" in settings and types.count(UNKNOWN) != 1:
+            # SentencePiece needs one. In old files, what only pads the vocabulary is of this type, too.
+            # llama.cpp takes it for control tokens.
+            types = vocabulary.types = [CONTROL if t == UNKNOWN else t for t in types]
             types[pieces.index(settings["unk_token"])] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
@@ -2547,6 +2552,7 @@ PRE_TOKENIZERS = {
     for names, steps in {
         "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe dbrx": [LLAMA_3, PLAIN],
         "tekken": [TEKKEN, PLAIN],
+        "minicpm5": [r"\p{N}{1,3}", LLAMA_3.replace("{1,3}", "+"), PLAIN],
         "smollm starcoder refact command-r minerva-7b": [DIGITS, GPT_2],
         "gpt-2 olmo mellum trillion granite-docling": [GPT_2],
         "qwen2 megrez": [QWEN_2, PLAIN],
@@ -2565,8 +2571,14 @@ PRE_TOKENIZERS = {
     for name in names.split()
 }
 # With these, a word that is in the vocabulary becomes one token without any merges, and a text
-# begins with BOS.
-LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
+# begins with BOS, but for MiniCPM5's.
+LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken", "minicpm5")  # fmt: skip
+# The texts of tokens that end a text. llama.cpp knows them by these, too: a GGUF file of its
+# converter names EOS alone.
+END_TEXT = (
+    r"<\|(eot_id|eom_id|im_end|end|endoftext|end_of_text)\|>|</s>|<(eos|end_of_turn|end_of_utterance)>"
+    r"|\u2581?<EOT>|\[EO[ST]\]|<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
 
 
 def bpe_json(
@@ -3087,6 +3099,12 @@ def build_model(
     return model.train(trainable)
 
 
+def ends_by_text(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """The control tokens that end a text, although the model's files do not say so."""
+    ids = {tokenizer.special_ids[text] for text in tokenizer.marks if re.fullmatch(END_TEXT, text)}
+    return sorted(ids - {config.eos_token_id, *config.stop_token_ids})
+
+
 def load(
     path: str | Path | Checkpoint,
     device: torch.device | str = "cpu",
@@ -3120,6 +3138,8 @@ def load(
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
+    more = ends_by_text(checkpoint.config, tokenizer)
+    model.config = replace(model.config, stop_token_ids=(*checkpoint.config.stop_token_ids, *more))
     model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
@@ -3765,6 +3785,8 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
     context = args.context or config.max_position_embeddings
     memory = memory_needed(checkpoint, plan, context) / 1e9
     is_scaled = config.rope_freq_factors or config.rope_scaling_factor != 1
+    ends = dict.fromkeys((config.eos_token_id, *config.stop_token_ids), "by its files")
+    ends |= dict.fromkeys(ends_by_text(config, tokenizer), "by its text")
     items = {
         "model": f"{checkpoint.path}, {f'GGUF version {file.version}' if file else 'Hugging Face'}",
         "size": f"{sum(math.prod(w.shape) for w in weights):,} parameters in"
@@ -3776,8 +3798,10 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
         "context": f"{config.max_position_embeddings:,} tokens",
         "vocabulary": f"{tokenizer.vocab_size:,} pieces, run by"
         f" {'sentencepiece' if tokenizer.is_sentencepiece else 'tokenizers'}; BOS is"
-        f" {tokenizer.bos_id}, EOS {tokenizer.eos_id}, further stop"
-        f" tokens {', '.join(map(str, config.stop_token_ids)) or 'none'}",
+        f" {tokenizer.bos_id}, EOS {tokenizer.eos_id}",
+        "ends of a text": ", ".join(
+            f"{i} {''.join(tokenizer.pieces[i : i + 1])} ({word})" for i, word in ends.items()
+        ),
         "chat template": "its own" if tokenizer.chat_template.strip() else "none",
         "sampling": describe_sampling(Sampling(**recommended), recommended, {}),
         "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"

@@ -1718,7 +1718,7 @@ def test_version_and_info(cli, forms, write_tiny):
         "400 tokens",
         "GB free",
         "top_p 0.95 (default)",
-        "further stop tokens none",
+        "ends of a text 2 </s> (by its files)",
     ]
     cases = (write_tiny(keys), words), (forms[0] / "hf_index", ["Hugging Face", "21 F32"])
     for model, said in cases:

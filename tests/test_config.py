@@ -222,10 +222,10 @@ OWN_WORDS = """
 """
 
 
-@cases("keys, said", OWN_WORDS)
-def test_a_folders_words_are_no_keys_of_gguf(write_tiny, keys, said):
+@cases("changed, said", OWN_WORDS)
+def test_a_folders_words_are_no_keys_of_gguf(write_tiny, changed, said):
     """They change nothing there, and an error names the key that stands in the file."""
-    path = write_tiny(json.loads(keys))
+    path = write_tiny(json.loads(changed))
     if said != "runs":
         raises(rf"x\.gguf: {re.escape(said)}", llama2.open_checkpoint, path)
         return
@@ -246,6 +246,20 @@ def test_pointers_of_git_lfs(write_model, name):
     path = write_files(write_model({}), {name: POINTER})
     path = path / name if name == "x.gguf" else path
     raises(rf"{name}: a pointer of git-lfs.*git lfs pull", llama2.open_checkpoint, path)
+
+
+def test_frequencies_of_old_files(write_model):
+    """They are computed, so their type does not count."""
+    path = write_model({})
+    body = (path / "model.safetensors").read_bytes()
+    size = 8 + int.from_bytes(body[:8], "little")
+    header, body = json.loads(body[8:size]), body[size:]
+    offsets = [len(body), len(body) + 64]
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    text = json.dumps(header | {name: {"dtype": "F64", "shape": [8], "data_offsets": offsets}})
+    data = len(text).to_bytes(8, "little") + text.encode() + body + bytes(64)
+    write_files(path, {"model.safetensors": data})
+    assert_as_transformers(path)
 
 
 def test_matrices_that_mlx_has_quantised(write_model):

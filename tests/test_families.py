@@ -5,10 +5,12 @@ which keep their method, special tokens and flags, and long templates, which kee
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import save
 import torch
 from save import save_folder, save_gguf
 from test_chat import FAMILIES as CHATS
@@ -87,7 +89,7 @@ def ends(model, tokenizer):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_that_run(tmp_path, name):
+def test_families_that_run(tmp_path, monkeypatch, name):
     """Logits and ids are transformers', also after conversions there and back twice."""
     family = FAMILIES[name]
     write_family(tmp_path, family)
@@ -98,6 +100,19 @@ def test_families_that_run(tmp_path, name):
         checkpoint = llama2.open_checkpoint(tmp_path / form)
     again, same = llama2.load(checkpoint)
     save_folder(checkpoint, tmp_path / "y", "F32")
+    # llama.cpp's converter names EOS alone.
+    keys = save.model_keys
+    named = r"eot_token_id|eom_token_id|eos_token_ids"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            save,
+            "model_keys",
+            lambda *a: {k: v for k, v in keys(*a).items() if not re.search(named, k)},
+        )
+        save_gguf(llama2.open_checkpoint(tmp_path), tmp_path / "z.gguf")
+    converted = llama2.load(tmp_path / "z.gguf")
+    if all(re.fullmatch(llama2.END_TEXT, text) for text in family["ends"]):
+        assert ends(*converted) == family["ends"]
     last = llama2.open_checkpoint(tmp_path / "y").tokenizer
     tokens = TOKENS[:2] % model.config.vocab_size
     assert_close(again(tokens), model(tokens), 1e-6)

@@ -81,6 +81,7 @@ PUBLISHED = {  # pre_tokenizers
     "llama-bpe": [LLAMA_3, PLAIN],
     "smaug-bpe": [LLAMA_3, PLAIN | {"trim_offsets": False}],  # which changes no id
     "tekken": [TEKKEN, PLAIN],
+    "minicpm5": [split(r"\p{N}{1,3}"), split(LLAMA_3["pattern"]["Regex"].replace("{1,3}", "+")), PLAIN],
     "smollm": [DIGITS, BYTES | {"use_regex": True}],
     "gpt-2": [BYTES],
     "deepseek-coder": [
@@ -104,7 +105,7 @@ def published_json(pre="llama-bpe", as_pairs=False, added=ADDED):
         "type": "BPE",
         "vocab": {piece: ID[piece] for piece in TEXT_PIECES},
         "merges": [m.split(" ") for m in MERGES] if as_pairs else MERGES,
-        "ignore_merges": is_llama,
+        "ignore_merges": is_llama or pre == "minicpm5",
     }
     return {
         "added_tokens": added,
@@ -136,7 +137,7 @@ WORDS = WORDS.split("|")
 SAMPLE = "It's aHelloWORLD I'LL 1234 你好か，가 աb!!\n\n  -\u3000x \n "
 LIKE_LLAMA_3 = "It|'s| aHelloWORLD| I|'LL| |123|4| 你好か|，가| աb|!!\n\n| | -|\u3000x| \n| "
 SAMPLE_WORDS = {  # by llama.cpp's names, which took them so, too
-    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe": LIKE_LLAMA_3,
+    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe minicpm5": LIKE_LLAMA_3,
     "tekken": LIKE_LLAMA_3.replace("aHelloWORLD", "a|Hello|WORLD").replace("123|", "1|2|3|"),
     "qwen2 megrez": LIKE_LLAMA_3.replace("123|", "1|2|3|"),
     "seed-coder": LIKE_LLAMA_3.replace("123|", "1|2|3|").replace("!!", "!!|"),

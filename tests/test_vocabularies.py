@@ -216,6 +216,19 @@ def test_padding_of_the_unknown_type():
         assert ours.encode(text, **options) == expected.encode(text, **options)
 
 
+def test_types_of_an_old_file():
+    """As llama.cpp's converter once wrote it, with <unk> as a control token: Phi 3's file is one. What
+    ends a text by its own text is a control token there, though the file calls it user-defined."""
+    added = [("<|end|>", 4), *((f"[PAD{i}]", 2) for i in range(3))]
+    keys = some_pieces(KEYS, SIZE, added)
+    keys["tokenizer.ggml.token_type"][:3] = 3, 3, 4
+    ours = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
+    plain = llama2.Tokenizer(llama2.vocabulary_from_gguf(some_pieces(KEYS, SIZE)))
+    assert ours.types[:3] == [2, 3, 3] and ours.types[SIZE:] == [3, 3, 3, 3]
+    for text in ("ab abc", "</s>a[PAD1]", "<|end|>"):
+        assert ours.encode(text) == plain.encode(text)
+
+
 @pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json", "keys"])
 def test_what_has_a_name_is_a_control_token(tmp_path, tokenizer, form):
     """In every form of a model, also where it was added as user-defined; transformers skips it, too."""
