@@ -574,13 +574,15 @@ from typing import NamedTuple
 __all__ += [
     "CHAT_TEMPLATES", "PREFILL_CHUNK", "SAMPLING_LIMITS", "SCORE_CHUNK",
     "ChatStops", "Generation", "Sampling", "StreamDecoder", "TextStream", "Tokenizer", "Vocabulary",
-    "chat", "chat_stops", "encode_chat", "generate", "prefill", "sample", "score", "stream_text"
+    "chat", "chat_stops", "encode_chat", "generate", "prefill", "sample", "score", "stop_ids",
+    "stream_text"
 ]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-SAMPLING_LIMITS = {  # the lowest and the highest value of those that are options, in a report's order
+# The lowest and the highest value of the options, in the order of the report.
+SAMPLING_LIMITS = {
     "repetition_penalty": (0.01, 100.0),
     "temperature": (-1e6, 1e6),
     "top_k": (-1, 2**31),
@@ -862,6 +864,7 @@ class TextStream(Iterator[str]):
         strip: bool = False,
         **options: Any,
     ) -> None:
+        options = {"stop_ids": stop_ids(model, tokenizer), **options}
         self.generation = Generation(model, ids, **options)
         self.stops: list[str] = []
         for texts in stop, self.generation.sampling.stop_strings:
@@ -1007,6 +1010,10 @@ class Tokenizer(Vocabulary):
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def borders_control(self, text: str) -> bool:
+        """Whether it begins as the text of a control token ends, or ends as one begins."""
+        return text.startswith(self.endings) or text[::-1].startswith(self.beginnings)
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
@@ -1197,7 +1204,268 @@ class StreamDecoder:
 # A model's chat template is a program in Jinja that writes a conversation as text. It runs in
 # Jinja's sandbox, as in transformers: it sees roles and texts, but no files and no Python objects.
 
-CHAT_TEMPLATES = {  # for models without their own; "{%-" and "{{-" remove white space before them
+
+def find_template(tokenizer: Tokenizer, template: str | None) -> str:
+    """The text of a template: a name in CHAT_TEMPLATES, Jinja, or None for the tokenizer's own."""
+    if template is None:
+        template = tokenizer.chat_template
+        if not template.strip():
+            warnings.warn("the model has no chat template: llama-2 is assumed", stacklevel=3)
+            template = "llama-2"
+    template = CHAT_TEMPLATES.get(template, template)
+    if "{" not in template:  # a misspelt name: Jinja's expressions have braces
+        raise ValueError(
+            f"the chat template is {template!r:.60}; expected {', '.join(CHAT_TEMPLATES)} or Jinja"
+        )
+    return template
+
+
+@functools.cache
+def compile_template(template: str) -> Any:
+    """A chat template for Jinja's sandbox, with the functions that transformers offers to it."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if [*map(int, re.findall(r"\d+", jinja2.__version__))] < [3, 1, 6]:
+        raise ValueError(
+            f"jinja2 is {jinja2.__version__}, whose sandbox has known holes; expected 3.1.6 or newer:"
+            " pip install --upgrade jinja2"
+        )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
+    # transformers has a tag {% generation %} around what an assistant says. It prints its content.
+    template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
+    return environment.from_string(template)
+
+
+def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
+    """The text that a template makes of variables, such as messages. Raises ValueError if the template fails."""
+    variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    variables |= {name: "" if i is None else tokenizer.pieces[i] for name, i in ids.items()}
+    try:
+        return compile_template(template).render(**variables)
+    except Exception as error:  # an expression in a template may raise anything
+        raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+
+def map_texts(values: Any, change: Callable[[str], str]) -> Any:
+    """A copy of texts, numbers, None, lists and mappings, with change(text) for each text, keys too."""
+    content = json.dumps(values, default=lambda x: {**x} if isinstance(x, Mapping) else [*x])
+    literal = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+    return json.loads(re.sub(literal, lambda m: json.dumps(change(json.loads(m[0]))), content))
+
+
+def hide_control_texts(
+    values: Any, names: Collection[str], tokenizer: Tokenizer, template: str, secret: str
+) -> Any:
+    """A copy of `values` that no template can turn into a control token, whatever it writes next to
+    a text or around it.
+
+    The secret stands on both sides of a hidden character. If "<s>" is a control token, then
+
+        in        the template may write     hidden                          here, with ~
+        "a <s>"   {{ text }}                 the first character of "<s>"    "a ~<~s>"
+        "s> b"    "<" + text                 the first and the last          "~s~> ~b~"
+        "b <"     text + "s>"                the first and the last          "~b~ ~<~"
+        "s"       "<" + text + ">"           the first and the last          "~s~"
+
+    The last row counts only if the template has brackets for it. In all but the first row, names
+    that the template looks up or compares with stay as they are, and so do `names`.
+    """
+    first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
+    # An opening bracket stands before a quotation mark, "{" or "%", as in '<' + key, <{{ key }}>
+    # and '<%s>'.
+    brackets = re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template)
+    # Words in quotation marks and behind a dot: key == 'city', message.role.
+    names = {*ROLES, *names, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
+
+    def hide(text: str) -> str:
+        bare = text.strip()  # as a template may do
+        text = first.sub(lambda match: f"{secret}{match[0]}{secret}", text)
+        if bare not in names and (
+            tokenizer.borders_control(bare)
+            or bare in tokenizer.control_texts
+            and re.search(
+                rf"[\0{re.escape(''.join(brackets))}]{re.escape(bare)}[^\w\0]",
+                tokenizer.control_texts,
+            )
+        ):
+            # "~": the secret stands there already.
+            text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
+        return text
+
+    return {name: map_texts(value, hide) for name, value in values.items()}
+
+
+def check_messages(variables: Mapping[str, Any]) -> set[str]:
+    """The roles and names in messages and tools, but for ROLES. Raises ValueError, AttributeError or
+    TypeError for messages that are none.
+    """
+    turns = variables["messages"]
+    for turn in turns or [None]:
+        match turn:  # the content may be missing, as where an assistant calls a tool
+            case {"role": str()} if isinstance(turn.get("content"), str | None):
+                if turn.get("reasoning_content") is not None:  # also as in transformers
+                    turn.setdefault("thinking", turn["reasoning_content"])
+            case _:
+                raise ValueError("expected messages with a role, and text as content")
+    items = turns + (variables.get("tools") or [])
+    items += [call for turn in turns for call in turn.get("tool_calls") or ()]
+    items += [item.get("function") or {} for item in items]
+    return {item.get(key) for item in items for key in ("role", "name")} - {*ROLES, None}
+
+
+def write_chat(
+    tokenizer: Tokenizer, template: str, variables: dict[str, Any], names: Collection[str]
+) -> list[str]:
+    """The text that a template makes of the variables, in parts: every other one is hidden, a
+    character of a message that must not become a part of a control token.
+    """
+    # The secret is new each time, because a template may quote a message, and so the secret, to
+    # someone. Three in a row mark the end of a message; two in a row occur between hidden characters.
+    secret = f"~{secrets.randbelow(10**18)}~"
+    variables = hide_control_texts(variables, names, tokenizer, template, secret)
+    is_continued = not variables["add_generation_prompt"]
+    if is_continued:
+        final = variables["messages"][-1]
+        final["content"] = f"{final.get('content') or ''}{3 * secret} "
+    try:
+        text = render(tokenizer, template, **variables)
+    except ValueError as error:
+        raise ValueError(str(error).replace(secret, "")) from None
+    if is_continued:
+        text, separator, rest = text.rpartition(3 * secret)
+        if not separator:
+            raise ValueError("the chat template leaves out the final message")
+        if not rest.startswith(" "):  # the template strips messages
+            text = text.rstrip()
+    # As JSON, a character may have 12 letters: "\\ud83d\\ude00".
+    return re.split(f"(?s){secret}(.{{1,12}}?){secret}", text)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Iterable[Mapping[str, Any]],
+    template: str | None = None,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> list[int]:
+    """Messages {"role", "content"} -> ids, as transformers' apply_chat_template() returns them with
+    add_generation_prompt=True; but the text of a control token in a message stays text.
+
+    `template` is a name in CHAT_TEMPLATES or Jinja (None: the tokenizer's own). It can use
+    `variables`, such as tools. The ids end where the answer begins, or within the final message if
+    that is to be continued. Raises ValueError for messages that the template refuses.
+    """
+    template = find_template(tokenizer, template)
+    variables |= {"messages": messages, "add_generation_prompt": not continue_final_message}
+    try:
+        variables = map_texts(variables, str)  # a copy
+        names = check_messages(variables)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(str(error)) from None
+    parts = write_chat(tokenizer, template, variables, names)
+
+    # Roles and names are not hidden: a template may compare them. It may also write
+    # '<|' + role + '|>', which for the role "im_end" is ChatML's token. For letters that no token
+    # has, it would not be one.
+    for name in names:
+        others = parts
+        if name.lower() in tokenizer.control_texts.lower() or tokenizer.borders_control(name):
+            new = {name: re.sub("[A-Za-z0-9]", "\u00f8", name)}
+            renamed = map_texts(variables, lambda text: new.get(text.strip(), text))  # noqa: B023
+            others = write_chat(tokenizer, template, renamed, names)
+        made, expected = (
+            tokenizer.control_pattern.findall("\0".join(p[::2])) for p in (parts, others)
+        )
+        if made != expected or not re.fullmatch("[A-Za-z0-9_.-]+", name):
+            raise ValueError(
+                f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.', and nothing"
+                " of which the chat template makes a control token"
+            )
+
+    # The texts of control tokens that are still there are the template's own: they become marks.
+    parts[::2] = map(tokenizer.mark, parts[::2])
+    return tokenizer.encode_marked("".join(parts))
+
+
+class ChatStops(NamedTuple):
+    """What ends an answer besides EOS: ids of tokens, and texts."""
+
+    ids: list[int]
+    texts: list[str]
+
+
+def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
+    """The first special token, or else the text, that a template (None: the tokenizer's own) writes
+    behind an assistant's message. There may be neither.
+    """
+    template = find_template(tokenizer, template)
+    question = {"role": "user", "content": "hi"}
+    # These answers have no letter in common: read backwards, the two texts first differ where the
+    # answer ends, even if the template changes it, as by `| upper`.
+    answers = ({"role": "assistant", "content": text} for text in ("apple", "quits"))
+    try:  # without `tools`, a template for tools would fail
+        one, other = (
+            render(tokenizer, template, messages=[question, answer], tools=[])[::-1]
+            for answer in answers
+        )
+    except ValueError:  # the template refuses these roles
+        one = other = ""
+    length = next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), 0)
+    ending = one[:length][::-1].strip()
+    special = any_of(tokenizer.special_ids).search(ending)
+    if special:
+        return ChatStops([tokenizer.special_ids[special[0]]], [])
+    return ChatStops([], [ending] if ending else [])
+
+
+def stop_ids(model: Llama, tokenizer: Tokenizer, template: str | None = None) -> set[int]:
+    """The ids that end a text, by the model's files and by its tokenizer; with a template (a name in
+    CHAT_TEMPLATES or Jinja), also what that writes behind an answer.
+    """
+    config = model.config
+    eos_id = getattr(tokenizer, "eos_id", None)  # a tokenizer of your own may have none
+    ids = {config.eos_token_id, *config.stop_token_ids, eos_id}
+    ids |= {*chat_stops(tokenizer, template).ids} if template else set()
+    return {i for i in ids if i is not None}
+
+
+def chat(
+    model: Llama,
+    tokenizer: Tokenizer,
+    messages: Iterable[Mapping[str, Any]],
+    template: str | None = None,
+    stop: str | Sequence[str] = (),
+    continue_final_message: bool = False,
+    **options: Any,
+) -> TextStream:
+    """An iterator over the text of the answer to messages: see encode_chat() and stream_text().
+
+    The answer ends at EOS, at what the template writes after an answer, or before a text of
+    `stop`. `options` are those of generate().
+    """
+    template = find_template(tokenizer, template)
+    ids = encode_chat(tokenizer, messages, template, continue_final_message)
+    options = {"stop_ids": stop_ids(model, tokenizer, template), **options}
+    strip = options.pop("strip", not continue_final_message)
+    stream = stream_text(model, tokenizer, ids, stop, strip, **options)
+    stream.stops += chat_stops(tokenizer, template).texts
+    return stream
+
+
+CHAT_TEMPLATES = {  # short ones, for models without their own; "{%-" and "{{-" remove white space before them
     "llama-2": r"""
 {%- set system = '' %}
 {%- if messages[0].role == 'system' %}
@@ -1269,223 +1537,6 @@ CHAT_TEMPLATES = {  # for models without their own; "{%-" and "{{-" remove white
     {{- '<|assistant|>\n' }}
 {%- endif %}""",
 }
-
-
-def find_template(tokenizer: Tokenizer, template: str | None) -> str:
-    """The text of a template: a name in CHAT_TEMPLATES, Jinja, or None for the tokenizer's own."""
-    if template is None:
-        template = tokenizer.chat_template
-        if not template.strip():
-            warnings.warn("the model has no chat template: llama-2 is assumed", stacklevel=3)
-            template = "llama-2"
-    template = CHAT_TEMPLATES.get(template, template)
-    if "{" not in template:  # a misspelt name: Jinja's expressions have braces
-        raise ValueError(
-            f"the chat template is {template!r:.60}; expected {', '.join(CHAT_TEMPLATES)} or Jinja"
-        )
-    return template
-
-
-@functools.cache
-def compile_template(template: str) -> Any:
-    """A chat template for Jinja's sandbox, with the functions that transformers offers to it."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    if [*map(int, re.findall(r"\d+", jinja2.__version__))] < [3, 1, 6]:
-        raise ValueError(
-            f"jinja2 is {jinja2.__version__}, whose sandbox has known holes; expected 3.1.6 or newer:"
-            " pip install --upgrade jinja2"
-        )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
-    # transformers has a tag {% generation %} around what an assistant says. It prints its content.
-    template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
-    return environment.from_string(template)
-
-
-def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
-    """The text that a template makes of variables, such as messages. Raises ValueError if the template fails."""
-    variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    variables |= {name: "" if i is None else tokenizer.pieces[i] for name, i in ids.items()}
-    try:
-        return compile_template(template).render(**variables)
-    except Exception as error:  # an expression in a template may raise anything
-        raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-
-
-def hide_control_texts(values: Any, tokenizer: Tokenizer, template: str, secret: str) -> Any:
-    """A copy of `values` (texts, numbers, None, lists, mappings) from whose texts no template can
-    make a control token, whatever it writes beside them or around them. Raises ValueError.
-
-    If "<s>" is a control token, the secret stands on both sides of
-      - the first character of "<s>" in any text;
-      - the first and the last character of a text that begins as "<s>" ends or ends as it begins,
-        such as "s>" and "<": the template, or another text, may have the rest;
-      - those of a text that stands within it, "s", if the template has brackets for it, as in
-        '<' + key + '>'.
-    Keys are texts, too. Names that the template looks up or compares with stay as they are.
-    """
-    first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
-    # What may open a bracket: it stands before a quotation mark, "{" or "%", as in '<' + key,
-    # <{{ key }}> and '<%s>'.
-    brackets = re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template)
-    # Words in quotation marks and behind a dot: key == 'city', message.role.
-    names = {*ROLES, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
-
-    def hide(literal):
-        text = json.loads(literal[0])
-        bare = text.strip()  # as a template may do
-        text = first.sub(lambda match: f"{secret}{match[0]}{secret}", text)
-        if bare not in names and (
-            bare.startswith(tokenizer.endings)
-            or bare[::-1].startswith(tokenizer.beginnings)
-            or bare in tokenizer.control_texts
-            and re.search(
-                rf"[\0{re.escape(''.join(brackets))}]{re.escape(bare)}[^\w\0]",
-                tokenizer.control_texts,
-            )
-        ):
-            # "~": the secret stands there already.
-            text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
-        return json.dumps(text)
-
-    text = json.dumps(
-        [*values.values()], default=lambda x: {**x} if isinstance(x, Mapping) else [*x]
-    )
-    return dict(zip(values, json.loads(re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', hide, text))))
-
-
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Iterable[Mapping[str, Any]],
-    template: str | None = None,
-    continue_final_message: bool = False,
-    **variables: Any,
-) -> list[int]:
-    """Messages {"role", "content"} -> ids, as transformers' apply_chat_template() returns them with
-    add_generation_prompt=True; but the text of a control token in a message stays text.
-
-    `template` is a name in CHAT_TEMPLATES or Jinja (None: the tokenizer's own). It can use
-    `variables`, such as tools. The ids end where the answer begins, or within the final message if
-    that is to be continued. Raises ValueError for messages that the template refuses.
-    """
-    # 1. Hide what control tokens could be made of. The secret is new each time, because a template
-    #    may quote a message, and so the secret, to someone.
-    template = find_template(tokenizer, template)
-    secret = f"~{secrets.randbelow(10**18)}~"
-    variables |= {"messages": messages, "add_generation_prompt": not continue_final_message}
-    try:
-        variables = hide_control_texts(variables, tokenizer, template, secret)
-
-        # 2. Check the messages, and all roles and names. A template may write '<|' + role + '|>',
-        #    which for the role "im_end" is ChatML's token.
-        turns = variables["messages"]
-        for turn in turns or [None]:
-            match turn:  # the content may be missing, as where an assistant calls a tool
-                case {"role": str()} if isinstance(turn.get("content") or "", str):
-                    if turn.get("reasoning_content") is not None:  # also as in transformers
-                        turn.setdefault("thinking", turn["reasoning_content"])
-                    continue
-            # The message is not quoted, because the secret stands in it.
-            raise ValueError("expected messages with a role, and text as content")
-        items = turns + (variables.get("tools") or [])
-        items += [call for turn in turns for call in turn.get("tool_calls") or ()]
-        items += [item.get("function") or {} for item in items]
-        for name in {item.get(key) for item in items for key in ("role", "name")} - {*ROLES, None}:
-            if name in tokenizer.control_texts or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-                raise ValueError(
-                    f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.',"
-                    " and nothing that is part of a control token's text"
-                )
-        if continue_final_message:
-            # Three secrets mark its end: between two hidden characters there are two. The space
-            # behind them shows in step 3 whether the template strips messages.
-            turns[-1]["content"] = f"{turns[-1].get('content') or ''}{3 * secret} "
-
-        # 3. The template writes the messages as one text.
-        text = render(tokenizer, template, **variables)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(str(error).replace(secret, "")) from None
-    if continue_final_message:
-        text, separator, rest = text.rpartition(3 * secret)
-        if not separator:
-            raise ValueError("the chat template leaves out the final message")
-        if not rest.startswith(" "):  # the template strips messages
-            text = text.rstrip()
-
-    # 4. The texts of control tokens that are still in it are the template's own: they become marks.
-    #    The hidden characters stay text; a template may have written one as JSON, such as
-    #    "\ud83d\ude00", which has 12 letters.
-    parts = re.split(f"(?s){secret}(.{{1,12}}?){secret}", text)  # every other one is hidden
-    parts[::2] = map(tokenizer.mark, parts[::2])
-    return tokenizer.encode_marked("".join(parts))
-
-
-class ChatStops(NamedTuple):
-    """What ends an answer besides EOS: ids of tokens, and texts."""
-
-    ids: list[int]
-    texts: list[str]
-
-
-def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
-    """The first special token, or else the text, that a template (None: the tokenizer's own) writes
-    behind an assistant's message. There may be neither.
-    """
-    template = find_template(tokenizer, template)
-    question = {"role": "user", "content": "hi"}
-    # These answers have no letter in common: read backwards, the two texts first differ where the
-    # answer ends, even if the template changes it, as by `| upper`.
-    answers = ({"role": "assistant", "content": text} for text in ("apple", "quits"))
-    try:  # without `tools`, a template for tools would fail
-        one, other = (
-            render(tokenizer, template, messages=[question, answer], tools=[])[::-1]
-            for answer in answers
-        )
-    except ValueError:  # the template refuses these roles
-        one = other = ""
-    length = next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), 0)
-    ending = one[:length][::-1].strip()
-    special = any_of(tokenizer.special_ids).search(ending)
-    if special:
-        return ChatStops([tokenizer.special_ids[special[0]]], [])
-    return ChatStops([], [ending] if ending else [])
-
-
-def chat(
-    model: Llama,
-    tokenizer: Tokenizer,
-    messages: Iterable[Mapping[str, Any]],
-    template: str | None = None,
-    stop: str | Sequence[str] = (),
-    continue_final_message: bool = False,
-    **options: Any,
-) -> TextStream:
-    """An iterator over the text of the answer to messages: see encode_chat() and stream_text().
-
-    The answer ends at EOS, at what the template writes after an answer, or before a text of
-    `stop`. `options` are those of generate().
-    """
-    ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    ends = chat_stops(tokenizer, template)
-    config = model.config
-    stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id, *ends.ids}
-    options = {"stop_ids": stop_ids, "strip": not continue_final_message, **options}
-    stream = stream_text(model, tokenizer, ids, stop, **options)
-    stream.stops += ends.texts
-    return stream
 
 
 # ==================================================================================================
@@ -3991,11 +4042,11 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         questions = itertools.chain(first, iter(read_question, None))  # until it returns None
         generations = converse(model, tokenizer, args, questions, options)
     else:
+        # With --parse-special, the prompt may be a chat: then it ends where an answer ends.
+        template = tokenizer.chat_template if args.parse_special else None
+        options["stop_ids"] = stop_ids(model, tokenizer, template)
         stream = stream_text(model, tokenizer, ids, **options)
         generation = stream.generation
-        # Where the answers of a chat end, if the prompt is one.
-        ends = chat_stops(tokenizer).ids if args.parse_special and tokenizer.chat_template else []
-        generation.stop_ids = [*generation.stop_ids, tokenizer.eos_id, *ends]  # type: ignore[list-item]
         if not args.no_echo:
             write(prompt)
         show(stream)

@@ -41,10 +41,8 @@ def main() -> int:
             if not isinstance(json.loads(text), dict):
                 raise ValueError("the schema is no object")
         model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
-        config = model.config
-        stop_ids = {config.eos_token_id, *config.stop_token_ids, tokenizer.eos_id}
+        stop_ids = llama2.stop_ids(model, tokenizer, tokenizer.chat_template.strip())
         if tokenizer.chat_template.strip():
-            stop_ids |= {*llama2.chat_stops(tokenizer).ids}
             ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": args.prompt}])
         else:
             ids = tokenizer.encode(args.prompt)

@@ -310,6 +310,20 @@ def test_ends_behind_answers_that_a_template_changes(bare, body, end):
     assert [bare.pieces[i] for i in stops.ids] + stops.texts == [end] * (end != "none")
 
 
+def test_one_function_says_what_ends_a_text(bare):
+    """The model's files, its tokenizer and, in a chat, the template."""
+    size = bare.vocab_size
+    config = llama2.Config(8, 8, 1, 1, 1, 8, size, 64, eos_token_id=3, stop_token_ids=(5,))
+    model = llama2.Llama(config)
+    ends = {3, 5, bare.eos_id}
+    assert llama2.stop_ids(model, bare) == llama2.stop_ids(model, bare, "") == ends
+    with_eot = ends | {bare.special_ids["<|eot_id|>"]}
+    assert llama2.stop_ids(model, bare, "llama-3") == with_eot
+    assert llama2.stream_text(model, bare, [1]).generation.stop_ids == ends
+    stream = llama2.chat(model, bare, dialogue("u:hi"), "llama-3", max_new_tokens=1)
+    assert stream.generation.stop_ids == with_eot
+
+
 EVERYWHERE = """[{"role": "system", "content": "X"}, {"role": "user", "content": "X"},
 {"role": "assistant", "content": "X", "tool_calls": [{"function": {"name": "clock", "arguments":
 {"X": ["X"]}}}]}, {"role": "user", "content": "X"}]"""
@@ -535,14 +549,46 @@ NAMED_SO = """{"messages": [{"content": "a", "role": X}]}
 {"messages": [{"content": "a", "role": "user"}], "tools": [{"function": {"name": X}}]}"""
 
 
+# Writes each of these names as '<|' + role + '|>' and as '<' + role + '>'.
+NAMES = """{% for x in messages + (tools or []) %}{% for y in [x] + (x.tool_calls or []) %}
+{%- for z in [y, y.function or {}] %}{% for n in [z.role, z.name] %}{{ '<|%s|><%s>' % (n, n) }}
+{%- endfor %}{% endfor %}{% endfor %}{% endfor %}"""
+
+
 @pytest.mark.parametrize("name", ["im_end", "</s>", "s", "a b", "a|", "", "\u00e9"])
 def test_names_of_which_a_template_could_make_a_control_token(bare, name):
-    """zephyr writes '<|' + role + '|>'."""
     for text in NAMED_SO.splitlines():
         chat = json.loads(text.replace("X", json.dumps(name)))
-        raises("the role or name", llama2.encode_chat, bare, template="zephyr", **chat)
+        raises("the role or name", llama2.encode_chat, bare, template=NAMES, **chat)
     for role in (*llama2.ROLES, "critic-2.b_"):
         assert llama2.encode_chat(bare, [{"role": role, "content": "x"}], "zephyr")
+
+
+LLAMA_3_NAMES = "python id text end begin right pad header tune"
+LLAMA_3 = """begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag
+finetune_right_pad_id reserved_special_token_0 end"""
+HEADERS = """{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}
+{{- m.name }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}
+{{- '<|eot_id|>' }}{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"""
+
+
+def test_names_that_stand_in_a_control_token_without_a_template_that_completes_it(tmp_path):
+    """They are those of tools, of messages, of roles; what they could become otherwise is refused."""
+    tags = {f"<|{name}|>": True for name in LLAMA_3.split()} | {"<s>": True, "</s>": True}
+    path = folder(tmp_path, HEADERS, tags)
+    ours, theirs = load(path), load_theirs(path)
+    for name in (*LLAMA_3_NAMES.split(), "s", "eot_id"):
+        for text in NAMED_SO.splitlines():
+            chat = json.loads(text.replace("X", json.dumps(name)))
+            assert_as_transformers(ours, theirs, final=False, **{"tools": None} | chat)
+            if name in ("end", "eot_id", "s"):
+                raises("the role or name", llama2.encode_chat, ours, template=NAMES, **chat)
+    chat |= {"tools": [{"function": {"name": "end"}}]}
+    completed = HEADERS.replace("{{ t | tojson }}", "{{ '<|' ~ t.function.name ~ '_header_id|>' }}")
+    raises("the role or name 'end'", llama2.encode_chat, ours, template=completed, **chat)
+    lower = "{% for m in messages %}{{ '<|' + m.role | lower + '|>' }}{% endfor %}"
+    messages = [{"role": "EOT_ID", "content": ""}]
+    raises("the role or name 'EOT_ID'", llama2.encode_chat, ours, messages, lower)
 
 
 NONE = """
@@ -550,6 +596,10 @@ NONE = """
 {"role": "user"}
 [{"content": "a"}]
 [{"role": ["user"], "content": "a"}]
+[{"role": "user", "content": 0}]
+[{"role": "user", "content": false}]
+[{"role": "user", "content": []}]
+[{"role": "user", "content": {}}]
 [{"role": "user", "content": [{"type": "secret"}]}]
 """
 

@@ -70,17 +70,17 @@ def test_loading_imports_no_compiler(bundled):
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
     "I": (2760, 11.0),
-    "II": (5250, 9.0),
+    "II": (5600, 9.0),
     "III": (10690, 9.5),
     "IV": (2150, 11.5),
     "V": (3220, 9.0),
 }
-ALL = 24040  # tokens of the file
+ALL = 24500  # tokens of the file
 KERNELS = 1740  # lines of kernels/*.cpp and *.h, as clang-format writes them
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 32  # functions that are named in one place, each of which costs a jump
-DEEP = 86  # functions from main() to the text of the first token of README's first command
+DEEP = 87  # functions from main() to the text of the first token of README's first command
 ADVICE = """Look for what no user would miss: a second way to do one thing, a check or message written
 twice, an option nobody needs, code that only tests call. If a line is dense, let one statement do one
 thing. If all that is left earns its place, raise the number here, and say in the commit what for."""

@@ -135,9 +135,7 @@ class Session:
 
     def stop_ids(self, chat: bool) -> set[int]:
         """The stop tokens of a chat, or of another text."""
-        config = self.model.config
-        ids = {config.eos_token_id, *config.stop_token_ids, self.tokenizer.eos_id}
-        return ids | {*self.stops.ids} if chat else ids
+        return llama2.stop_ids(self.model, self.tokenizer, self.template if chat else None)
 
     @functools.cache  # noqa: B019 (there is one session)
     def vocabulary(self, chat: bool) -> Any:
