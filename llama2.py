@@ -1872,6 +1872,7 @@ GGUF_SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
     "penalty_last_n": "general.sampling.penalty_last_n",
+    "stop_strings": "general.sampling.stop_strings",  # llama2.py alone knows this key
 }
 SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json and in templates
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -1935,7 +1936,7 @@ class Checkpoint:
         # 0, 1 and a limit that is the context's own change nothing.
         unchanged = 0, 1, self.config.max_position_embeddings
         for name, value in self.recommended.items():
-            if name in GGUF_SAMPLING or name == "stop_strings":
+            if name in GGUF_SAMPLING:
                 with suppress(ArithmeticError, TypeError, ValueError):
                     texts = [value] if isinstance(value, str) else value
                     typed = type(getattr(Sampling, name))(texts)  # 50.0 is 50, as in llama.cpp

@@ -18,6 +18,7 @@ import json
 import re
 import signal
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -311,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     args = parser.parse_args(argv)
     llama2.use_threads()
+    warnings.showwarning = lambda message, *_: print(f"convert.py: {message}", file=sys.stderr)
     try:
         convert(args)
     except ImportError as error:

@@ -79,8 +79,7 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
         config = own_config
     usual = vars(llama2.Sampling())
     sampling = vars(model.sampling or llama2.Sampling())
-    names = *llama2.GGUF_SAMPLING, "stop_strings"
-    sampling = {name: sampling[name] for name in names if sampling[name] != usual[name]}
+    sampling = {n: sampling[n] for n in llama2.GGUF_SAMPLING if sampling[n] != usual[n]}
     if "repetition_penalty" in sampling:  # else it would look at all tokens, as in transformers
         sampling["penalty_last_n"] = model.sampling.penalty_last_n
     return llama2.Checkpoint("the model", config, weights, lambda: tokenizer, recommended=sampling)
@@ -115,8 +114,11 @@ def as_checkpoint(
     model: llama2.Llama | llama2.Checkpoint, tokenizer: llama2.Tokenizer | None
 ) -> llama2.Checkpoint:
     """What is to be saved. Raises ValueError if the tokenizer does not fit the model."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile() wraps a model
     if isinstance(model, llama2.Llama):
         model = model_checkpoint(model, tokenizer)
+    if not isinstance(model, llama2.Checkpoint):
+        raise ValueError(f"the model is a {type(model).__name__}; expected a Llama or a Checkpoint")
     pieces, rows = model.tokenizer.vocab_size, model.config.vocab_size
     if pieces > rows:
         raise ValueError(f"the tokenizer has {pieces} pieces, the model {rows} rows")
@@ -306,7 +308,11 @@ def pack_value(value: Any, integer: int = UINT32) -> bytes:
 
 def model_keys(config: llama2.Config, vocabulary: llama2.Vocabulary) -> dict[str, Any]:
     """GGUF's keys for a Config. `vocabulary` has the EOS that its chat template means."""
-    ends = [*dict.fromkeys((vocabulary.eos_id, *config.stop_token_ids, config.eos_token_id))][1:]
+    ends = [
+        i
+        for i in dict.fromkeys((*config.stop_token_ids, config.eos_token_id))
+        if i != vocabulary.eos_id and i in range(config.vocab_size)
+    ]
     keys = {
         "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
@@ -530,8 +536,9 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
         keys |= model_keys(config, vocabulary)
         keys["tokenizer.ggml.padding_token_id"] = pad_token_id(checkpoint)
         for name, value in checkpoint.sampling.items():
-            if name in llama2.GGUF_SAMPLING:  # all but stop_strings, for which GGUF has no key
-                keys[llama2.GGUF_SAMPLING[name]] = value
+            # No text and no vocabulary has more than an INT32 can count.
+            value = [*value] if name == "stop_strings" else min(value, 2**31 - 1)
+            keys[llama2.GGUF_SAMPLING[name]] = value
     else:
         stored = stored_values(path)
         if llama2.open_checkpoint(path).config != config:

@@ -270,7 +270,8 @@ def test_stop_strings_are_followed(forms, tmp_path, capsys):
     for copy in "again", "saved":
         again = llama2.open_checkpoint(tmp_path / copy).sampling
         assert again == {"stop_strings": ("fox", "the moon")}
-    save_gguf(llama2.open_checkpoint(folder), tmp_path / "x.gguf")  # which has no key for it
+    save_gguf(llama2.open_checkpoint(folder), tmp_path / "x.gguf")
+    assert llama2.open_checkpoint(tmp_path / "x.gguf").sampling == again
 
 
 def test_one_stop_string_is_one_text(tokenizer):

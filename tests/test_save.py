@@ -194,6 +194,20 @@ def test_what_a_file_cannot_hold_is_refused(model_path, tmp_path, name, module, 
         f"a file cannot hold.*{said}", save_gguf, model, tmp_path / "out.gguf", tokenizer=tokenizer
     )
     assert not os.listdir(tmp_path)
+    for wrong in (nn.DataParallel(model), None):
+        raises("expected a Llama or a Checkpoint", save_gguf, wrong, tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize("write", [save_gguf, save_folder])
+def test_a_compiled_model_is_saved_as_the_model(small, tmp_path, write):
+    model, tokenizer = llama2.load(small, trainable=True)
+    wrapped = torch.compile(model, backend="eager")
+    write(wrapped, tmp_path / "a.gguf", "F32", tokenizer=tokenizer)
+    write(model, tmp_path / "b.gguf", "F32", tokenizer=tokenizer)
+    a, b = (llama2.load(tmp_path / name)[0].state_dict() for name in ("a.gguf", "b.gguf"))
+    assert all(torch.equal(w, b[name]) for name, w in a.items())
+    wrapped.layers[0] = torch.compile(model.layers[0], backend="eager")
+    raises("layers.0, a OptimizedModule", write, wrapped, tmp_path / "c.gguf", tokenizer=tokenizer)
 
 
 def test_more_pieces_than_rows_are_refused(tmp_path, tokenizer):
@@ -402,6 +416,19 @@ def test_keys_and_types_are_those_of_llama_cpps_converter(tmp_path, form):
         assert typed_keys(tmp_path / f"{name}.gguf") == expected, name
 
 
+def test_what_is_not_carried_over_is_named_in_one_line(small, tmp_path, capsys):
+    """Settings of generation_config.json that are not followed. Ids that no piece has end nothing."""
+    convert.main([str(small), str(tmp_path / "a")])
+    settings = {"num_beams": 4, "eos_token_id": [2, 5, -1, 2**40]}
+    write_files(tmp_path / "a", {"generation_config.json": settings})
+    capsys.readouterr()
+    assert convert.main([str(tmp_path / "a"), str(tmp_path / "b.gguf")]) == 0
+    line, written, *_ = capsys.readouterr().err.split("\n")
+    assert re.fullmatch("convert.py: .*generation_config.json: .*not followed: num_beams", line)
+    assert written.startswith("wrote")
+    assert llama2.open_checkpoint(tmp_path / "b.gguf").config.stop_token_ids == (5,)
+
+
 def test_files_of_version_0_6_are_mended(small, tmp_path):
     """Their token_type was UINT32."""
     expected = typed_keys(small)
@@ -443,13 +470,14 @@ RECOMMENDED = """
 {"temperature": 0.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
 {"temperature": 0.0, "repetition_penalty": 1.2, "penalty_last_n": -1}
 {"temperature": -1.0, "top_k": -1, "repetition_penalty": 1.2, "penalty_last_n": 9}
-{"min_p": 0.05}
+{"min_p": 0.05, "stop_strings": ["the moon", "fox"]}
+{"top_k": 2147483648, "repetition_penalty": 1.5, "penalty_last_n": 2147483647}
 """
 
 
 @cases("sampling", RECOMMENDED)
 def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling):
-    """From a model in memory and from files, there and back."""
+    """From a model in memory and from files, there and back. The largest top_k is all, as the next."""
     pytest.importorskip("tokenizers")
     model, tokenizer = llama2.load(small)
     model.sampling = llama2.Sampling(**json.loads(sampling))
@@ -459,9 +487,14 @@ def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling
     for form in ("x.gguf", "x", "y.gguf"):
         again = llama2.Sampling(**llama2.open_checkpoint(tmp_path / form).sampling)
         for name in llama2.GGUF_SAMPLING:
-            low = 0 if name in ("temperature", "top_k") else -1  # 0 and less are one
-            expected = max(low, getattr(model.sampling, name))
-            assert max(low, getattr(again, name)) == pytest.approx(expected), (form, name)
+            values = getattr(again, name), getattr(model.sampling, name)
+            if name in ("temperature", "top_k"):  # 0 and less are one
+                values = (min(max(value, 0), 2**31 - 1) for value in values)
+            actual, expected = values
+            if name == "stop_strings":
+                assert [*actual] == [*expected], form
+            else:
+                assert actual == pytest.approx(expected), (form, name)
 
 
 @pytest.mark.parametrize("scheme", ["never", "start", "prepend", "first", "always"])
