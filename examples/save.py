@@ -125,6 +125,14 @@ def as_checkpoint(
     return model
 
 
+def config_with_ends(checkpoint: llama2.Checkpoint) -> llama2.Config:
+    """The Config, which also names the tokens that end a text by their own texts: so it has them
+    after load(), and other programs need to be told."""
+    config = checkpoint.config
+    ends = llama2.ends_by_text(config, checkpoint.tokenizer)
+    return replace(config, stop_token_ids=(*config.stop_token_ids, *ends))
+
+
 def describe_tensors(weights: Iterable[llama2.Weight]) -> str:
     """How many tensors of each type there are, and the size of all."""
     weights = [*weights]
@@ -533,7 +541,7 @@ def gguf_metadata(checkpoint: llama2.Checkpoint) -> dict[str, bytes]:
         # The converter also makes up what describes a model to people: a name, a size, ...
         keys["general.type"] = "model"
         keys |= vocabulary_keys(vocabulary, config.vocab_size)
-        keys |= model_keys(config, vocabulary)
+        keys |= model_keys(config_with_ends(checkpoint), vocabulary)
         keys["tokenizer.ggml.padding_token_id"] = pad_token_id(checkpoint)
         for name, value in checkpoint.sampling.items():
             # No text and no vocabulary has more than an INT32 can count.
@@ -712,7 +720,7 @@ def model_settings(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
 
 def generation_config(checkpoint: llama2.Checkpoint) -> dict[str, Any]:
     """The content of generation_config.json: how to sample, and what ends a text."""
-    config = checkpoint.config
+    config = config_with_ends(checkpoint)
     settings = dict(checkpoint.sampling)
     settings["do_sample"] = settings.get("temperature", 1) > 0
     if not settings["do_sample"]:
@@ -931,7 +939,7 @@ def save_folder(
     types = {w.ggml_type for w in checkpoint.weights.values() if len(w.shape) == 2}
     own = types.pop() if len(types) == 1 else ""
     dtype = DTYPES[ggml_type or (own if own in DTYPES else "F16")]
-    settings = hf_config(checkpoint.config, dtype)
+    settings = hf_config(config_with_ends(checkpoint), dtype)
     pad = pad_token_id(checkpoint)
     files = {"config.json": settings if pad is None else settings | {"pad_token_id": pad}}
     files |= tokenizer_files(checkpoint.tokenizer)

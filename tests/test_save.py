@@ -406,8 +406,10 @@ def test_keys_and_types_are_those_of_llama_cpps_converter(tmp_path, form):
     expected = {key: value for key, value in theirs.items() if not re.fullmatch(ABOUT, key)}
     # In ours alone: what ends a text besides EOS. llama.cpp finds it by its text.
     array, *integers = map(gguf.GGUFValueType.__getitem__, ("ARRAY", "INT32", "UINT32"))
-    expected["tokenizer.ggml.eos_token_ids"] = [array, integers[0]], [stop]
-    expected["tokenizer.ggml.eot_token_id"] = integers[1:], stop
+    ends = [stop, *(i for i, (text, t) in enumerate(tokens) if text == "<|eom_id|>" and t == 3)]
+    expected["tokenizer.ggml.eos_token_ids"] = [array, integers[0]], ends
+    for key, i in zip(("eot", "eom"), ends):
+        expected[f"tokenizer.ggml.{key}_token_id"] = integers[1:], i
     save_gguf(llama2.open_checkpoint(folder), tmp_path / "files.gguf")
     model, tokenizer = llama2.load(folder)
     save_gguf(model, tmp_path / "memory.gguf", "F32", tokenizer)
