@@ -3,6 +3,7 @@
 tool_formats.json has what templates write for calls, in short forms; the models are named.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -227,17 +228,70 @@ def tell(tokenizer, monkeypatch):
             for part in text.split("¤")  # the control token
             for i in (*tokenizer.encode(part, bos=False, first=False), tokenizer.vocab_size - 1)
         ]
-        steps = itertools.cycle([*script, tokenizer.eos_id])
+        script.append(tokenizer.eos_id)
+        asked = [None, 0]  # the processor of the last request, the length of its prompt
 
         def sample(logits, sampling, ids, generator):
-            token_id = next(steps)
+            if sampling.logits_processor is not asked[0]:
+                asked[:] = sampling.logits_processor, len(ids)
+            token_id = script[(len(ids) - asked[1]) % len(script)]
             assert sampling.logits_processor(ids, logits)[token_id] > -1e9, (token_id, text)
             return token_id
 
         monkeypatch.setattr(llama2, "sample", sample)
-        return len(script)
+        return len(script) - 1
 
     return tell
+
+
+class Checked(tools.Reader):
+    """One that has told, wherever its text may end, what it reads in the whole of it."""
+
+    deltas = ()
+
+    def feed(self, text, ended=False):
+        delta = super().feed(text, ended)
+        self.deltas += (copy.deepcopy(delta),)  # join() changes them
+        last, whole = copy.copy(self), tools.Reader(self.answer)
+        whole.secret = self.secret
+        whole.feed(self.text, ended=True)
+        rest = tools.Reader.feed(last, "", ended=True)
+        assert join(copy.deepcopy([*self.deltas, rest])) == whole.message
+        return delta
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    monkeypatch.setattr(server_answer, "Reader", Checked)
+
+
+def events_of(client, path, body):
+    reply = client.post(path, json=body | {"stream": True})
+    return [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
+
+
+def chat_of(client, body):
+    """The choice of a chat, which is as its stream says it; the deltas of that; usage. Or an error."""
+    body = {"messages": QUESTION, "tools": TOOLS, "logprobs": True, "cache_prompt": False} | body
+    body["stream_options"] = {"include_usage": True}
+    reply = client.post(CHAT, json=body).json()
+    if "error" in reply:
+        return reply["error"]["message"]
+    (choice,) = reply["choices"]
+    *chunks, last = events_of(client, CHAT, body)
+    chunks = [chunk["choices"][0] for chunk in chunks]
+    deltas = [chunk["delta"] for chunk in chunks[1:]]
+    message = join(deltas)
+    for one in (message, choice["message"]):
+        for call in one.get("tool_calls", ()):
+            assert len(call.pop("id")) == 9
+    assert message == choice["message"]
+    entries = [entry for chunk in chunks for entry in chunk["logprobs"]["content"]]
+    assert entries == choice["logprobs"]["content"]
+    reasons = [chunk["finish_reason"] for chunk in chunks]
+    assert reasons == [*[None] * len(deltas), choice["finish_reason"]]
+    assert last["usage"] == reply["usage"]
+    return choice, deltas, reply["usage"]
 
 
 @pytest.fixture
@@ -246,30 +300,11 @@ def say(sessions, tell):
 
     def say(source, text, **body):
         count = tell(text)
-        body = {
-            "messages": QUESTION,
-            "tools": TOOLS,
-            "logprobs": True,
-            "cache_prompt": False,
-        } | body
-        reply = sessions(source).post("/v1/chat/completions", json=body).json()
-        if "error" in reply:
-            return reply["error"]["message"]
-        (choice,) = reply["choices"]
-        reply = sessions(source).post("/v1/chat/completions", json={**body, "stream": True})
-        lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")]
-        chunks = [json.loads(line)["choices"][0] for line in lines]
-        deltas = [chunk["delta"] for chunk in chunks[1:]]
-        message = join(deltas)
-        entries = [e for chunk in chunks[1:] for e in chunk["logprobs"]["content"]]
-        assert entries == choice["logprobs"]["content"]
-        assert len(entries) == count
-        for one in (message, choice["message"]):
-            for call in one.get("tool_calls", ()):
-                assert len(call.pop("id")) == 9
-        assert message == choice["message"]
-        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
-        return choice, deltas
+        said = chat_of(sessions(source), body)
+        if isinstance(said, str):
+            return said
+        assert len(said[0]["logprobs"]["content"]) == said[2]["completion_tokens"] == count
+        return said[:2]
 
     return say
 
@@ -581,6 +616,119 @@ def test_items_of_other_types(sessions, tell, capsys):
     capsys.readouterr()
     assert client.post(RESPONSES, json={"input": items}).status_code == 200
     assert "; forgot web_search_call in the input, ghost_snapshot in" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Whole and in a stream: the same
+
+FORM = {"type": "json_schema", "name": "x", "schema": json.loads(SCHEMA)}
+WINDS = {"type": "function", "name": "winds"}
+FORCED = {"tool_choice": "required"}
+SAYS = [  # what is said (C: calls, J: JSON), and fields of a request to /v1/responses
+    ("Well <tool_box>, {", {}),
+    ("Well.\nC", {}),
+    ("C", FORCED),
+    ("C", {"tool_choice": WINDS, "parallel_tool_calls": False}),
+    ("J", {"text": {"format": FORM}, "tools": []}),
+    ("C", {"text": {"format": FORM}}),
+    ("C", {"text": {"format": FORM}, **FORCED}),
+    ("C", {"text": {"format": FORM}, "tool_choice": WINDS}),
+]
+THINKS = [  # what begins a thought: of the prompt, of the answer
+    (None, ""),
+    ("", "<think>"),
+    ("<think>\n", ""),
+    ("<think>\n", "<think>"),
+]
+
+
+def asked_of_chats(body):
+    """The fields of a request for a chat, by those of one to /v1/responses."""
+    body = {"max_tokens" if key == "max_output_tokens" else key: body[key] for key in body}
+    if form := body.pop("text", {}).get("format"):
+        body["response_format"] = {"type": form["type"], "json_schema": form}
+    if body.get("tool_choice") == WINDS:
+        body["tool_choice"] = {"type": "function", "function": {"name": "winds"}}
+    return body
+
+
+def response_of(client, body):
+    """The same of a response, as a message."""
+    body = {"input": "A", "tools": FUNCTIONS, **body}
+    whole = client.post(RESPONSES, json=body).json()
+    events = events_of(client, RESPONSES, body)
+    said = [""] * len(events[-1]["response"]["output"])
+    for event in events:
+        if event["type"].endswith(".delta"):
+            said[event["output_index"]] += event["delta"]
+    message = {}
+    for response in (whole, events[-1]["response"]):
+        for item in response["output"]:
+            del item["id"]
+            item.pop("call_id", None)
+    for item, text in zip(whole["output"], said, strict=True):
+        assert text == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+        if "arguments" in item:
+            message.setdefault("calls", []).append((item["name"], text))
+        else:
+            message[item["type"]] = text
+    for key in ("output", "status", "incomplete_details", "usage"):
+        assert whole[key] == events[-1]["response"][key]
+    return message, whole["status"], whole["usage"]
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_a_stream_is_the_whole_answer(tokenizer, sessions, tell, name):
+    """In its content, reasoning, calls, log-probabilities, usage, and why it ended, wherever a limit
+    or a stop text cuts it; and a call that must come comes, whatever else was asked."""
+    entry, rng = FORMATS[name], random.Random(name)
+    form = tools.Format(*entry["format"])
+    plain = template_of(tokenizer, source_of(name))
+    arguments = ARGUMENTS if form.arguments_as_text else json.loads(ARGUMENTS)
+    mine = UNDERSTOOD.index(name) if ANSWERS == 1 else 0  # each case by one format, or by all
+    for (opened, begun), (say, asked) in [*itertools.product(THINKS, SAYS)][
+        mine :: len(UNDERSTOOD) if ANSWERS == 1 else 1
+    ]:
+        names = ["winds", "winds"][asked.get("tool_choice") == WINDS or form.separator is None :]
+        calls = plain.render(
+            {"role": "assistant", "content": form.no_content}
+            | {"tool_calls": called(names, arguments=arguments)}
+        )
+        calls = calls.rpartition("<|assistant|>")[2].removesuffix("<|end|>").strip()
+        text = say.replace("C", calls).replace("J", '{"city": "a"}')
+        source = source_of(name)
+        if opened is not None:
+            text = f"{begun}I <think so\n</think>\n{text}"
+            source = (
+                TEMPLATE % (entry["calls"], opened + entry.get("prompt", "")) + "{# </think> #}"
+            )
+        client, count = sessions(source), tell(text)
+        cuts = [{"max_output_tokens": k} for k in range(1, count + 1)]
+        cuts += [{"stop": [text[i : i + 3]]} for i in range(len(text) - 3)]
+        cut = rng.choice(cuts)
+        forced = asked.get("tool_choice")
+        for cut in ({}, cut):
+            body = asked | cut | {"cache_prompt": False}
+            said = chat_of(client, asked_of_chats(body))
+            assert len(said) == 3, said
+            choice, _, usage = said
+            message, reason = choice["message"], choice["finish_reason"]
+            entries = choice["logprobs"]["content"]
+            said, status, counts = response_of(client, body)
+            assert message["content"] == said.get("message", None if "calls" in said else "")
+            assert message.get("reasoning") == said.get("reasoning")
+            functions = [call["function"] for call in message.get("tool_calls", ())]
+            assert said.get("calls", []) == [(f["name"], f["arguments"]) for f in functions]
+            assert (status == "incomplete") is (reason == "length")
+            assert usage["completion_tokens"] == counts["output_tokens"]
+            assert not forced or not message["content"]
+            if not cut or (forced and "stop" in cut and opened is None):
+                assert len(entries) == usage["completion_tokens"] == count
+                assert [f["name"] for f in functions] == (names if "C" in say else [])
+                assert all(json.loads(f["arguments"]) == json.loads(ARGUMENTS) for f in functions)
+                assert (message["content"] or "") == say.strip("C\n").replace("J", '{"city": "a"}')
+                assert message.get("reasoning") == (None if opened is None else "I <think so")
+                assert reason == ("tool_calls" if functions else "stop")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -69,13 +69,16 @@ class Job:
         parse_special = not chat and take(body, "parse_special", session.parse_special)
         tools, answer = take_tools(body) if chat else ([], Answer())
         variables = take_variables(body)
-        answer.schemas += take_schema(body)
+        schema, stops = take_schema(body), take_stops(body)
+        if answer.forced:  # it is a call, which neither ends
+            schema, stops = [], []
+        answer.schemas += schema
         self.n = take(body, "n", 1)  # answers to each prompt
         self.seed = take(body, "seed", None, int)
         self.options = {  # of Session.start()
             "chat": chat or parse_special,  # such a prompt is one that the client rendered
             "strip": chat and not continued,
-            "stop": take_stops(body),
+            "stop": stops,
             "max_new_tokens": limit,
             # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
             "reuse": take(body, "cache_prompt", self.seed is None) and reuse,

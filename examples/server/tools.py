@@ -333,7 +333,7 @@ class Reader:
         if answer.reasoning:
             start, end = answer.reasoning
             text = text.lstrip()
-            if not (ended or answer.is_reasoning) and start.startswith(text):
+            if not ended and start.startswith(text):
                 return message
             if answer.is_reasoning or text.startswith(start):
                 thought, text = until(finder([end]), text.removeprefix(start).lstrip(), ended)
