@@ -705,9 +705,8 @@ def test_a_stream_is_the_whole_answer(tokenizer, sessions, tell, name):
         client, count = sessions(source), tell(text)
         cuts = [{"max_output_tokens": k} for k in range(1, count + 1)]
         cuts += [{"stop": [text[i : i + 3]]} for i in range(len(text) - 3)]
-        cut = rng.choice(cuts)
         forced = asked.get("tool_choice")
-        for cut in ({}, cut):
+        for cut in ({}, rng.choice(cuts)):
             body = asked | cut | {"cache_prompt": False}
             said = chat_of(client, asked_of_chats(body))
             assert len(said) == 3, said
