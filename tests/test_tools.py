@@ -742,7 +742,7 @@ VALUES = """{"messages": [{"role": "user", "content": "A"}], "prompt": "A", "inp
 "response_format": {"type": "text"}, "text": {"verbosity": "low", "format": {"type": "text"}},
 "reasoning_effort": "low", "reasoning": {"effort": null, "summary": "auto"}, "cache_prompt": false,
 "chat_template_kwargs": {"enable_thinking": false}, "continue_final_message": false,
-"parse_special": true, "include_stop_token": true, "store": false, "include": ["reasoning.encrypted_content"]}"""
+"do_sample": false, "penalty_last_n": -1, "parse_special": true, "include_stop_token": true, "store": false, "include": ["reasoning.encrypted_content"]}"""
 PROMPTS = {
     CHAT: {"messages": QUESTION},
     RESPONSES: {"input": "A"},
@@ -790,7 +790,7 @@ def test_fields_of_the_table(sessions, capsys, verdict, name):
 
 
 FOLLOWED_ELSEWHERE = ["echo", "tools", "tool_choice", "top_logprobs", "continue_final_message"]
-FOLLOWED_ELSEWHERE += ["include"]
+FOLLOWED_ELSEWHERE += ["include", "n_predict", "num_predict"]
 
 
 def test_the_table_is_whole():
@@ -798,12 +798,110 @@ def test_the_table_is_whole():
     named = [name for _, name in FIELDS]
     refused = {name for verdict, name in FIELDS if verdict == "refused"}
     assert len(named) == len({*named})
-    followed = {*server_fields.LIMITS} - {"penalty_last_n"}
-    assert followed <= {*named} - refused
+    assert {*server_fields.LIMITS} <= {*named} - refused
     for pattern in re.sub(r"\(.*?\)|\s", "", server_fields.REFUSED.pattern).split("|"):
         assert pattern in FOLLOWED_ELSEWHERE or any(
             re.fullmatch(pattern, name) for name in refused
         ), pattern
+
+
+TABLE = TABLE.partition("| here | OpenAI |")[2].partition("\n\n")[0]
+SYNONYMS = {
+    ours: names
+    for ours, *names in (re.findall("`([a-z_]+)`", row) for row in TABLE.splitlines()[2:])
+}
+EQUAL = {"max_tokens": 1, "repetition_penalty": 1.5, "penalty_last_n": -1, "stop": ["x", "y"]}
+EQUAL["schema"] = EQUAL["response_format"] = {"type": "array"}
+
+
+def test_names_of_other_servers(sessions, monkeypatch):
+    """Those of the table mean what it says; two that differ do not. A schema has several forms."""
+    assert {ours: {*names} - {"response_format"} for ours, names in SYNONYMS.items()} == {
+        ours: {*names} for ours, names in server_fields.SYNONYMS.items()
+    }
+    seen = []
+    start = Session.start
+    note = lambda self, ids, **options: (seen.append(options), start(self, ids, **options))[1]
+    monkeypatch.setattr(Session, "start", note)
+    client = sessions(BOTH)
+    forms = [{"response_format": {"type": "json_object", "schema": EQUAL["schema"]}}]
+    forms += [{name: EQUAL["schema"]} for name in ("schema", *server_fields.SYNONYMS["schema"])]
+    groups = [forms]
+    for ours, names in SYNONYMS.items():
+        if ours != "schema":
+            groups.append([{name: EQUAL[ours]} for name in (ours, *names)])
+    for group in groups:
+        seen.clear()
+        for body in group:
+            body = PROMPTS[CHAT] | {"max_tokens": 1, "repetition_penalty": 1.2} | body
+            body.pop("repetition_penalty" if {"repeat_penalty", "rep_pen"} & {*body} else "", None)
+            assert client.post(CHAT, json=body).status_code == 200, body
+        assert len({re.sub(" at 0x.*?>", "", str(options)) for options in seen}) == 1, seen
+    for body in (
+        {"max_tokens": 5, "n_predict": 6},
+        {"repeat_last_n": 5},
+        {"rep_pen": 0},
+        {"n_predict": "5"},
+    ):
+        error = client.post(CHAT, json=PROMPTS[CHAT] | body).json()["error"]
+        assert error["param"] in {*body, "penalty_last_n"}
+    assert client.post(CHAT, json=PROMPTS[CHAT] | {"n_predict": -1, "max_tokens": 1}).is_success
+    body = PROMPTS[CHAT] | {"tools": WEB, "tool_choice": "required"}
+    error = client.post(CHAT, json=body).json()["error"]["message"]
+    assert error.endswith("a function among the tools: there is none")
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY")
+SERVED = {
+    "/": "GET",
+    "/health": "GET",
+    "/v1/models": "GET",
+    "/v1/models/ORG/NAME": "GET",
+    CHAT: "POST",
+    RESPONSES: "POST",
+    "/v1/completions": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    f"{RESPONSES}/resp_0": "DELETE GET",
+}
+NOT_SERVED = (
+    "/v1 /v1/ /v1/files /v1/responses/compact /v1/responses/input_tokens /v2/models /api/chat"
+)
+
+
+def test_methods_paths_and_content_types(sessions):
+    """405 says what a path takes, 404 which there are; nothing is 500, or 200 and did nothing."""
+    client = sessions(BOTH)
+    bodies = {"/tokenize": {"content": "A"}, "/detokenize": {"tokens": [5]}} | PROMPTS
+    paths = SERVED | {
+        path.removeprefix("/v1"): how for path, how in SERVED.items() if path.startswith("/v1/")
+    }
+    for method, path in itertools.product(METHODS, [*paths, *NOT_SERVED.split()]):
+        for kind in ("application/json", "text/plain", "multipart/form-data; boundary=x", ""):
+            long = path if path in SERVED else f"/v1{path}"
+            data = json.dumps({"max_tokens": 1} | bodies.get(long, {}))
+            data = data.replace("max_tokens", "max_output_tokens") if long == RESPONSES else data
+            data = None if method in ("GET", "HEAD") else data
+            head = {"Content-Type": kind} if kind else {}
+            reply = client.request(method, path, content=data, headers=head)
+            allowed = paths.get(path, "").replace("GET", "GET HEAD").split()
+            about = method, path, kind, reply.text
+            assert len(reply.headers["x-request-id"]) == 24
+            if not allowed:
+                assert reply.status_code == 404, about
+                assert method == "HEAD" or "there are /, /health, /v1/models" in reply.text
+            elif method not in allowed:
+                assert reply.status_code == 405, about
+                assert {*reply.headers["allow"].split(", ")} == {*allowed}
+            elif long.endswith("resp_0"):
+                assert reply.status_code == 404 and (method == "HEAD" or "not found" in reply.text)
+            elif method == "POST" and kind.startswith(("text", "multi")):
+                assert reply.status_code == 415, about
+            else:
+                assert reply.status_code == 200, about
+    made = client.post(RESPONSES, json=PROMPTS[RESPONSES] | {"max_output_tokens": 1}).json()["id"]
+    error = client.get(f"{RESPONSES}/{made}?stream=true").json()["error"]
+    assert error["param"] == "stream" and client.get(f"{RESPONSES}/{made}?stream=false").is_success
 
 
 HARMLESS = """{"provider_specific_fields": {"reasoning": "t"}, "annotations": [{"type": "x"}],

@@ -106,6 +106,8 @@ def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
 
 async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
     """Answer a body, unless its client hangs up. Two at a time are prepared, apart from the model."""
+    if request.headers.get("content-type", "").startswith(("text/plain", "multipart/")):
+        raise Refusal(415, "the content type must be application/json")  # a form of another site
     data = await request.body()
     if len(PREPARING) >= MAX_PREPARING or sum(PREPARING) + len(data) > PREPARING_BYTES:
         raise Refusal(503, "too many requests come at once; try later")
@@ -148,23 +150,27 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
         store.limit = 0
 
     def kept(request: Any) -> Response:
-        response_id = request.path_params["id"]
+        response_id = f"resp_{request.path_params['id']}"
         if response_id not in store:
             raise Refusal(404, f"Response with id {response_id!r:.60} not found.")
         if request.method == "DELETE":
             del store[response_id]
             return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "false") != "false":
+            raise Refusal(400, "stream: what is kept comes whole", param="stream")
         return JSONResponse(store[response_id][0])
 
     complete = partial(Job, session, name, args.prompt_cache)
     respond = partial(ResponseJob, store, session, name, args.prompt_cache)
-    routes = [
-        Route("/", open_page()),
-        Route("/health", JSONResponse({"status": "ok"})),
-        Route("/v1/models", JSONResponse({"object": "list", "data": [model]})),
-        Route(f"/v1/models/{name}", JSONResponse(model)),
-        Route("/v1/responses/{id}", kept, methods=["GET", "DELETE"]),
-    ]
+    routes = []
+    for path, endpoint, *methods in (
+        ("/", open_page()),
+        ("/health", JSONResponse({"status": "ok"})),
+        ("/v1/models", JSONResponse({"object": "list", "data": [model]})),
+        ("/v1/models/{name:path}", JSONResponse(model)),  # any name, as chats take it
+        ("/v1/responses/resp_{id}", kept, "GET", "DELETE"),
+    ):
+        routes.append(Route(path, endpoint, methods=methods or ["GET"]))
     for path, handle, *about in (
         ("/v1/chat/completions", complete, "messages", MESSAGES),
         ("/v1/completions", complete, "prompt", "text, token ids, or a list of either"),
@@ -205,7 +211,13 @@ def parse_args() -> argparse.Namespace:
         type=os.fsencode,
         help="required for every path but / and /health",
     )
-    add("--cors", metavar="ORIGIN", help="a site whose pages may use the server; *: any")
+    add(
+        "--cors",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="a site whose pages may use the server, or several by several options; *: any",
+    )
     add("--context", metavar="N", type=number(int, 1), help="tokens of a prompt and its answer")
     add("--threads", metavar="N", type=number(int, 1, 1024), help="CPU threads")
     add("--device", default="auto", help="auto, cpu, cuda or mps")

@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import llama2
 from server.fields import (
-    LENGTHS,
     check_messages,
     refuse_rest,
     take,
@@ -60,9 +59,7 @@ class Job:
         top = take(body, "logprobs", None, bool if chat else int)
         if chat:
             top = take(body, "top_logprobs", 0) if top else None
-        limit = session.context if chat else 16
-        for length in LENGTHS:
-            limit = take(body, length, limit)
+        limit = take(body, "max_tokens", session.context if chat else 16)
         self.echo = not chat and take(body, "echo", False)
         continued = chat and take(body, "continue_final_message", False)
         # In a raw prompt whose author does not say, the texts of control tokens stay text.

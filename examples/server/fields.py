@@ -1,5 +1,6 @@
 """The fields of requests: each is taken out of a body and checked; what remains is refused by name."""
 
+import itertools
 import json
 import re
 from dataclasses import dataclass, replace
@@ -12,9 +13,9 @@ import llama2
 from server.guard import Refusal
 from server.tools import Answer
 
-LENGTHS = ["max_tokens", "max_completion_tokens", "max_output_tokens"]
 LIMITS = {
-    **dict.fromkeys(LENGTHS, (0, 2**31 - 1)),
+    "max_tokens": (0, 2**31 - 1),
+    "penalty_last_n": (-1, 2**31 - 1),
     **llama2.SAMPLING_LIMITS,
     "temperature": (0, 2),
     "seed": (-(2**63), 2**63 - 1),
@@ -24,21 +25,40 @@ LIMITS = {
     "logprobs": (0, 20),
     "top_logprobs": (0, 20),
 }
+# Other names of fields: of OpenAI's second interface, of llama-server, Ollama, TGI and others.
+SYNONYMS = {
+    "max_tokens": (
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_new_tokens",
+        "n_predict",
+        "num_predict",
+    ),
+    "penalty_last_n": ("repeat_last_n",),
+    "repetition_penalty": ("repeat_penalty", "rep_pen"),
+    "stop": ("stop_sequences", "stopping_strings"),
+    "schema": ("json_schema", "guided_json", "format"),
+}
 # What an answer would have to have, and cannot: fields that are refused, unless they are empty, 0 or
 # false, or have such a value.
 REFUSED = re.compile(
-    r"""(?x) adapter | adaptive_.* | allowed_token_ids | audio | background | bad_words | best_of
-    | cache_salt | chat_template | continue_final_message | conversation | documents | dry_.*
-    | dynatemp_.* | ebnf | echo | function_call | functions | grammar | guided_.* | ignore_eos
-    | images | include | include_stop_str_in_output | json_schema | length_penalty
-    | logits_processors | lora | min_tokens | mirostat.* | modalities | n_indent | n_predict
-    | n_probs | prompt_logprobs | regex | repeat_last_n | return_token.* | samplers
-    | stop_token_ids | structured_outputs | suffix | temp | tfs_z | tool_choice | tools | top_a
-    | top_logprobs | top_n_sigma | truncate_prompt_tokens | typical_p | use_beam_search | videos
+    r"""(?x) adapter | adaptive_.* | allowed_token_ids | audio | background | bad_words(_ids)? | best_of
+    | cache_salt | chat_template | continue_final_message | conversation | documents
+    | dry_.* | dynatemp_.* | ebnf | echo | .*_cutoff | eos_token_id | force_words_ids
+    | function_call | functions | grammar | guidance_scale | guided_.*
+    | ignore_eos | images | include | include_stop_str_in_output | length_penalty
+    | logits_processors | lora | max_length | min_length | min_new_tokens | min_tokens | mirostat.*
+    | modalities | n_indent | n_probs | n_predict | negative_prompt | no_repeat_ngram_size
+    | num_beams | num_predict | options | penalty_alpha | prompt_logprobs | raw | regex
+    | rep_pen_.* | repetition_penalty_range | return_full_text | return_token.* | samplers
+    | smoothing_.* | stop_token_ids | structured_outputs | suffix | suppress_tokens | temp
+    | template | tfs_z | tool_choice | tools | top_a | top_logprobs | top_n_sigma | top_n_tokens
+    | truncate | truncate_prompt_tokens | typical_p | use_beam_search | videos | watermark
     | with_pieces | xtc_.*"""
 )
 NEUTRAL = re.compile(  # of encrypted reasoning there is none
-    r"""best_of\ 1|(length_penalty|typical_p)\ 1(\.0)?|modalities\ \["text"]
+    r"""(best_of|num_beams)\ 1|(guidance_scale|length_penalty|typical_p)\ 1(\.0)?
+    |modalities\ \["text"]|(n|num)_predict\ -1
     |tool_choice\ "(auto|none)"|include\ \["reasoning\.encrypted_content"]""",
     re.VERBOSE,
 )
@@ -53,6 +73,7 @@ class Adjustment:
     """A `logits_processor` with all options of OpenAI's API."""
 
     bias: torch.Tensor  # (V,)
+    last_n: int  # how many tokens are recent
     presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
     frequency_penalty: float = 0.0  # the same, for each occurrence
     grammar: Any = None
@@ -60,7 +81,9 @@ class Adjustment:
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         """Logits (V,) after ids."""
         V = len(logits)
-        counts = torch.tensor(ids[-llama2.Sampling.penalty_last_n :]).bincount(minlength=V)[:V]
+        counts = torch.tensor(ids[max(0, len(ids) - self.last_n % 2**32) :], dtype=int).bincount(
+            minlength=V
+        )[:V]
         penalty = counts * self.frequency_penalty + counts.clamp(max=1) * self.presence_penalty
         logits = logits + (self.bias - penalty).to(logits.device)
         return self.grammar(ids, logits) if self.grammar else logits
@@ -71,30 +94,43 @@ def wrong(name: str, value: Any, expected: str) -> Refusal:
     return Refusal(400, f"{name:.40} is {json.dumps(value)[:60]}{expected}", param=name[:40])
 
 
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether a field asks for nothing."""
+    return not value or NEUTRAL.fullmatch(f"{name} {json.dumps(value)}") is not None
+
+
 def take(body: dict, name: str, default: Any, value_type: type | None = None) -> Any:
-    """Remove a field and return its value, of the default's type, or the default if it is null."""
-    value = body.pop(name, None)
-    if value is None:
-        return default
+    """Remove a field, by any of its names, and return its value, of the default's type; or the
+    default if it is null."""
     value_type = value_type or type(default)
-    fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
     expected = f"; expected {value_type.__name__}"
+    low, high = LIMITS.get(name, (None, None))
     if name in LIMITS:
-        low, high = LIMITS[name]
-        fits = fits and low <= value <= high
         expected += f" from {low} to {high}"
-    if not fits:
-        raise wrong(name, value, expected)
-    return value
+    taken = default
+    for key in (name, *SYNONYMS.get(name, ())):
+        value = body.get(key)
+        if value is None or (value and is_neutral(key, value)):
+            continue
+        fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
+        if not (fits or value_type is object) or (name in LIMITS and not low <= value <= high):
+            raise wrong(key, value, expected)
+        if taken not in (default, value):
+            raise wrong(key, value, f", but by another name it is {json.dumps(taken):.60}")
+        taken = body.pop(key)
+    return taken
 
 
 def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
     """The fields of Sampling, else what the model's files recommend, and those of Adjustment."""
     recommended = model.sampling or llama2.Sampling()
+    last_n = take(dict(body), "penalty_last_n", llama2.Sampling.penalty_last_n)
     values = {}
-    for name in llama2.SAMPLING_LIMITS:
+    for name in ("penalty_last_n", *llama2.SAMPLING_LIMITS):
         value_type = type(getattr(llama2.Sampling, name))
         values[name] = take(body, name, getattr(recommended, name), value_type)
+    if not take(body, "do_sample", True):
+        values["temperature"] = 0.0
     bias = torch.zeros(model.vocab_size)
     for key, value in take(body, "logit_bias", {}).items():
         is_id = key.isdecimal() and int(key) < model.vocab_size
@@ -103,15 +139,19 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
         bias[int(key)] = value
     processor = Adjustment(
         bias,
+        last_n,
         take(body, "presence_penalty", 0.0),
         take(body, "frequency_penalty", 0.0),
     )
+    penalties = processor.presence_penalty, processor.frequency_penalty
+    if last_n not in (-1, 0, 64) and not any(penalties) and values["repetition_penalty"] == 1:
+        raise wrong("penalty_last_n", last_n, ", but there is no penalty")
     return replace(recommended, logits_processor=processor, **values)
 
 
 def take_stops(body: dict) -> list[str]:
     """The stop texts."""
-    stop = body.pop("stop", [])
+    stop = take(body, "stop", [], object)
     stops = stop if isinstance(stop, list) else [stop]
     if len(stops) > 16 or not all(isinstance(text, str) and len(text) <= 256 for text in stops):
         raise wrong("stop", stop, "; expected up to 16 texts of up to 256 characters")
@@ -121,6 +161,8 @@ def take_stops(body: dict) -> list[str]:
 def take_schema(body: dict) -> list[dict]:
     """The schema of `response_format`; none if the answer may be any text."""
     form = take(body, "response_format", {"type": "text"})
+    if schema := take(body, "schema", {}):
+        return [schema]
     match form:
         case {"type": "text"}:
             return []
@@ -128,7 +170,7 @@ def take_schema(body: dict) -> list[dict]:
             return [{"type": "object"}]
         case (  # /v1/responses has it flat
             {"type": "json_schema", "json_schema": {"schema": dict(schema)}}
-            | {"type": "json_schema", "schema": dict(schema)}
+            | {"type": "json_schema" | "json_object", "schema": dict(schema)}
         ):
             return [schema]
     raise wrong(
@@ -169,7 +211,9 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
             answer.schemas.append(schema)
             answer.strict.append(function.get("strict") is True)
     if answer.forced and not answer.names:
-        raise wrong("tool_choice", choice, "; expected auto, none, required or a tool")
+        known = ", ".join(tool["function"]["name"] for tool in tools) or "there is none"
+        expected = f"; expected auto, none, or a call of a function among the tools: {known:.200}"
+        raise wrong("tool_choice", choice, expected)
     return tools, answer
 
 
@@ -225,9 +269,9 @@ def refuse_rest(body: dict) -> list[str]:
     """
     forgotten = []
     for key, value in body.items():
-        close = get_close_matches(key, LIMITS, 1, 0.85)
+        close = get_close_matches(key, [*LIMITS, *itertools.chain(*SYNONYMS.values())], 1, 0.85)
         if REFUSED.fullmatch(key):
-            if value and not NEUTRAL.fullmatch(f"{key} {json.dumps(value)}"):
+            if not is_neutral(key, value):
                 raise wrong(key, value, ", which is not supported")
         elif close:
             raise wrong(key, value, f", which is not known; {close[0]} is")

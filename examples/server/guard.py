@@ -39,6 +39,9 @@ def refuse(request: Request, error: Any) -> JSONResponse:
     if error.status_code == 404 and not isinstance(error, Refusal):
         paths = ", ".join(route.path for route in request.app.routes)
         error = Refusal(404, f"{request.url.path[:60]} does not exist; there are {paths}")
+    if error.status_code == 405:
+        error.detail = f"{request.method} is not for {request.url.path[:60]}; expected "
+        error.detail += error.headers["Allow"]
     about = getattr(error, "about", {})
     said = about.get("param", "") if error.status_code == 400 else error.detail
     request.scope["log"].append(said)
@@ -91,6 +94,7 @@ def guard(app: Any, args: Any) -> Any:
     """Wrap an ASGI application. `args`: the command line's host, api_key, cors and quiet."""
     names = "|".join(map(re.escape, ("localhost", args.host, socket.gethostname())))
     names += r"|[\w.-]+\.(internal|local|localhost)"  # names that no public site can have
+    sites = [site.rstrip("/") for site in args.cors]
     own_name = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
 
     def wrong(request: Request) -> Exception | None:
@@ -108,19 +112,24 @@ def guard(app: Any, args: Any) -> Any:
         origin = head.get("origin", "")
         if not own_name.fullmatch(host):  # a site may rebind its name to this machine
             return Refusal(403, f"the host {host[:60]!r} is refused without --api-key")
-        if origin not in ("", f"http://{host}", args.cors) and args.cors != "*":
+        own = "", f"http://{host}", f"https://{host}"  # by a proxy
+        if origin not in (*own, *sites) and "*" not in sites:
             return Refusal(403, f"the origin {origin[:60]!r} is refused without --cors")
-        if head.get("content-type", "").startswith(("text/plain", "multipart/")):  # as forms send
-            return Refusal(415, "the content type must be application/json")
         return None
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         status = 0
         scope["log"] = log = []
+        long = f"/v1{scope['path']}"
+        if any(route.path_regex.match(long) for route in app.routes):
+            scope["path"] = long
 
         async def watched(message: Any) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                name = b"x-request-id", secrets.token_hex(12).encode()
+                message = message | {"headers": [*message["headers"], name]}
             await send(message)
 
         request = Request(scope)
@@ -133,6 +142,6 @@ def guard(app: Any, args: Any) -> Any:
                 words = [scope["path"][:60], str(status), *log]
                 say(f"{time.strftime('%H:%M:%S')} {ascii(' '.join(words))[1:-1]}")
 
-    if args.cors:
-        return CORSMiddleware(guarded, [args.cors], allow_methods=["*"], allow_headers=["*"])
+    if sites:
+        return CORSMiddleware(guarded, sites, allow_methods=["*"], allow_headers=["*"])
     return guarded
