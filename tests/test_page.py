@@ -7,7 +7,13 @@ and requests to other hosts fail every test.
 import json
 import re
 import shutil
+import socket
+import subprocess
+import time
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,6 +153,33 @@ def test_a_chat_of_several_turns(servers, visit):
     assert answers(page)[0] == messages[1]["content"]
 
 
+def test_a_reload_keeps_the_conversation(servers, visit):
+    """Of its own tab, and of an answer that is being written; its tokens, too. Reset forgets it."""
+    chat, _ = servers
+    page = visit(chat, KEY)
+    ask(page, "Who is it?")
+    said = answers(page)
+    page.fill("#max_tokens", "400")
+    page.fill("#message", "Why?")
+    press(page, "Send")
+    page.locator("article").nth(1).locator(".tokens span").nth(3).wait_for()
+    page.reload()
+    page.get_by_label("API key", exact=True).fill(KEY)
+    strike(page, "Enter")
+    expect(page.locator(DONE)).to_have_count(2)
+    assert answers(page)[0] == said[0] and len(answers(page)[1]) > 3
+    expect(page.locator("#max_tokens")).not_to_have_value("256")
+    page.locator(TOKEN).first.click()
+    expect(page.get_by_role("option")).to_have_count(10)
+    page.keyboard.press("Escape")
+    press(page, "Continue")
+    expect(page.locator("footer").last).to_contain_text("tokens/s")
+    assert page.evaluate("localStorage.length") == 0  # which all tabs would share
+    press(page, "Reset")
+    page.reload()
+    assert page.evaluate("sessionStorage.turns") == "[]"
+
+
 def test_stop_and_continue(servers, visit):
     """Tokens are shown while others are to come."""
     page = visit(servers[0], KEY)
@@ -229,8 +262,9 @@ def test_key_and_errors(servers, visit):
     page.fill("#temperature", "3")
     ask(page, "Who?")
     expect(page.get_by_role("alert")).to_have_text("temperature is 3; expected float from 0 to 2")
-    assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie") == "0"
     page.reload()
+    kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+    assert "Who?" in kept and KEY not in kept and "wrong" not in kept
     expect(page.get_by_label("API key", exact=True)).to_have_value("")
 
 
@@ -391,3 +425,48 @@ def test_errors_of_others_and_a_server_that_is_not_there(servers, visit, browser
     expect(page.locator("#model")).to_have_text("stories")
     expect(page.locator("#message")).to_have_value("Once")
     ask(page, "Once")
+
+
+NGINX = """daemon off; master_process off; pid %(folder)s/pid; error_log %(folder)s/log; events {}
+http {
+  access_log off; client_body_temp_path %(folder)s/body; proxy_temp_path %(folder)s/proxy;
+  fastcgi_temp_path %(folder)s/a; uwsgi_temp_path %(folder)s/b; scgi_temp_path %(folder)s/c;
+  server {
+    listen 127.0.0.1:%(port)s ssl; ssl_certificate %(folder)s/cert; ssl_certificate_key %(folder)s/key;
+%(location)s
+  }
+}"""
+
+
+@pytest.mark.skipif(not shutil.which("nginx") or not shutil.which("openssl"), reason="no nginx")
+def test_behind_a_proxy(servers, visit, tmp_path):
+    """With TLS and in a folder: by the lines that the documents show, and not without `Host`."""
+    usage = (Path(__file__).parent.parent / "docs/usage.md").read_text("utf-8")
+    location = re.search(r"```nginx\n(.*?)```", usage, re.DOTALL)[1]
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -days 2 -keyout key -out cert"
+    subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for host, expected in (("", False), ("proxy_set_header Host", True)):
+        lines = location.replace("127.0.0.1:8080", servers[1].url.removeprefix("http://"))
+        if not host:
+            lines = re.sub("(?m)^.*proxy_set_header Host.*$", "", lines)
+        about = {"folder": tmp_path, "port": port, "location": lines}
+        (tmp_path / "conf").write_text(NGINX % about)
+        proxy = subprocess.Popen(["nginx", "-e", tmp_path / "log", "-c", tmp_path / "conf"])
+        try:
+            for _ in range(100):
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.1)
+            there = SimpleNamespace(url=f"https://localhost:{port}/llm/")
+            page = visit(there, ignore_https_errors=True)
+            ask(page, "Once upon a time")
+            if expected:
+                said = answer(servers[1], "completions", prompt="Once upon a time")["text"]
+                assert answers(page) == [said]
+            else:
+                expect(page.get_by_role("alert")).to_contain_text("is refused without --cors")
+        finally:
+            proxy.terminate()
+            proxy.wait()
