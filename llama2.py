@@ -14,15 +14,16 @@
     for token_id in llama2.generate(model, tokenizer.encode("Hello")): ...
     logits = model(tokens, model.new_cache())                  # (1, T) int64 -> (1, V) float32
 
-Five parts, in a reader's order:
+Four parts, in a reader's order:
 
     I    The model, in torch alone. Cut it out and paste it anywhere.
     II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
          generator for any Llama in memory.
     III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading.
-    IV   Faster: CPU kernels, decode steps as CUDA graphs. Part III calls it in one place. Delete it,
-         and kernels/ beside it, and all else still works, more slowly.
-    V    The command line.
+    IV   The command line.
+
+What makes models faster, kernels for CPUs and GPUs, is the folder kernels/ beside this file. Part III
+opens it in one place. Delete it, and all still works, more slowly.
 
 Letters in shape comments:
 
@@ -40,7 +41,7 @@ How a text becomes more text:
 
 How a quantised weight is loaded: a Weight says where it lies in a file (offset, type, shape).
 build_model() maps its bytes into memory (mmap). A module of the model holds them as they are in the
-file, in quantised blocks. forward() dequantises a few rows at a time, or a kernel of part IV uses
+file, in quantised blocks. forward() dequantises a few rows at a time, or a kernel of kernels/ uses
 the blocks.
 
 docs/tour.md shows the model at work, in numbers and pictures.
@@ -1548,13 +1549,14 @@ import mmap
 import os
 import struct
 import sys
+import types
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ += [
     "GGUF_SAMPLING", "LIKE_LLAMA_3", "PRE_TOKENIZERS", "Checkpoint", "QuantizedEmbedding",
-    "QuantizedLinear", "Weight", "build_model", "dequantize", "llama3_divisors", "load", "naming",
-    "open_checkpoint", "open_hf", "state_dict_from_hf", "use_threads",
+    "QuantizedLinear", "Weight", "accelerate", "build_model", "dequantize", "llama3_divisors", "load",
+    "load_kernels", "naming", "open_checkpoint", "open_hf", "state_dict_from_hf", "use_threads",
 ]  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
@@ -2977,7 +2979,7 @@ class Plan(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype  # of activations, and of matrices that are unpacked
-    kernels: bool  # part IV computes the products with quantised matrices
+    kernels: bool  # kernels/ computes the products with quantised matrices
     fast: bool  # the kernels round activations to 16-bit integers; the cache has 16 bits
     unpack: bool  # all matrices become dense, of `dtype`
 
@@ -3040,14 +3042,68 @@ def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
     return 1.05 * size
 
 
-def can_accelerate(device: torch.device) -> bool:
-    """Whether accelerate() has kernels for a device. Part IV defines both functions again."""
-    return False
+# kernels/ is a package that is opened by path, when a model has a use for it. It imports what this
+# file defines from `.llama2`, whatever the name of this file's module is.
+KERNELS = Path(__file__).resolve().parent / "kernels"
+PACKAGE: Any = types.ModuleType("kernels")
+PACKAGE.__path__, PACKAGE.llama2 = [str(KERNELS)], sys.modules.get(__name__)
+# Its classes, for which pickles ask this module, and what replaces them where kernels/ is missing.
+UNACCELERATED = {
+    "NativeLinear": QuantizedLinear,
+    "NativeEmbedding": QuantizedEmbedding,
+    "NativeBlock": Block,
+    "PlanesLinear": None,  # which has no blocks
+    "PlanesEmbedding": None,
+    "GraphBlock": Block,
+    "GraphLlama": Llama,
+}
 
 
-def accelerate(model: Llama, *options: bool) -> Llama:
-    """Make a model faster; without part IV it stays as it is."""
+@functools.cache
+def open_kernels() -> Any:
+    """kernels/accelerate.py as a module; None, with a warning, if the folder is missing."""
+    if not KERNELS.is_dir():
+        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
+        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
+        return None
+    PACKAGE.__name__ = name = f"kernels_{id(PACKAGE)}"  # a copy of this file has another
+    sys.modules[name], sys.modules[f"{name}.llama2"] = PACKAGE, PACKAGE.llama2
+    return importlib.import_module(f"{name}.accelerate")
+
+
+def load_kernels() -> Any:
+    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
+
+    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
+    go through a layer together, and each gets the same bits as if it went alone.
+    """
+    kernels = open_kernels()
+    return kernels and kernels.load_kernels()
+
+
+def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
+    """Make a model faster by changing the classes of its modules; returns the model.
+
+    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
+    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
+    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
+    in the worst case 6e-5). What a kernel computes is no operation of torch: FlopCounterMode and
+    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
+    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
+    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
+    """
+    if kernels := open_kernels():
+        kernels.accelerate(model, fast, compile)
     return model
+
+
+def __getattr__(name: str) -> Any:
+    """A class of kernels/, or the plain one in its place."""
+    kernels = open_kernels() if name in UNACCELERATED else None
+    found = kernels.find_class(name) if kernels else UNACCELERATED.get(name)
+    if found:
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def plan_loading(
@@ -3085,13 +3141,15 @@ def plan_loading(
     else:
         activations = torch.float32 if on_cpu else torch.bfloat16
 
-    # 3. The kernels, for matrices that stay quantised, and on CUDA for all. Only "auto" lets them
-    #    round activations.
+    # 3. The kernels: on a CPU for matrices that stay quantised, on CUDA for all. Only "auto" lets
+    #    them round activations.
     is_quantised = not trainable and any(weight.kept_type(activations) for weight in weights)
     is_large = sum(weight.nbytes for weight in weights) > LARGE
-    asks_for_kernels = is_large if compile is None else compile
-    has_use = is_quantised or not (on_cpu or trainable)
-    kernels = has_use and asks_for_kernels and can_accelerate(device)
+    if compile is None:
+        compile = is_large
+    has_use = is_quantised if on_cpu else device.type == "cuda" and not trainable
+    kernels = bool(compile and has_use and open_kernels())
+    kernels = kernels and open_kernels().can_accelerate(device)
     fast = kernels and on_cpu and is_large and name == "auto"
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
 
@@ -3201,341 +3259,7 @@ def load(
 
 
 # ==================================================================================================
-# Part IV: Faster. Delete it freely, and kernels/ with it
-# ==================================================================================================
-
-__all__ += ["accelerate", "load_kernels"]
-
-# --------------------------------------------------------------------------------------------------
-# 18. CPU kernels
-
-KERNELS = Path(__file__).resolve().parent / "kernels"
-KERNELS_VERSION = 10  # the version of the interface between kernels/cpu.cpp and this file
-
-
-@functools.cache
-def load_module(name: str) -> Any:
-    """A file of kernels/ as a module. Raises OSError, or ImportError where there is no Triton."""
-    path = KERNELS / f"{name}.py"
-    if not path.is_file():
-        raise OSError(f"{path} is missing; the folder belongs beside llama2.py")
-    spec: Any = importlib.util.spec_from_file_location(f"llama2_kernels_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.llama2 = sys.modules[__name__]  # type: ignore[attr-defined]
-    return module
-
-
-@functools.cache
-def load_kernels() -> Any:
-    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
-
-    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
-    go through a layer together, and each gets the same bits as if it went alone.
-    """
-    try:
-        return load_module("build").load(KERNELS_VERSION)
-    except OSError as error:
-        warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
-        return None
-
-
-def can_accelerate(device: torch.device) -> bool:  # type: ignore[no-redef]
-    """Whether accelerate() has kernels for a device. They are compiled at the first call."""
-    if device.type == "cuda":
-        with suppress(OSError, ImportError):
-            return bool(load_module("graph") and load_module("gpu"))
-    return device.type == "cpu" and load_kernels() is not None
-
-
-def accelerate(  # type: ignore[no-redef]
-    model: Llama, fast: bool = False, compile: bool = True
-) -> Llama:
-    """Make a model faster by changing the classes of its modules; returns the model.
-
-    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
-    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
-    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
-    in the worst case 6e-5). What a kernel computes is no operation of torch: FlopCounterMode and
-    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
-    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
-    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
-    """
-    device = model.norm.weight.device
-    if device.type == "cuda":
-        with suppress(OSError):  # there is no kernels/
-            load_module("graph").accelerate(model, compile and can_accelerate(device))
-    if device.type == "cpu" and compile and load_kernels():
-        classes = {
-            QuantizedLinear: NativeLinear,
-            QuantizedEmbedding: NativeEmbedding,
-            Block: NativeBlock,
-        }
-        change_classes(model, classes)
-        for module in model.modules():
-            if type(module) is NativeLinear:
-                module.fast = fast
-    return model
-
-
-def change_classes(model: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """Replace the classes of modules by subclasses; the weights, hooks and names stay."""
-    for module in model.modules():
-        module.__class__ = classes.get(type(module), type(module))
-
-
-def unhooked(modules: Iterable[Any]) -> bool:
-    """Whether calling each of the modules runs the forward() of its class and nothing else."""
-    # torch has no public names for these; the tests notice if one is gone.
-    for module in modules:
-        own = module.__dict__  # its own hooks, and a forward() that was set on it
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-            return False
-    of_all = nn.modules.module
-    return not (of_all._global_forward_hooks or of_all._global_forward_pre_hooks)
-
-
-def by_torch() -> bool:
-    """Whether torch must compute: it is compiling, takes forward-mode derivatives, or is alone."""
-    if torch.compiler.is_compiling() or not load_kernels():
-        return True
-    return torch.autograd.forward_ad._current_level >= 0  # this, too, has no public name
-
-
-def run_kernel(
-    name: str, matrix: Quantized, x: Tensor, shape: Sequence[int], *sizes: int
-) -> Tensor | None:
-    """What a kernel computes from a matrix and x: float32 of this shape; None if it cannot."""
-    y = torch.empty(shape, dtype=torch.float32, device=x.device)
-    tensors = matrix.blocks, x, y
-    on_cpu = {*map(Tensor.get_device, tensors)} == {-1}
-    if by_torch() or not on_cpu or not all(map(Tensor.is_contiguous, tensors)):
-        return None
-    numbers = torch.get_num_threads(), GGML_TYPES[matrix.ggml_type].number, matrix.blocks.nbytes
-    kernel = getattr(load_kernels(), name)
-    failed = kernel(*map(Tensor.data_ptr, tensors), *numbers, *sizes)
-    return None if failed else y
-
-
-class NativeLinear(QuantizedLinear):
-    """QuantizedLinear by the kernels. With gradients or on other devices, torch computes it."""
-
-    fast = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype."""
-        N, K = self.out_features, self.in_features
-        needs_grad = torch.is_grad_enabled() and x.requires_grad
-        if not needs_grad and x.dtype in DENSE_NAMES and x.shape[-1:] == (K,):
-            x32 = x.float().contiguous()
-            shape = *x.shape[:-1], N
-            y = run_kernel("linear", self, x32, shape, x.numel() // K, N, K, self.fast)
-            if y is not None:
-                return y.to(x.dtype)
-        return super().forward(x)
-
-
-class NativeEmbedding(QuantizedEmbedding):
-    """QuantizedEmbedding by the kernels, which dequantise the rows in one call."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (...) -> (..., C)."""
-        if tokens.dtype == torch.int64:
-            shape = *tokens.shape, self.in_features
-            ids = tokens.contiguous()
-            y = run_kernel("embed", self, ids, shape, tokens.numel(), self.in_features)
-            if y is not None:
-                return y.to(self.dtype)
-        return super().forward(tokens)
-
-
-ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
-# Of the modules of a NativeBlock, in the order in which pack() lists them.
-BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
-LAYER = struct.Struct("15n 7n 7n 4n 2d")  # struct Layer of kernels/cpu.cpp
-
-
-class NativeBlock(Block):
-    """Block in one call of the kernels, as long as its modules are those that Block made."""
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        # A subclass of Cache may store or mask in another way.
-        if type(cache) is Cache and not torch.is_grad_enabled() and not by_torch():
-            y = torch.empty_like(x)
-            try:
-                layer = self.pack(x, cos, sin, mask, cache, y)
-            except KeyError:  # a weight or a module is not where Block put it
-                layer = b""
-            if layer and not load_kernels().run_block(layer):
-                cache.layer += 1  # as Cache.update() does
-                return y
-        return super().forward(x, cos, sin, mask, cache)
-
-    def pack(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache, y: Tensor
-    ) -> bytes:
-        """The struct Layer of kernels/cpu.cpp; empty if the kernel cannot stand for forward().
-
-        Everything is looked up at each call: what was kept from an earlier one might have changed.
-        nn.Module's attributes are avoided, because each takes 0.5 us: together 5 % of the time of a
-        small model.
-        """
-        # 1. Are all modules of the classes that the kernel stands for, without hooks?
-        children: Any = self._modules
-        attention, mlp = children["self_attn"], children["mlp"]
-        norms = [children["input_layernorm"], children["post_attention_layernorm"]]
-        matrices = [*map(attention._modules.get, ATTENTION_MATRICES)]
-        matrices += map(mlp._modules.get, MLP_MATRICES)
-        modules = [attention, mlp, *norms, *matrices]
-        if [*map(type, modules)] != BLOCK_CLASSES or not unhooked(modules):
-            return b""
-
-        # 2. Is the mask the causal one? The kernel knows no other. The cache makes it once for all
-        #    layers of a pass; another tensor is compared by its elements.
-        causal = cache.mask(x.shape[1])
-        if mask is not causal and (
-            mask is None or causal is None or mask.dtype != causal.dtype or not mask.equal(causal)
-        ):
-            return b""
-
-        # 3. The fields of the struct, in its order. The kernel reads the tensors itself, and refuses
-        #    what it cannot compute.
-        weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
-        scales = [norm._parameters["weight"] for norm in norms]
-        tensors = [x, cos, sin, cache.k, cache.v, *scales, *weights, y]
-        return LAYER.pack(
-            *[t._cdata for t in tensors],
-            *[GGML_TYPES[matrix.ggml_type].number for matrix in matrices],
-            *[matrix.fast for matrix in matrices],
-            attention.head_dim,
-            cache.pos,
-            cache.layer,
-            torch.get_num_threads(),
-            *[norm.eps for norm in norms],
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# 19. A decode step on a GPU
-#
-# kernels/graph.py captures a decode step as a CUDA graph and replays it. kernels/gpu.py, in Triton,
-# multiplies quantised matrices. There they are kept as planes: the same bits in another order.
-
-
-class Planes(Quantized):
-    """A quantised matrix as planes. state_dict(), blocks and weight are as in the file."""
-
-    planes: Tensor  # uint8 (rows, bytes per row)
-
-    def by_triton(self, x: Tensor) -> bool:
-        """Whether kernels/gpu.py can compute with x."""
-        devices = {x.device.type, self.planes.device.type}
-        return devices == {load_module("gpu").DEVICE} and not torch.compiler.is_compiling()
-
-    def rearrange(self, matrix: Tensor, pack: bool) -> Tensor:
-        """Blocks as planes, or back."""
-        return load_module("gpu").rearrange(matrix, GGML_TYPES[self.ggml_type], pack)
-
-    def pack(self, packed: dict[int, Tensor]) -> None:
-        """Replace the blocks; `packed` has the planes of blocks by address: tied ones share them."""
-        blocks: Any = self._buffers.pop(self.ggml_type)
-        key = blocks.data_ptr()
-        if key not in packed:
-            packed[key] = self.rearrange(blocks, pack=True)
-        self.register_buffer("planes", packed[key], persistent=False)
-
-    @property
-    def blocks(self) -> Tensor:
-        """uint8 (rows, bytes per row): a copy, made in inference mode, so that writing into it
-        raises RuntimeError."""
-        with torch.inference_mode():
-            return self.rearrange(self.planes, pack=False)
-
-    @property
-    def weight(self) -> Tensor:
-        """The whole matrix, dequantised: float32 (out, in), a copy as `blocks`."""
-        with torch.inference_mode():
-            return dequantize(self.blocks, self.ggml_type)
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + self.ggml_type] = self.blocks
-
-    def _load_from_state_dict(self, state_dict: Mapping, prefix: str, *rest: Any) -> None:
-        plain = Quantized(self.blocks.clone(), self.ggml_type)
-        plain._load_from_state_dict(state_dict, prefix, *rest)
-        self.planes.copy_(self.rearrange(plain.blocks, pack=True))
-
-
-class PlanesLinear(Planes, QuantizedLinear):
-    """QuantizedLinear by Triton."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype."""
-        if self.by_triton(x) and x.shape[-1:] == (self.in_features,):
-            return load_module("gpu").linear(x, self.planes, GGML_TYPES[self.ggml_type])
-        return super().forward(x)
-
-
-class PlanesEmbedding(Planes, QuantizedEmbedding):
-    """QuantizedEmbedding by Triton."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (...) -> (..., C)."""
-        if self.by_triton(tokens):
-            numbers = torch.arange(len(self.planes), device=tokens.device)[:, None]
-            ids = F.embedding(tokens.flatten(), numbers).flatten()  # refuses what is out of range
-            rows = load_module("gpu").dequantize(
-                self.planes, GGML_TYPES[self.ggml_type], ids, self.dtype
-            )
-            return rows.view(*tokens.shape, -1)
-        return super().forward(tokens)
-
-
-class GraphBlock(Block):
-    """Block that Inductor compiles for captured steps."""
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        graph = load_module("graph")
-        if type(cache) is graph.StepCache:
-            y = graph.run_block(self, x, cos, sin, mask, cache)
-            if y is not None:
-                return y
-        return super().forward(x, cos, sin, mask, cache)
-
-
-class GraphLlama(Llama):
-    """Llama whose decode steps, of one token with a plain Cache, are replays of a CUDA graph."""
-
-    def forward(
-        self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
-    ) -> Tensor:
-        """As Llama.forward()."""
-        is_step = type(cache) is Cache and tokens.shape == (1, 1) and tokens.dtype == torch.int64
-        if is_step and not torch.compiler.is_compiling():
-            assert cache is not None
-            cache.check(self, tokens)
-            cache.slots(1)
-            logits = load_module("graph").replay(self, cache, tokens)
-            if logits is not None:
-                return logits[:, None] if all_positions else logits
-        return super().forward(tokens, cache, all_positions)
-
-
-# kernels/graph.py captures steps of models that consist of these, whose inputs it can compare.
-GRAPH_CLASSES = {CausalSelfAttention, MLP, RMSNorm, nn.Linear, nn.Embedding, nn.ModuleList}
-GRAPH_CLASSES |= {Block, QuantizedLinear, QuantizedEmbedding}
-GRAPH_CLASSES |= {GraphBlock, PlanesLinear, PlanesEmbedding}
-
-
-# ==================================================================================================
-# Part V: Command line
+# Part IV: Command line
 # ==================================================================================================
 
 import argparse
@@ -3548,7 +3272,7 @@ from typing import NoReturn
 __all__ += ["DEFAULT_MODEL", "Parser", "in_range", "main"]
 
 # --------------------------------------------------------------------------------------------------
-# 20. Options
+# 18. Options
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
 TEXT_TOKENS = 256  # of a text without --max-new-tokens
@@ -3780,7 +3504,7 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# 21. What is printed
+# 19. What is printed
 
 write = functools.partial(print, end="", flush=True)  # print to stdout at once, without a new line
 
@@ -3900,7 +3624,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# 22. The chat, and main
+# 20. The chat, and main
 
 CHAT_KEYS = "Ctrl-C stops an answer, /more goes on, /reset forgets all, /exit ends, /help says this"
 

@@ -81,10 +81,12 @@ def raises(said, function, *arguments, **options):
         function(*arguments, **options)
 
 
-def needs(*names):
-    """Skips tests of what llama2.py does not have: its part IV may be deleted."""
-    missing = [name for name in names if not hasattr(llama2, name)]
-    return pytest.mark.skipif(bool(missing), reason=f"llama2.py has no {', '.join(missing)}")
+needs_kernels = pytest.mark.skipif(not llama2.KERNELS.is_dir(), reason="no kernels/")
+
+
+def kernels_file(name):
+    """A file of kernels/ as a module."""
+    return importlib.import_module(f".{name}", llama2.open_kernels().__package__)
 
 
 def make_weights(config, scale=0.2):

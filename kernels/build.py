@@ -1,8 +1,9 @@
-"""Compiles cpu.cpp once per machine and opens it, for llama2.py, which calls load()."""
+"""Compiles cpu.cpp once per machine and opens it as a library: load_kernels()."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import shlex
@@ -19,17 +20,30 @@ from typing import Any
 
 import torch
 
+from .llama2 import printable
+
+VERSION = 10  # of the interface between cpu.cpp and cpu.py
 SOURCE = Path(__file__).with_name("cpu.cpp")
 TENSOR_FACTS = ["data_ptr", "dim", "sizes", "strides", "dtype", "device_type"]
 TARGETS = ["-march=native", "-mcpu=native"]  # some compilers know only one of them
 
 
-def load(version: int) -> ctypes.CDLL:
-    """The library, whose interface has this version. Raises OSError that says why there is none.
+@functools.cache
+def load_kernels() -> ctypes.CDLL | None:
+    """The library; None, with a warning that says why, if there is none.
 
     Its attribute gemv_tokens: how many tokens of a pass have, each, the bits that one alone has;
     compile_seconds: 0 if it was compiled before; built_for: instruction set and compiler, as text.
     """
+    try:
+        return find_library()
+    except OSError as error:
+        warnings.warn(f"quantised weights will be slow: {error}", stacklevel=2)
+        return None
+
+
+def find_library() -> ctypes.CDLL:
+    """The library by the first compiler that can make it. Raises OSError that says why none can."""
     if not SOURCE.is_file():
         raise OSError(f"{SOURCE} is missing; it belongs beside llama2.py")
     other_folder = "set XDG_CACHE_HOME to a folder of your own"
@@ -41,7 +55,7 @@ def load(version: int) -> ctypes.CDLL:
     problems = []
     for compiler in compilers(named):
         try:
-            return with_types(find_or_compile(compiler, folder), version)
+            return with_types(find_or_compile(compiler, folder))
         except (OSError, subprocess.SubprocessError) as error:
             problem = one_line(str(error))  # a full disk, no C++17, ...
             if not os.access(folder, os.W_OK):
@@ -53,8 +67,7 @@ def load(version: int) -> ctypes.CDLL:
 
 def one_line(text: str) -> str:
     """The beginning of what a compiler says, printable."""
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-    return line[:300].rstrip(": ")
+    return printable(text)[:300].rstrip(": ")
 
 
 def compilers(named: str) -> list[list[str]]:
@@ -193,7 +206,7 @@ def open_library(path: Path, compile_seconds: float = 0.0) -> Any:
     return library
 
 
-def with_types(library: Any, version: int) -> ctypes.CDLL:
+def with_types(library: Any) -> ctypes.CDLL:
     """The library with its functions' types. Raises OSError if it has another version."""
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     try:
@@ -208,8 +221,8 @@ def with_types(library: Any, version: int) -> ctypes.CDLL:
         library.built_for = library.kernels_built_for().decode()
     except AttributeError as error:
         raise OSError(f"{SOURCE}: {error}") from None
-    if found != version:
-        raise OSError(f"{SOURCE} is version {found}; expected {version}")
+    if found != VERSION:
+        raise OSError(f"{SOURCE} is version {found}; expected {VERSION}")
     if library.built_for.endswith("one thread"):
         warnings.warn("the compiler knows no threads: kernels use one", stacklevel=2)
     return library

@@ -1,11 +1,16 @@
-"""Products with quantised matrices on a GPU, in Triton, for llama2.py and graph.py."""
+"""Quantised matrices on a GPU, multiplied and dequantised by Triton.
+
+There they are kept as planes: the same bits in another order. PlanesLinear and PlanesEmbedding are
+the layers; graph.py calls multiply() inside a compiled Block. Raises ImportError without Triton, or
+without the C compiler that Triton needs.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +18,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from . import llama2
+from .llama2 import GGML_TYPES, Quantized, QuantizedEmbedding, QuantizedLinear
 
 if os.name == "posix" and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
     raise ImportError("Triton needs a C compiler")
@@ -271,3 +279,74 @@ def linear(x: Tensor, planes: Tensor, kind: Any) -> Tensor:
     ids = torch.arange(len(planes), device=x.device)
     chunks = ids.split(max(1, 16 * CHUNK // x.shape[-1]))  # 134 MB in 16 bits
     return torch.cat([F.linear(x, dequantize(planes, kind, rows, x.dtype)) for rows in chunks], -1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+
+
+class Planes(Quantized):
+    """A quantised matrix as planes. state_dict(), blocks and weight are as in the file."""
+
+    planes: Tensor  # uint8 (rows, bytes per row)
+
+    def by_triton(self, x: Tensor) -> bool:
+        """Whether Triton can compute with x."""
+        devices = {x.device.type, self.planes.device.type}
+        return devices == {DEVICE} and not torch.compiler.is_compiling()
+
+    def pack(self, packed: dict[int, Tensor]) -> None:
+        """Replace the blocks; `packed` has the planes of blocks by address: tied ones share them."""
+        blocks: Any = self._buffers.pop(self.ggml_type)
+        key = blocks.data_ptr()
+        if key not in packed:
+            packed[key] = rearrange(blocks, GGML_TYPES[self.ggml_type], pack=True)
+        self.register_buffer("planes", packed[key], persistent=False)
+
+    @property
+    def blocks(self) -> Tensor:
+        """uint8 (rows, bytes per row): a copy, made in inference mode, so that writing into it
+        raises RuntimeError."""
+        with torch.inference_mode():
+            return rearrange(self.planes, GGML_TYPES[self.ggml_type], pack=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix, dequantised: float32 (out, in), a copy as `blocks`."""
+        with torch.inference_mode():
+            return llama2.dequantize(self.blocks, self.ggml_type)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + self.ggml_type] = self.blocks
+
+    def _load_from_state_dict(self, state_dict: Mapping, prefix: str, *rest: Any) -> None:
+        plain = Quantized(self.blocks.clone(), self.ggml_type)
+        plain._load_from_state_dict(state_dict, prefix, *rest)
+        self.planes.copy_(rearrange(plain.blocks, GGML_TYPES[self.ggml_type], pack=True))
+
+
+class PlanesLinear(Planes, QuantizedLinear):
+    """QuantizedLinear by Triton."""
+
+    __module__ = Quantized.__module__  # where pickles look for it: see UNACCELERATED in llama2.py
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out) of x's dtype."""
+        if self.by_triton(x) and x.shape[-1:] == (self.in_features,):
+            return linear(x, self.planes, GGML_TYPES[self.ggml_type])
+        return super().forward(x)
+
+
+class PlanesEmbedding(Planes, QuantizedEmbedding):
+    """QuantizedEmbedding by Triton."""
+
+    __module__ = Quantized.__module__
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (...) -> (..., C)."""
+        if self.by_triton(tokens):
+            numbers = torch.arange(len(self.planes), device=tokens.device)[:, None]
+            ids = F.embedding(tokens.flatten(), numbers).flatten()  # refuses what is out of range
+            rows = dequantize(self.planes, GGML_TYPES[self.ggml_type], ids, self.dtype)
+            return rows.view(*tokens.shape, -1)
+        return super().forward(tokens)

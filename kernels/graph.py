@@ -1,4 +1,4 @@
-"""Decode steps of a model as CUDA graphs, for llama2.py.
+"""A decode step as one CUDA graph: GraphLlama, and the Blocks in it, which Inductor compiles.
 
 A decode step is some 1,000 operations, and a GPU would wait for Python to start each of them. A
 graph starts them all at once. It repeats the same operations on the same memory: what differs from
@@ -15,8 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain, repeat
-from operator import attrgetter, contains
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,13 +25,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
 
-llama2: Any = None  # llama2.py, which loads this file, sets it to itself
+from .build import cache_folder
+from .cpu import hooked
+from .llama2 import (
+    DENSE,
+    GGML_TYPES,
+    MLP,
+    Block,
+    Cache,
+    CausalSelfAttention,
+    Llama,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    RMSNorm,
+    apply_rotary_emb,
+)
+
+try:
+    from . import gpu
+except ImportError:  # no Triton: steps are captured, of plain operations
+    gpu = None
 
 DEVICE = "cuda"  # the tests capture on a CPU
 BUCKET = 256  # a graph serves so many positions; a mask hides the slots behind the token's own
 LOCK = threading.Lock()  # one capture at a time
 CAPTURED: Any = WeakKeyDictionary()  # model -> its Parts: no copy of a model has a graph
-HOOKS = "_forward_hooks", "_forward_pre_hooks"
 NUMBERS = "eps", "head_dim", "dtype"  # attributes of modules that a step depends on
 
 
@@ -83,7 +101,6 @@ class Parts:
     def __init__(self, model: nn.Module) -> None:
         _, *self.modules = model.modules()  # not the model itself, which this would keep alive
         self.own = [*map(vars, self.modules)]
-        self.hooks = [own[name] for own in self.own for name in HOOKS]
         self.trees = [vars(model)["_modules"], *(own["_modules"] for own in self.own)]
         self.trees = [*filter(None, self.trees)]
         self.weights = [own[name] for own in self.own for name in ("_parameters", "_buffers")]
@@ -106,14 +123,6 @@ class Parts:
             [*map(attrgetter("dtype"), tensors)],
         ]
 
-    def hooked(self) -> bool:
-        """Whether calling a module does more than the forward() of its class."""
-        of_all = nn.modules.module
-        everywhere = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
-        return bool(
-            any(self.hooks) or everywhere or any(map(contains, self.own, repeat("forward")))
-        )
-
 
 class Step:
     """A decode step, captured for a cache and the bucket of its position."""
@@ -123,11 +132,11 @@ class Step:
         self.left: Any = None  # the cache as the last replay left it
         self.replay: Callable[[], None] | None = None
         try:
-            if unknown := {*map(type, [*model.modules()][1:])} - llama2.GRAPH_CLASSES:
+            if unknown := {*map(type, [*model.modules()][1:])} - CLASSES:
                 raise ValueError(f"there are modules of {', '.join(map(repr, unknown))}")
             with LOCK, torch.inference_mode(False), torch.no_grad():
                 self.cache = StepCache(cache, S)
-                forward = functools.partial(llama2.Llama.forward, model)
+                forward = functools.partial(Llama.forward, model)
                 run = functools.partial(forward, self.cache.tokens, self.cache)
                 self.replay, self.logits = capture(run, cache.k.device)
         except Exception as error:  # noqa: BLE001
@@ -174,7 +183,7 @@ def replay(model: nn.Module, cache: Any, tokens: Tensor) -> Tensor | None:
     parts = CAPTURED.get(model)
     if parts is None or parts.read() != parts.state:
         parts = CAPTURED[model] = Parts(model)
-    if parts.hooked():
+    if hooked(parts.own):
         return None
     S = min(cache.max_seq_len, (cache.pos // BUCKET + 1) * BUCKET)
     tensors = cache.k, cache.v, cache.cos, cache.sin
@@ -234,12 +243,11 @@ def block(
     norms: list[Norm], matrices: list[Tensor], codes: list[Tensor],
 ) -> Tensor:  # fmt: skip
     """Block.forward() for one token: x (C) -> (C)."""
-    multiply, normalize = torch.ops.llama2.multiply, llama2.RMSNorm.forward
+    multiply, normalize = torch.ops.llama2.multiply, RMSNorm.forward
     h = multiply(normalize(norms[0], x), matrices[:3], codes[0])
     q, k, v = h.split([matrix.shape[0] for matrix in matrices[:3]])
     q, k = (
-        llama2.apply_rotary_emb(t.view(1, 1, -1, 2 * cos.shape[1]), cos, sin).flatten()
-        for t in (q, k)
+        apply_rotary_emb(t.view(1, 1, -1, 2 * cos.shape[1]), cos, sin).flatten() for t in (q, k)
     )
     x = x + multiply(attend(q, k, v, bias, at, keys, values), matrices[3:4], codes[1])
     h = multiply(normalize(norms[1], x), matrices[4:6], codes[2])
@@ -251,7 +259,7 @@ def block(
 def compiled() -> Callable:
     """block(), compiled. The first call takes seconds; Inductor keeps what it made in a cache."""
     with suppress(OSError, RuntimeError):
-        folder = llama2.load_module("build").cache_folder() / "inductor"
+        folder = cache_folder() / "inductor"
         if not os.path.exists(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))):
             warnings.warn("compiling for the GPU: about 12 s, once on a machine", stacklevel=2)
     return torch.compile(
@@ -277,14 +285,13 @@ def run_block(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cac
     modules = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     modules += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     matrices, codes = [], []
-    gpu = llama2.load_module("gpu")
     codes_of_dense = {dtype: code for code, dtype in gpu.DENSE.items()}
     for module in modules:
         ggml_type = getattr(module, "ggml_type", None)
-        if type(module) is llama2.PlanesLinear:
-            matrix, code = module.planes, gpu.code_of(llama2.GGML_TYPES[ggml_type])
-        elif type(module) is llama2.QuantizedLinear and ggml_type in llama2.DENSE:
-            matrix, code = module.blocks, codes_of_dense[llama2.DENSE[ggml_type]]
+        if type(module) is gpu.PlanesLinear:
+            matrix, code = module.planes, gpu.code_of(GGML_TYPES[ggml_type])
+        elif type(module) is QuantizedLinear and ggml_type in DENSE:
+            matrix, code = module.blocks, codes_of_dense[DENSE[ggml_type]]
         elif type(module) is nn.Linear and module.bias is None and module.weight.dtype == x.dtype:
             matrix, code = module.weight, codes_of_dense.get(x.dtype)
         else:
@@ -307,21 +314,67 @@ def run_block(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cac
     return y.view_as(x)
 
 
+# --------------------------------------------------------------------------------------------------
+# Modules
+
+
+class GraphBlock(Block):
+    """Block that Inductor compiles for captured steps."""
+
+    __module__ = Block.__module__  # where pickles look for it: see UNACCELERATED in llama2.py
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        if gpu and type(cache) is StepCache:
+            y = run_block(self, x, cos, sin, mask, cache)
+            if y is not None:
+                return y
+        return super().forward(x, cos, sin, mask, cache)
+
+
+class GraphLlama(Llama):
+    """Llama whose decode steps, of one token with a plain Cache, are replays of a CUDA graph."""
+
+    __module__ = Llama.__module__
+
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
+    ) -> Tensor:
+        """As Llama.forward()."""
+        is_step = type(cache) is Cache and tokens.shape == (1, 1) and tokens.dtype == torch.int64
+        if is_step and not torch.compiler.is_compiling():
+            assert cache is not None
+            cache.check(self, tokens)
+            cache.slots(1)
+            logits = replay(self, cache, tokens)
+            if logits is not None:
+                return logits[:, None] if all_positions else logits
+        return super().forward(tokens, cache, all_positions)
+
+
+# A step can be captured of a model that consists of these, whose inputs it can compare.
+CLASSES = {CausalSelfAttention, MLP, RMSNorm, nn.Linear, nn.Embedding, nn.ModuleList}
+CLASSES |= {Block, QuantizedLinear, QuantizedEmbedding, GraphBlock}
+if gpu:
+    CLASSES |= {gpu.PlanesLinear, gpu.PlanesEmbedding}
+
+
 @torch.no_grad()
 def accelerate(model: Any, compile: bool) -> None:
     """Make decode steps graphs; with `compile`, pack quantised matrices and compile the Blocks."""
+    planes: dict = {}
+    packed: dict = {}
+    classes: dict = {Llama: GraphLlama}
     if compile:
-        classes = {
-            llama2.QuantizedLinear: llama2.PlanesLinear,
-            llama2.QuantizedEmbedding: llama2.PlanesEmbedding,
-        }
-        packed: dict = {}
-        for module in model.modules():
-            if type(module) in classes and module.ggml_type not in llama2.DENSE:
-                module.__class__ = classes[type(module)]
-                module.pack(packed)
-        llama2.change_classes(model, {llama2.Block: llama2.GraphBlock})
-    llama2.change_classes(model, {llama2.Llama: llama2.GraphLlama})
+        classes[Block] = GraphBlock
+        planes = {QuantizedLinear: gpu.PlanesLinear, QuantizedEmbedding: gpu.PlanesEmbedding}
+    for module in model.modules():
+        module.__class__ = classes.get(type(module), type(module))
+        if type(module) in planes and module.ggml_type not in DENSE:
+            module.__class__ = planes[type(module)]
+            module.pack(packed)
     if compile:  # now, not in the midst of the first answer
         cache = model.new_cache(2)
         model(cache.tokens[:, :1], cache)

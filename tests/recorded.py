@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import llama2
+from test_llama2 import kernels_file
 
 
 def frozen(values):
@@ -50,9 +50,7 @@ def capture(run, device):
 @pytest.fixture
 def graph(monkeypatch):
     """kernels/graph.py, which captures on the CPU, for every eight positions."""
-    if not llama2.KERNELS.is_dir():
-        pytest.skip("no kernels/")
-    module = llama2.load_module("graph")
+    module = kernels_file("graph")
     monkeypatch.setattr(module, "capture", capture)
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(module, "BUCKET", 8)

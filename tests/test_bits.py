@@ -14,9 +14,9 @@ import torch
 from test_kernels import every_type, layer_of, wide_blocks
 
 import llama2
-from test_llama2 import needs
+from test_llama2 import needs_kernels
 
-pytestmark = needs("load_kernels")
+pytestmark = needs_kernels
 TOKENS = torch.arange(60).view(1, 60)
 
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import llama2
-from test_llama2 import arrange, assert_close, in_steps, needs
+from test_llama2 import arrange, assert_close, in_steps, needs_kernels
 
-pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("native", "no_grad")]
 CHANGE = json.loads("""{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
 "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100, "max_position_embeddings": 64}""")
 CONFIG = llama2.Config(**CHANGE)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import llama2
-from test_llama2 import needs
+from test_llama2 import kernels_file, needs_kernels
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [
-    needs("load_kernels"),
+    needs_kernels,
     pytest.mark.usefixtures("native"),
     pytest.mark.skipif(not COMPILER, reason="no compiler"),
     pytest.mark.skipif(os.name != "posix", reason="POSIX modes and shell scripts"),
@@ -38,21 +38,19 @@ extern "C" const char *kernels_built_for() { return "nothing"; }
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """kernels/ with a source that compiles at once, and an empty cache."""
-    kernels = tmp_path / "kernels"
+    build, kernels = kernels_file("build"), tmp_path / "kernels"
     kernels.mkdir()
-    shutil.copy(llama2.KERNELS / "build.py", kernels)
     (kernels / "cpu.cpp").write_text(SOURCE)
-    (kernels / "version.h").write_text(f"#define VERSION {llama2.KERNELS_VERSION}\n")
-    monkeypatch.setattr(llama2, "KERNELS", kernels)
-    monkeypatch.setattr(llama2, "load_module", llama2.load_module.__wrapped__)  # which remembers
+    (kernels / "version.h").write_text(f"#define VERSION {build.VERSION}\n")
+    monkeypatch.setattr(build, "SOURCE", kernels / "cpu.cpp")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield kernels
-    llama2.load_kernels.cache_clear()
+    kernels_file("build").load_kernels.cache_clear()
 
 
 def find():
     """What a new process would find."""
-    llama2.load_kernels.cache_clear()
+    kernels_file("build").load_kernels.cache_clear()
     return llama2.load_kernels()
 
 
@@ -99,9 +97,8 @@ def test_files_are_watched(folder):
     assert find()
     (folder / "version.h").write_text("#define VERSION 999\n")
     assert "version 999" in problem()
-    for name in ("cpu.cpp", "build.py"):
-        (folder / name).unlink()
-        assert f"{name} is missing" in problem()
+    (folder / "cpu.cpp").unlink()
+    assert "cpu.cpp is missing" in problem()
 
 
 def test_a_named_compiler_may_have_options(folder, tmp_path, monkeypatch):

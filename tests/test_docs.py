@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import llama2
-from test_llama2 import SCRIPT, needs
+from test_llama2 import SCRIPT, needs_kernels
 
 ROOT = SCRIPT.parent
 NAMES = "README.md CONTRIBUTING.md CHANGELOG.md docs/*.md models/*.md examples/*.md kernels/*.md"
@@ -83,7 +83,7 @@ def test_the_readme_shows_the_attention_that_runs():
     assert textwrap.dedent(source) in PAGES[ROOT / "README.md"]
 
 
-@needs("load_kernels")
+@needs_kernels
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
 def test_pages_name_what_exists(page):
     """Functions, options, fields, paths, files and tests: where a page names one, it is there."""

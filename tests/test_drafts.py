@@ -10,9 +10,9 @@ import torch
 from drafts import Drafts, prompt_lookup
 
 import llama2
-from test_llama2 import cases, needs
+from test_llama2 import cases, needs_kernels
 
-pytestmark = needs("load_kernels")
+pytestmark = needs_kernels
 PROMPT = [1, 5, 9, 20, 31, 5, 9, 20, 7]
 
 

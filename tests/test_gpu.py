@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import llama2
-from test_llama2 import SCRIPT, assert_close, needs, random_blocks
+from test_llama2 import SCRIPT, assert_close, kernels_file, needs_kernels, random_blocks
 
 pytest.importorskip("triton")
-pytestmark = [needs("PlanesLinear"), pytest.mark.usefixtures("no_grad")]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("no_grad")]
 TYPES = sorted(llama2.GGML_TYPES.keys() - llama2.DENSE)
 every_type = pytest.mark.parametrize("ggml_type", TYPES)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton looks when it is imported
@@ -24,9 +24,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="in a process of its ow
 
 @pytest.fixture(scope="module")
 def gpu():
-    if not llama2.KERNELS.is_dir():
-        pytest.skip("no kernels/")
-    return llama2.load_module("gpu")
+    return kernels_file("gpu")
 
 
 def shapes(ggml_type):
@@ -48,13 +46,13 @@ def packed(ggml_type, rows, columns, layer_class=None, seed=0):
 
 def test_without_a_c_compiler(monkeypatch):
     """Then Triton cannot run a kernel; a model becomes dense and its graph one of plain operations."""
-    if not llama2.KERNELS.is_dir():
-        pytest.skip("no kernels/")
-    monkeypatch.setattr(llama2, "load_module", llama2.load_module.__wrapped__)
+    kernels, graph, gpu = map(kernels_file, ("accelerate", "graph", "gpu"))
+    assert kernels.can_accelerate(torch.device("cuda"))
+    monkeypatch.setattr(graph, "gpu", None)
+    assert not kernels.can_accelerate(torch.device("cuda"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert not llama2.can_accelerate(torch.device("cuda"))
-    monkeypatch.undo()
-    assert llama2.can_accelerate(torch.device("cuda"))
+    with pytest.raises(ImportError, match="a C compiler"):
+        gpu.__spec__.loader.exec_module(gpu)
 
 
 # --------------------------------------------------------------------------------------------------

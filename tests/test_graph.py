@@ -20,9 +20,9 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llama2
-from test_llama2 import CONFIG, TOKENS, assert_close, cases, needs, quantised
+from test_llama2 import CONFIG, TOKENS, assert_close, cases, kernels_file, needs_kernels, quantised
 
-pytestmark = [needs("GraphLlama"), pytest.mark.usefixtures("no_grad")]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_comparing_is_quick(graph):  # noqa: F811
     seconds = []
     for _ in range(50):
         start = time.perf_counter()
-        assert parts.read() == parts.state and not parts.hooked()
+        assert parts.read() == parts.state and not graph.hooked(parts.own)
         seconds.append(time.perf_counter() - start)
     print(f"{min(seconds) * 1e6:.0f} us")
     assert min(seconds) < 1e-3
@@ -248,10 +248,8 @@ def test_comparing_is_quick(graph):  # noqa: F811
 @pytest.mark.parametrize("compile", [False, True])
 def test_accelerate_on_cuda(monkeypatch, compile):
     """The classes of a dense and of a quantised model; the bits of one stay."""
-    if not llama2.KERNELS.is_dir():
-        pytest.skip("no kernels/")
     pytest.importorskip("triton")
-    graph = llama2.load_module("graph")  # noqa: F811
+    graph = kernels_file("graph")  # noqa: F811
     model = model_of(["Q4_K", "F16"])
     before = {name: t.clone() for name, t in model.state_dict().items()}
     with FakeTensorMode():
@@ -283,10 +281,10 @@ LOADED = """
 
 @cases("case", LOADED)
 def test_how_models_are_loaded_on_cuda(monkeypatch, tmp_path, case):
-    """Options, type, what is large; whether Part IV compiles, and whether matrices are unpacked."""
+    """Options, type, what is large; whether kernels/ compiles, and whether matrices are unpacked."""
     options, ggml_type, large, expected = json.loads(case)
     monkeypatch.setattr(llama2, "LARGE", large)
-    monkeypatch.setattr(llama2, "can_accelerate", lambda device: True)
+    monkeypatch.setattr(llama2.open_kernels(), "can_accelerate", lambda device: True)
     monkeypatch.setattr(llama2, "free_memory", lambda device: 1e12)
     path, _ = quantised(tmp_path / "x.gguf", ggml_type)
     checkpoint = llama2.open_checkpoint(path)
@@ -335,7 +333,7 @@ MODELS = [  # sizes that are equal in one model differ in another
 )
 def test_one_compilation_serves_all(graph, monkeypatch):  # noqa: F811
     """Models, types, buckets, odd contexts, float32 to 1e-5; made before the first answer."""
-    gpu = pytest.importorskip("triton") and llama2.load_module("gpu")
+    gpu = pytest.importorskip("triton") and kernels_file("gpu")
     monkeypatch.setattr(gpu, "multiply_kernel", Products(gpu))
 
     def rerun(run, device):  # torch.compile does not go with a mode that records

@@ -1,10 +1,11 @@
-"""The house: llama2.py copied alone into a folder, without its part IV, and how long its parts are."""
+"""The house: llama2.py copied alone, how it opens kernels/, and how long its parts are."""
 
 import ast
 import builtins
 import importlib
 import io
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -13,22 +14,18 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from cut import without_part_4
 
 import llama2
-from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs, quantised
-
-pytestmark = needs("load_kernels")  # else there is nothing to cut
+from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, quantised
 
 
-@pytest.fixture(params=[str, without_part_4], ids=["alone", "without part IV"])
-def copied(request, tmp_path, monkeypatch):
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
     """llama2.py copied into an empty folder, as a module."""
-    name = f"copied_{request.param.__name__}"
-    text = request.param(SCRIPT.read_text("utf-8"))
-    (tmp_path / f"{name}.py").write_text(text, "utf-8")
+    shutil.copy(SCRIPT, tmp_path / "copied.py")
     monkeypatch.syspath_prepend(tmp_path)
-    return importlib.import_module(name)
+    yield importlib.import_module("copied")
+    del sys.modules["copied"]
 
 
 @torch.no_grad()
@@ -45,7 +42,9 @@ def test_quantised_models_run(copied, tmp_path, capsys):
     assert copied.main([*argv, "--compile"]) == 0
     again, error = capsys.readouterr()
     assert again == text
-    assert error.count("slow") == hasattr(copied, "load_kernels")
+    assert error.count("slow") == 1 and f"{copied.KERNELS} is missing" in error
+    assert copied.load_kernels() is None
+    assert copied.accelerate(model) is model and type(model) is copied.Llama
 
 
 def test_import_is_quick(monkeypatch):

@@ -17,9 +17,18 @@ from gguf import GGMLQuantizationType as GGMLType
 
 import llama2
 import test_llama2
-from test_llama2 import SCALES, TOKENS, assert_close, cases, needs, quantised, random_blocks
+from test_llama2 import (
+    SCALES,
+    TOKENS,
+    assert_close,
+    cases,
+    kernels_file,
+    needs_kernels,
+    quantised,
+    random_blocks,
+)
 
-pytestmark = [needs("load_kernels"), pytest.mark.usefixtures("native", "no_grad")]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("native", "no_grad")]
 every_type = pytest.mark.parametrize("ggml_type", llama2.GGML_TYPES)
 KINDS = ["Q4_K", "Q6_K", "Q8_0", "Q5_1"]
 SHAPE = test_llama2.SHAPE | {
@@ -239,7 +248,7 @@ def test_layers_are_packed_as_cpp_names_their_fields():
 
     source = (llama2.KERNELS / "cpu.cpp").read_text("utf-8")
     struct = re.search(r"struct Layer \{(.*?)\n\};", source, re.DOTALL)[1]
-    values = iter(llama2.LAYER.unpack(packed))
+    values = iter(kernels_file("cpu").LAYER.unpack(packed))
     layer = {
         name: [next(values) for _ in range(int(count or 1))]
         for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?[,;]", re.sub("//.*", "", struct))

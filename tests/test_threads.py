@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from test_llama2 import SCRIPT, needs
+from test_llama2 import SCRIPT, needs_kernels
 
 pytestmark = [
-    needs("load_kernels"),
+    needs_kernels,
     pytest.mark.usefixtures("native"),
     pytest.mark.skipif(os.name != "posix", reason="POSIX's signals and processes"),
 ]
