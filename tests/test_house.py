@@ -70,12 +70,12 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
     "I": (2760, 11.0),
     "II": (5600, 9.0),
-    "III": (10690, 9.5),
-    "IV": (2150, 11.5),
-    "V": (3220, 9.0),
+    "III": (10950, 9.5),
+    "IV": (3220, 9.0),
 }
-ALL = 24500  # tokens of the file
-KERNELS = 1740  # lines of kernels/*.cpp and *.h, as clang-format writes them
+ALL = 22520  # tokens of the file
+KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
+KERNELS_PYTHON = (10500, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 32  # functions that are named in one place, each of which costs a jump
@@ -113,6 +113,10 @@ def test_parts_keep_their_budgets():
 def test_kernels_keep_their_budget():
     files = [f for f in llama2.KERNELS.iterdir() if f.suffix in (".cpp", ".h")]
     assert files and sum(f.read_text("utf-8").count("\n") for f in files) <= KERNELS, ADVICE
+    counts = [code_of(f.read_text("utf-8"))[1:] for f in llama2.KERNELS.glob("*.py")]
+    count = sum(len(lines) for lines, _ in counts)
+    limit, density = KERNELS_PYTHON
+    assert count <= limit and count / sum(len(covered) for _, covered in counts) <= density, ADVICE
 
 
 def test_functions_fit_a_screen_and_few_are_named_once():
