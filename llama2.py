@@ -3768,7 +3768,7 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         generations = converse(model, tokenizer, args, questions, options)
     else:
         # With --parse-special, the prompt may be a chat: then it ends where an answer ends.
-        template = tokenizer.chat_template if args.parse_special else None
+        template = tokenizer.chat_template.strip() if args.parse_special else None
         options["stop_ids"] = stop_ids(model, tokenizer, template)
         stream = stream_text(model, tokenizer, ids, **options)
         generation = stream.generation

@@ -262,6 +262,7 @@ def test_a_prompt_to_a_model_that_can_chat(cli, write_tiny):
         ("{{ messages[0].content }}", ["--parse-special"], ""),
         ("{{ messages[0].content }}", ["--quiet"], ""),
         (" ", [], ""),
+        (" ", ["--parse-special"], ""),
     ]:
         model = write_tiny({"tokenizer.chat_template": template})
         status, out, err = cli("--prompt", "fox", "--max-new-tokens", 1, *options, model=model)
