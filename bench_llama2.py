@@ -274,15 +274,16 @@ def token_parts(model):
     }
     block = type(model.layers[0])
     is_native = block.__name__ == "NativeBlock"
-    parts[(llama2.load_kernels(), "run_block") if is_native else (block, "forward")] = "layers"
+    parts[(llama2.load_kernels(), "run_blocks") if is_native else (block, "forward")] = "layers"
     return parts
 
 
 def time_token(args, model, tokenizer, depth):
     """Seconds of each part of a token that is sampled behind `depth` others.
 
-    The rest is "Python": packing numbers for C++ above all. Its clocks would take as long as a
-    part of it, so it is what a token without clocks takes longer than the parts.
+    The rest is what Python and torch do between them: the embedding, the last norm, packing
+    pointers for C++. Its clocks would take as long as a part of it, so it is what a token without
+    clocks takes longer than the parts.
     """
     count = args.rounds * args.gen_tokens
     ids = random_tokens(model, depth + 1)  # (1, depth + 1)
@@ -307,7 +308,7 @@ def time_token(args, model, tokenizer, depth):
     tokens.sort(key=Counter.total)
     middle = slice(count // 4, count - count // 4)  # without those that were disturbed
     parts = {part: mean(times[part] for times in tokens[middle]) for part in tokens[0]}
-    return parts | {"Python": mean(wholes[middle]) - sum(parts.values())}
+    return parts | {"the rest": mean(wholes[middle]) - sum(parts.values())}
 
 
 def run_token(args):

@@ -540,10 +540,7 @@ class Llama(nn.Module):
         # There are no gradients through a cache, because it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            for layer, block in enumerate(self.layers):
-                if cache is not None:
-                    cache.layer = layer  # a Block may stand in several places of the list
-                x = block(x, cos, sin, mask, cache)
+            x = self.run_layers(cache, x, cos, sin, mask)
             if not all_positions:
                 x = x[:, -1]  # (B, C): the logits of the last position are enough
             # float32 island 4 of 4: lm_head multiplies in the weights' dtype; what follows, softmax
@@ -553,6 +550,14 @@ class Llama(nn.Module):
         if cache is not None:
             cache.advance(tokens)
         return logits
+
+    def run_layers(self, cache: Cache | None, x: Tensor, *others: Any) -> Tensor:
+        """x (B, T, C) through all Blocks, with cos, sin and mask -> (B, T, C)."""
+        for layer, block in enumerate(self.layers):
+            if cache is not None:
+                cache.layer = layer  # a Block may stand in several places of the list
+            x = block(x, *others, cache)
+        return x
 
 
 # ==================================================================================================
@@ -3052,6 +3057,7 @@ UNACCELERATED = {
     "NativeLinear": QuantizedLinear,
     "NativeEmbedding": QuantizedEmbedding,
     "NativeBlock": Block,
+    "NativeLlama": Llama,
     "PlanesLinear": None,  # which has no blocks
     "PlanesEmbedding": None,
     "GraphBlock": Block,

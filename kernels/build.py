@@ -22,7 +22,7 @@ import torch
 
 from .llama2 import printable
 
-VERSION = 10  # of the interface between cpu.cpp and cpu.py
+VERSION = 11  # of the interface between cpu.cpp and cpu.py
 SOURCE = Path(__file__).with_name("cpu.cpp")
 TENSOR_FACTS = ["data_ptr", "dim", "sizes", "strides", "dtype", "device_type"]
 TARGETS = ["-march=native", "-mcpu=native"]  # some compilers know only one of them
@@ -212,10 +212,10 @@ def with_types(library: Any) -> ctypes.CDLL:
     try:
         library.linear.argtypes = [*[pointer] * 3, i32, i32, *[i64] * 4, i32]
         library.embed.argtypes = [*[pointer] * 3, i32, i32, *[i64] * 3]
-        library.run_block.argtypes = [pointer]
+        library.run_blocks.argtypes = [pointer] * 3
         library.kernels_built_for.restype = ctypes.c_char_p
         library.use((pointer * len(TENSOR_FACTS))(*torch_functions()), usable_cores())
-        for function in (library.linear, library.run_block):
+        for function in (library.linear, library.run_blocks):
             function.errcheck = check_status
         found, library.gemv_tokens = library.kernels_version(), library.kernels_gemv_tokens()
         library.built_for = library.kernels_built_for().decode()

@@ -1,8 +1,9 @@
 // The CPU kernels of llama2.py: products with matrices that stay in the format of the file (ggml's
 // blocks of quantised weights), and whole layers made of them. Python calls linear (y = x W^T: gemv
-// for up to GEMV_TOKENS tokens, gemm for more), run_block (what Block.forward does) and embed (some
-// rows of W). Exact: float32 throughout. Fast: x is rounded to int16 with a scale for each 256
-// numbers, in gemm each 128 (relative error 3e-5, gemm of Q6_K 6e-5), unless the weights are dense.
+// for up to GEMV_TOKENS tokens, gemm for more), run_blocks (what Block.forward does, one Block
+// after the other) and embed (some rows of W). Exact: float32 throughout. Fast: x is rounded to
+// int16 with a scale for each 256 numbers, in gemm each 128 (relative error 3e-5, gemm of Q6_K
+// 6e-5), unless the weights are dense.
 //
 // gemv reads W once. Threads take groups of HIGH rows of W in parallel. Before that, x is cut into
 // slices: 256 numbers of a token, in the order in which weights are unpacked.
@@ -759,27 +760,46 @@ static void attend_many(const float *q, const float *keys, const float *values, 
     for (int64_t d = 0; d < D; d++) y[i * row + d] = total[d * MR + i] * ((float *)weight)[i];
 }
 
-struct Layer {  // as NativeBlock packs it: everything has 8 bytes
-  Tensor x, cos, sin;
-  Tensor keys, values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
+// What cpu.py packs; everything has 8 bytes
+struct Pass {
+  Tensor x, cos, sin, y;  // x (B, T, C), y as large; cos and sin (T, D / 2), or (B, D / 2)
+  int64_t D, threads, layers, first, caches;  // Layers; the first one's place in Stored; Stored
+};
+struct Layer {
   Tensor norms[2];
   Tensor weights[7];          // of q, k, v, o, gate, up, down
-  Tensor y;                   // as large as x
   int64_t types[7], fast[7];  // of the matrices
-  int64_t D, pos, index, threads;
   double eps[2];
 };
-static_assert(sizeof(Layer) == 35 * 8, "as many as LAYER of llama2.py has");
+struct Stored {         // of B sequences, or of each one for itself, if T is 1
+  Tensor keys, values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
+  int64_t pos;
+};
+static_assert(sizeof(Pass) == 9 * 8 && sizeof(Layer) == 25 * 8 && sizeof(Stored) == 3 * 8);
 
-// y = x + attention, += MLP; E: of the cache
-template <class E> static void run(const Layer &l, int64_t H, int64_t inner) {
-  const int64_t *shape = l.x.sizes(3), B = shape[0], T = shape[1], C = shape[2], tokens = B * T;
-  const int64_t *stored = l.keys.sizes(5), G = stored[2], S = stored[3], D = l.D, pos = l.pos;
-  const int threads = (int)l.threads, many = tokens > 16 ? threads : 1;
-  const float *x = l.x.data<float>(), *cos = l.cos.data<float>(), *sin = l.sin.data<float>();
-  float *out = l.y.data<float>();
-  E *keys = l.keys.data<E>() + l.index * B * G * S * D;  // of this layer
-  E *values = l.values.data<E>() + l.index * B * G * S * D;
+// y = x + attention, += MLP of the layer at `index`; E: of the cache
+template <class E>
+static void run(const Pass &p, const Layer &l, const Stored *stored, const float *x,
+                int64_t index) {
+  const int64_t *shape = p.x.sizes(3), B = shape[0], T = shape[1], C = shape[2], tokens = B * T;
+  const int64_t D = p.D, G = stored->keys.sizes(5)[2], H = l.weights[0].sizes(2)[0] / D;
+  const int64_t inner = l.weights[4].sizes(2)[0], turns = p.cos.sizes(2)[0];
+  const int threads = (int)p.threads, many = tokens > 16 ? threads : 1;
+  const float *cos = p.cos.data<float>(), *sin = p.sin.data<float>();
+  float *out = p.y.data<float>();
+  struct Sequence {
+    E *keys, *values;  // of this layer (G, S, D)
+    int64_t S, pos;
+  };
+  const auto sequences = array<Sequence>(B);
+  int64_t longest = 0;
+  for (int64_t b = 0; b < B; b++) {
+    const Stored &s = stored[p.caches > 1 ? b : 0];
+    const int64_t *size = s.keys.sizes(5), rows = size[1], S = size[3];
+    const int64_t at = (index * rows + b % rows) * G * S * D;
+    sequences[b] = {s.keys.data<E>() + at, s.values.data<E>() + at, S, s.pos};
+    longest = std::max(longest, s.pos + T);
+  }
   auto matrix = [&](int i, int64_t K, int64_t N, const Array<float> &y) -> Matrix {
     return {find_format(l.types[i], K), l.weights[i].data<uint8_t>(), N, y.get(), l.fast[i] != 0};
   };
@@ -790,38 +810,40 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner) {
   multiply({matrix(0, C, H * D, q), matrix(1, C, G * D, k), matrix(2, C, G * D, v)}, h.get(),
            tokens, C, threads);
   for_all(tokens, many, [&](int64_t i) {
-    const int64_t at = i % T * (D / 2);
+    const int64_t at = i % turns * (D / 2);
+    const Sequence &s = sequences[i / T];
     for (int64_t j = 0; j < H; j++) rotate(&q[(i * H + j) * D], cos + at, sin + at, D);
     for (int64_t j = 0; j < G; j++) {
-      const int64_t from = (i * G + j) * D, to = ((i / T * G + j) * S + pos + i % T) * D;
+      const int64_t from = (i * G + j) * D, to = (j * s.S + s.pos + i % T) * D;
       rotate(&k[from], cos + at, sin + at, D);
-      convert(&k[from], keys + to, D), convert(&v[from], values + to, D);
+      convert(&k[from], s.keys + to, D), convert(&v[from], s.values + to, D);
     }
   });
   const int64_t step = T > GEMV_TOKENS ? MR : 1, steps = (T + step - 1) / step;
   const int64_t heads = step == 1 && H / G % 4 == 0 ? 4 : 1;   // that are handled together
-  const int64_t floats = ((pos + T + NK) * D + 15) / 16 * 16;  // tiles read up to NK keys further
+  const int64_t floats = ((longest + NK) * D + 15) / 16 * 16;  // tiles read up to NK keys further
   const int64_t size =
-      step > 1 ? 2 * floats + (2 * D + pos + T + MR + 3 * NK) * MR : heads * (pos + T) + 16;
+      step > 1 ? 2 * floats + (2 * D + longest + MR + 3 * NK) * MR : heads * longest + 16;
   const auto scratch = array<float>(size * threads);
   std::atomic<int64_t> taken(0), started(0);  // heads and steps, by a thread each; threads
-  team.run(tokens * (pos + T) > 32 ? threads : 1, [&] {
+  team.run(tokens * longest > 32 ? threads : 1, [&] {
     float *ours = &scratch[size * started++];
-    int64_t unpacked = -1;  // the head whose keys and values stand there as float32
+    const E *unpacked = nullptr;  // the head whose keys and values stand there as float32
     for (int64_t i = taken++; i < B * H / heads * steps; i = taken++) {
       const int64_t b = i / steps / (H / heads), j = i / steps % (H / heads) * heads;
-      const int64_t t = i % steps * step, at = (b * G + j / (H / G)) * S * D;
-      const int64_t from = ((b * T + t) * H + j) * D, length = pos + t + 1;
+      const Sequence &s = sequences[b];
+      const int64_t t = i % steps * step, at = j / (H / G) * s.S * D;
+      const int64_t from = ((b * T + t) * H + j) * D, length = s.pos + t + 1;
+      const E *keys = s.keys + at, *values = s.values + at;
       if (step > 1) {
-        if (std::exchange(unpacked, at) != at) {
-          convert(keys + at, ours, (pos + T) * D);
-          convert(values + at, ours + floats, (pos + T) * D);
+        if (std::exchange(unpacked, keys) != keys) {
+          convert(keys, ours, (s.pos + T) * D), convert(values, ours + floats, (s.pos + T) * D);
         }
         attend_many(&q[from], ours, ours + floats, &y[from], ours + 2 * floats, length, D,
                     std::min(T - t, step), H * D);
       } else
-        (heads == 4 ? attend<4, E> : attend<1, E>)(&q[from], keys + at, values + at, &y[from], ours,
-                                                   length, D);
+        (heads == 4 ? attend<4, E> : attend<1, E>)(&q[from], keys, values, &y[from], ours, length,
+                                                   D);
     }
   });
   multiply({matrix(3, H * D, C, h)}, y.get(), tokens, H * D, threads);
@@ -842,7 +864,7 @@ template <class E> static void run(const Layer &l, int64_t H, int64_t inner) {
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 10; }
+int32_t kernels_version() { return 11; }
 void use(const Torch &functions, int32_t cores) { torch = functions, team.limit = cores - 1; }
 const char *kernels_built_for() { return ISA BYTES ", " COMPILER THREADS; }
 int32_t kernels_gemv_tokens() { return GEMV_TOKENS; }
@@ -865,25 +887,36 @@ int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t thre
   });
   return DONE;
 }
-int32_t run_block(const Layer &l) try {
-  const int64_t *x = l.x.sizes(3), *keys = l.keys.sizes(5), D = l.D;
-  const int64_t *q = l.weights[0].sizes(2), *gate = l.weights[4].sizes(2);
-  if (!x || !keys || !q || !gate) return NOT_SUPPORTED;
-  const int64_t B = x[0], T = x[1], C = x[2], L = keys[0], G = keys[2], S = keys[3];
-  const int64_t Q = q[0], KV = G * D, inner = gate[0], rows[] = {Q, KV, KV, C, inner, inner, C};
-  const int64_t columns[] = {C, C, C, Q, C, C, inner};
-  const int32_t stored = l.keys.is(FLOAT16, {L, B, G, S, D}) ? FLOAT16 : FLOAT32;
-  bool fits = l.x.is(FLOAT32, {B, T, C}) && l.y.is(FLOAT32, {B, T, C});
-  fits = fits && l.cos.is(FLOAT32, {T, D / 2}) && l.sin.is(FLOAT32, {T, D / 2});
-  fits = fits && l.keys.is(stored, {L, B, G, S, D}) && l.values.is(stored, {L, B, G, S, D});
-  fits = fits && l.norms[0].is(FLOAT32, {C}) && l.norms[1].is(FLOAT32, {C});
-  for (int i = 0; i < 7 && fits; i++) {
-    const Format *f = find_format(l.types[i], columns[i]);
-    fits = f && l.weights[i].is(UINT8, {rows[i], f->bytes(columns[i])});
+int32_t run_blocks(const Pass &p, const Layer *layers, const Stored *stored) try {
+  const int64_t *x = p.x.sizes(3), *keys = stored->keys.sizes(5), D = p.D;
+  if (!x || !keys || p.first < 0 || p.first + p.layers > keys[0]) return NOT_SUPPORTED;
+  const int64_t B = x[0], T = x[1], C = x[2], G = keys[2], KV = G * D, several = p.caches > 1;
+  const int64_t turns = several ? B : T, rows = several ? 1 : B;
+  if (D % 2 || C % 32 || (several && (T != 1 || p.caches != B))) return NOT_SUPPORTED;
+  bool fits = p.x.is(FLOAT32, {B, T, C}) && p.y.is(FLOAT32, {B, T, C});
+  fits = fits && p.cos.is(FLOAT32, {turns, D / 2}) && p.sin.is(FLOAT32, {turns, D / 2});
+  const int32_t type = stored->keys.is(FLOAT16, {keys[0], rows, G, keys[3], D}) ? FLOAT16 : FLOAT32;
+  for (const Stored *s = stored; s < stored + p.caches && fits; s++) {
+    const int64_t *size = s->keys.sizes(5), S = size ? size[3] : 0;
+    fits =
+        s->keys.is(type, {keys[0], rows, G, S, D}) && s->values.is(type, {keys[0], rows, G, S, D});
+    fits = fits && s->pos >= 0 && s->pos + T <= S;
   }
-  if (!fits || D % 2 || C % 32 || inner % 32 || Q % KV) return NOT_SUPPORTED;
-  if (l.index < 0 || l.index >= L || l.pos < 0 || l.pos + T > S) return NOT_SUPPORTED;
-  (stored == FLOAT16 ? run<float16> : run<float>)(l, Q / D, inner);
+  for (const Layer *l = layers; l < layers + p.layers && fits; l++) {
+    const int64_t *q = l->weights[0].sizes(2), *gate = l->weights[4].sizes(2);
+    if (!q || !gate || q[0] % KV || gate[0] % 32) return NOT_SUPPORTED;
+    const int64_t height[] = {q[0], KV, KV, C, gate[0], gate[0], C};
+    const int64_t width[] = {C, C, C, q[0], C, C, gate[0]};
+    fits = l->norms[0].is(FLOAT32, {C}) && l->norms[1].is(FLOAT32, {C});
+    for (int i = 0; i < 7 && fits; i++) {
+      const Format *f = find_format(l->types[i], width[i]);
+      fits = f && l->weights[i].is(UINT8, {height[i], f->bytes(width[i])});
+    }
+  }
+  if (!fits) return NOT_SUPPORTED;
+  for (int64_t i = 0; i < p.layers; i++)
+    (type == FLOAT16 ? run<float16> : run<float>)(p, layers[i], stored,
+                                                  (i ? p.y : p.x).data<float>(), p.first + i);
   return DONE;
 } catch (const std::bad_alloc &) { return NO_MEMORY; }
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, getitem, itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from .llama2 import (
     Block,
     Cache,
     CausalSelfAttention,
+    Llama,
     Quantized,
     QuantizedEmbedding,
     QuantizedLinear,
@@ -35,6 +38,7 @@ def accelerate(model: nn.Module, fast: bool) -> None:
         QuantizedLinear: NativeLinear,
         QuantizedEmbedding: NativeEmbedding,
         Block: NativeBlock,
+        Llama: NativeLlama,
     }
     for module in model.modules():
         module.__class__ = classes.get(type(module), type(module))
@@ -43,11 +47,12 @@ def accelerate(model: nn.Module, fast: bool) -> None:
 
 
 def hooked(attributes: Iterable[dict]) -> bool:
-    """Whether calling a module does more than the forward() of its class; takes the modules' vars()."""
+    """Whether calling a module does more than the forward() of its class; takes modules' vars()."""
     # torch has no public names for these; the tests notice if one is gone.
-    for own in attributes:  # a module's own hooks, and a forward() that was set on it
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-            return True
+    attributes = [*attributes]
+    hooks = map(itemgetter("_forward_hooks", "_forward_pre_hooks"), attributes)
+    if any(chain.from_iterable(hooks)) or any("forward" in own for own in attributes):
+        return True
     of_all = nn.modules.module
     return bool(of_all._global_forward_hooks or of_all._global_forward_pre_hooks)
 
@@ -112,11 +117,90 @@ class NativeEmbedding(QuantizedEmbedding):
         return super().forward(tokens)
 
 
-ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
-# Of the modules of a NativeBlock, in the order in which pack() lists them.
-BLOCK_CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
-LAYER = struct.Struct("15n 7n 7n 4n 2d")  # struct Layer of cpu.cpp
+# What a Block and its modules hold, by the names that Block gave them.
+PARTS = itemgetter("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+ATTENTION_MATRICES = itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MATRICES = itemgetter("gate_proj", "up_proj", "down_proj")
+# The classes of PARTS and of both lists of matrices.
+CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
+# The structs of cpu.cpp.
+PASS, LAYER, STORED = struct.Struct("9n"), struct.Struct("23n 2d"), struct.Struct("3n")
+
+
+def each(name: str, objects: Iterable) -> list:
+    """An attribute of each of the objects."""
+    return [*map(attrgetter(name), objects)]
+
+
+def causal_mask(cache: Any, T: int) -> Tensor | None:
+    """The only mask that the kernel knows: that of a Cache, or of caches that get a token each."""
+    if type(cache) is Cache:
+        return cache.mask(T)  # made once for all layers of a pass
+    pos = torch.tensor(each("pos", cache.sequences)).view(-1, 1, 1, 1)
+    return torch.arange(int(pos.max()) + 1) <= pos  # (B, 1, 1, S)
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor | None,
+    cache: Any,
+) -> Tensor | None:
+    """What Blocks make of x (B, T, C) one after the other, in one call; None if torch must compute.
+
+    Everything is looked up at each call: what was kept from an earlier one might have changed. It
+    is looked up column by column, one attribute of all layers, because Python takes longer than C.
+    """
+    # 1. Is there a plain Cache, or one with `sequences` that are? A subclass may store or mask in
+    #    another way.
+    caches = [cache] if type(cache) is Cache else getattr(cache, "sequences", [])
+    if {*map(type, caches)} != {Cache} or torch.is_grad_enabled() or by_torch():
+        return None
+
+    # 2. Are all modules of the classes that the kernel stands for, without hooks?
+    try:
+        attention, mlp, *norms = zip(*map(PARTS, each("_modules", blocks)))
+        matrices = [*zip(*map(ATTENTION_MATRICES, each("_modules", attention)))]
+        matrices += zip(*map(MLP_MATRICES, each("_modules", mlp)))
+        modules = [attention, mlp, *norms, *matrices]
+        if [{*map(type, column)} for column in modules] != [{kind} for kind in CLASSES]:
+            return None
+        if (
+            hooked(map(vars, chain.from_iterable(modules)))
+            or len({*each("head_dim", attention)}) > 1
+        ):
+            return None
+        types = [each("ggml_type", column) for column in matrices]
+        tensors = [[p["weight"] for p in each("_parameters", column)] for column in norms]
+        for column, names in zip(matrices, types):
+            tensors.append([*map(getitem, each("_buffers", column), names)])
+        columns = [each("_cdata", column) for column in tensors]
+        columns += [each("number", map(GGML_TYPES.__getitem__, names)) for names in types]
+        columns += [each("fast", column) for column in matrices]
+        columns += [each("eps", column) for column in norms]
+    except (KeyError, AttributeError):  # a weight or a module is not where Block put it
+        return None
+
+    # 3. Is the mask the causal one? Another tensor is compared by its elements.
+    causal = causal_mask(cache, x.shape[1])
+    if mask is not causal and (
+        mask is None or causal is None or mask.dtype != causal.dtype or not mask.equal(causal)
+    ):
+        return None
+
+    # 4. The structs. The kernel reads the tensors itself, and refuses what it cannot compute.
+    y = torch.empty_like(x)
+    angles = (cos, sin) if type(cache) is Cache else (cos.squeeze(1), sin.squeeze(1))
+    numbers = attention[0].head_dim, torch.get_num_threads(), len(blocks), cache.layer, len(caches)
+    packed = PASS.pack(*each("_cdata", (x, *angles, y)), *numbers)
+    layers = b"".join(map(LAYER.pack, *columns))
+    stored = [STORED.pack(c.k._cdata, c.v._cdata, c.pos) for c in caches]
+    if load_kernels().run_blocks(packed, layers, b"".join(stored)):
+        return None
+    cache.layer += len(blocks)  # as Cache.update() does
+    return y
 
 
 class NativeBlock(Block):
@@ -128,57 +212,22 @@ class NativeBlock(Block):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        # A subclass of Cache may store or mask in another way.
-        if type(cache) is Cache and not torch.is_grad_enabled() and not by_torch():
-            y = torch.empty_like(x)
-            try:
-                layer = self.pack(x, cos, sin, mask, cache, y)
-            except KeyError:  # a weight or a module is not where Block put it
-                layer = b""
-            if layer and not load_kernels().run_block(layer):
-                cache.layer += 1  # as Cache.update() does
+        y = run_blocks([self], x, cos, sin, mask, cache)
+        return super().forward(x, cos, sin, mask, cache) if y is None else y
+
+
+class NativeLlama(Llama):
+    """Llama whose Blocks are one call of the kernels, if all of them are NativeBlocks."""
+
+    __module__ = QuantizedLinear.__module__
+
+    def run_layers(self, cache: Any, x: Tensor, *others: Any) -> Tensor:
+        """As Llama.run_layers()."""
+        blocks = [*self.layers._modules.values()]
+        kinds = {type(self.layers), *map(type, blocks)}
+        if cache is not None and kinds == {nn.ModuleList, NativeBlock}:
+            cache.layer = 0
+            y = None if hooked(map(vars, blocks)) else run_blocks(blocks, x, *others, cache)
+            if y is not None:
                 return y
-        return super().forward(x, cos, sin, mask, cache)
-
-    def pack(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache, y: Tensor
-    ) -> bytes:
-        """The struct Layer of cpu.cpp; empty if the kernel cannot replace forward().
-
-        Everything is looked up at each call: what was kept from an earlier one might have changed.
-        nn.Module's attributes are avoided, because each takes 0.5 us: together 5 % of the time of a
-        small model.
-        """
-        # 1. Are all modules of the classes that the kernel stands for, without hooks?
-        children: Any = self._modules
-        attention, mlp = children["self_attn"], children["mlp"]
-        norms = [children["input_layernorm"], children["post_attention_layernorm"]]
-        matrices = [*map(attention._modules.get, ATTENTION_MATRICES)]
-        matrices += map(mlp._modules.get, MLP_MATRICES)
-        modules = [attention, mlp, *norms, *matrices]
-        if [*map(type, modules)] != BLOCK_CLASSES or hooked(map(vars, modules)):
-            return b""
-
-        # 2. Is the mask the causal one? The kernel knows no other. The cache makes it once for all
-        #    layers of a pass; another tensor is compared by its elements.
-        causal = cache.mask(x.shape[1])
-        if mask is not causal and (
-            mask is None or causal is None or mask.dtype != causal.dtype or not mask.equal(causal)
-        ):
-            return b""
-
-        # 3. The fields of the struct, in its order. The kernel reads the tensors itself, and refuses
-        #    what it cannot compute.
-        weights = [matrix._buffers[matrix.ggml_type] for matrix in matrices]
-        scales = [norm._parameters["weight"] for norm in norms]
-        tensors = [x, cos, sin, cache.k, cache.v, *scales, *weights, y]
-        return LAYER.pack(
-            *[t._cdata for t in tensors],
-            *[GGML_TYPES[matrix.ggml_type].number for matrix in matrices],
-            *[matrix.fast for matrix in matrices],
-            attention.head_dim,
-            cache.pos,
-            cache.layer,
-            torch.get_num_threads(),
-            *[norm.eps for norm in norms],
-        )
+        return super().run_layers(cache, x, *others)

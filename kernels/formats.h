@@ -139,12 +139,12 @@ struct Integers6 {
   }
 };
 
-template <class E> struct Dense : Block<32, 32 * sizeof(E), NO_ZERO> {
+template <class E> struct Dense : Block<1, sizeof(E), NO_ZERO> {
   INLINE f32 load(Bytes b, int i) { return load_f32((const E *)b + i); }
 };
 struct F32 : Dense<float> {};
 struct F16 : Dense<float16> {};
-struct BF16 : Block<32, 64, NO_ZERO> {
+struct BF16 : Block<1, 2, NO_ZERO> {
   INLINE f32 load(Bytes b, int i) {
 #ifdef NEON
     return (f32)vshll_n_u16(::load<uint16x4_t>(b + 2 * i), 16);

@@ -24,7 +24,9 @@ static struct {
 
 struct Team {
   using Clock = std::chrono::steady_clock;  // to look at it is a pause, too
-  static constexpr std::chrono::microseconds SPIN{50}, ALONE{1000}, LONGEST{64000};
+  using Duration = Clock::duration;
+  static constexpr std::chrono::microseconds SPIN{50}, LONG_SPIN{3000}, LOST{200};
+  static constexpr std::chrono::microseconds ALONE{1000}, LONGEST{64000}, CAREFUL{1000000};
   static constexpr int STACK = 128 << 10;
   // How many workers are inside, may still come in (the door is open while there are seats), and
   // sleep. All in one number, so that nobody falls asleep beside an open door.
@@ -38,8 +40,12 @@ struct Team {
   std::condition_variable alarm;
   std::exception_ptr error;                // the first in this region
   uint64_t calls = 0, workers = 0, limit;  // each sleeper answers a call; the most workers
-  Clock::time_point alone_until{};
-  Clock::duration alone{0};
+  // Workers spin for SPIN; longer if the last pause between regions was one that they could have
+  // spun through, but not for a while after a thread has lost its core: spinning had part in it.
+  std::atomic<Duration> spin{SPIN};
+  std::atomic<bool> lost{false};  // a worker has, while it was spinning
+  Clock::time_point alone_until{}, careful_until{}, ended{};
+  Duration alone{0}, careful{0};
   explicit Team(uint64_t limit) : limit(limit) {}
 
   void attempt() {
@@ -67,18 +73,19 @@ struct Team {
     for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, fault);
     pthread_sigmask(SIG_SETMASK, &others, nullptr);
 #endif
-    for (auto until = Clock::now() + SPIN;;) {
+    for (auto now = Clock::now(), until = now + SPIN;;) {
       uint64_t g = gate.load(std::memory_order_relaxed);
       if (g & SEATS) {
         if (!gate.compare_exchange_weak(g, g - SEAT + INSIDE, std::memory_order_acquire)) continue;
         attempt();
         gate.fetch_sub(INSIDE, std::memory_order_release);
-      } else if (Clock::now() < until) {
-        continue;
       } else {
+        const auto last = std::exchange(now, Clock::now());
+        if (now - last > LOST) lost.store(true, std::memory_order_relaxed);
+        if (now < until) continue;
         sleep();
       }
-      until = Clock::now() + SPIN;
+      now = Clock::now(), until = now + spin.load(std::memory_order_relaxed);
     }
   }
   void hire(uint64_t wanted) {
@@ -100,13 +107,28 @@ struct Team {
     std::unique_lock<std::mutex>{bed}, calls += woken;
     while (woken--) alarm.notify_one();
   }
+  // Before a region: whether workers are to spin longer after it
+  void learn(Clock::time_point start) {
+    if (lost.load(std::memory_order_relaxed)) {
+      lost.store(false, std::memory_order_relaxed);
+      if (start - careful_until > 4 * careful) careful /= 4;
+      careful = std::clamp<Duration>(2 * careful, LONGEST, CAREFUL);
+      careful_until = start + careful;
+    }
+    const Duration pause = start - ended, old = spin.load(std::memory_order_relaxed);
+    if (start >= careful_until && pause < SPIN) return;
+    const bool longer = start >= careful_until && pause < LONG_SPIN;
+    const Duration wanted = longer ? LONG_SPIN : SPIN;
+    if (wanted != old) spin.store(wanted, std::memory_order_relaxed);
+  }
   void close(Clock::time_point start) {
     if (!(gate.fetch_and(~SEATS, std::memory_order_acquire) % SEAT)) return;
     const auto done = Clock::now();
     auto end = done;
     for (; gate.load(std::memory_order_acquire) % SEAT; end = Clock::now())
       if (end - done > SPIN) sched_yield();
-    if (end - done < std::max<Clock::duration>(SPIN, done - start)) return;
+    if (end - done > LOST) lost.store(true, std::memory_order_relaxed);
+    if (end - done < std::max<Duration>(SPIN, done - start)) return;
     // A worker has lost its core in the midst of its share. If that took longer than workers can
     // have saved since they were last left out, they are left out for twice as long.
     if (2 * (end - done) < start - alone_until) alone /= 2;
@@ -118,10 +140,12 @@ struct Team {
     const auto start = Clock::now();
     const uint64_t seats = start < alone_until ? 0 : std::min<uint64_t>(threads - 1, limit);
     if (workers < seats) hire(seats);
+    learn(start);
     call = f, function = with;
     open(std::min(seats, workers));
     attempt();
     close(start);
+    ended = Clock::now();
     const std::exception_ptr first = std::exchange(error, nullptr);
     busy.store(false, std::memory_order_release);
     if (first) std::rethrow_exception(first);

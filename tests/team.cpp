@@ -58,6 +58,7 @@ static void each_index_once() {
 
 // A worker that falls asleep while the door opens is not forgotten
 static void nobody_is_forgotten() {
+  team.careful_until = Clock::time_point::max();  // workers spin for SPIN
   REQUIRE(come(2, 2) == 2);
   for (int round = 0; round < 30000; round++) {
     pass(Team::SPIN.count() - 1, round % 128 * 16);
@@ -188,11 +189,23 @@ static void workers() {
     clock_gettime(clock, &time);
     return time.tv_sec * 1e6 + time.tv_nsec / 1e3;
   };
-  const double before = used();
-  for (int round = 0; round < 100; round++) usleep(3000), come(2, 2);
-  const double each = (used() - before) / 100;
-  printf("a worker spins for %.0f us\n", each);
-  REQUIRE(each > 5 && each < 300);
+  // A worker's time for each of 100 regions with such pauses between them; half an hour ago, or just
+  // now, a thread lost its core
+  auto each = [&](int microseconds, std::chrono::seconds careful) {
+    double before = 0;
+    for (int round = 0; round < 102; round++) {
+      if (round == 2) before = used();  // it has learnt
+      team.lost = false, team.careful_until = Clock::now() + careful;
+      usleep(microseconds), come(2, 2);
+    }
+    return (used() - before) / 100;
+  };
+  const std::chrono::minutes ago(-30);
+  const double seldom = each(4000, ago), often = each(1000, ago), lost = each(1000, -ago);
+  printf("a worker spins for %.0f, %.0f and %.0f us\n", seldom, often, lost);
+  REQUIRE(seldom > 5 && seldom < 300);
+  REQUIRE(often > 600 && often < 2 * Team::LONG_SPIN.count());
+  REQUIRE(lost > 5 && lost < 300);
 }
 
 // While other threads are in regions, and workers wait for more

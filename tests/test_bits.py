@@ -11,6 +11,7 @@ import sys
 import pytest
 import test_kernels
 import torch
+from batch import Sequences
 from test_kernels import every_type, layer_of, wide_blocks
 
 import llama2
@@ -20,7 +21,7 @@ pytestmark = needs_kernels
 TOKENS = torch.arange(60).view(1, 60)
 
 
-HEADS = dict(zip(("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"), (100, 120, 80, 36, 8, 4)))
+HEADS = dict(zip(("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"), (102, 118, 80, 36, 8, 4)))
 
 
 def model_of(ggml_type, fast):
@@ -42,7 +43,8 @@ def logits(model, parts, batch=1):
 @torch.no_grad()
 def test_products_do_not_depend_on_how_many_tokens_there_are(ggml_type, fast, native):
     """On one side of the border; of any width, by one thread or several."""
-    for K in (512, 288) if llama2.GGML_TYPES[ggml_type].weights <= 32 else (512,):
+    widths = {1: (512, 300, 50), 32: (512, 288)}
+    for K in widths.get(llama2.GGML_TYPES[ggml_type].weights, (512,)):
         layer = layer_of(wide_blocks(ggml_type, 331, K)[0], ggml_type, fast)
         torch.manual_seed(2)
         x = torch.randn(130, K) * torch.logspace(-1, 1, 130)[:, None]
@@ -77,6 +79,36 @@ def test_logits_do_not_depend_on_threads_batch_or_split(ggml_type, fast, native,
         torch.set_num_threads(threads)
         actual = logits(model, parts, batch)[-1]
         assert torch.equal(actual, expected[0, : len(actual)]), (threads, batch, parts)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@every_type
+@torch.no_grad()
+def test_sequences_at_positions_of_their_own_have_the_bits_of_each_alone(
+    ggml_type, fast, native, monkeypatch
+):
+    """All layers in one call of the kernels; caches of several sizes."""
+    monkeypatch.delattr(llama2.Block, "forward")
+    calls, run = [], native.run_blocks
+    monkeypatch.setattr(native, "run_blocks", lambda *data: calls.append(data) or run(*data))
+    model = model_of(ggml_type, fast)
+    starts = [1, 9, 30, 2, 16, 17, 5, 40, 3, 8, 21, 12][: native.gemv_tokens]
+
+    def prefilled(count):
+        caches = [llama2.Cache(model.config, 1, 45 + i, torch.float16) for i in range(count)]
+        for i, cache in enumerate(caches):
+            model(TOKENS[:, i : i + starts[i]], cache)
+        calls.clear()
+        return caches
+
+    steps = [torch.arange(len(starts))[:, None] + t for t in range(3)]  # (B, 1) each
+    caches = prefilled(len(starts))
+    alone = [torch.cat([*map(model, tokens.split(1), caches)]) for tokens in steps]
+    for count in range(1, len(starts) + 1):
+        together = Sequences(prefilled(count))
+        for tokens, expected in zip(steps, alone):
+            assert torch.equal(model(tokens[:count], together), expected[:count]), count
+        assert len(calls) == 3
 
 
 SMALL_STACKS = """

@@ -244,7 +244,10 @@ def test_the_tree_of_modules_stays(models, blocks):
     for model in (copy.deepcopy(native), pickle.loads(dumped)):
         assert torch.equal(model(TOKENS, llama2.Cache(CONFIG)), expected)
     assert not blocks
-    assert copy.deepcopy(native).to("meta")(TOKENS.to("meta")).is_meta
+    on_meta = TOKENS.to("meta")
+    assert copy.deepcopy(native).to("meta")(on_meta).is_meta
+    assert native.embed_tokens(on_meta).is_meta
+    assert outcome(native, on_meta) == outcome(plain, on_meta)
 
 
 def test_gradients_pass_frozen_layers(models):

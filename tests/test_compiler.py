@@ -23,7 +23,7 @@ SOURCE = """
 #include "version.h"
 extern "C" int32_t linear() { return 0; }
 extern "C" int32_t embed() { return 0; }
-extern "C" int32_t run_block() { return 0; }
+extern "C" int32_t run_blocks() { return 0; }
 extern "C" void use() {}
 extern "C" int32_t kernels_gemv_tokens() { return 1; }
 extern "C" int32_t kernels_version() { return VERSION; }

@@ -68,14 +68,14 @@ def test_loading_imports_no_compiler(bundled):
 
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
-    "I": (2760, 11.0),
+    "I": (2800, 11.0),
     "II": (5600, 9.0),
     "III": (10950, 9.5),
     "IV": (3220, 9.0),
 }
-ALL = 22520  # tokens of the file
+ALL = 22560  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
-KERNELS_PYTHON = (10500, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
+KERNELS_PYTHON = (10660, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 32  # functions that are named in one place, each of which costs a jump
