@@ -101,6 +101,8 @@ SUITE = r"""
 {"patternProperties": {"^a": {"type": "integer"}}} | {"a": 1} | {"\u0061": "x"}
 {"exclusiveMinimum": 0, "maximum": 1.5} | 0.25; 1.5; 1 | 0; -0; 0.0; 1.6
 {"exclusiveMinimum": -0.5, "exclusiveMaximum": 0.5} | 0; 0.25; -0.25 | 0.5; -0.5
+{"const": "\\u0001\t\b"} | "\\u0001\t\b" | "\t\b"
+{"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]\\\\x01$"} | "a\\x01" | "\\x01"
 {"exclusiveMaximum": 0} | -1; -0.5 | 0; -0; -0.0
 {"multipleOf": 0.25} | 0.50; 0.25; 1; -1.75 | 0.3; 0.26
 {"required": ["a", "b"], "minProperties": 2} | {"a": 1, "b": 2} | {"a": 1}
@@ -143,6 +145,14 @@ WRONG = r"""
 {"minimum": -0.5, "exclusiveMaximum": 0.0} | exclusiveMaximum
 {"type": "object", "minProperties": 2} | minProperties
 {"properties": {"a": {}}, "patternProperties": {"^b": {}}, "minProperties": 2} | minProperties
+{"const": "\u001b[0m"} | const
+{"enum": ["a", {"b": ["\u007f"]}]} | enum
+{"const": {"a\u000b": 1}} | const
+{"type": "string", "pattern": "^x\\x01$"} | pattern
+{"type": "string", "pattern": "\u0000"} | pattern
+{"type": "string", "pattern": "[a]\\u001F"} | pattern
+{"properties": {"\u0001": {}}} | properties
+{"type": "object", "required": ["\u0001"]} | required
 """
 
 
@@ -180,6 +190,11 @@ HELD = r"""
 {"type": "object", "patternProperties": {"^a": {}, "^.b": {}}, "properties": {"c": {"type": "any"}}} | properties/c/type, patternProperties | {"c": 1} | []
 {"type": "object", "properties": {"a": {"enum": []}, "b": {"const": 1}}, "required": ["a"]} | properties/a/enum | {"a": 2, "b": 1} | {"b": 2}
 {"type": "object", "properties": {"a": {"contains": {}, "minItems": 1, "type": "array"}}} | properties/a/contains | {"a": [1]} | {"a": []}
+{"type": null, "properties": {"a": {}}} | type | {"a": 1} | {"b": 1}
+{"properties": {"a": {"required": 5}, "b": {"oneOf": 5, "type": "null"}}} | properties/b/oneOf, properties/a/required | {"a": {}, "b": null} | {"b": 1}
+{"type": "null", "$ref": "#"} | $ref | null | 1
+{"type": "string", "pattern": "^[\\x01]$"} | pattern | "a" | 1
+{"minProperties": 2, "required": 5, "$defs": 5, "type": ["null"]} | minProperties, required | null | 1
 {"type": "string", "nullable": true, "x-order": 1, "example": "b", "contentEncoding": "base64"} | - | "a" | 1
 """
 

@@ -1000,13 +1000,15 @@ def test_calls_that_were_cut(sessions, tell, tokenizer, name):
 
 
 def test_names_that_are_wrong_are_told(sessions):
-    """Those of tools, too."""
+    """Those of tools, too, where the template makes a control token of them."""
+    source = "{% for m in messages %}[/{{ m.role }}]{{ m.content }}{% endfor %}"
+    source += "{% for tool in tools or [] %}[/{{ tool.function.name }}]{% endfor %}"
     tool = {"type": "function", "function": {"name": "THINK"}}  # a part of [/THINK]
     for body in (
         {"messages": QUESTION, "tools": [tool]},
         {"messages": [{"role": "THINK", "content": "A"}], "tools": TOOLS},
     ):
-        error = sessions(BOTH).post(CHAT, json=body).json()["error"]
+        error = sessions(source).post(CHAT, json=body).json()["error"]
         assert error["message"].startswith("messages: the role or name 'THINK'")
 
 
@@ -1068,6 +1070,15 @@ def test_schemas_that_cannot_be_held(sessions, tell, capsys):
         error = client.post(path, json=body).json()["error"]
         assert error["param"] == "tools"
         assert error["message"].startswith("tools: find: properties/n/items/pattern: regex parse")
+    for keyword, value in (("type", None), ("oneOf", 5), ("required", 5)):
+        schema = {"type": None, "properties": {"a": {keyword: value}}}
+        function = {"name": "odd", "parameters": schema}
+        body = {**PROMPTS[CHAT], "tools": [{"type": "function", "function": function}]}
+        assert client.post(CHAT, json=body | {"max_tokens": 1}).status_code == 200
+        assert f"; tools: odd is not held to properties/a/{keyword}" in capsys.readouterr().err
+        function["strict"] = True
+        error = client.post(CHAT, json=body).json()["error"]
+        assert error["message"].startswith(f"tools: odd: properties/a/{keyword}: ")
     form = {"type": "json_schema", "json_schema": {"schema": PATH}}
     for tools_too in ({}, {"tools": TOOLS}):
         body = {**PROMPTS[CHAT], "response_format": form, **tools_too}

@@ -197,7 +197,9 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
             }:
                 schema = function.get("parameters") or {"properties": {}}
         fits = isinstance(schema, dict) and NAME.fullmatch(name)
-        if not fits or schema.setdefault("type", "object") != "object":
+        if fits:
+            schema["type"] = schema.get("type") or "object"
+        if not fits or schema["type"] != "object":
             expected = "names of 1 to 64 of A-Z a-z 0-9 _ . - and objects as parameters"
             raise wrong("tools", tool, f"; expected functions with {expected}")
         function = {"name": name, **function}

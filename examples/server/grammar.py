@@ -22,6 +22,12 @@ JOINING = {"$ref", "anyOf", "oneOf"}  # properties beside a schema's own
 HELD = {"allOf", "anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
 # Keywords that llguidance does not know, with values that ask for nothing.
 NOTHING = {"uniqueItems": False, "propertyNames": {"type": "string"}}
+# A character that JSON can only write as \\uXXXX, in JSON and in a pattern without its classes: in place
+# of it llguidance would write nothing.
+UNWRITTEN = re.compile(
+    r"(?i)(?<!\\)(\\\\)*\\(u00[01]|u007f|x[01]|x7f|[cv0])|[\0-\x07\x0b\x0e-\x1f\x7f]"
+)
+CLASS = re.compile(r"(?s)\[(\\.|[^]\\])*\]")
 # Exclusive bounds, and what bounds the other side.
 OPPOSITE = {
     "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
@@ -83,6 +89,13 @@ def refuse_wrong(schema: dict[str, Any]) -> None:
                 case (int() | float() as a, int() | float() as b) if 0 < abs(a - b) < 1:
                     if a % 1 == 0:  # it takes this bound
                         raise ValueError(f'"{key}" within 1 of the other bound is not supported')
+    for key in ("const", "enum", "required", "properties", "patternProperties", "pattern"):
+        value = schema.get(key)
+        text = CLASS.sub("", value or "") if key == "pattern" else json.dumps(value)
+        if key in OF_NAMES:
+            text = json.dumps(list(value or ()))
+        if UNWRITTEN.search(text):
+            raise ValueError(f'"{key}" needs a character that only \\uXXXX can write')
     least = schema.get("minProperties")
     is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
     if isinstance(least, int) and is_open and least > max(1, len(schema.get("required", ()))):
@@ -107,7 +120,8 @@ def hold(
     schema = json.loads(text)
     checks = itertools.count()
     # What cannot be held in a definition is found there, not where it is used.
-    names = {key: {name: {} for name in schema.get(key, ())} for key in ("$defs", "definitions")}
+    keys = [key for key in ("$defs", "definitions") if isinstance(schema.get(key), dict)]
+    names = {key: {name: {} for name in schema[key]} for key in keys}
 
     def problem_of(part: Any) -> str:
         check()
@@ -125,7 +139,7 @@ def hold(
             if not problem_of(part):
                 continue
             # It is anyOf, if its branches exclude each other; else anyOf is a part of it.
-            if "oneOf" in part and "anyOf" not in part:
+            if isinstance(part.get("oneOf"), list) and "anyOf" not in part:
                 part["anyOf"] = part.pop("oneOf")
                 pairs = itertools.combinations(part["anyOf"], 2)
                 if not all("Unsatisfiable" in problem_of({"allOf": [*pair]}) for pair in pairs):
@@ -137,7 +151,7 @@ def hold(
                 problem = problem_of(part | {key: value})
                 if not problem:
                     part[key] = value
-                elif value != NOTHING.get(key):
+                elif value != NOTHING.get(key, NOTHING):
                     left_out.append(f"{path}{key}: {problem}")
     return schema, left_out
 
@@ -154,12 +168,24 @@ class Grammar:
         schemas: Sequence[dict[str, Any]],
         rules: str = "start: value0",
     ) -> None:
+        wrong = ""
         for i, schema in enumerate(schemas):
-            rules += f"\nvalue{i}: %json {json.dumps(close(schema) | {'x-guidance': JSON_OPTIONS})}"
+            try:
+                schema = close(schema)
+            except (TypeError, AttributeError):  # which llguidance puts into words
+                wrong = "a keyword has a value of a wrong type"
+            text = json.dumps(schema | {"x-guidance": JSON_OPTIONS})
+            if len(schemas) > 1 and re.search('"pattern"|"[$]ref"', text):
+                Grammar(vocabulary, [schema])  # it may allow no answer
+            rules += f"\nvalue{i}: %json {text}"
         self.matcher = LLMatcher(vocabulary, rules, log_level=0, limits=LIMITS)
         if problem := self.matcher.get_error():
             said = problem.partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
             raise ValueError(" ".join(said.split()))
+        first = self.matcher.deep_copy()
+        first.compute_logit_bias()
+        if wrong or (first.is_stopped() and not first.is_accepting()):
+            raise ValueError(wrong or "no answer fits the schema")
         self.control_ids, self.stop_ids = control_ids(vocabulary), vocabulary.eos_tokens
         self.named = [int(i) for i in re.findall(r"<\[(\d+)\]>", rules)]  # control tokens in rules
         self.seen = 0  # how many ids the matcher has seen, with the prompt
