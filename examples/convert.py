@@ -261,7 +261,7 @@ def byte_level_tokenizer(
         {**flags, "id": i, "content": text, "special": True}
         for i, text in enumerate(special, len(pieces))
     ]
-    steps = [*map(json.loads, llama2.PRE_TOKENIZERS["llama-bpe"])]
+    steps = llama2.PRE_TOKENIZERS["llama-bpe"]
     vocab = {text: i for i, text in enumerate(texts)}
     content = {
         "added_tokens": added,

@@ -495,7 +495,7 @@ def json_keys(vocabulary: llama2.Vocabulary) -> dict[str, Any]:
         }
     for pre, named_steps in llama2.PRE_TOKENIZERS.items():
         is_like_llama_3 = bool(model.get("ignore_merges"))
-        same_steps = steps == f"[{', '.join(named_steps)}]"
+        same_steps = steps == json.dumps(named_steps, sort_keys=True)
         if same_steps and is_like_llama_3 == (pre in llama2.LIKE_LLAMA_3):
             return {"model": "gpt2", "pre": pre, "merges": merges}
     raise ValueError(f"GGUF has no name for {steps:.150}")

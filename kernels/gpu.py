@@ -42,7 +42,7 @@ def layout(kind: Any) -> tuple[list[int], list[int]]:
     """Where each bit of a block comes from, plane by plane; the bytes in each plane."""
     order, sizes = [], []
     for where in filter(None, (kind.low, kind.high)):
-        i, in_run = torch.arange(kind.weights, device="cpu"), where.width * 8 // where.bits
+        i, in_run = torch.arange(kind.count, device="cpu"), where.width * 8 // where.bits
         first = 8 * (where.at + i // in_run * where.width + i % where.width)
         first += i % in_run // where.width * where.bits  # the first bit of each integer
         for part in first.view(-1, 2, 4).unbind(1) if where.bits == 8 else [first]:
@@ -61,7 +61,7 @@ def rearrange(matrix: Tensor, kind: Any, pack: bool) -> Tensor:
     rows, new = len(matrix), torch.empty_like(matrix, memory_format=torch.contiguous_format)
     blocks, planes = (matrix, new) if pack else (new, matrix)
     parts = planes.flatten().split([planes.numel() // kind.nbytes * size for size in sizes])
-    step = max(1, CHUNK * kind.nbytes // (matrix.shape[1] * kind.weights))
+    step = max(1, CHUNK * kind.nbytes // (matrix.shape[1] * kind.count))
     for start in range(0, rows, step):
         chosen = slice(start, start + step)
         views = [part.view(rows, -1)[chosen] for part in parts]
@@ -264,7 +264,7 @@ def _(x: Tensor, matrices: Sequence[Tensor], codes: Tensor) -> Tensor:
 
 def dequantize(planes: Tensor, kind: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows `ids` (n) of a matrix: (n, columns)."""
-    K = planes.shape[1] // kind.nbytes * kind.weights
+    K = planes.shape[1] // kind.nbytes * kind.count
     w = torch.empty(len(ids), K, dtype=dtype, device=ids.device)
     grid = len(ids), -(-K // 2048)
     dequantize_kernel[grid](planes, ids, w, len(planes), K, code_of(kind), 256)

@@ -44,7 +44,7 @@ def logits(model, parts, batch=1):
 def test_products_do_not_depend_on_how_many_tokens_there_are(ggml_type, fast, native):
     """On one side of the border; of any width, by one thread or several."""
     widths = {1: (512, 300, 50), 32: (512, 288)}
-    for K in widths.get(llama2.GGML_TYPES[ggml_type].weights, (512,)):
+    for K in widths.get(llama2.GGML_TYPES[ggml_type].count, (512,)):
         layer = layer_of(wide_blocks(ggml_type, 331, K)[0], ggml_type, fast)
         torch.manual_seed(2)
         x = torch.randn(130, K) * torch.logspace(-1, 1, 130)[:, None]

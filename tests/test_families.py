@@ -49,7 +49,7 @@ DIALOGUES = [dialogue(text) for text in ("u:hi", "u:the~fox a:it~ran~ u:so", "s:
 def write_family(path, family):
     """A directory as it is published, with random weights."""
     if "pre" in family:  # llama.cpp's name for how words are cut
-        steps = json.loads(f"[{', '.join(llama2.PRE_TOKENIZERS[family['pre']])}]")
+        steps = llama2.PRE_TOKENIZERS[family["pre"]]
         content = published_json("gpt-2", added=())
         content["pre_tokenizer"]["pretokenizers"] = steps
         content["model"]["ignore_merges"] = family["pre"] in llama2.LIKE_LLAMA_3

@@ -29,7 +29,7 @@ def gpu():
 
 def shapes(ggml_type):
     """Rows and columns: one row, an odd number, last blocks that are half empty."""
-    weights = llama2.GGML_TYPES[ggml_type].weights
+    weights = llama2.GGML_TYPES[ggml_type].count
     return [(1, weights), (5, 3 * weights)] + [(3, 2080)] * (weights == 32)
 
 

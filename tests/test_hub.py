@@ -17,7 +17,7 @@ COMMIT = "0123456789" * 4
 
 
 ASKED = (
-    rf"/(?:api/models/)?org/name(?:/(?:revision|resolve)/(main|v1\.0|refs/pr/9|{COMMIT})/?(.*))?"
+    rf"/(?:api/models/)?org/name(?:/(?:revision|resolve|tree)/(main|v1\.0|refs/pr/9|{COMMIT})/?(.*))?"
 )
 
 
@@ -37,6 +37,9 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
+        if self.server.refuses:
+            self.answer(401, b"{}", {"X-Error-Message": "Invalid credentials"})
+            return
         match, files = re.fullmatch(ASKED, path), self.server.files
         if match:  # else the library asks for its own sake
             self.server.tokens.add((match[1], self.headers.get("Authorization")))
@@ -44,10 +47,18 @@ class Hub(BaseHTTPRequestHandler):
             if self.command == "GET":
                 self.server.asked.append(match[2])
             headers = {"ETag": f'"{match[2]}"', "X-Repo-Commit": COMMIT}
+            if self.server.cuts:
+                headers["Content-Length"] = len(files[match[2]]) + 9
             self.answer(200, files[match[2]], headers)
+        elif match and "/tree/" in path:
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": name}
+                for name, data in files.items()
+            ]
+            self.answer(200, json.dumps(tree).encode(), {})
         elif match and path.startswith("/api/"):
             siblings = [{"rfilename": name} for name in files]
-            info = {"id": "org/name", "siblings": siblings}
+            info = {"id": "org/name", "sha": COMMIT, "siblings": siblings}
             self.answer(200, json.dumps(info).encode(), {})
         else:
             absent = "Revision" if "/org/name/" in path else "Repo"
@@ -62,6 +73,7 @@ def hub(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.files, server.asked, server.tokens = {}, [], set()
+        server.refuses, server.cuts = False, False
         url = f"http://127.0.0.1:{server.server_port}"
         changes = {
             "ENDPOINT": url,
@@ -144,7 +156,7 @@ def test_gguf_files(hub, tmp_path, keys, tensors, published, name, asked):
     hub.files |= dict.fromkeys(GGUFS[published].split(), b"{}")
     hub.files |= zip(asked, parts, strict=True)
     assert llama2.load(name)[0].name_or_path.endswith(asked[0])
-    assert hub.asked == asked
+    assert sorted(hub.asked) == asked
 
 
 SEVERAL = """
@@ -201,7 +213,7 @@ def test_revisions(hub, model_path, monkeypatch, revision):
     hub.files |= {"a-Q4_0.gguf": model_path.read_bytes(), "b-Q8_0.gguf": b"x"}
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     llama2.open_checkpoint(f"org/name@{revision}:Q4_0")
-    assert hub.tokens == {(revision, "Bearer hf_secret")}
+    assert hub.tokens == {(r, "Bearer hf_secret") for r in (revision, COMMIT)}
     refused("org/name@v2", "org/name@v2")
 
 
@@ -214,6 +226,22 @@ def test_the_cache_serves_without_a_network(hub, forms, model_path):
     hub.server_close()
     assert [llama2.load(name)[0].config for name in names] == expected
     refused("org/other", "org/other")
+
+
+@pytest.mark.parametrize("trouble", ["refuses", "cuts", "shutdown"])
+def test_what_stands_in_the_way_is_said(hub, model_path, monkeypatch, trouble):
+    """A token that is refused, a download that was cut, no network with nothing cached: not that
+    something is missing which is there."""
+    hub.files["x-Q4_0.gguf"] = model_path.read_bytes()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # before a download is tried again
+    if trouble == "shutdown":
+        hub.shutdown()
+        hub.server_close()
+    else:
+        setattr(hub, trouble, True)
+    said = {"refuses": "401", "cuts": "", "shutdown": "internet connection"}[trouble]
+    refused("org/name", "org/name: no such file, and it cannot be downloaded: ", said)
 
 
 @pytest.mark.parametrize("name", ["org/other", "nothing", "absent.gguf", "models/absent.gguf"])

@@ -139,7 +139,7 @@ def test_widths(ggml_type, monkeypatch):
     """
     monkeypatch.delattr(llama2.QuantizedEmbedding, "forward")
     for K in (40, 32, 96, 288, 480, 512):
-        if K % llama2.GGML_TYPES[ggml_type].weights:
+        if K % llama2.GGML_TYPES[ggml_type].count:
             continue
         blocks, weight = wide_blocks(ggml_type, 11, K)
         for tokens in (1, 3, 20):
