@@ -16,9 +16,7 @@ from test_llama2 import cases, table, write_files, write_gguf
 COMMIT = "0123456789" * 4
 
 
-ASKED = (
-    rf"/(?:api/models/)?org/name(?:/(?:revision|resolve|tree)/(main|v1\.0|refs/pr/9|{COMMIT})/?(.*))?"
-)
+ASKED = rf"/(?:api/models/)?org/name(?:/(?:revision|resolve|tree)/(main|v1\.0|refs/pr/9|{COMMIT})/?(.*))?"
 
 
 class Hub(BaseHTTPRequestHandler):
