@@ -1596,7 +1596,7 @@ class GgmlType(NamedTuple):
     """How a ggml type stores a block of weights."""
 
     number: int  # the number of the type in ggml, in GGUF files and in cpu.cpp
-    count: int  # weights in a block
+    count: int  # type: ignore[assignment]  # weights in a block
     nbytes: int  # of a block
     low: Bits | None = None  # the integers q, or their low bits
     high: Bits | None = None  # their high bits, if these are stored apart
@@ -2028,7 +2028,7 @@ class Settings(dict):
 
 def key_in_file(settings: Mapping, name: str) -> str:
     """What a file calls a setting."""
-    return settings.keys_in_file.get(name, name) if isinstance(settings, Settings) else name
+    return getattr(settings, "keys_in_file", {}).get(name, name)
 
 
 def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
@@ -2561,9 +2561,9 @@ def vocabulary_from_gguf(
 
 
 # Steps of the pre_tokenizer in a tokenizer.json.
-DIGITS = {"type": "Digits", "individual_digits": True}
+DIGITS: Any = {"type": "Digits", "individual_digits": True}
 # Both write bytes as characters, the first also cuts a text into words, as GPT-2 does.
-GPT_2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+GPT_2: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 PLAIN = GPT_2 | {"use_regex": False}
 
 
@@ -2887,8 +2887,10 @@ def find_model(name: str) -> Path:
         import huggingface_hub as hub
 
         def fetch(*patterns: str) -> Path:
-            options = {"revision": revision, "allow_patterns": patterns}
-            return Path(hub.snapshot_download(repository, **options))
+            folder = hub.snapshot_download(
+                repository, revision=revision, allow_patterns=[*patterns]
+            )
+            return Path(folder)
 
         try:
             siblings = hub.HfApi().model_info(repository, revision=revision).siblings
