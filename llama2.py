@@ -1985,9 +1985,9 @@ def locate(
 
 
 # --------------------------------------------------------------------------------------------------
-# 14. GGUF (docs/gguf.md of ggml)
+# 14. GGUF
 #
-# A GGUF file is a Hugging Face folder in one file: gguf_settings() gives its keys that folder's
+# The format is that of docs/gguf.md of ggml. A GGUF file is a Hugging Face folder in one file: gguf_settings() gives its keys that folder's
 # names. From there on there is one way: read_config(), Checkpoint.sampling, make_vocabulary().
 
 

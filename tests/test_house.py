@@ -70,10 +70,10 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
     "I": (2800, 11.0),
     "II": (5600, 9.0),
-    "III": (11010, 9.5),
+    "III": (11020, 9.5),
     "IV": (3220, 9.0),
 }
-ALL = 22560  # tokens of the file
+ALL = 22640  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
 KERNELS_PYTHON = (10660, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
