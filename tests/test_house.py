@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, quantised
+from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs_kernels, quantised
 
 
 @pytest.fixture
@@ -61,6 +61,84 @@ def test_loading_imports_no_compiler(bundled):
     """A second of torch._dynamo, which some of torch's functions import on the meta device."""
     code = "import sys, llama2; llama2.load(llama2.DEFAULT_MODEL); assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=SCRIPT.parent)
+
+
+def run_in_a_new_process(code, folder=SCRIPT.parent, *arguments):
+    """Run code in which `llama2` is the one of a folder."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    subprocess.run(command, check=True, cwd=folder)
+
+
+@needs_kernels
+def test_kernels_does_not_hide_the_package_of_this_name():
+    """transformers looks for PyPI's `kernels`; a plain folder is not taken for it."""
+    pytest.importorskip("transformers")
+    code = """
+import sys; sys.path.insert(0, "")
+import transformers.integrations.hub_kernels
+from transformers.utils import is_kernels_available
+assert not is_kernels_available() or hasattr(__import__("kernels"), "get_kernel")
+"""
+    run_in_a_new_process(code)
+
+
+@needs_kernels
+@pytest.mark.parametrize("deleted", [False, True])
+def test_pickles_of_accelerated_models(tmp_path, native, deleted):
+    """They load in a process that has only imported llama2; without kernels/, as plain classes."""
+    path, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0")
+    model, _ = llama2.load(path, compile=True)
+    names = {type(module).__name__ for module in model.modules()}
+    assert {"NativeBlock", "NativeLinear"} < names
+    with torch.no_grad():
+        torch.save((model, TOKENS[:1, :9], model(TOKENS[:1, :9])), tmp_path / "model.pt")
+    folder = SCRIPT.parent
+    if deleted:
+        folder = tmp_path
+        shutil.copy(SCRIPT, folder)
+    code = """
+import copy, sys, warnings
+sys.path.insert(0, "")
+warnings.simplefilter("ignore")
+import llama2, torch
+assert not [name for name in sys.modules if name.startswith("kernels")]
+model, tokens, expected = torch.load(sys.argv[1], weights_only=False)
+native = "NativeBlock" in {type(module).__name__ for module in model.modules()}
+assert native == (sys.argv[2] == "False")
+assert isinstance(model.layers[0].mlp.up_proj, llama2.QuantizedLinear)
+for m in (model, copy.deepcopy(model)):
+    with torch.no_grad():
+        torch.testing.assert_close(m(tokens), expected, atol=1e-4, rtol=1e-4)
+"""
+    run_in_a_new_process(code, folder, tmp_path / "model.pt", deleted)
+
+
+@needs_kernels
+@torch.no_grad()
+def test_each_copy_has_kernels_of_its_own(tmp_path, monkeypatch, native):
+    """Renamed, in a package, and twice under one name in one process."""
+    path, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0")
+    expected = llama2.load(path, compile=True)[0](TOKENS[:1, :9])
+    for folder in (tmp_path, tmp_path / "package"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(SCRIPT, folder / "other.py")
+        shutil.copytree(llama2.KERNELS, folder / "kernels")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = [llama2]
+    for name in ("other", "other", "package.other"):
+        sys.modules.pop(name, None)
+        modules.append(importlib.import_module(name))
+    for module in modules:
+        model, _ = module.load(path, compile=True)
+        block = type(model.layers[0])
+        assert issubclass(block, module.Block) and block is module.NativeBlock
+        assert block.__module__ == module.__name__
+        assert torch.equal(model(TOKENS[:1, :9]), expected)
+    assert len({module.NativeBlock for module in modules}) == 4
+    with pytest.raises(AttributeError, match="no attribute 'NativeNorm'"):
+        _ = llama2.NativeNorm
+    for name in ("other", "package.other", "package"):
+        del sys.modules[name]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -110,6 +188,7 @@ def test_parts_keep_their_budgets():
         assert len(tokens) / len(covered) <= density, (part, ADVICE)
 
 
+@needs_kernels
 def test_kernels_keep_their_budget():
     files = [f for f in llama2.KERNELS.iterdir() if f.suffix in (".cpp", ".h")]
     assert files and sum(f.read_text("utf-8").count("\n") for f in files) <= KERNELS, ADVICE
