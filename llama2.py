@@ -69,8 +69,8 @@ if __name__ == "__main__":  # Two settings of the program, made before torch is 
 # ==================================================================================================
 #
 # The model runs in any floating point dtype. Four steps always compute in float32, because 16 bits
-# are too few there: RoPE, RMSNorm, attention's softmax, and all that follows the logits. Each has a
-# comment, "float32 island 1 of 4" to "4 of 4". This part is a module of its own if it is cut out.
+# are not enough for them: RoPE, RMSNorm, attention's softmax, and all that follows the logits. Each
+# has a comment, "float32 island 1 of 4" to "4 of 4". Cut out, this part is a module by itself.
 
 import math
 from dataclasses import dataclass, replace
@@ -98,8 +98,8 @@ class Config:
     num_hidden_layers        L
     num_attention_heads      H
     num_key_value_heads      G; fewer than H is grouped-query attention
-    head_dim                 D; None becomes hidden_size / num_attention_heads, so that a Config
-                             always has a number here, which replace() keeps
+    head_dim                 D; None becomes hidden_size / num_attention_heads, so it is always a
+                             number; replace(config, hidden_size=...) keeps the old one
     vocab_size               V
     max_position_embeddings  the context that the model was trained for
     rms_norm_eps             what RMSNorm adds to the mean of the squares
@@ -110,7 +110,7 @@ class Config:
     bos_token_id             the id that begins a text (for parts II and III, as the next two)
     eos_token_id             the id that ends a text
     stop_token_ids           further ids that end a text, as EOS does
-    sliding_window           Mistral's: as many tokens as a token sees, itself included; longer texts
+    sliding_window           Mistral's: how many tokens each token sees, itself included; longer texts
                              are refused by Llama.forward(). None: a token sees all
     """
 
@@ -144,10 +144,9 @@ class Config:
         ]
         for name in *sizes, "rms_norm_eps", "rope_theta", "rope_scaling_factor":
             value = getattr(self, name)
-            # Sizes are limited so that the product of two of them fits into 64 bits. They are ints;
-            # the other numbers may be an int or a float.
-            limit = 2**28 if name in sizes else 1e38
-            if type(value) not in (int, type(limit)) or not 0 < value <= limit:
+            # Sizes are limited so that the product of two of them fits into 64 bits.
+            limit, types = (2**28, (int,)) if name in sizes else (1e38, (int, float))
+            if type(value) not in types or not 0 < value <= limit:
                 raise ValueError(f"{name} is {value!r}; it must be above 0, up to {limit}")
         C = self.hidden_size
         H = self.num_attention_heads
@@ -222,12 +221,18 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # 3. Cache
 
 
+def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
+    """Which of S tokens each of the last T sees, itself and all before it: bool (T, S)."""
+    position = torch.arange(S, device=device)
+    return position <= position[S - T :, None]
+
+
 class Cache:
     """The KV cache, and everything that depends on the position: RoPE tables and causal masks.
 
     It is allocated once, for `max_seq_len` tokens (default: the model's context). It counts the
-    tokens that it stores, so no caller has to pass a position. It also records their ids, so that
-    prefill() can ask it how much of a text is stored already (common_prefix), whoever stored that.
+    tokens that it stores, so no caller has to pass a position. It also records their ids, so
+    prefill() can ask how much of a text is already there (common_prefix), no matter who stored it.
     `dtype` may be another than the model's, of fewer bits.
 
     k, v         keys and values of all layers: (L, B, G, max_seq_len, D)
@@ -235,10 +240,12 @@ class Cache:
     tokens       the ids that are stored: (B, max_seq_len)
     max_seq_len  how many tokens fit
     pos          how many tokens are stored, which is the position of the next one
-    layer        the layer whose turn it is: its place in the model's list of layers
+    layer        index of the layer that runs; Llama.forward() sets it, as must those who call Blocks
+    last_mask    the mask that mask() made last
 
-    What is stored belongs to one model as it was. reset() the cache after a change of weights,
-    hooks, adapters or layers. Another model of the same sizes cannot be noticed.
+    The contents are valid only for the model that wrote them, unchanged since. reset() the cache
+    after a change of weights, hooks, adapters or layers. Another model of the same sizes cannot be
+    noticed.
     """
 
     def __init__(
@@ -266,7 +273,7 @@ class Cache:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.cos, self.sin = rope_tables(config, max_seq_len, device)  # each (max_seq_len, D/2)
-        self.causal_mask = torch.empty(0)  # mask() makes it
+        self.last_mask = torch.empty(0)
         self.tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.int64, device=device)
         self.max_seq_len = max_seq_len
         self.pos = 0
@@ -316,30 +323,24 @@ class Cache:
         S = self.slots(T).stop
         if T == 1:
             return None
-        if self.causal_mask.shape != (T, S):  # pos is S - T, so these two sizes say it all
-            position = torch.arange(S, device=self.k.device)
-            self.causal_mask = position <= position[self.pos :, None]
-        return self.causal_mask
+        if self.last_mask.shape != (T, S):  # pos is S - T, so these two sizes say it all
+            self.last_mask = causal_mask(T, S, self.k.device)
+        return self.last_mask
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v (B, G, T, D) of one layer; return all keys and values (B, G, S, D)."""
         where = self.slots(k.shape[2])
         self.k[layer, :, :, where] = k
         self.v[layer, :, :, where] = v
-        self.layer = layer + 1
         keys, values = self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
         # Views if the dtypes are the same. A cache of fewer bits is converted, all of it, each time.
         return keys.type_as(k), values.type_as(v)
 
     def advance(self, tokens: Tensor) -> None:
-        """Count tokens (B, T) as stored. Called once per forward pass, after the last layer.
-
-        `layer` becomes 0 for those who call Blocks by hand; Llama.forward() sets it for each.
-        """
+        """Count tokens (B, T) as stored. Called once per forward pass, after the last layer."""
         where = self.slots(tokens.shape[1])
         self.tokens[:, where] = tokens
         self.pos = where.stop
-        self.layer = 0
 
     def common_prefix(self, tokens: Tensor) -> int:
         """Length of the prefix that the cache and `tokens` (B, T) share, in every sequence."""
@@ -355,7 +356,6 @@ class Cache:
         if not 0 <= length <= self.pos:
             raise ValueError(f"cannot truncate to {length} tokens: {self.pos} are stored")
         self.pos = length
-        self.layer = 0
 
     def reset(self) -> None:
         """Forget everything; the memory is kept."""
@@ -389,7 +389,8 @@ class RMSNorm(nn.Module):
 class CausalSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(D)) v for each head; each key/value head serves H/G query heads.
 
-    It is causal by its mask alone: with None, each token sees all, as one token at a time does.
+    Only the mask makes it causal. Without one every token sees everything, which is right for a
+    single token.
     Grouped-query attention: GQA paper, section 2.2.
     """
 
@@ -419,7 +420,8 @@ class CausalSelfAttention(nn.Module):
 
         # Query head h attends to key/value head h // (H/G): with H = 4 and G = 2, query heads 0 and
         # 1 use key head 0, query heads 2 and 3 use key head 1. Instead of repeating the keys and
-        # values in memory, treat the queries of a group's H/G heads as queries of one head.
+        # values in memory, treat the queries of a group's H/G heads as queries of one head. (On CUDA
+        # torch's enable_gqa=True excludes the kernels that take a mask and little memory.)
         H, G = q.shape[1], k.shape[1]
         q = q.reshape(B, G, H // G * T, self.head_dim)
         if mask is not None and H != G:  # each of the H/G heads has T of the queries
@@ -487,11 +489,9 @@ class Llama(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        # Four things that load() sets, for part II and for messages; the layers use none of them.
-        # cache_dtype is for new_cache(); None: that of the norms. Ids from vocab_size on only pad the
-        # matrices and are never sampled: load() sets the tokenizer's size.
-        self.cache_dtype: torch.dtype | None = None
-        self.vocab_size = config.vocab_size
+        # load() sets these four for its callers. The layers use none of them.
+        self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the norms
+        self.vocab_size = config.vocab_size  # ids from here on only pad the matrices
         self.name_or_path = "the model"  # where it came from, for messages
         self.sampling: Any = None  # the Sampling that its publisher recommends; None: nothing
         C, V = config.hidden_size, config.vocab_size
@@ -520,9 +520,11 @@ class Llama(nn.Module):
         starts at position 0, returns the logits of all positions, and can be differentiated. Raises
         ValueError if the cache is full or was made for other sizes.
         """
-        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
+        are_ids = tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.numel()
+        if not are_ids or tokens.is_meta > self.norm.weight.is_meta:
             raise ValueError(
-                f"tokens must be (B, T) int64, one or more, not {tuple(tokens.shape)} {tokens.dtype}"
+                "tokens must be (B, T) int64, one or more, on the model's device, not"
+                f" {tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"
             )
         T = tokens.shape[1]
         window = self.config.sliding_window
@@ -534,14 +536,13 @@ class Llama(nn.Module):
             mask = cache.mask(T)
         else:
             cos, sin = rope_tables(self.config, T, tokens.device)
-            mask = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
-            all_positions = True
+            mask = causal_mask(T, T, tokens.device)
 
         # There are no gradients through a cache, because it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
             x = self.run_layers(cache, x, cos, sin, mask)
-            if not all_positions:
+            if cache is not None and not all_positions:
                 x = x[:, -1]  # (B, C): the logits of the last position are enough
             # float32 island 4 of 4: lm_head multiplies in the weights' dtype; what follows, softmax
             # and sampling, is float32.
@@ -631,12 +632,22 @@ class Sampling:
     stop_strings: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name, (low, high) in SAMPLING_LIMITS.items():
+        list_of_texts("stop_strings", self.stop_strings)
+        limits = SAMPLING_LIMITS | {"penalty_last_n": (-1, 2**31)}
+        for name, (low, high) in limits.items():
             value = getattr(self, name)
             if name == "seed" and value is None:
                 continue
             if type(value) not in (int, type(high)) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
+
+
+def list_of_texts(name: str, texts: Any) -> list[str]:
+    """One text, or several, as a list. Raises ValueError for anything else, and for empty texts."""
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, Collection) or not all(isinstance(t, str) and t for t in texts):
+        raise ValueError(f"{name} is {texts!r:.60}; expected texts that are not empty")
+    return [*texts]
 
 
 def sample(
@@ -653,10 +664,10 @@ def sample(
     """
     logits = logits.detach().float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
-    last_n = sampling.penalty_last_n % 2**32  # -1 becomes more than any text has
+    last_n = sampling.penalty_last_n
     if penalty != 1 and last_n:
         # Generation passes only the logits of ids that the tokenizer has; a prompt may have others.
-        recent = [i for i in {*ids[-last_n:]} if i < len(logits)]
+        recent = [i for i in {*ids[-last_n if last_n > 0 else 0 :]} if i < len(logits)]
         values = logits[recent]
         logits = logits.clone()
         logits[recent] = torch.where(values > 0, values / penalty, values * penalty)
@@ -664,13 +675,13 @@ def sample(
         processed = sampling.logits_processor(list(ids), logits.clone())
         if not isinstance(processed, Tensor) or processed.shape != logits.shape:
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
-        logits = processed
+        logits = processed.detach().float()
     if 0 < sampling.top_k < len(logits):
         # The last is the k-th largest.
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
-    # If the temperature is 0, too, which needs no probabilities: they show whether all is finite.
-    # numpy divides in this thread. torch's threads would meet for it, and wait for one another
-    # where other programs use the cores.
+    # Also computed at temperature 0, which needs no probabilities: a NaN or infinite logit shows up
+    # in them. numpy divides in this thread. torch's threads would meet for it, and wait for one
+    # another where other programs use the cores.
     scaled = logits.cpu().numpy() / max(sampling.temperature, 1e-6)
     probabilities = torch.from_numpy(scaled).softmax(-1)
     if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
@@ -692,22 +703,23 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
     p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
     1: the id is the first whose cumulative probability exceeds u times the total.
     """
-    # 1. min_p, which may come first, because nothing is normalised between the two; and what top_p
-    #    would leave out in any case, because sorting all of V is slow: V probabilities below this
-    #    bound have less than (1 - top_p) / 2 together, so the others reach top_p without them, with
-    #    the other half to spare for rounding.
+    # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all of V is slow.
+    #    (The order does not matter: nothing is normalised in between.) V probabilities below
+    #    (1 - top_p) / 2 / V have less than (1 - top_p) / 2 together. So the others reach top_p
+    #    without them, with the other half to spare for rounding.
     bound = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
     ids = (p >= bound).nonzero()[0]
     p = p[ids]
 
     # 2. top_p: how many of the likeliest reach it, and all that are as likely as the last of these.
     if sampling.top_p < 1:
-        ordered = p.copy()
-        ordered.sort()
-        sums = ordered[::-1].astype(float).cumsum()  # of the likeliest, the two likeliest, ...
-        # [:-1]: if rounding keeps all sums below top_p, all ids are kept.
-        nucleus_size = 1 + sums[:-1].searchsorted(sampling.top_p)
-        kept = p >= ordered[-nucleus_size]
+        descending = p.copy()
+        descending.sort()
+        descending = descending[::-1]
+        sums = descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
+        # If rounding keeps all sums below top_p, the last is the limit.
+        last = min(sums.searchsorted(sampling.top_p), len(p) - 1)
+        kept = p >= descending[last]
         ids, p = ids[kept], p[kept]
 
     # 3. Draw one of them.
@@ -727,8 +739,10 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     """Run the model on those of the tokens (B, n) that the cache lacks; returns the logits (B, V) of
     the last one. A decode step is the same: then the cache lacks one token.
     """
+    if not tokens.numel():
+        raise ValueError("prefill() needs a token, whose logits it returns")
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
-    cache.pos = start  # what the cache has beyond it is forgotten, as by truncate()
+    cache.truncate(start)
     device = model.norm.weight.device
     for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
@@ -835,8 +849,8 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
     """The log-probability of each of T ids given the ids before it: float32 (T - 1,).
 
-    It is that among all rows of the output matrix, also those that only pad it. Raises ValueError
-    for ids that generate() refuses.
+    The softmax runs over all rows of the output matrix, padding included. Raises ValueError for ids
+    that generate() refuses.
     """
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
     cache = model.new_cache(len(ids))
@@ -872,11 +886,8 @@ class TextStream(Iterator[str]):
     ) -> None:
         options = {"stop_ids": stop_ids(model, tokenizer), **options}
         self.generation = Generation(model, ids, **options)
-        self.stops: list[str] = []
-        for texts in stop, self.generation.sampling.stop_strings:
-            self.stops += [texts] if isinstance(texts, str) else texts
-        if not all(isinstance(text, str) and text for text in self.stops):
-            raise ValueError(f"stop is {self.stops!r:.60}; expected texts that are not empty")
+        self.stops = list_of_texts("stop", stop)
+        self.stops += list_of_texts("stop_strings", self.generation.sampling.stop_strings)
         has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS has no text
         self.decoder = StreamDecoder(tokenizer, first=not has_text)
         self.strip = strip
@@ -961,8 +972,8 @@ class Vocabulary:
 class Tokenizer(Vocabulary):
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
-    Special tokens are of two types: control tokens, which no text gives, and user-defined ones,
-    which their own text gives. In a text to encode, a control token is written as its mark: its text
+    Special tokens are of two types: control tokens, which ordinary text never becomes, and
+    user-defined ones, which their own text does. In a text to encode, a control token is written as its mark: its text
     between two secrets, a random number that no text can guess. "</s>" is just four characters.
     Marks are only written here and at the end of encode_chat(); no template and no error shows them.
     """
@@ -1144,7 +1155,7 @@ def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         # It may have several lines.
         raise ValueError(
             f"tokenizers cannot run the vocabulary: {' '.join(str(error).split())}"

@@ -657,9 +657,8 @@ def test_cache_errors_name_both_numbers(model):
     raises("8 are stored", model, TOKENS[:1, :1], cache)
     raises(r"9.*8", cache.truncate, 9)
     raises("-1", cache.truncate, -1)
-    cache.layer = 1  # as between two Blocks that are called by hand
     cache.reset()
-    assert cache.pos == cache.layer == 0
+    assert cache.pos == 0
     cache.pos = -1
     raises("position is -1", model, TOKENS[:1, :1], cache)
 
@@ -882,7 +881,7 @@ def test_repeated_layers_equal_transformers(weights, model):
 
 
 def test_layers_in_a_loop_of_ones_own(model):
-    """As in a model that is taken apart: the cache counts the layers that use it."""
+    """As in a model that is taken apart: as forward() does, the loop says which layer runs."""
     arranged = arrange(model, [0, 1, 1])
     cache = arranged.new_cache(batch_size=3)
     for part in TOKENS.split([20, 1, 19], 1):
@@ -890,11 +889,34 @@ def test_layers_in_a_loop_of_ones_own(model):
             arranged.embed_tokens(part),
             (*cache.rope(part.shape[1]), cache.mask(part.shape[1])),
         )
-        for block in arranged.layers:
+        for cache.layer, block in enumerate(arranged.layers):
             x = block(x, *inputs, cache)
         cache.advance(part)
         last = arranged.lm_head(arranged.norm(x[:, -1]))
     assert_close(last, arranged(TOKENS)[:, -1])
+
+
+def test_a_prefill_of_no_tokens_leaves_the_cache(model):
+    cache = model.new_cache()
+    model(TOKENS[:1, :5], cache)
+    raises("needs a token", llama2.prefill, model, TOKENS[:1, :0], cache)
+    assert cache.pos == 5
+
+
+def test_ids_without_values_are_refused(model):
+    """Those of torch's meta device; a model without values takes them."""
+    ids = TOKENS[:1, :5].to("meta")
+    for cache in (None, model.new_cache()):
+        raises("on the model's device, not .* on meta", model, ids, cache)
+    assert copy.deepcopy(model).to("meta")(ids).shape == (1, 5, model.config.vocab_size)
+
+
+def test_compiled_models_generate_and_score(model):
+    compiled, ids = torch.compile(model, backend="eager"), TOKENS[0, :9].tolist()
+    assert (
+        generated(compiled, ids, max_new_tokens=5)[0] == generated(model, ids, max_new_tokens=5)[0]
+    )
+    assert llama2.score(compiled, ids).equal(llama2.score(model, ids))
 
 
 def test_threads_share_a_repeated_layer(model):

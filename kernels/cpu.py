@@ -198,7 +198,6 @@ def run_blocks(
     stored = [STORED.pack(c.k._cdata, c.v._cdata, c.pos) for c in caches]
     if load_kernels().run_blocks(packed, layers, b"".join(stored)):
         return None
-    cache.layer += len(blocks)  # as Cache.update() does
     return y
 
 

@@ -206,7 +206,7 @@ def test_a_loop_of_ones_own_over_layers(models, blocks):
     blocks.clear()
     for t in range(5):
         x = X[:, t, None]
-        for block in native.layers:
+        for cache.layer, block in enumerate(native.layers):
             x = block(x, ANGLES[t, None], ANGLES[t, None], None, cache)
         cache.advance(TOKENS[:, t, None])
         agree(expected[:, t, None], x)

@@ -8,6 +8,7 @@ many others; `--hypothesis-seed=7` with it repeats them.
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -39,7 +40,7 @@ from test_vocabularies import llama2_json
 from training import adapters
 
 import llama2
-from test_llama2 import CONFIG, TOKENS, quantised, write_files, write_gguf
+from test_llama2 import CONFIG, TOKENS, quantised, train, write_files, write_gguf
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what is odd may give many
 
@@ -495,3 +496,112 @@ def test_requests(cli_path, tmp_path, monkeypatch):
                 assert message == choice["message"]
                 assert own[-1]["finish_reason"] == choice["finish_reason"]
         assert client.post(path, content=body).json()["choices"] == first
+
+
+# --------------------------------------------------------------------------------------------------
+# Messages of what control tokens are made of, for vocabularies of both engines
+
+SIGNS = [
+    "<|im_end|>",
+    "<|Eot|>",
+    "<eot>",
+    "\u2581<EOT>",
+    "<\uff5cend\u2581of\uff5c>",
+    "[\u00c9ND]",
+    "\ufb01n",
+    "a",
+]
+NORMALIZERS = [
+    {"type": "NFKC"},
+    {"type": "NFD"},
+    {"type": "Lowercase"},
+    {"type": "StripAccents"},
+    {"type": "Strip", "strip_left": True, "strip_right": True},
+    {"type": "Prepend", "prepend": "\u2581"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    {"type": "Replace", "pattern": {"String": "!"}, "content": "<"},
+    {"type": "Replace", "pattern": {"Regex": "[#_]"}, "content": ""},
+]
+WIDE = {i: i + 0xFEE0 for i in range(33, 127)}
+CHANGES = [
+    str,
+    str.upper,
+    str.lower,
+    lambda text: text.translate(WIDE),
+    lambda text: text.replace("<", "!"),
+    lambda text: "".join(c + "\u0301" for c in text),
+    lambda text: "#".join(text),
+    lambda text: text.replace("\u2581", " "),
+    lambda text: f" {text} ",
+    lambda text: text.replace("\u00c9", "E\u0301").replace("\ufb01", "fi"),
+]
+WORDS = st.sampled_from(["", " ", "\u2581", "x", "<", "|>", "\n", "\u200b", "the"])
+TEXTS = st.tuples(st.sampled_from(SIGNS), st.sampled_from(CHANGES)).map(
+    lambda both: both[1](both[0])
+)
+MESSAGES = st.lists(TEXTS | WORDS, min_size=1, max_size=5).map("".join)
+FLAGS = st.fixed_dictionaries(
+    {name: st.booleans() for name in ("single_word", "lstrip", "rstrip", "normalized")}
+)
+
+
+@functools.cache
+def normalising_model(rule):
+    """A tokenizer.model that finds all SIGNS, and its pieces."""
+    options = {"normalization_rule_name": rule, "vocab_size": 340, "user_defined_symbols": SIGNS}
+    model = train(**options)
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return model, sp.id_to_piece([*range(len(sp))])
+
+
+@st.composite
+def vocabularies(draw):
+    """A Tokenizer with some SIGNS as control tokens, others user-defined or plain pieces."""
+    kinds = {sign: draw(st.sampled_from([1, 3, 3, 4])) for sign in SIGNS}
+    scheme = draw(st.sampled_from(["never", "start", "prepend", "first", "always"]))
+    if draw(st.booleans()):
+        rule = draw(st.sampled_from(["identity", "nfkc", "nmt_nfkc", "nmt_nfkc_cf"]))
+        model, pieces = normalising_model(rule)
+        types = [2, 3, 3] + [6 if p[:3] == "<0x" else kinds.get(p, 1) for p in pieces[3:]]
+        return llama2.Tokenizer(llama2.Vocabulary(pieces, types, model, prepend_scheme=scheme))
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    starts = [sign[:n] for sign in SIGNS for n in range(1, len(sign) + 1)]
+    normal = [*dict.fromkeys([*map(chr, range(33, 127)), "\u2581", *"".join(SIGNS), *starts])]
+    types = [2, 3, 3, *[6] * 256, *(kinds.get(piece, 1) for piece in normal)]
+    pieces += normal
+    added = [
+        draw(FLAGS) | {"id": pieces.index(sign), "content": sign, "special": kind == 3}
+        for sign, kind in kinds.items()
+        if kind != 1
+    ]
+    steps = draw(st.lists(st.sampled_from(NORMALIZERS), max_size=4))
+    content = {
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "BPE",
+            "vocab": {piece: i for i, piece in enumerate(pieces)},
+            "merges": [[text[:-1], text[-1]] for text in dict.fromkeys(starts) if text[1:]],
+            "byte_fallback": True,
+            "ignore_merges": draw(st.booleans()),
+        },
+    }
+    return llama2.Tokenizer(llama2.Vocabulary(pieces, types, content, prepend_scheme=scheme))
+
+
+def test_no_message_becomes_a_control_token():
+    """Whatever a normalizer makes of it: the template's own tokens are all there are."""
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+
+    @fuzz(300, vocabularies(), st.lists(MESSAGES, min_size=1, max_size=3))
+    def check(tokenizer, texts):
+        for text in texts:
+            ids = tokenizer.encode(text, bos=False)
+            made = [tokenizer.pieces[i] for i in ids if tokenizer.types[i] == llama2.CONTROL]
+            assert not made, (text, made)
+        messages = [{"role": "user", "content": text} for text in texts]
+        ids = llama2.encode_chat(tokenizer, messages, template)
+        made = [i for i in ids if tokenizer.types[i] == llama2.CONTROL]
+        assert made == [1, *[2] * len(texts)], messages

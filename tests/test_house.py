@@ -146,18 +146,18 @@ def test_each_copy_has_kernels_of_its_own(tmp_path, monkeypatch, native):
 
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
-    "I": (2800, 11.0),
-    "II": (5600, 9.0),
-    "III": (11020, 9.5),
-    "IV": (3220, 9.0),
+    "I": (2840, 11.0),
+    "II": (5650, 9.0),
+    "III": (11040, 9.5),
+    "IV": (3260, 9.0),
 }
-ALL = 22640  # tokens of the file
+ALL = 22800  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
 KERNELS_PYTHON = (10660, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 32  # functions that are named in one place, each of which costs a jump
-DEEP = 88  # functions from main() to the text of the first token of README's first command
+DEEP = 92  # functions from main() to the text of the first token of README's first command
 ADVICE = """Look for what no user would miss: a second way to do one thing, a check or message written
 twice, an option nobody needs, code that only tests call. If a line is dense, let one statement do one
 thing. If all that is left earns its place, raise the number here, and say in the commit what for."""

@@ -116,6 +116,9 @@ def test_the_word_of_a_processor_is_the_last():
     def sample(processor):
         return llama2.sample(logits, llama2.Sampling(0, logits_processor=processor), SEEN)
 
+    scale = torch.ones(8, requires_grad=True)
+    for processor in (lambda ids, x: x.bfloat16(), lambda ids, x: x * scale):
+        assert sample(processor) == 1
     assert sample(lambda ids, logits: logits.fill_(-1).index_fill_(0, torch.tensor(5), 0)) == 5
     assert logits.equal(LOGITS)
     with pytest.raises(ValueError, match="no token"):
@@ -142,7 +145,8 @@ def test_a_processor_writes_what_a_grammar_wants(model):
 # One set of values
 
 REFUSED = json.loads("""{"temperature": [-1e7, NaN, Infinity, "hot"], "top_k": [-2, 1.5],
-"top_p": [1.1], "min_p": [1.1], "repetition_penalty": [0.0], "seed": [-1, 9223372036854775808]}""")
+"top_p": [1.1], "min_p": [1.1], "repetition_penalty": [0.0], "seed": [-1, 9223372036854775808],
+"penalty_last_n": [-2, 2.5, "x", null, 4294967296], "stop_strings": ["", [""], ["a", 5], 5, null]}""")
 
 
 @pytest.mark.parametrize("name", REFUSED)
