@@ -6,6 +6,7 @@
     python bench_llama2.py --model FILE.gguf              # a whole model: prompts, generation
     python bench_llama2.py --config 1b                    # the same with random weights
     python bench_llama2.py --table FILE.gguf ...          # beside llama.cpp and others
+    python bench_llama2.py --parallel 1,2,4,8 --model FILE.gguf  # sequences side by side
     python bench_llama2.py --perplexity TEXT --model FILE.gguf
     python bench_llama2.py --fidelity FILE.gguf           # does what is fast write what is exact?
 
@@ -689,6 +690,46 @@ def run_models(args):
     return {"models": dict(run_model(args, path) for path in args.table or [args.model])}
 
 
+def parallel_engine(args, model, count):
+    """Decode steps of several sequences, each behind 128 tokens or more, as examples/batch.py has them."""
+    from batch import Rows, Sequences
+
+    prompt, size = 128, Rows(model, count).size
+    caches = [model.new_cache(prompt + count + args.gen_tokens) for _ in range(count)]
+    for i, cache in enumerate(caches):
+        model(random_tokens(model, prompt + i), cache)
+    groups = [caches[i : i + size] for i in range(0, count, size)]
+
+    def steps():
+        for _ in range(args.gen_tokens):
+            for group in groups:
+                cache = Sequences(group) if len(group) > 1 else group[0]
+                model(random_tokens(model, len(group)).mT, cache)
+
+    def run():
+        for i, cache in enumerate(caches):
+            cache.truncate(prompt + i)
+        return {"tg": count * args.gen_tokens / seconds(steps)}
+
+    return run
+
+
+def run_parallel(args):
+    """Tokens/s of all sequences together, by their number, which take turns."""
+    sys.path.append(str(Path(__file__).resolve().parent / "examples"))
+    model, _ = load(args, args.model)
+    engines = {count: parallel_engine(args, model, count) for count in args.parallel}
+    for engine in engines.values():
+        engine()
+    samples = take_turns(engines, args.rounds)
+    rates = {count: median(tests["tg"]) for count, tests in samples.items()}
+    first = samples[args.parallel[0]]["tg"]
+    gains = [ratio(tests["tg"], first) for tests in samples.values()]
+    rows = [(n, f"{rate:.4g}", f"{gain:.2f}") for (n, rate), gain in zip(rates.items(), gains)]
+    table(("sequences", "tokens/s of all", "times the first"), *rows)
+    return {"parallel": rates}
+
+
 # --------------------------------------------------------------------------------------------------
 # 7. Texts: perplexity and fidelity
 
@@ -903,6 +944,11 @@ def output_file(text):
     return Path(text)
 
 
+def counts(text):
+    """The type of an option: numbers with commas between them."""
+    return [llama2.in_range(int, 1, 64)(part) for part in text.split(",")]
+
+
 def parse_args(argv):
     """The command line; a wrong one ends in one line and exit status 2."""
     parser = llama2.Parser(prog="bench_llama2.py", description="Measure llama2.py.")
@@ -919,6 +965,7 @@ def parse_args(argv):
     add("--breakdown", action="store_true", help="the share of each part of a pass")
     add("--profile", **output, help="write torch.profiler's trace of a pass there")
     add("--table", **file, nargs="+", help="GGUF files beside llama.cpp")
+    add("--parallel", metavar="N,N", type=counts, help="so many sequences side by side")
     add("--perplexity", **file, help="perplexity of a text file")
     add("--fidelity", **file, help="does what is fast write what is exact?")
     add = parser.add_mutually_exclusive_group().add_argument
@@ -950,6 +997,7 @@ MODES = {
     "breakdown": run_breakdown,
     "profile": run_profile,
     "table": run_models,
+    "parallel": run_parallel,
     "perplexity": run_perplexity,
     "fidelity": run_fidelity,
 }

@@ -125,6 +125,12 @@ def test_table_beside_two_peers(capsys):
     assert fail(command, capsys) == "bench_llama2.py: error: no such model\n"
 
 
+def test_sequences_side_by_side(capsys):
+    actual = run("--parallel 1,3 --model x.gguf --gen-tokens 2 --rounds 1")["parallel"]
+    assert [*actual] == ["1", "3"] and min(actual.values()) > 0
+    assert "times the first" in capsys.readouterr().out
+
+
 def test_perplexity_equals_a_direct_computation(bundled):
     actual = run("--perplexity text --model x.gguf --context 32")["perplexity"]
     model, tokenizer = bundled
