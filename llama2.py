@@ -3343,8 +3343,9 @@ def in_range(cast: type, low: float, high: float = 2**31) -> Callable[[str], Any
         with suppress(ValueError):
             if low <= cast(text) <= high:
                 return cast(text)
-        limits = f"{low:.10g} to {high:.10g}"
-        raise argparse.ArgumentTypeError(f"{text}; expected {cast.__name__} from {limits}")
+        raise argparse.ArgumentTypeError(
+            f"{text}; expected {cast.__name__} from {low:.10g} to {high:.10g}"
+        )
 
     return convert
 
@@ -3548,12 +3549,12 @@ def show(stream: TextStream) -> str:
     """Write a text while it is generated, and return it. Ctrl-C stops it."""
     shown = ""
     # All but tabs, line feeds, and carriage returns before these.
-    controls = re.compile(r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]")
+    controls = r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]"
     try:
         for text in stream:
             shown += text
             if sys.stdout.isatty():  # a terminal would obey control characters
-                text = controls.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+                text = re.sub(controls, lambda match: f"\\x{ord(match[0]):02x}", text)
             write(text)
     except KeyboardInterrupt:
         stream.generation.stop_reason = "interrupted"
@@ -3581,7 +3582,6 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
     weights = checkpoint.weights.values()
     types = Counter(weight.ggml_type for weight in weights)
     context = args.context or config.max_position_embeddings
-    memory = memory_needed(checkpoint, plan, context) / 1e9
     is_scaled = config.rope_freq_factors or config.rope_scaling_factor != 1
     ends = dict.fromkeys((config.eos_token_id, *config.stop_token_ids), "by its files")
     ends |= dict.fromkeys(ends_by_text(config, tokenizer), "by its text")
@@ -3604,7 +3604,8 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
         "sampling": describe_sampling(Sampling(**recommended), recommended, {}),
         "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"
         f" {sum(weight.nbytes for weight in weights) / 1e9:.3f} GB",
-        "memory": f"{memory:.3f} GB for {context:,} tokens; with --context N for fewer",
+        "memory": f"{memory_needed(checkpoint, plan, context) / 1e9:.3f} GB for {context:,} tokens;"
+        " with --context N for fewer",
         "this machine": f"{plan.device}, {free_memory(plan.device) / 1e9:.1f} GB free, {threads}",
         "it would run": f"{'with' if plan.kernels else 'without'} kernels, matrices"
         f" {'unpacked' if plan.unpack else 'as in the file'}, {DENSE_NAMES[plan.dtype]} activations"
@@ -3649,6 +3650,11 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
 # 20. The chat, and main
 
 CHAT_KEYS = "Ctrl-C stops an answer, /more goes on, /reset forgets all, /exit ends, /help says this"
+CHAT_COMMANDS = {  # those that only print a line
+    "/help": CHAT_KEYS,
+    "/reset": "the conversation is forgotten",
+    "/more": "there is no answer yet with which /more could go on",
+}
 
 
 def read_question() -> str | None:
@@ -3689,26 +3695,19 @@ def converse(
         line = question.rstrip()
         if not line:
             continue
-        match command := line.lower() if re.fullmatch(r"/[^\W\d_]+( .*)?", line) else "":
-            case "":
-                asked = [*messages, {"role": "user", "content": question}]
-            case "/more" if messages:
-                asked = messages
-            case "/more":
-                fail("there is no answer yet with which /more could go on")
-                continue
-            case "/reset":
-                messages = []
-                note("the conversation is forgotten", args.quiet)
-                continue
-            case "/help":
-                note(CHAT_KEYS)
-                continue
-            case "/exit":
-                break
-            case _:
-                fail(f"no command {line:.40}; with a space in front it is sent; {CHAT_KEYS}")
-                continue
+        command = line.lower() if re.fullmatch(r"/[^\W\d_]+( .*)?", line) else ""
+        if command == "/exit":
+            break
+        if command == "/reset":
+            messages = []
+        if not command:
+            asked = [*messages, {"role": "user", "content": question}]
+        elif command == "/more" and messages:
+            asked = messages
+        else:
+            unknown = f"no command {line:.40}; with a space in front it is sent; /help lists all"
+            note(CHAT_COMMANDS.get(command, unknown))
+            continue
 
         # 2. Leave room for the answer: max_new_tokens, but at most a quarter of the context. If
         #    there is none, drop the oldest turns (questions and their answers) until half is free.
@@ -3738,8 +3737,6 @@ def converse(
         generations.append(stream.generation)
         if stream.stop_reason in (CONTEXT_FULL, MAX_NEW_TOKENS):
             note(f"{stream.stop_reason}: the answer was cut, /more goes on", args.quiet)
-            if re.search(r"(?s)(.{8,200}?)\1\1$", answer.rstrip()[-1000:]):
-                note("it repeats itself: try --repetition-penalty 1.1", args.quiet)
         sampling = options["sampling"]  # the next answer gets other random numbers
         options["sampling"] = replace(sampling, seed=(sampling.seed + 1) % 2**63)
     return generations
@@ -3785,8 +3782,7 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         "cache": model.new_cache(size),
     }
     if args.chat:
-        first = [] if prompt is None else [prompt]
-        questions = itertools.chain(first, iter(read_question, None))  # until it returns None
+        questions = itertools.chain([prompt or ""], iter(read_question, None))  # until it is None
         generations = converse(model, tokenizer, args, questions, options)
     else:
         # With --parse-special, the prompt may be a chat: then it ends where an answer ends.
@@ -3846,7 +3842,5 @@ def main(
 
 
 if __name__ == "__main__":
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # by torchrun: each process would print the text
-        sys.exit(fail("one process; several: torchrun --nproc-per-node N examples/ranks.py"))
     signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(main())

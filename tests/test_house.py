@@ -149,7 +149,7 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "I": (2840, 11.0),
     "II": (5650, 9.0),
     "III": (11040, 9.5),
-    "IV": (3260, 9.0),
+    "IV": (3150, 9.0),
 }
 ALL = 22800  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them

@@ -20,13 +20,10 @@ from test_llama2 import (
     CONFIG,
     FORMS,
     PROMPT,
-    SCRIPT,
     TOKENS,
     assert_close,
-    one_line,
     quantised,
     raises,
-    ran,
 )
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="never tried there")
@@ -99,13 +96,6 @@ def test_ranks_from_the_command_line(forms, cli):
     text = f"{PROMPT}\n/reset\n{PROMPT}\n{PROMPT}\n"
     _, alone, _ = cli(*options, "--chat", model=model, stdin=text.encode())
     assert torchrun(ranks.__file__, "--model", model, *options, "--chat", text=text)[0] == alone
-
-
-def test_llama2_is_one_process():
-    """What `torchrun llama2.py` does: a line says what to type."""
-    variables = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
-    outcome = ran(sys.executable, SCRIPT, "--prompt", "x", env=variables)
-    assert "torchrun --nproc-per-node N examples/ranks.py" in one_line(outcome)
 
 
 def test_every_rank_reports_its_own_error(monkeypatch, capsys):
