@@ -428,7 +428,7 @@ def test_abandoned_schemas_hold_up_nobody():
 
 def test_too_many_requests_to_prepare_are_refused(monkeypatch):
     """By their number, and by their bytes."""
-    request = AsyncMock()
+    request = AsyncMock(headers={})
     request.body.return_value = b"{}" * 50
     for preparing in ([1] * program.MAX_PREPARING, [program.PREPARING_BYTES - 99]):
         monkeypatch.setattr(program, "PREPARING", preparing)
