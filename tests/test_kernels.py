@@ -138,7 +138,7 @@ def test_widths(ggml_type, monkeypatch):
     Embeddings are by the kernel alone, but for rows below 256 and ids that torch refuses.
     """
     monkeypatch.delattr(llama2.QuantizedEmbedding, "forward")
-    for K in (40, 32, 96, 288, 480, 512):
+    for K in (40, 32, 96, 288, 300, 480, 512):
         if K % llama2.GGML_TYPES[ggml_type].count:
             continue
         blocks, weight = wide_blocks(ggml_type, 11, K)
@@ -153,6 +153,8 @@ def test_widths(ggml_type, monkeypatch):
             with pytest.raises(NotImplementedError):
                 embedding(torch.tensor([bad]))
         ids = torch.tensor([[0, 10, 3], [5, 5, 1]])
+        with pytest.raises(NotImplementedError):
+            embedding(ids.to("meta"))
         for tokens in (ids, ids.T) if K > 255 else ():
             assert_close(embedding(tokens), weight[tokens], 1e-6)
 
