@@ -679,18 +679,18 @@ def sample(
     if 0 < sampling.top_k < len(logits):
         # The last is the k-th largest.
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
-    # Also computed at temperature 0, which needs no probabilities: a NaN or infinite logit shows up
-    # in them. numpy divides in this thread. torch's threads would meet for it, and wait for one
-    # another where other programs use the cores.
-    scaled = logits.cpu().numpy() / max(sampling.temperature, 1e-6)
-    probabilities = torch.from_numpy(scaled).softmax(-1)
-    if math.isnan(probabilities[0]):  # one NaN or infinity has made all of them NaN
+    # numpy divides in this thread. torch's threads would meet for it, and wait for one another
+    # where other programs use the cores.
+    values = logits.cpu().numpy()
+    scaled = values / max(sampling.temperature, 1e-6)
+    if not math.isfinite(scaled.max()):  # which is NaN if one of them is
         raise ValueError(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
             " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
         )
     if sampling.temperature <= 0:
-        return int(logits.argmax())
+        return int(values.argmax())
+    probabilities = torch.from_numpy(scaled).softmax(-1)
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
     u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
