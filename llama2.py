@@ -681,15 +681,15 @@ def sample(
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     # numpy divides in this thread. torch's threads would meet for it, and wait for one another
     # where other programs use the cores.
-    values = logits.cpu().numpy()
-    scaled = values / max(sampling.temperature, 1e-6)
+    numbers = logits.cpu().numpy()
+    scaled = numbers / max(sampling.temperature, 1e-6)
     if not math.isfinite(scaled.max()):  # which is NaN if one of them is
         raise ValueError(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
             " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
         )
     if sampling.temperature <= 0:
-        return int(values.argmax())
+        return int(numbers.argmax())
     probabilities = torch.from_numpy(scaled).softmax(-1)
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
