@@ -1998,8 +1998,9 @@ def locate(
 # --------------------------------------------------------------------------------------------------
 # 14. GGUF
 #
-# The format is that of docs/gguf.md of ggml. A GGUF file is a Hugging Face folder in one file: gguf_settings() gives its keys that folder's
-# names. From there on there is one way: read_config(), Checkpoint.sampling, make_vocabulary().
+# The format is that of docs/gguf.md of ggml. A GGUF file is a Hugging Face folder in one file:
+# gguf_settings() gives its keys that folder's names. From there on there is one way: read_config(),
+# Checkpoint.sampling, make_vocabulary().
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -2018,8 +2019,8 @@ def open_gguf(path: Path) -> Checkpoint:
     # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    settings, generation, tokenizer = gguf_settings(metadata)
-    config = read_config(settings, gguf_ends(metadata), "output.weight" in weights)
+    settings = gguf_settings(metadata)
+    config = read_config(settings[0], "output.weight" in weights)
     for key in "llama.rope.dimension_count", "llama.attention.value_length":
         require(metadata, key, (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
@@ -2029,8 +2030,8 @@ def open_gguf(path: Path) -> Checkpoint:
         str(path),
         config,
         weights=match_tensors(weights, config, gguf_name),
-        read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata, tokenizer)),
-        recommended=generation,
+        read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata, settings)),
+        recommended=settings[1],
         file=file,
     )
 
@@ -2052,6 +2053,9 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Sett
         "factor": factor or 1.0,  # converters write 0 for none
         "tie_word_embeddings": True,
     }
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends += get("tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
+    config["stop_token_ids"] = [i for i in dict.fromkeys(ends) if i not in (None, ends[0])]
 
     # 2. generation_config.json: what is not followed keeps its key.
     for key in metadata.keys() - GGUF_SAMPLING.values():
@@ -2073,13 +2077,6 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Sett
     templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
     tokenizer["chat_template"] = join_templates(*(get(key, str, "") for key in templates))
     return config, generation, tokenizer
-
-
-def gguf_ends(metadata: Mapping[str, Any]) -> list:
-    """The ids that end a text, EOS first: also "end of turn" and "end of message"."""
-    eos, *ends = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
-    ends += get_typed(metadata, "tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
-    return [Config.eos_token_id if eos is None else eos, *ends]
 
 
 def gguf_name(name: str) -> str:
@@ -2214,7 +2211,9 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     for end in settings.get("eos_token_id"), generation.get("eos_token_id"):
         ends += end if isinstance(end, list) else [end]
     with naming(folder / "config.json"):
-        config = read_config(settings, ends, "lm_head.weight" in weights)
+        ids = [i for i in dict.fromkeys(ends) if i is not None]
+        settings |= {"eos_token_id": ids[0] if ids else None, "stop_token_ids": ids[1:]}
+        config = read_config(settings, "lm_head.weight" in weights)
     return Checkpoint(
         str(folder),
         config,
@@ -2302,23 +2301,20 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str,
     return rename_from_hf(state, functools.partial(rows_from_hf, head_dim=config.head_dim))
 
 
-def read_config(settings: Mapping[str, Any], ends: Iterable, has_output: bool) -> Config:
+def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
     """The Config that config.json describes. Raises ValueError.
 
-    `ends`: the ids that end a text, EOS first, with None for each that is not stated. `has_output`:
-    whether there is an output matrix.
+    `has_output`: whether there is an output matrix.
     """
-    ids = [i for i in dict.fromkeys(ends) if i is not None]
     values = {
         "head_dim": settings.get("head_dim"),
-        "stop_token_ids": tuple(ids[1:]),
+        "stop_token_ids": tuple(settings["stop_token_ids"]),
         "sliding_window": settings.get("sliding_window"),
         "tie_word_embeddings": get_typed(settings, "tie_word_embeddings", bool, False),
     }
     values["tie_word_embeddings"] &= not has_output
     if settings["rope_type"] == "linear":
         values["rope_scaling_factor"] = get_typed(settings, "factor", float)
-    settings |= {"eos_token_id": ids[0] if ids else None}  # type: ignore[operator]
     for name in GGUF_CONFIG:
         default = None if name in REQUIRED else getattr(Config, name)
         if name == "num_key_value_heads":
@@ -2526,7 +2522,7 @@ Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
 def vocabulary_from_gguf(
-    metadata: Mapping[str, Any], settings: Settings | None = None
+    metadata: Mapping[str, Any], settings: tuple[Settings, ...] = ()
 ) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError."""
     # 1. The lists of pieces and types. "llama" is SentencePiece, "gpt2" byte-level BPE.
@@ -2538,19 +2534,19 @@ def vocabulary_from_gguf(
     # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
     scheme = get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never")
     read = Vocabulary(pieces, types, None, prepend_scheme=scheme)
-    settings = settings or gguf_settings(metadata)[2]
+    config, _, tokenizer = settings or gguf_settings(metadata)
     every_id = range(len(pieces))
-    vocabulary = make_vocabulary(read, settings, {}, gguf_ends(metadata)[1:], every_id)
+    vocabulary = make_vocabulary(read, tokenizer, {}, config["stop_token_ids"], every_id)
 
     # 2. The tokenizer.model or tokenizer.json.
     types = vocabulary.types
     pre = metadata.get("tokenizer.ggml.pre")
     if is_llama:
-        if "unk_token" in settings and types.count(UNKNOWN) != 1:
+        if "unk_token" in tokenizer and types.count(UNKNOWN) != 1:
             # SentencePiece needs one. In old files, what only pads the vocabulary is of this type, too.
             # llama.cpp takes it for control tokens.
             types = vocabulary.types = [CONTROL if t == UNKNOWN else t for t in types]
-            types[pieces.index(settings["unk_token"])] = UNKNOWN
+            types[pieces.index(tokenizer["unk_token"])] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
@@ -2945,7 +2941,7 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
 
         number = gguf.GGMLQuantizationType[ggml_type]
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
-    _, count, nbytes, low, high, zero_point = GGML_TYPES[ggml_type]
+    _, count, nbytes, zero_point, low, high = GGML_TYPES[ggml_type]
     b = blocks.reshape(-1, nbytes)
     q = unpack_bits(b, count, low)  # type: ignore[arg-type]  # (n, weights)
     if high is not None:
@@ -3004,9 +3000,9 @@ class GgmlType(NamedTuple):
     number: int  # the number of the type in ggml, in GGUF files and in cpu.cpp
     count: int  # type: ignore[assignment]  # weights in a block
     nbytes: int  # of a block
-    low: Bits | None = None  # the integers q, or their low bits
+    zero_point: int = 0  # is subtracted from the integers q
+    low: Bits | None = None  # where these are, or their low bits
     high: Bits | None = None  # their high bits, if these are stored apart
-    zero_point: int = 0  # is subtracted from q
 
 
 class Bits(NamedTuple):
@@ -3037,20 +3033,27 @@ LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokeni
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
 
+# The columns: number in ggml, weights and bytes of a block, zero point; then where the integers are,
+# and where their high bits are (at, width, bits, as in Bits).
 GGML_TYPES = {
-    "F32": GgmlType(0, 1, 4),
-    "F16": GgmlType(1, 1, 2),
-    "BF16": GgmlType(30, 1, 2),
-    "Q4_0": GgmlType(2, 32, 18, Bits(2, 16, 4), None, 8),
-    "Q4_1": GgmlType(3, 32, 20, Bits(4, 16, 4)),
-    "Q5_0": GgmlType(6, 32, 22, Bits(6, 16, 4), Bits(2, 1, 1), 16),
-    "Q5_1": GgmlType(7, 32, 24, Bits(8, 16, 4), Bits(4, 1, 1)),
-    "Q8_0": GgmlType(8, 32, 34, Bits(2, 32, 8)),
-    "Q2_K": GgmlType(10, 256, 84, Bits(16, 32, 2)),
-    "Q3_K": GgmlType(11, 256, 110, Bits(32, 32, 2), Bits(0, 32, 1), 4),
-    "Q4_K": GgmlType(12, 256, 144, Bits(16, 32, 4)),
-    "Q5_K": GgmlType(13, 256, 176, Bits(48, 32, 4), Bits(16, 32, 1)),
-    "Q6_K": GgmlType(14, 256, 210, Bits(0, 64, 4), Bits(128, 32, 2), 32),
+    name: GgmlType(*map(int, cells[:4]), *(Bits(*map(int, c.split(","))) for c in cells[4:]))  # type: ignore[arg-type]
+    for name, *cells in map(
+        str.split,
+        """\
+F32     0    1    4   0
+F16     1    1    2   0
+BF16   30    1    2   0
+Q4_0    2   32   18   8    2,16,4
+Q4_1    3   32   20   0    4,16,4
+Q5_0    6   32   22  16    6,16,4    2,1,1
+Q5_1    7   32   24   0    8,16,4    4,1,1
+Q8_0    8   32   34   0    2,32,8
+Q2_K   10  256   84   0   16,32,2
+Q3_K   11  256  110   4   32,32,2    0,32,1
+Q4_K   12  256  144   0   16,32,4
+Q5_K   13  256  176   0   48,32,4   16,32,1
+Q6_K   14  256  210  32    0,64,4  128,32,2""".splitlines(),
+    )
 }
 
 # The types of a value in GGUF. For numbers, the letter of Python's struct.

@@ -20,7 +20,9 @@ from test_llama2 import TOKENS, assert_close, cases, raises, safetensors, write_
 USAGE = (Path(llama2.__file__).parent / "docs" / "usage.md").read_text("utf-8")
 VERDICTS = {  # name -> what is done with it
     name: verdict
-    for names, verdict in re.findall(r"(?m)^\| (`.*) \| (followed|ignored|refused)", USAGE)
+    for names, verdict in re.findall(
+        r"(?m)^\| (`[^|]*) \| (followed|ignored|refused)", USAGE.partition("\n## The server\n")[0]
+    )
     for name in re.findall(r"`([\w.]+)`", names)
 }
 
