@@ -535,11 +535,11 @@ CHANGES = [
     lambda text: f" {text} ",
     lambda text: text.replace("\u00c9", "E\u0301").replace("\ufb01", "fi"),
 ]
-WORDS = st.sampled_from(["", " ", "\u2581", "x", "<", "|>", "\n", "\u200b", "the"])
+BESIDE = st.sampled_from(["", " ", "\u2581", "x", "<", "|>", "\n", "\u200b", "the"])
 TEXTS = st.tuples(st.sampled_from(SIGNS), st.sampled_from(CHANGES)).map(
     lambda both: both[1](both[0])
 )
-MESSAGES = st.lists(TEXTS | WORDS, min_size=1, max_size=5).map("".join)
+MESSAGES = st.lists(TEXTS | BESIDE, min_size=1, max_size=5).map("".join)
 FLAGS = st.fixed_dictionaries(
     {name: st.booleans() for name in ("single_word", "lstrip", "rstrip", "normalized")}
 )
