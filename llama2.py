@@ -973,9 +973,10 @@ class Tokenizer(Vocabulary):
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
     Special tokens are of two types: control tokens, which ordinary text never becomes, and
-    user-defined ones, which their own text does. In a text to encode, a control token is written as its mark: its text
-    between two secrets, a random number that no text can guess. "</s>" is just four characters.
-    Marks are only written here and at the end of encode_chat(); no template and no error shows them.
+    user-defined ones, which their own text does. In a text to encode, a control token is written as
+    its mark: its text between two secrets, a random number that no text can guess. "</s>" is just
+    four characters. Marks are only written here and at the end of encode_chat(); no template and no
+    error shows them.
     """
 
     from_file: Any  # (path) -> Tokenizer: read_tokenizer() of part III, which reads files
