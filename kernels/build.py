@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .llama2 import printable
+from .llama2 import printable  # type: ignore[import-not-found]
 
 VERSION = 11  # of the interface between cpu.cpp and cpu.py
 SOURCE = Path(__file__).with_name("cpu.cpp")
