@@ -521,7 +521,7 @@ class Llama(nn.Module):
         ValueError if the cache is full or was made for other sizes.
         """
         are_ids = tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.numel()
-        if not are_ids or tokens.is_meta > self.norm.weight.is_meta:
+        if not are_ids or (tokens.is_meta and not all(p.is_meta for p in self.parameters())):
             raise ValueError(
                 "tokens must be (B, T) int64, one or more, on the model's device, not"
                 f" {tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"

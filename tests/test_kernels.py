@@ -121,7 +121,7 @@ def test_precision(ggml_type):
 def test_sums_of_the_largest_integers(ggml_type, fill):
     """All weights and scales at an end of their range, all of x alike: no sum leaves 32 bits."""
     block = llama2.GGML_TYPES[ggml_type]
-    blocks = torch.full((8, 512 // block.weights, block.nbytes), fill, dtype=torch.uint8)
+    blocks = torch.full((8, 512 // block.count, block.nbytes), fill, dtype=torch.uint8)
     for at in SCALES[ggml_type]:
         blocks[:, :, at : at + 2] = torch.tensor([0, 60])  # 1.0 in float16
     blocks = blocks.flatten(1)
