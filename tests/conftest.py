@@ -24,7 +24,7 @@ def pytest_configure(config):
     gc.freeze()  # torch's objects need not be looked through again and again
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def native():
     """The kernels; where there are a compiler and a source file, they must come out."""
     import llama2
