@@ -4,9 +4,10 @@
     python examples/server --model llama-2-7b-chat.Q4_0.gguf   # without: the small bundled one
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time"}'
 
-The event loop talks to clients. A second thread runs the model (serving.py): one request at a time,
-in the order they came, each until its client hangs up. The last KV caches are kept, so that only the
-new tokens of a conversation are prefilled. A field that an answer cannot follow is refused by its name,
+The event loop talks to clients. A second thread runs the model (serving.py): each pass makes a token
+for all answers that are written, and between two, a piece of a prompt is read. An answer is the one
+that its request gets alone. The last KV caches are kept, so that only the new tokens of a conversation
+are prefilled. A field that an answer cannot follow is refused by its name,
 or forgotten if it is a hint.
 
     __main__.py  the command line, the paths, the page (chat.html)
@@ -219,6 +220,12 @@ def parse_args() -> argparse.Namespace:
         help="a site whose pages may use the server, or several by several options; *: any",
     )
     add("--context", metavar="N", type=number(int, 1), help="tokens of a prompt and its answer")
+    add(
+        "--parallel",
+        metavar="N",
+        type=number(int, 1, 64),
+        help="answers at once, and conversations that are remembered (default: 4, if they fit)",
+    )
     add("--threads", metavar="N", type=number(int, 1, 1024), help="CPU threads")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
@@ -278,13 +285,18 @@ def main() -> int:
             raise Refusal(503, "the server is shutting down")
 
     session.check = check
+    session.is_closed = lambda: server.should_exit
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if not session.has_template:
             say("the model has no chat template: llama-2 is assumed")
         host = f"[{args.host}]" if ":" in args.host else args.host
+        passes = f"passes of up to {session.rows.size}" if session.rows.size > 1 else "turns"
+        say(f"{session.parallel} answers at once, in {passes}, of {session.context} tokens each")
         say(f"listening on http://{host}:{listener.getsockname()[1]}")
         server.run([listener])
+    session.wake.set()
+    session.thread.join()
     return 0
 
 

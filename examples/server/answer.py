@@ -4,15 +4,17 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import anyio.from_thread
-import anyio.to_thread
+import anyio
+from batch import NotYet
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-import llama2
 from server.fields import (
     check_messages,
     refuse_rest,
@@ -29,7 +31,6 @@ from server.tools import Answer, Reader, name_tokens
 
 MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
 PATIENCE, COMMENT = 10, b": at work\n\n"  # which a stream has so often, in seconds
-TURN = anyio.Lock()  # to use the model: first come, first served
 
 
 async def until_gone(receive: Any, log: list[str], group: Any) -> None:
@@ -39,6 +40,17 @@ async def until_gone(receive: Any, log: list[str], group: Any) -> None:
     if not log:  # the work has not ended
         log.append("aborted: the client hung up")
     group.cancel_scope.cancel()
+
+
+def patiently(texts: Iterator[str]) -> Iterator[str | None]:
+    """The texts, and None where one waits for a pass of the model."""
+    while True:
+        try:
+            yield next(texts)
+        except NotYet:
+            yield None
+        except StopIteration:
+            return
 
 
 class Job:
@@ -104,6 +116,10 @@ class Job:
                 note += f'; {control[0]} in the prompt stays text without "parse_special": true'
         if answer.schemas:
             note += session.hold(answer, chat)
+        is_held = answer.form or answer.schemas
+        self.options["grammar"] = session.grammar(answer, chat) if is_held else None
+        # Others' prompts are shared as their caches are.
+        self.options["owner"] = None if reuse else self
         if not 1 <= len(prompts) <= MAX_PROMPTS or not all(prompts):
             raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}, none empty")
         longest = max(map(len, prompts))
@@ -117,6 +133,10 @@ class Job:
             )
 
         self.prompts, self.note = prompts, note
+        each = [ids for ids in prompts for _ in range(self.n)]
+        self.waiting = deque(enumerate(each))  # answers that have not begun
+        self.is_begun = self.is_over = False
+        self.ended = [None] * len(each)  # choices, and their generations
         self.thoughts = 0  # tokens of reasoning
         self.replies = asyncio.Queue()  # ends with None
         chunk = ".chunk" if self.stream else ""
@@ -130,23 +150,19 @@ class Job:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
         self.log = scope["log"]
-        if TURN.statistics().tasks_waiting >= MAX_WAITING:
+        if sum(not job.is_begun for job in self.session.jobs) >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
-
-        async def respond() -> None:
-            stream = StreamingResponse(self.events(), media_type="text/event-stream")
-            response = stream if self.stream else await self.replies.get()
-            await response(scope, receive, send)
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(until_gone, receive, self.log, group)
-            group.start_soon(respond)
-            async with TURN:
-                try:
-                    await anyio.to_thread.run_sync(self.complete)
-                except Exception as error:  # noqa: BLE001 (memory that ran out, weights with NaN)
-                    self.replies.put_nowait(refuse(Request(scope), error))
-            self.replies.put_nowait(None)
+        self.request = Request(scope)
+        self.loop = asyncio.get_running_loop()
+        self.session.add(self)
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(until_gone, receive, self.log, group)
+                stream = StreamingResponse(self.events(), media_type="text/event-stream")
+                response = stream if self.stream else await self.replies.get()
+                await response(scope, receive, send)
+        finally:
+            self.is_over = True
 
     async def next_reply(self) -> Response | None:
         """The next reply; an empty one if a stream is silent: clients give that up."""
@@ -162,17 +178,26 @@ class Job:
 
     def put(self, body: dict) -> None:
         """Send an event, or the whole answer, from the model's thread."""
-        anyio.from_thread.run_sync(self.replies.put_nowait, JSONResponse(body))
+        self.reply(JSONResponse(body))
 
-    def complete(self) -> None:
-        """Continue the prompts, in the model's thread."""
-        start = time.perf_counter()
-        prompts = [ids for ids in self.prompts for _ in range(self.n)]
-        pairs = [self.complete_one(*pair) for pair in enumerate(prompts)]
+    def reply(self, *replies: Response | None) -> None:
+        """Hand replies to the event loop, which waits for the client."""
+        with suppress(RuntimeError):  # it has ended
+            for reply in replies:
+                self.loop.call_soon_threadsafe(self.replies.put_nowait, reply)
+
+    def fail(self, error: Exception) -> None:
+        """End all with an error."""
+        if not self.is_over:
+            self.is_over = True
+            self.reply(refuse(self.request, error), None)
+
+    def finish(self) -> None:
+        """End all, when all answers have ended."""
         prompt_tokens = sum(map(len, self.prompts))
-        new = sum(len(generation.new_ids) for _, generation in pairs)
-        prefilled = sum(generation.prompt_tokens for _, generation in pairs[:: self.n])
-        seconds = time.perf_counter() - start
+        new = sum(len(generation.new_ids) for _, generation in self.ended)
+        prefilled = sum(generation.prompt_tokens for _, generation in self.ended[:: self.n])
+        seconds = time.perf_counter() - self.start
         cached = prompt_tokens - prefilled
         self.log.append(
             f"read {prefilled} + {cached} cached, made {new}, {new / seconds:.1f} tokens/s{self.note}"
@@ -184,10 +209,14 @@ class Job:
             "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prefilled},
             "completion_tokens_details": {"reasoning_tokens": self.thoughts},
         }
-        self.end([choice for choice, _ in pairs], usage)
+        self.end([choice for choice, _ in self.ended], usage)
+        self.is_over = True
+        self.reply(None)
 
-    def complete_one(self, index: int, ids: list[int]) -> tuple[dict, llama2.Generation]:
-        """Continue a prompt; returns its choice and the generation."""
+    def complete_one(self, index: int, ids: list[int]) -> Iterator[None]:
+        """Continue a prompt; each time that it waits for a pass of the model, it yields."""
+        if not self.is_begun:
+            self.is_begun, self.start = True, time.perf_counter()
         choice = {"index": index, "logprobs": None, "finish_reason": None}
         if self.chat:
             self.tell(choice, {"role": "assistant", "content": ""}, [])
@@ -199,21 +228,29 @@ class Job:
         reader = Reader(self.options["answer"])
         scores, thoughts = [], 0
         before = [self.session.tokenizer.decode(ids)] if self.echo else []
-        for text in itertools.chain(before, stream, [""]):  # the last one ends it
-            new = scorer.take(text)
-            scores += new
-            delta = reader.feed(text, ended=not text)
-            if delta or new:
-                self.tell(choice, delta, new)
-            if reader.is_reasoning:
-                thoughts = len(stream.generation.new_ids)
+        try:
+            for text in patiently(itertools.chain(before, stream, [""])):  # the last one ends it
+                if text is None:
+                    yield
+                    continue
+                new = scorer.take(text)
+                scores += new
+                delta = reader.feed(text, ended=not text)
+                if delta or new:
+                    self.tell(choice, delta, new)
+                if reader.is_reasoning:
+                    thoughts = len(stream.generation.new_ids)
+        finally:
+            self.session.free(scorer)
         self.thoughts += thoughts
         choice["finish_reason"] = "length"
         if stream.stop_reason.startswith("stop"):
             choice["finish_reason"] = "tool_calls" if "tool_calls" in reader.message else "stop"
         self.tell(choice, {}, [])
         said = {"message": reader.message} if self.chat else {"text": reader.text}
-        return choice | said | self.table(scores), stream.generation
+        self.ended[index] = choice | said | self.table(scores), stream.generation
+        if all(self.ended):
+            self.finish()
 
     def tell(self, choice: dict, delta: dict, scores: list[Score]) -> None:
         """Send an event of what is new."""

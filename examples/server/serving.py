@@ -1,14 +1,17 @@
-"""What the server does with a model: several caches, grammars, penalties, log-probabilities."""
+"""What the server does with a model: several answers at once, caches, grammars, log-probabilities."""
 
+import copy
 import functools
 import json
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from batch import Row, Rows
 
 import llama2
 from server.guard import Refusal
@@ -22,7 +25,6 @@ except ImportError:  # without llguidance
 MAX_CACHES, CACHE_BYTES = 4, 2**31  # conversations kept, if they fit; at least one
 MAX_GRAMMARS = 4  # that are kept, each up to 50 MB
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
-CHUNK = llama2.PREFILL_CHUNK  # prompt tokens per pass; between two the client may have hung up
 
 
 class Score(NamedTuple):
@@ -52,10 +54,65 @@ class Session:
             with llama2.naming(source):
                 self.template = Path(source).read_text("utf-8")
         self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
-        self.check = lambda: None  # called before each pass; it may raise to end the generation
-        self.caches = [self.model.new_cache(context)]  # in the order of their last use
-        count = min(MAX_CACHES, CACHE_BYTES // (2 * self.caches[0].k.nbytes))
-        self.caches += [self.model.new_cache(context) for _ in range(1, count)]
+        self.check = lambda: None  # called while a grammar is compiled; it may raise to end that
+        first = self.model.new_cache(context)
+        size = 2 * first.k.nbytes
+        count = args.parallel or max(1, min(MAX_CACHES, CACHE_BYTES // size))
+        self.parallel = count  # answers at once
+        device = self.model.norm.weight.device
+        if (needed := (count - 1) * size) > (free := llama2.free_memory(device)):
+            raise ValueError(
+                f"--parallel {count} needs {needed / 1e9:.3g} GB more; {device} has {free / 1e9:.3g}"
+            )
+        # Those that no answer uses: conversations, in the order of their last use.
+        self.caches = [first, *(self.model.new_cache(context) for _ in range(1, count))]
+        self.rows = Rows(self.model)
+        self.jobs: list = []  # that have not ended
+        self.wake = threading.Event()
+        self.is_closed = lambda: False  # whether no more answers are written
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def add(self, job: Any) -> None:
+        """Have a Job answered, by the model's thread."""
+        self.jobs.append(job)
+        self.wake.set()
+
+    def work(self) -> None:
+        """The model's thread: one pass after another, for all answers that wait for it."""
+        running: dict = {}  # answers: iterators, and the Job of each
+        while self.jobs or not self.is_closed():
+            self.wake.clear()
+            if not self.jobs:
+                self.wake.wait()
+
+            # 1. Who has gone makes room. Answers begin: the next one is of the job that has the
+            #    fewest of those that are written.
+            for job in [*self.jobs]:
+                if self.is_closed():
+                    job.fail(Refusal(503, "the server is shutting down"))
+                if job.is_over:
+                    self.jobs.remove(job)
+                    for answer in [answer for answer, its in running.items() if its is job]:
+                        answer.close()
+                        del running[answer]
+            while len(running) < self.parallel:
+                owners = [*running.values()]
+                waiting = [job for job in self.jobs if job.waiting and not job.is_over]
+                if not waiting:
+                    break
+                job = min(waiting, key=owners.count)
+                running[job.complete_one(*job.waiting.popleft())] = job
+
+            # 2. Each answer goes on until it waits for a pass, which is made for all.
+            for answer, job in [*running.items()]:
+                try:
+                    if next(answer, self) is self:
+                        del running[answer]
+                except Exception as error:  # noqa: BLE001 (memory that ran out, weights with NaN)
+                    del running[answer]
+                    job.fail(error)
+            self.rows.run()
 
     def take_cache(self, ids: list[int], reuse: bool) -> llama2.Cache:
         """The cache that shares most tokens with a prompt.
@@ -64,17 +121,22 @@ class Session:
         then the tokens that they share are copied into the least recently used cache.
         """
         tokens = torch.tensor([ids])
-        best = max(self.caches, key=lambda cache: cache.common_prefix(tokens))
+        caches = [*self.caches, *(row.cache for row in self.rows)]
+        best = max(caches, key=lambda cache: cache.common_prefix(tokens))
         n = best.common_prefix(tokens) if reuse else 0
-        cache = best if n >= 0.9 * best.pos else self.caches[0]
+        cache = best if best in self.caches and n >= 0.9 * best.pos else self.caches[0]
         if cache is not best or not reuse:
             cache.reset()
             cache.k[:, :, :, :n] = best.k[:, :, :, :n]
             cache.v[:, :, :, :n] = best.v[:, :, :, :n]
             cache.advance(best.tokens[:, :n])
-        self.caches.remove(cache)
-        self.caches.append(cache)
+        self.rows[:] = [row for row in self.rows if row.cache is not cache]
         return cache
+
+    def free(self, row: Row) -> None:
+        """Others may take the cache of an answer that has ended; until then it is remembered."""
+        row.tokens = None
+        self.caches.append(row.cache)
 
     def encode(self, prompt: Any, parse_special: bool) -> list[list[int]]:
         """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
@@ -187,32 +249,42 @@ class Session:
         score_end: bool,
         top: int | None,
         answer: Answer,
+        grammar: Any,
+        owner: Any,
         **options: Any,
     ) -> "Scorer":
         """llama2.stream_text() of a prompt, in a Scorer of its tokens.
 
         `reuse`: tokens that a cache holds are not prefilled again; as rounding may differ then, so may
-        the text. An `answer` with a form or a schema fits its Grammar, and ends with it.
+        the text. An answer with a `grammar` fits it, and ends with it. Equal prompts of one `owner`
+        are read once. free() has to be called at the end.
         """
         options["stop_ids"] = self.stop_ids(chat)
-        options["cache"] = self.take_cache(ids, reuse and not score_prompt)
-        if answer.form or answer.schemas:
-            options["sampling"].logits_processor.grammar = self.grammar(answer, chat)
+        if grammar:
+            processor = copy.copy(options["sampling"].logits_processor)
+            processor.grammar = grammar.copy()
+            options["sampling"] = replace(options["sampling"], logits_processor=processor)
         if chat and not answer.schemas:  # in a JSON string these may occur
             options["stop"] = [*options["stop"], *self.stops.texts]
         tokenizer = visible(self.tokenizer, tokens_in(answer))
         scorer = Scorer(self, top, score_end)
-        stream = llama2.stream_text(self.model, tokenizer, ids, step=scorer, **options)
+        scorer.owner = owner
+        scorer.cache = cache = self.take_cache(ids, reuse and not score_prompt)
+        stream = llama2.stream_text(self.model, tokenizer, ids, step=scorer, cache=cache, **options)
         scorer.stream = stream
         scorer.decoder = llama2.StreamDecoder(tokenizer, score_prompt or stream.decoder.strip)
         scorer.strip = stream.strip  # leading white space is dropped until a text is shown
         if score_prompt:
-            scorer.prefill(ids)
+            scorer.prompt = object()  # it is read for its scores, and equals no other
+            scorer.read, scorer.chunk = scorer.score, llama2.SCORE_CHUNK
+            scorer.append(ids[0], {})
+        self.rows.append(scorer)
+        self.caches.remove(cache)
         return scorer
 
 
-@dataclass
-class Scorer:
+@dataclass(eq=False)
+class Scorer(Row):
     """A `step` for generate() that keeps the scores of sampled tokens, unless `top` is None.
 
     They are of the model's own logits, before penalties, biases and grammars.
@@ -225,6 +297,9 @@ class Scorer:
     scores: list[Score] = field(default_factory=list)  # of tokens that are not shown yet
     length: int = 0  # of the text of all tokens, in characters
     shown: int = 0  # how many of them are shown
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
         """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
@@ -244,23 +319,18 @@ class Scorer:
         self.length += len(text)
 
     @torch.no_grad()
-    def prefill(self, ids: list[int]) -> None:
-        """Score the prompt; then the cache holds all of it but its last id."""
-        cache = self.stream.generation.cache
-        self.append(ids[0], {})
-        for start in range(0, len(ids) - 1, llama2.SCORE_CHUNK):
-            self.session.check()
-            *chunk, last = ids[start : start + llama2.SCORE_CHUNK + 1]
-            tokens = torch.tensor([chunk], device=cache.k.device)
-            logits = self.session.model(tokens, cache, all_positions=True)[0]  # (T, V)
-            self.add(logits, [*chunk[1:], last])
+    def score(self, model: llama2.Llama, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
+        """A pass for tokens (1, n) of the prompt, which also scores those after them: logits (1, V)."""
+        start, n = cache.pos, tokens.shape[1]
+        chunk = tokens[:, start:].to(cache.k.device)
+        logits = model(chunk, cache, all_positions=True)[0]  # (T, V)
+        ids = self.tokens[0, start + 1 : n + 1].tolist()
+        self.add(logits[: len(ids)], ids)
+        return logits[-1:]
 
     def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
-        """tokens (1, n) -> logits (1, V); check() before each pass."""
-        n = tokens.shape[1]
-        for end in [*range(cache.common_prefix(tokens) + CHUNK, n, CHUNK), n]:
-            self.session.check()
-            logits = llama2.prefill(self.session.model, tokens[:, :end], cache)
+        """tokens (1, n) -> logits (1, V), once a pass has made them."""
+        logits = super().__call__(tokens, cache)
         if self.top is not None:
             self.logits.append(logits)
         return logits
