@@ -141,8 +141,8 @@ class Row:
         if self.tokens is None:
             self.tokens, self.cache = tokens, cache
             cache.truncate(min(cache.common_prefix(tokens), tokens.shape[1] - 1))
+            self.start = cache.pos
             if self.prompt is None:
-                self.start = cache.pos
                 self.prompt = self.owner, self.start, tokens.tolist()
         if self.result is None:
             raise NotYet
