@@ -6,6 +6,7 @@ They take the bundled model in float32, and one server for nearly all of them.
 import asyncio
 import json
 import os
+import random
 import re
 import select
 import socket
@@ -330,6 +331,57 @@ def test_many_clients_get_what_they_would_alone(server):
         together = list(pool.map(ask, range(12)))
     assert together == [ask(i) for i in range(12)]
     assert len(set(together)) > 6
+
+
+def mixed(draw):
+    """A path and a body whose answer is the same whoever else asks; some are refused, or fail."""
+    path = draw.choice((COMPLETIONS, CHAT))
+    text = " ".join(draw.choices(STORY.split(), k=draw.choice((1, 5, 30, 150))))
+    body = {"max_tokens": draw.choice((0, 1, 9, 40)), "n": draw.choice((1, 1, 1, 3))}
+    body |= {"temperature": draw.choice((0, 1.2)), "stop": draw.choice(([], ["he"]))}
+    body |= draw.choice(({"seed": draw.randrange(99)}, {"cache_prompt": False, "temperature": 0}))
+    body |= draw.choice(({}, {}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.3}))
+    if path == CHAT:
+        body |= {"messages": [{"role": "user", "content": text}], "logprobs": draw.random() < 0.5}
+    else:
+        body |= {"prompt": draw.choice((text, [text, "A"])), "logprobs": draw.choice((None, 2))}
+        body |= {"echo": draw.random() < 0.3}
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": [text[:9], 5]}}}
+    body |= draw.choice(({}, {}, {"response_format": form}))
+    return path, body | draw.choice(
+        ({}, {}, {}, {"top_p": 9}, {"logit_bias": {"5": 100, "7": -100}})
+    )
+
+
+def answer_of(server, path, body):
+    """What does not differ between two answers to the same request."""
+    status, reply = server.post(path, body)
+    return status, [reply.get(name) for name in ("choices", "usage", "error")]
+
+
+MIXED, CLIENTS = 40, 8
+
+
+def test_answers_beside_others_are_those_alone(server):
+    """Bit for bit, log-probabilities too, while eight ask and others hang up."""
+    pytest.importorskip("llguidance")
+    draw = random.Random(5)
+    requests = [mixed(draw) for _ in range(MIXED)]
+    expected = [answer_of(server, *request) for request in requests]
+    assert len({status for status, _ in expected}) == 2
+
+    def ask(i):
+        with server.send(stream=i % 2 == 0, prompt=f"{i} {STORY}" * (1 + i % 3)) as abandoned:
+            time.sleep(i % 5 / 100)
+            abandoned.close()
+        return answer_of(server, *requests[i])
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        for _ in range(2):
+            order = draw.sample(range(MIXED), MIXED)
+            actual = dict(zip(order, pool.map(ask, order)))
+            for i, request in enumerate(requests):
+                assert actual[i] == expected[i], request
 
 
 def test_chats_with_one_system_prompt_share_it(server):

@@ -150,7 +150,8 @@ class Job:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
         self.log = scope["log"]
-        if sum(not job.is_begun for job in self.session.jobs) >= MAX_WAITING:
+        waiting = [job for job in self.session.jobs if not (job.is_begun or job.is_over)]
+        if len(waiting) >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
         self.request = Request(scope)
         self.loop = asyncio.get_running_loop()
