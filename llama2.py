@@ -2590,7 +2590,7 @@ def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
             pieces.append(f"[PAD{i}]")
             types.append(UNUSED)
         for i, token in tokens.items():
-            pieces[i] = token["content"]
+            pieces[i] = get_typed(token, "content", str)
             types[i] = CONTROL if token.get("special") else USER_DEFINED
         if is_json:
             read.model["added_tokens"] = [*tokens.values()]
