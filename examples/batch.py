@@ -43,7 +43,7 @@ class Sequences:
 
     sequences  plain Caches of batch size 1, as many as the tokens (B, 1); each has a position, and
                perhaps a size, of its own
-    layer      the layer whose turn it is, as in a Cache
+    layer      index of the layer that runs, as in a Cache
     pos        the highest of the positions
 
     The mask of a pass is one tensor, cache.mask(1): bool (B, 1, 1, S), where S is pos + 1.
@@ -90,14 +90,12 @@ class Sequences:
             own = cache.update(layer, k[i, None], v[i, None])
             for all_of_them, one in zip((keys, values), own, strict=True):
                 all_of_them[i, :, : cache.pos + T] = one[0]
-        self.layer = layer + 1
         return keys, values
 
     def advance(self, tokens: Tensor) -> None:
         """Count tokens (B, 1) as stored."""
         for cache, token in zip(self.sequences, tokens, strict=True):
             cache.advance(token[None])
-        self.layer = 0
 
 
 @torch.no_grad()
