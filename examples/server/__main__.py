@@ -295,6 +295,7 @@ def main() -> int:
         say(f"{session.parallel} answers at once, in {passes}, of {session.context} tokens each")
         say(f"listening on http://{host}:{listener.getsockname()[1]}")
         server.run([listener])
+    server.should_exit = True  # also where Ctrl-C came before it ran
     session.wake.set()
     session.thread.join()
     return 0

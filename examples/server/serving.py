@@ -82,9 +82,9 @@ class Session:
         """The model's thread: one pass after another, for all answers that wait for it."""
         running: dict = {}  # answers: iterators, and the Job of each
         while self.jobs or not self.is_closed():
-            self.wake.clear()
             if not self.jobs:
                 self.wake.wait()
+            self.wake.clear()
 
             # 1. Who has gone makes room. Answers begin: the next one is of the job that has the
             #    fewest of those that are written.
