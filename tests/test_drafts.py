@@ -17,7 +17,7 @@ PROMPT = [1, 5, 9, 20, 31, 5, 9, 20, 7]
 
 
 @pytest.fixture(scope="module", params=[("Q4_K", True), ("Q4_K", False), ("F16", False)])
-def model(request, native):
+def model(request):
     """A model with the kernels."""
     return test_bits.model_of(*request.param)
 
