@@ -10,6 +10,7 @@ runs in turns. Nothing else should run on the machine.
 
 import argparse
 import asyncio
+import itertools
 import json
 import signal
 import subprocess
@@ -155,9 +156,8 @@ async def wait_for_long(port: int, asking: Asking, seed: int) -> tuple[float, fl
     written: Times = []
     read: Times = []
     short: Times = []
-    bodies = [
-        asking.body(*what, seed=seed) for what in (("W", 16, LONG), ("L", LONG, 1), ("Q", 16, 2))
-    ]
+    asked = ("writes", 16, LONG), ("long", LONG, 1), ("short", 16, 2)
+    bodies = [asking.body(f"{seed} {name}", *sizes, seed=seed) for name, *sizes in asked]
     writer = asyncio.create_task(stream(port, bodies[0], written))
 
     async def until(count: int) -> None:
@@ -167,10 +167,8 @@ async def wait_for_long(port: int, asking: Asking, seed: int) -> tuple[float, fl
     await until(4)
     begun = time.perf_counter()
     long = asyncio.create_task(stream(port, bodies[1], read))
-    await until(
-        len(written) + LONG // PROMPT // 2
-    )  # about half of it is read: a token for each chunk
-    asked = time.perf_counter()
+    await until(len(written) + LONG // PROMPT // 2)  # half of it is read: a token for each chunk
+    start = time.perf_counter()
     await stream(port, bodies[2], short)
     await long
     writer.cancel()
@@ -178,10 +176,9 @@ async def wait_for_long(port: int, asking: Asking, seed: int) -> tuple[float, fl
         await writer
     if short[0] > read[0]:
         sys.exit("several.py: the long prompt was read before the question was asked")
-    times = [t for t in written if begun < t < read[0]]
-    return max(b - a for a, b in zip([begun, *times], [*times, read[0]], strict=True)), short[
-        0
-    ] - asked
+    times = [begun, *(t for t in written if begun < t < read[0]), read[0]]
+    waits = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return max(waits), short[0] - start
 
 
 def measure_waits(args: argparse.Namespace) -> str:
@@ -220,6 +217,9 @@ def measure_waits(args: argparse.Namespace) -> str:
     return markdown(header, [["", *cells]])
 
 
+PARTS = {"passes": measure_passes, "clients": measure_clients, "waits": measure_waits}
+
+
 def stop(signal_number: int, frame: Any) -> None:
     sys.exit("several.py: it took longer than --limit")
 
@@ -228,7 +228,7 @@ def main() -> None:
     parser = bench.llama2.Parser(description=__doc__.partition("\n")[0])
     number = bench.llama2.in_range
     add = parser.add_argument
-    add("part", choices=("passes", "clients", "waits"))
+    add("part", choices=PARTS)
     add("file", metavar="FILE", type=Path, help="a GGUF file")
     add("--llama-batched-bench", metavar="PATH", help="llama.cpp's program, beside passes")
     add("--other", metavar="PATH", type=Path, help="an older server, beside one client")
@@ -243,11 +243,7 @@ def main() -> None:
     signal.alarm(args.limit)
     with bench.torch.no_grad():
         print(bench.describe_machine())
-        print(
-            {"passes": measure_passes, "clients": measure_clients, "waits": measure_waits}[
-                args.part
-            ](args)
-        )
+        print(PARTS[args.part](args))
 
 
 if __name__ == "__main__":
